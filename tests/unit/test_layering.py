@@ -26,7 +26,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("protocol.volume", "protocol.search"),
         ("protocol.volume_extensions",),
         ("protocol.filesystem", "protocol.archive", "protocol.merge", "protocol.tool_messages"),
-        ("protocol.store",),
+        ("protocol.store", "protocol.journal"),
         ("protocol.adapters",),
         ("protocol.backends",),
         ("protocol.tools", "protocol.testing", "protocol.snapshot_manager"),
@@ -90,6 +90,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "struct": (
         "protocol.linux",
         "protocol.archive.records",
+        "protocol.journal",
         "protocol.store",
         "protocol.backends.container.helper",
         "protocol.backends.container.podman",

@@ -1,0 +1,411 @@
+"""Journal: the files of one workspace in a directory of their own, from opening them to the clean end.
+
+    lock            locked with flock(2) by the daemon that uses the journal
+    image-00000003  the state at the beginning of log 3; absent for log 1
+    log-00000003    what happened since
+
+The state is that of the image with the highest number (an empty state without an image), and of the logs from that
+number on.  A new log is begun when the one before it is complete and synced; an image gets its name by a rename when it
+is complete and synced; files that it replaces are removed after that.  So at each moment the files describe one state.
+
+Invariants:
+
+1. All files have the same `FileHeader.journal` and `FileHeader.identity`.
+2. Each log but the last ends, synced, with the record before the first one of the next log.
+3. An image is complete, and its last record is a clean mark.
+4. One process at a time appends: the one that holds the lock.
+
+Threading: one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO, Final
+
+from protocol.journal.log import DescriptorFile, FsyncPolicy, Log
+from protocol.journal.records import (
+    FORMAT_VERSION,
+    Extent,
+    FileHeader,
+    JournalDamagedError,
+    Kind,
+    read_header,
+    read_records,
+    verify,
+)
+from protocol.linux.regular_file import open_regular
+from protocol.values import Value
+
+Identity = dict[str, str | int]
+
+_NAME: Final = re.compile(r"(log|image)-(\d{8})(\.new)?")
+_LOCK: Final = "lock"
+
+
+class JournalReport(Value):
+    """What is in a journal.
+
+    `identity`: what it belongs to.  `size_bytes`: of all files.  `cut_bytes`: of an interrupted write at the end, which
+    do not count.  `is_clean`: the last daemon closed it.  `logs` and `image`: the numbers of the files that count.
+    """
+
+    identity: Identity
+    size_bytes: int
+    cut_bytes: int
+    is_clean: bool
+    logs: tuple[int, ...]
+    image: int | None
+
+
+class _File(Value):
+    path: str
+    header: FileHeader
+    start: int
+    extent: Extent
+
+
+class JournalFiles:
+    """The verified files of a journal, for reading.  JournalDamagedError, OSError."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        found = {"log": _numbers(directory, "log"), "image": _numbers(directory, "image")}
+        if not found["log"]:
+            raise FileNotFoundError(errno.ENOENT, "there is no journal in this directory", directory)
+        self.image_number = max(found["image"], default=None)
+        first = self.image_number or min(found["log"])
+        numbers = [number for number in found["log"] if number >= first]
+        self._files = [self._verified("image", self.image_number)] if self.image_number is not None else []
+        self._logs = [self._verified("log", number) for number in numbers]
+        if numbers != list(range(first, first + len(numbers))) or (self.image_number is None and first != 1):
+            raise JournalDamagedError(directory, f"a file of the journal is missing: it has the logs {numbers}")
+        self._check_sequence()
+
+    def _verified(self, kind: str, number: int) -> _File:
+        path = os.path.join(self.directory, f"{kind}-{number:08}")
+        with _opened(path) as file:
+            header = read_header(file, path)
+            if (header.kind, header.number) != (kind, number):
+                raise JournalDamagedError(path, f"this file of the journal is {header.kind} {header.number}")
+            start = file.tell()
+            return _File(path, header, start, verify(file, header, path))
+
+    def _check_sequence(self) -> None:
+        for file in self._files:
+            if not file.extent.is_closed:
+                raise JournalDamagedError(file.path, "this image is not complete")
+        for log, following in zip(self._logs, self._logs[1:], strict=False):
+            if log.extent.sequence != following.header.first or log.extent.cut_bytes:
+                raise JournalDamagedError(log.path, "this log ends before the next one begins")
+        headers = {(file.header.journal, tuple(sorted(file.header.identity.items()))) for file in self.all}
+        if len(headers) > 1:
+            raise JournalDamagedError(self.directory, "the files of this directory belong to different journals")
+
+    @property
+    def all(self) -> list[_File]:
+        return [*self._files, *self._logs]
+
+    @property
+    def last(self) -> _File:
+        """The log that the next record is appended to."""
+        return self._logs[-1]
+
+    @property
+    def identity(self) -> Identity:
+        return self.last.header.identity
+
+    def report(self) -> JournalReport:
+        return JournalReport(
+            identity=self.identity,
+            size_bytes=sum(os.stat(file.path).st_blocks * 512 for file in self.all),
+            cut_bytes=self.last.extent.cut_bytes,
+            is_clean=self.last.extent.is_closed,
+            logs=tuple(file.header.number for file in self._logs),
+            image=self.image_number,
+        )
+
+    def batches(self) -> Iterator[list[bytes]]:
+        """Yield the payloads of each COMMIT with its PART records, from the first to the last, each once."""
+        for file in self.all:
+            parts: list[bytes] = []
+            with _opened(file.path) as opened:
+                for record in read_records(opened, file.header, file.start, file.extent.end):
+                    if record.kind == Kind.MARK:
+                        continue
+                    parts.append(record.payload)
+                    if record.kind == Kind.COMMIT:
+                        yield parts
+                        parts = []
+
+
+class Journal:
+    """A journal that this process appends to.  Make one with `create` or `resume`."""
+
+    def __init__(self, directory: str, lock_fd: int, log: Log, header: FileHeader, policy: FsyncPolicy) -> None:
+        self.directory = directory
+        self.log = log
+        self.policy = policy
+        self._header = header
+        self._lock_fd = lock_fd
+
+    # -- opening ---------------------------------------------------------------------------------
+    @classmethod
+    def create(cls, directory: str, identity: Mapping[str, str | int], policy: FsyncPolicy) -> Journal:
+        """Begin a journal in `directory`, which is made if it does not exist.  FileExistsError if it has one."""
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        lock_fd = lock(directory)
+        try:
+            _check_empty(directory)
+            header = FileHeader(
+                FORMAT_VERSION, "log", secrets.token_hex(16), dict(identity), 1, 1, secrets.randbits(32)
+            )
+            log = _begin_log(directory, header, policy)
+            _sync_directory(os.path.dirname(os.path.abspath(directory)))
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        return cls(directory, lock_fd, log, header, policy)
+
+    @classmethod
+    def resume(cls, directory: str, policy: FsyncPolicy) -> tuple[JournalFiles, Journal]:
+        """Lock and verify the journal in `directory`; return its files, and the journal to append to.
+
+        What an interrupted write left at the end is cut off (`JournalReport.cut_bytes`).
+
+        FileNotFoundError without a journal; BlockingIOError if another daemon uses it; JournalDamagedError; OSError.
+        """
+        lock_fd = lock(directory)
+        try:
+            files = JournalFiles(directory)
+            last = files.last
+            descriptor = open_regular(last.path, os.O_RDWR)
+            try:
+                os.ftruncate(descriptor, last.extent.end)
+                os.fsync(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            log = Log(DescriptorFile(descriptor), last.header, last.extent, policy)
+            journal = cls(directory, lock_fd, log, last.header, policy)
+            journal._remove_unused(files.image_number)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        return files, journal
+
+    @property
+    def identity(self) -> Identity:
+        return self._header.identity
+
+    @property
+    def number(self) -> int:
+        """The number of the log that is appended to."""
+        return self._header.number
+
+    def size_bytes(self) -> int:
+        """Return the disk space that the journal takes."""
+        total = 0
+        for name in os.listdir(self.directory):
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(self.directory, name)).st_blocks * 512
+        return total
+
+    # -- compaction ------------------------------------------------------------------------------
+    def rotate(self) -> int:
+        """Begin the next log, which begins with the present state.  Return its number.  OSError: nothing changed."""
+        self.log.seal()
+        header = FileHeader(
+            FORMAT_VERSION,
+            "log",
+            self._header.journal,
+            self._header.identity,
+            self._header.number + 1,
+            self.log.sequence,
+            secrets.randbits(32),
+        )
+        log = _begin_log(self.directory, header, self.policy)
+        old, self.log = self.log, log
+        self._header = header
+        log.on_failure = old.on_failure
+        old.close()
+        return header.number
+
+    def image_log(self, number: int) -> Log:
+        """Begin the image of the state at the beginning of log `number`; `finish_image` completes it."""
+        path = self._image_path(number) + ".new"
+        header = FileHeader(
+            FORMAT_VERSION, "image", self._header.journal, self._header.identity, number, 1, secrets.randbits(32)
+        )
+        return _begin_file(path, header, "no")
+
+    def finish_image(self, number: int) -> None:
+        """Give the image that `image_log` began, and that is closed, its name; remove the files that it replaces."""
+        path = self._image_path(number)
+        os.rename(path + ".new", path)
+        _sync_directory(self.directory)
+        self._remove_unused(number)
+
+    def _image_path(self, number: int) -> str:
+        return os.path.join(self.directory, f"image-{number:08}")
+
+    def _remove_unused(self, image: int | None) -> None:
+        """Remove incomplete images, and the files before `image`."""
+        for name in os.listdir(self.directory):
+            match = _NAME.fullmatch(name)
+            if match is not None and (match[3] or (image is not None and int(match[2]) < image)):
+                os.unlink(os.path.join(self.directory, name))
+
+    # -- the end ---------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Sync and close the journal.  OSError if it cannot be synced; it is closed then, too."""
+        try:
+            self.log.close()
+        finally:
+            os.close(self._lock_fd)
+
+    def detach(self) -> None:
+        """Close the files in a process that was forked from the one that appends."""
+        self.log.detach()
+        os.close(self._lock_fd)
+
+
+def read_journal(directory: str) -> JournalFiles:
+    """Verify the journal in `directory` while no daemon uses it.
+
+    BlockingIOError if a daemon uses it; FileNotFoundError; JournalDamagedError; OSError.
+    """
+    descriptor = lock(directory)
+    try:
+        return JournalFiles(directory)
+    finally:
+        os.close(descriptor)
+
+
+def drop_journal(directory: str) -> None:
+    """Remove the journal in `directory`, damaged or not, and the directory if nothing else is in it.
+
+    BlockingIOError if a daemon uses it; FileNotFoundError if there is no journal; OSError.
+    """
+    descriptor = lock(directory)
+    try:
+        names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
+        if not names:
+            raise FileNotFoundError(errno.ENOENT, "there is no journal in this directory", directory)
+        # The images first: without them the logs do not count, whatever interrupts this.
+        for name in sorted(names):
+            os.unlink(os.path.join(directory, name))
+        os.unlink(os.path.join(directory, _LOCK))
+    finally:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
+
+
+def has_journal(directory: str) -> bool:
+    """Return whether `directory` has a journal.  OSError if it cannot be read."""
+    try:
+        return bool(_numbers(directory, "log"))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def is_locked(directory: str) -> bool:
+    """Return whether a daemon uses the journal in `directory`."""
+    try:
+        os.close(lock(directory))
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def lock(directory: str) -> int:
+    """Lock the journal in `directory`; return the descriptor that holds the lock.
+
+    BlockingIOError if another process holds it; PermissionError if the directory belongs to another user, or others may
+    write to it; FileNotFoundError.
+    """
+    status = os.stat(directory)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = "a journal needs a directory of its own that belongs to you, and that nobody else may write to"
+        raise PermissionError(errno.EPERM, reason, directory)
+    descriptor = open_regular(os.path.join(directory, _LOCK), os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise BlockingIOError(errno.EWOULDBLOCK, "another daemon uses this journal", directory) from None
+    return descriptor
+
+
+def _check_empty(directory: str) -> None:
+    """FileExistsError if there is a journal in `directory`; ENOTEMPTY if there are other files."""
+    if _numbers(directory, "log") or _numbers(directory, "image"):
+        raise FileExistsError(errno.EEXIST, "this directory has a journal already", directory)
+    others = [name for name in os.listdir(directory) if name != _LOCK and not _NAME.fullmatch(name)]
+    if others:
+        reason = f"this directory has other files ({others[0]!r}): give --journal-dir an empty or new directory"
+        raise OSError(errno.ENOTEMPTY, reason, directory)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _numbers(directory: str, kind: str) -> list[int]:
+    matches = (_NAME.fullmatch(name) for name in os.listdir(directory))
+    return sorted(int(match[2]) for match in matches if match is not None and match[1] == kind and not match[3])
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    with open(open_regular(path), "rb", buffering=1 << 20) as file:
+        yield file
+
+
+def _begin_log(directory: str, header: FileHeader, policy: FsyncPolicy) -> Log:
+    return _begin_file(os.path.join(directory, f"log-{header.number:08}"), header, policy)
+
+
+def _begin_file(path: str, header: FileHeader, policy: FsyncPolicy) -> Log:
+    """Make a file with its header, durably; a file of that name is replaced.
+
+    The header is written under another name first, so that no file without a header has the name.
+    """
+    new = path if path.endswith(".new") else path + ".new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)
+    descriptor = open_regular(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        encoded = header.encoded()
+        _write_all(descriptor, encoded)
+        os.fsync(descriptor)
+        if new != path:
+            os.rename(new, path)
+        _sync_directory(os.path.dirname(path))
+    except BaseException:
+        os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        raise
+    return Log(DescriptorFile(descriptor), header, Extent(len(encoded), header.first, False, 0), policy)
+
+
+def _sync_directory(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,264 @@
+"""Log: appends records to a journal file and makes them durable.
+
+Invariants:
+
+1. `require` comes before a change of the state, and `append` after it.  What `require` granted can be appended: the
+   space in the file is allocated.  So a full disk refuses changes before they are made, and tears no record.
+2. Records are appended in order, each with one pwritev(2) at the end of the last.  A write that fails does not move
+   the end, so the next record overwrites what it left; until then its checksum tells that it is no record.
+3. `synced` is at most the end, and everything before it was written before an fdatasync(2) that succeeded.
+4. After a failed fsync(2) the kernel may have dropped the pages that it could not write, and a second fsync(2) would
+   succeed without them (fsync(2), "Fsyncgate").  So the log stops: `require` and `sync` fail from then on.  The same
+   holds after a failed append, because then the state has a change that the file lacks.
+
+When records reach the disk (`FsyncPolicy`, with Redis's names): "always" calls fdatasync(2) in `append`, on the thread
+that appends; "everysec" has a thread that calls it a second after the first record that is not synced; "no" leaves it
+to the kernel.  `sync` does it at any time, on the thread that calls it.
+
+Threading: one thread calls `require` and `append`.  Any thread may call `sync`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, Protocol, get_args
+
+from protocol.journal.records import FRAME_BYTES, Buffer, Extent, FileHeader, Kind, frame, padding
+
+FsyncPolicy = Literal["always", "everysec", "no"]
+FSYNC_POLICIES: Final[tuple[str, ...]] = get_args(FsyncPolicy)
+
+_logger = logging.getLogger(__name__)
+_EVERY_S: Final = 1.0
+_ALLOCATION_BYTES: Final = 4 << 20
+_MAX_ALLOCATION_BYTES: Final = 64 << 20
+# Kept free for changes that remove something: the record of a removal takes less than 2 KiB.
+_MARGIN_BYTES: Final = 256 << 10
+_SMALLEST_BYTES: Final = 64 << 10
+_MARK_BYTES: Final = 4096  # allocated beyond every grant, for marks
+_MAX_PIECES: Final = 512  # pwritev(2) takes 1,024
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class LogFile(Protocol):
+    """The file of a log; a test replaces it by one that loses what is not synced."""
+
+    def write(self, buffers: Sequence[Buffer], offset: int) -> int:
+        """As pwritev(2)."""
+        ...
+
+    def allocate(self, offset: int, length: int) -> None:
+        """As posix_fallocate(3)."""
+        ...
+
+    def truncate(self, length: int) -> None: ...
+
+    def sync(self) -> None:
+        """As fdatasync(2)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DescriptorFile:
+    """A `LogFile` that is an open file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, buffers: Sequence[Buffer], offset: int) -> int:
+        return os.pwritev(self._descriptor, buffers, offset)
+
+    def allocate(self, offset: int, length: int) -> None:
+        os.posix_fallocate(self._descriptor, offset, length)
+
+    def truncate(self, length: int) -> None:
+        os.ftruncate(self._descriptor, length)
+
+    def sync(self) -> None:
+        os.fdatasync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Log:
+    """Appends to `file` after `extent`, its valid part, which the caller truncated it to."""
+
+    def __init__(self, file: LogFile, header: FileHeader, extent: Extent, policy: FsyncPolicy) -> None:
+        self._file = file
+        self._magic = header.magic
+        self._policy = policy
+        self.end = extent.end
+        self.sequence = extent.sequence
+        self.synced = extent.end
+        self._allocated = extent.end
+        self._sealed_end = extent.end if extent.is_closed else -1
+        self._failure: OSError | None = None
+        self._sync_lock = threading.Lock()
+        self._unsynced = threading.Event()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.on_failure: Callable[[OSError], None] | None = None
+
+    @property
+    def failure(self) -> OSError | None:
+        """Why the log has stopped; None while it accepts records."""
+        return self._failure
+
+    # -- appending -------------------------------------------------------------------------------
+    def require(self, length: int, *, removes: bool = False) -> None:
+        """Allocate space for records with payloads of `length` bytes in total.  ENOSPC if the disk is full; EIO.
+
+        A change that only removes something may also use the last 256 KiB.
+        """
+        if self._failure is not None:
+            raise self._stopped()
+        needed = self.end + length + FRAME_BYTES + 8 + _MARK_BYTES
+        if not removes:
+            needed += _MARGIN_BYTES
+        if needed > self._allocated:
+            self._allocate(needed)
+
+    def _allocate(self, needed: int) -> None:
+        """Allocate up to `needed` at least; more at a time if there is room."""
+        missing = needed - self._allocated
+        size = missing + min(max(_ALLOCATION_BYTES, self.end // 8), _MAX_ALLOCATION_BYTES)
+        while True:
+            try:
+                self._file.allocate(self._allocated, size)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                if size > missing:
+                    size = max(missing, size // 2 if size > _SMALLEST_BYTES else missing)
+                    continue
+                reason = "no space left for the journal: free space on its file system, or `vfsd compact` it"
+                raise OSError(errno.ENOSPC, reason) from None
+            self._allocated += size
+            return
+
+    def append(self, pieces: Sequence[Buffer], kind: Kind = Kind.COMMIT) -> None:
+        """Append a record whose payload is `pieces`; `require` granted the space.
+
+        OSError if it cannot be written, or (with "always") synced; the log has then stopped.
+        """
+        if self._failure is not None:
+            raise self._stopped()
+        if len(pieces) > _MAX_PIECES:
+            pieces = [b"".join(pieces)]
+        length = sum(map(len, pieces))
+        head = frame(self._magic, kind, self.sequence, self.synced, pieces)
+        size = len(head) + length
+        pad = padding(length)
+        try:
+            written = self._file.write([head, *pieces, pad] if pad else [head, *pieces], self.end)
+            if written < size + len(pad):
+                self._write_rest(b"".join((head, *pieces, pad)), written)
+        except OSError as error:
+            self._stop(error)
+            raise
+        self.end += size + len(pad)
+        self.sequence += 1
+        if self._policy == "everysec":
+            if not self._unsynced.is_set():
+                self._unsynced.set()
+                if self._thread is None:
+                    self._start_thread()
+        elif self._policy == "always" and kind != Kind.PART:
+            self.sync()
+
+    def _write_rest(self, record: bytes, written: int) -> None:
+        """Complete a short write: a signal, a limit, or a write of 2 GiB ends one."""
+        while written < len(record):
+            more = self._file.write([memoryview(record)[written:]], self.end + written)
+            if more <= 0:
+                raise OSError(errno.EIO, "the journal could not be written")
+            written += more
+
+    # -- syncing ---------------------------------------------------------------------------------
+    def sync(self) -> None:
+        """Return when every record that was appended before the call is on disk.  OSError."""
+        end = self.end
+        with self._sync_lock:
+            if self._failure is not None:
+                raise self._stopped()
+            if self.synced >= end:
+                return
+            end = self.end
+            try:
+                self._file.sync()
+            except OSError as error:
+                self._stop(error)
+                raise
+            self.synced = end
+
+    def _stop(self, error: OSError) -> None:
+        if self._failure is None:
+            self._failure = error
+            _logger.error(
+                "the journal cannot be written (%s): the workspace refuses changes from now on; save its content"
+                " with `vfsd export`, and mount it again", error.strerror or error,
+                extra={"operation": "journal"},
+            )  # fmt: skip
+            if self.on_failure is not None:
+                self.on_failure(error)
+
+    def _stopped(self) -> OSError:
+        assert self._failure is not None
+        return OSError(errno.EIO, f"the journal cannot be written ({self._failure.strerror}): no change is accepted")
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._sync_every_second, name="vfsd-journal", daemon=True)
+        self._thread.start()
+
+    def _sync_every_second(self) -> None:
+        while True:
+            self._unsynced.wait()
+            if self._stopping.wait(_EVERY_S) or self._failure is not None:
+                return
+            self._unsynced.clear()  # before the sync: a record that is appended meanwhile waits for the next one
+            try:
+                self.sync()
+            except OSError:
+                return  # logged
+
+    # -- the end ---------------------------------------------------------------------------------
+    def seal(self) -> None:
+        """Sync, and mark the end as clean; free the space that is not used.  Records may follow.  OSError."""
+        self.sync()
+        if self._sealed_end == self.end:
+            return
+        self.require(0, removes=True)
+        self.append([], Kind.MARK)
+        self._file.truncate(self.end)
+        self._allocated = self.end
+        self.sync()
+        self._sealed_end = self.end
+
+    def close(self) -> None:
+        """Seal and close the file.  OSError if it cannot be synced; the file is closed then, too.
+
+        On a full disk the end may be without a mark: the journal is complete, but does not say so.
+        """
+        self._stopping.set()
+        self._unsynced.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        try:
+            self.sync()
+            with contextlib.suppress(OSError):
+                self.seal()
+        finally:
+            self._file.close()
+
+    def detach(self) -> None:
+        """Close the file in a process that was forked from the one that appends; nothing is written."""
+        self._failure = OSError(errno.EBADF, "the journal belongs to another process")
+        self._file.close()

@@ -1,0 +1,46 @@
+"""A file below a log that loses, at a simulated power failure, what was not synced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from protocol.journal.log import LogFile
+from protocol.journal.records import Buffer
+
+SECTOR_BYTES = 512
+
+
+class UnreliableFile(LogFile):
+    """Holds a file in memory: `synced` is what the disk has, and `present` what a reader of the page cache sees."""
+
+    def __init__(self, content: bytes) -> None:
+        self.synced = bytearray(content)
+        self.present = bytearray(content)
+        self.fails = False
+
+    def write(self, buffers: Sequence[Buffer], offset: int) -> int:
+        data = b"".join(buffers)
+        self.present[offset : offset + len(data)] = data
+        return len(data)
+
+    def allocate(self, offset: int, length: int) -> None:
+        self.present.extend(bytes(max(0, offset + length - len(self.present))))
+
+    def truncate(self, length: int) -> None:
+        del self.present[length:]
+
+    def sync(self) -> None:
+        if self.fails:
+            raise OSError(5, "Input/output error")
+        self.synced = bytearray(self.present)
+
+    def close(self) -> None:
+        pass
+
+    def after_power_failure(self, choice: random.Random) -> bytes:
+        """Return what the disk has: of the sectors written since the last sync, any may be new or old."""
+        size = choice.choice((len(self.synced), len(self.present)))
+        old, new = bytes(self.synced[:size]).ljust(size, b"\0"), bytes(self.present[:size]).ljust(size, b"\0")
+        sectors = range(0, size, SECTOR_BYTES)
+        return b"".join(choice.choice((old, new))[at : at + SECTOR_BYTES] for at in sectors)
