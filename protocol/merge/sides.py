@@ -17,8 +17,8 @@ from protocol.merge.outcome import Conflict, ConflictReason
 from protocol.tree import CHUNK_BYTES, TYPE_MASK, Tree, TreeEntry
 from protocol.values import Value
 
-# Two files of this size or more, whose trees cannot compare them without reading, count as different: the comparison of
-# two sparse files of 10^15 bytes would not end.
+# Files of this size or more, which the trees cannot compare without reading, are equal if size and mtime are equal:
+# reading two sparse files of 10^15 bytes would not end.
 COMPARED_BYTES: Final = 4 << 30
 
 Side: TypeAlias = Literal["ours", "theirs"]
@@ -59,7 +59,7 @@ class Trees(Value):
             if same is not None:
                 return same
         if old.size >= COMPARED_BYTES:
-            return False
+            return old.mtime_ns == new.mtime_ns
         return same_bytes(self._chunks(old_tree, old), self._chunks(new_tree, new))
 
     def _chunks(self, tree: Tree, entry: TreeEntry) -> Iterator[bytes]:

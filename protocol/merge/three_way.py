@@ -31,9 +31,12 @@ from protocol.diff.tree_diff import (
     walk_order,
 )
 from protocol.errors import os_error
+from protocol.merge.contents import Contents
+from protocol.merge.links import has_links, merge_links
 from protocol.merge.merged_tree import MergedTree, Node, foreign, joined
 from protocol.merge.outcome import KEPT_SUFFIX, Conflict, ConflictReason, Merge, Policy
 from protocol.merge.sides import Side, Sides, Trees, merged_metadata, metadata_of, type_of
+from protocol.merge.text import TextMerge, git_text_merge
 from protocol.tree import Tree, TreeEntry
 
 __all__ = ["Conflict", "ConflictReason", "Merge", "Policy", "merge"]
@@ -49,13 +52,15 @@ def merge(
     paths: Sequence[bytes] = (),
     policy: Policy = "fail",
     keep_going: Callable[[], None] = lambda: None,
+    text_merge: TextMerge = git_text_merge,
     now_ns: int | None = None,
 ) -> Merge:
     """Merge the changes from `base` to `theirs` into `ours`; see `Merge` for what is returned.
 
     Takes as long as the changes of `theirs`, if `theirs.touched(base)` names them.  `paths` restricts the merge to
     these paths and everything below them.  `keep_going` is called often; an exception that it raises ends the work.
-    `now_ns` is the mtime of files whose content is merged by lines (None: the time of the call).
+    `text_merge` merges the texts that both sides changed, all of them in one call.  `now_ns` is the mtime of merged
+    texts (None: the time of the call).
 
     FileNotFoundError for a path that is in none of the trees; OSError if a tree cannot be read.
     """
@@ -63,7 +68,7 @@ def merge(
         if all(entry_or_none(tree, path) is None for tree in (base, ours, theirs)):
             raise os_error(2, os.fsdecode(path))
     trees = Trees(base, ours, theirs, keep_going)
-    return _Merger(trees, policy, paths, time.time_ns() if now_ns is None else now_ns).run()
+    return _Merger(trees, policy, paths, time.time_ns() if now_ns is None else now_ns).run(text_merge)
 
 
 @dataclass(slots=True)
@@ -84,6 +89,8 @@ class _Merger:
         self._has_scopes = bool(paths)
         self._above_scopes = set(_directories_above(self._scopes))
         self._now_ns = now_ns
+        self._contents = Contents(trees)
+        self._linked: list[bytes] = []  # paths of files with several names
         self._decisions: list[_Decision] = []
         # Directories with something below that exists in the merged tree: without a conflict, or in one.
         self._needed: set[bytes] = set()
@@ -97,9 +104,16 @@ class _Merger:
     def _is_known(self, path: bytes) -> bool:
         return any(entry_or_none(tree, path) is not None for tree in (self._trees.base, self._trees.theirs))
 
-    def run(self) -> Merge:
+    def run(self, text_merge: TextMerge) -> Merge:
         """See `merge`."""
         changed = {} if self._has_scopes and not self._scopes else self._changed_by_theirs()
+        for path, sides in changed.items():
+            self._trees.keep_going()
+            if _is_leaf_of_both(sides):
+                assert sides.ours is not None
+                assert sides.theirs is not None
+                self._contents.add(path, _same_type(sides.base, sides.ours), sides.ours, sides.theirs)
+        self._contents.merge_texts(text_merge)
         above = _directories_above(changed)
         everything = sorted({*changed, *above}, key=walk_order, reverse=True)
         for path in everything:
@@ -110,11 +124,20 @@ class _Merger:
     def _changed_by_theirs(self) -> dict[bytes, Sides]:
         trees = self._trees
         found = {}
-        pairs = candidate_pairs(trees.base, trees.theirs, paths=self._scopes)
-        for one in compare_pairs(trees.base, trees.theirs, pairs):
+        for base, theirs in candidate_pairs(trees.base, trees.theirs, paths=self._scopes):
             trees.keep_going()
-            if one.kind is not None:
-                found[one.path] = Sides(one.path, one.old, entry_or_none(trees.ours, one.path), one.new)
+            entry = base or theirs
+            if entry is None:
+                continue
+            path = entry.path
+            ours = entry_or_none(trees.ours, path)
+            if has_links(base) or has_links(ours) or has_links(theirs):
+                self._linked.append(path)
+            if base is not None and theirs is not None:
+                has_same_mtime = base.mtime_ns == theirs.mtime_ns or base.is_dir
+                if has_same_mtime and trees.is_same(trees.base, base, trees.theirs, theirs):
+                    continue
+            found[path] = Sides(path, base, ours, theirs)
         return found
 
     # -- one path --------------------------------------------------------------------------------
@@ -140,8 +163,7 @@ class _Merger:
         elif type_of(ours) != type_of(theirs):
             decision = self._decide_types(sides, base, ours, theirs)
         else:
-            same_type = base if base is not None and type_of(base) == type_of(ours) else None
-            decision = self._decide_leaf(path, same_type, ours, theirs)
+            decision = self._decide_leaf(path, _same_type(base, ours), ours, theirs)
         self._add(decision)
 
     def _add(self, decision: _Decision) -> None:
@@ -296,63 +318,31 @@ class _Merger:
 
     # -- files, symlinks and special files that both sides have ------------------------------------
     def _decide_leaf(self, path: bytes, base: TreeEntry | None, ours: TreeEntry, theirs: TreeEntry) -> _Decision:
-        trees = self._trees
         merged, conflicts = merged_metadata(path, base, ours, theirs, self._side)
         decision = _Decision(path, conflicts=conflicts)
-        if base is not None and trees.is_same_content(trees.base, base, trees.theirs, theirs):
-            source = trees.ours
-            if trees.is_same_content(trees.base, base, trees.ours, ours):
-                merged = msgspec.structs.replace(merged, mtime_ns=_merged_mtime(base, ours, theirs))
-        elif base is not None and trees.is_same_content(trees.base, base, trees.ours, ours):
-            source = trees.theirs
-        elif trees.is_same_content(trees.ours, ours, trees.theirs, theirs):
-            source = trees.ours
+        content = self._contents.of(path)
+        is_taken, data = content.source == "theirs", content.data
+        if content.source == "same":
             merged = msgspec.structs.replace(merged, mtime_ns=_merged_mtime(base, ours, theirs))
-        else:
-            return self._decide_content(path, base, ours, theirs, merged, decision)
-        self._set_leaf(decision, ours, merged, source, theirs)
-        return decision
-
-    def _set_leaf(
-        self, decision: _Decision, ours: TreeEntry, merged: TreeEntry, source: Tree, theirs: TreeEntry
-    ) -> None:
-        """Decide for the content in `source` and the metadata of `merged`."""
-        if source is self._trees.theirs:
-            content = {"size": theirs.size, "target": theirs.target, "rdev": theirs.rdev, "mtime_ns": theirs.mtime_ns}
-            merged = msgspec.structs.replace(merged, **content)
-            decision.nodes[decision.path] = Node(merged, source, decision.path)
-        elif merged != ours:
-            decision.nodes[decision.path] = Node(merged, source, decision.path)
-
-    def _decide_content(
-        self,
-        path: bytes,
-        base: TreeEntry | None,
-        ours: TreeEntry,
-        theirs: TreeEntry,
-        merged: TreeEntry,
-        decision: _Decision,
-    ) -> _Decision:
-        """Both sides have a content of their own."""
-        reason: ConflictReason
-        detail = "changed on both sides"
-        if base is None:
-            reason, detail = "created", "created on both sides, with different content"
-        elif ours.is_symlink:
-            reason = "symlink"
-        elif not ours.is_file:
-            reason = "device"
-        else:
-            reason = "content"
-        conflict = Conflict(path, reason, detail)
-        if self._policy == "markers":
-            aside = self._kept_aside(path, theirs, conflict)
-            decision.nodes |= aside.nodes
-            decision.conflicts += aside.conflicts
-        else:
+        elif content.source == "conflict":
+            conflict = Conflict(path, content.reason, content.detail)
+            is_taken = self._policy == "theirs"
+            if self._policy != "markers":
+                data = None
+            elif data is None:
+                aside = self._kept_aside(path, theirs, conflict)
+                decision.nodes |= aside.nodes
+                conflict = aside.conflicts[0]
             decision.conflicts.append(conflict)
-        source = self._trees.theirs if self._policy == "theirs" else self._trees.ours
-        self._set_leaf(decision, ours, merged, source, theirs)
+        if is_taken:
+            content_of_theirs = {name: getattr(theirs, name) for name in ("size", "target", "rdev", "mtime_ns")}
+            merged = msgspec.structs.replace(merged, **content_of_theirs)
+            decision.nodes[path] = Node(merged, self._trees.theirs, path)
+        elif data is not None:
+            merged = msgspec.structs.replace(merged, size=len(data), mtime_ns=self._now_ns)
+            decision.nodes[path] = Node(merged, self._trees.ours, path, data)
+        elif merged != ours:
+            decision.nodes[path] = Node(merged, self._trees.ours, path)
         return decision
 
     # -- the result ------------------------------------------------------------------------------
@@ -362,8 +352,9 @@ class _Merger:
         for decision in reversed(self._decisions):
             nodes |= decision.nodes
             conflicts += decision.conflicts
-        ours = self._trees.ours
-        tree = MergedTree(ours, nodes)
+        conflicts += merge_links(self._trees, self._linked, nodes, self._policy, self._scopes)
+        conflicts.sort(key=lambda conflict: walk_order(conflict.path))
+        tree = MergedTree(self._trees.ours, nodes)
         changes = tuple(self._changes(tree, nodes))
         return Merge(tree, tuple(outermost(list(nodes))), changes, tuple(conflicts))
 
@@ -375,11 +366,22 @@ class _Merger:
             kind = one.kind
             if kind in (None, "metadata") and node is not None and (node.data is not None or node.tree is not ours):
                 kind = "modified"
-            elif kind is None and one.path not in nodes:
+            elif kind is None and node is None:
                 continue
-            elif kind == "modified" and node is not None and node.tree is ours:
+            elif kind == "modified" and node is not None and node.tree is ours and node.source == one.path:
                 kind = "metadata"
             yield Change(one.path, kind or "metadata", one.old, one.new)
+
+
+def _same_type(base: TreeEntry | None, ours: TreeEntry) -> TreeEntry | None:
+    """`base` if it is of the type of `ours`: otherwise `ours` was created since."""
+    return base if base is not None and type_of(base) == type_of(ours) else None
+
+
+def _is_leaf_of_both(sides: Sides) -> bool:
+    """Whether both sides have the same type there, which is not that of directories."""
+    ours, theirs = sides.ours, sides.theirs
+    return ours is not None and theirs is not None and not ours.is_dir and type_of(ours) == type_of(theirs)
 
 
 def _merged_mtime(base: TreeEntry | None, ours: TreeEntry, theirs: TreeEntry) -> int:

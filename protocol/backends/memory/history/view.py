@@ -238,6 +238,11 @@ class SnapshotTree:
         version = self.version(number)
         return [] if version is None else self.paths(version)
 
+    def names_of(self, inode: int) -> list[bytes]:
+        """Return all paths of `inode` in this state, also those that an overlay has not read yet."""
+        self._state.find_links([inode])
+        return self.paths_of(inode)
+
     def _file(self, path: bytes) -> Inode:
         inode = self.find(path)
         if inode.is_dir:

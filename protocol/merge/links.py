@@ -1,0 +1,330 @@
+"""Hard links of a merged tree: which names are names of one file.
+
+Two names are names of one file in the merged tree if the three-way merge of "are they names of one file?" says so: a
+side that linked or separated them since `base` is followed.  A name that a side does not have says nothing about it.
+
+All names of one file need the same content and metadata.  If the merge by paths gives them different ones, those that
+`base` had at one of the names are out of date: the other side changed the file through another name.  If several are
+left, the names are a conflict.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
+
+from protocol.diff.tree_diff import entry_or_none, is_at_or_below
+from protocol.errors import shown
+from protocol.merge.merged_tree import Node, foreign
+from protocol.merge.outcome import Conflict, Policy
+from protocol.merge.sides import Trees, metadata_of, type_of
+from protocol.tree import Tree, TreeEntry
+from protocol.values import Value
+
+_SEPARATED: Final = 1 << 128  # numbers of files that the merge separates from a file of `ours`
+
+Which: TypeAlias = Literal["base", "ours", "theirs"]
+_WHICH: Final[tuple[Which, ...]] = ("base", "ours", "theirs")
+
+
+@runtime_checkable
+class NamesFiles(Protocol):
+    """A tree that knows all names of a file without a walk."""
+
+    def names_of(self, inode: int) -> list[bytes]:
+        """The paths of the file with this inode number; none if there is no such file."""
+        ...
+
+
+def has_links(entry: TreeEntry | None) -> bool:
+    """Whether the entry is a file that has several names."""
+    return entry is not None and entry.nlink > 1 and entry.inode != 0 and not entry.is_dir
+
+
+def merge_links(
+    trees: Trees,
+    linked: Iterable[bytes],
+    nodes: dict[bytes, Node | None],
+    policy: Policy,
+    scopes: Sequence[bytes],
+) -> list[Conflict]:
+    """Change `nodes`, the result of the merge by paths, so that names are linked as they should be.
+
+    `linked` are paths that `theirs` may have changed and that are one of several names of a file on some side.  Below
+    other paths than `scopes`, if there are any, `theirs` counts as unchanged.
+    """
+    paths = list(linked)
+    return _Links(trees, nodes, policy, scopes).run(paths) if paths else []
+
+
+class _File(Value):
+    """A file of the merged tree, as the merge by paths has it; `node` is None if it is as in `ours`."""
+
+    entry: TreeEntry
+    tree: Tree
+    source: bytes
+    data: bytes | None
+    node: Node | None
+
+
+class _Links:
+    def __init__(self, trees: Trees, nodes: dict[bytes, Node | None], policy: Policy, scopes: Sequence[bytes]) -> None:
+        self._trees = trees
+        self._nodes = nodes
+        self._policy = policy
+        self._scopes = frozenset(scopes)
+        self._whole = frozenset(path for path, node in nodes.items() if node is not None and node.below == "tree")
+        self._by_name: dict[Which, Tree] = {"base": trees.base, "ours": trees.ours, "theirs": trees.theirs}
+        self._walked: dict[Which, dict[int, list[bytes]]] = {}
+        self._entries: dict[bytes, dict[Which, TreeEntry | None]] = {}
+        self._names_left: Counter[Hashable] = Counter()  # file of `ours` -> how many names of it the merged tree has
+        self._used: set[int] = set()  # inode numbers of files of the merged tree
+        self._separated = itertools.count(1)
+
+    def run(self, paths: Sequence[bytes]) -> list[Conflict]:
+        """See `merge_links`."""
+        self._find_names(paths)
+        files = {path: file for path in sorted(self._entries) if (file := self._file(path)) is not None}
+        self._names_left = Counter(self._file_of(path, "ours") for path in files)
+        conflicts: list[Conflict] = []
+        groups: list[list[bytes]] = []
+        for group in self._groups(list(files)):
+            value = self._value(group, files)
+            if value is not None:
+                self._give(group, files, value)
+                groups.append(group)
+                continue
+            names = ", ".join(map(shown, group[1:]))
+            detail = f"its other names ({names}) would need different content or metadata"
+            conflicts.append(Conflict(group[0], "links", detail))
+            groups += self._resolved(group, files)
+        for group in groups:
+            self._number(group, files)
+        return conflicts
+
+    # -- names -----------------------------------------------------------------------------------
+    def _find_names(self, paths: Sequence[bytes]) -> None:
+        """Look up `paths`, and all other names of the files at these paths, in all trees."""
+        waiting = list(paths)
+        while waiting:
+            path = waiting.pop()
+            if path in self._entries:
+                continue
+            self._trees.keep_going()
+            self._entries[path] = {which: entry_or_none(tree, path) for which, tree in self._by_name.items()}
+            if self._scopes and not is_at_or_below(path, self._scopes):
+                self._entries[path]["theirs"] = None
+            for which, entry in self._entries[path].items():
+                if entry is not None and has_links(entry):
+                    waiting += self._names_of(which, entry.inode)
+
+    def _names_of(self, which: Which, inode: int) -> list[bytes]:
+        tree = self._by_name[which]
+        if isinstance(tree, NamesFiles):
+            return tree.names_of(inode)
+        if which not in self._walked:
+            found = self._walked[which] = defaultdict(list)
+            for entry in tree.walk():
+                self._trees.keep_going()
+                if has_links(entry):
+                    found[entry.inode].append(entry.path)
+        return self._walked[which].get(inode, [])
+
+    def _file(self, path: bytes) -> _File | None:
+        """The merged file at `path`; None for nothing, a directory, and what was taken with its directory."""
+        node = self._nodes.get(path)
+        if node is None:
+            above = path.rpartition(b"/")[0]
+            if path in self._nodes or (self._whole and is_at_or_below(above, self._whole)):
+                return None
+            entry = self._entries[path]["ours"]
+            if entry is None or entry.is_dir or self._is_replaced(above):
+                return None
+            return _File(entry, self._trees.ours, path, None, None)
+        if node.entry.is_dir:
+            return None
+        return _File(node.entry, node.tree, node.source, node.data, node)
+
+    def _is_replaced(self, directory: bytes) -> bool:
+        """Whether a directory of `ours`, or one above it, is not in the merged tree."""
+        while directory:
+            if directory in self._nodes:
+                node = self._nodes[directory]
+                return node is None or node.below != "ours"
+            directory = directory.rpartition(b"/")[0]
+        return False
+
+    # -- groups ----------------------------------------------------------------------------------
+    def _file_of(self, path: bytes, which: Which) -> Hashable:
+        """Which file a tree has at `path`; None if it has none."""
+        entry = self._entries[path][which]
+        if entry is None or entry.is_dir:
+            return None
+        return entry.inode if has_links(entry) else path
+
+    def _groups(self, paths: Sequence[bytes]) -> list[list[bytes]]:
+        """The names in `paths`, grouped by file of the merged tree."""
+        together = _Union(paths)
+        by_base: dict[Hashable, list[bytes]] = defaultdict(list)
+        for path in paths:
+            file = self._file_of(path, "base")
+            if file is not None:
+                by_base[file].append(path)
+        for names in by_base.values():
+            self._join_linked_in_base(names, together)
+        for which in _WHICH[1:]:
+            by_file: dict[Hashable, list[bytes]] = defaultdict(list)
+            for path in paths:
+                file = self._file_of(path, which)
+                if file is not None:
+                    by_file[file].append(path)
+            for names in by_file.values():
+                in_base = [self._file_of(path, "base") for path in names]
+                if None in in_base or len(set(in_base)) > 1:  # linked since
+                    together.join(names)
+        return together.groups()
+
+    def _join_linked_in_base(self, names: Sequence[bytes], together: _Union) -> None:
+        """Join the names of one file of `base` that neither side separated."""
+        files = {path: (self._file_of(path, "ours"), self._file_of(path, "theirs")) for path in names}
+        first: dict[Hashable, bytes] = {}
+        for path, (ours, theirs) in files.items():
+            for key in ((ours, theirs), ("ours", ours), ("theirs", theirs)):
+                first.setdefault(key, path)
+        for path, (ours, theirs) in files.items():
+            key = ("ours", ours) if theirs is None else ("theirs", theirs) if ours is None else (ours, theirs)
+            together.join([first[key], path])
+
+    # -- one content for a group -------------------------------------------------------------------
+    def _value(self, group: Sequence[bytes], files: Mapping[bytes, _File]) -> _File | None:
+        """The file that all names of `group` become; None if that cannot be decided."""
+        values: list[_File] = []
+        for path in group:
+            same = next((at for at, value in enumerate(values) if self._is_same(value, files[path])), None)
+            if same is None:
+                values.append(files[path])
+            elif files[path].entry.mtime_ns > values[same].entry.mtime_ns:
+                values[same] = files[path]
+        if len(values) > 1:
+            values = [value for value in values if not self._is_out_of_date(value, group)]
+        return values[0] if len(values) == 1 else None
+
+    def _is_out_of_date(self, value: _File, group: Sequence[bytes]) -> bool:
+        before = (self._entries[path]["base"] for path in group)
+        return any(
+            entry is not None and self._is_same(value, _File(entry, self._trees.base, entry.path, None, None))
+            for entry in before
+        )
+
+    def _is_same(self, left: _File, right: _File) -> bool:
+        if metadata_of(left.entry) != metadata_of(right.entry):
+            return False
+        if left.data is not None or right.data is not None:
+            return left.entry.size == right.entry.size and self._bytes(left) == self._bytes(right)
+        here, there = left.tree.entry(left.source), right.tree.entry(right.source)
+        if left.tree is right.tree and here.inode == there.inode != 0:
+            return True
+        return self._trees.is_same_content(left.tree, here, right.tree, there)
+
+    def _bytes(self, file: _File) -> bytes:
+        return file.data if file.data is not None else file.tree.read(file.source, 0, file.entry.size)
+
+    def _give(self, group: Sequence[bytes], files: dict[bytes, _File], value: _File) -> None:
+        """Make all names of `group` names of `value`."""
+        for path in group:
+            file = files[path]
+            if file is not value and not (self._is_same(file, value) and file.entry.mtime_ns == value.entry.mtime_ns):
+                entry = msgspec.structs.replace(value.entry, path=path, inode=file.entry.inode)
+                files[path] = _File(entry, value.tree, value.source, value.data, None)
+                self._set(path, files)
+
+    def _set(self, path: bytes, files: dict[bytes, _File]) -> None:
+        """Give `path` a node."""
+        file = files[path]
+        node = Node(file.entry, file.tree, file.source, file.data)
+        self._nodes[path] = node
+        files[path] = msgspec.structs.replace(file, node=node)
+
+    def _resolved(self, group: Sequence[bytes], files: dict[bytes, _File]) -> Iterator[list[bytes]]:
+        """The groups that the policy makes of a group in conflict."""
+        which: Which = "theirs" if self._policy == "theirs" else "ours"
+        by_file: dict[Hashable, list[bytes]] = defaultdict(list)
+        for path in group:
+            entry = self._entries[path][which]
+            if self._policy == "markers" or entry is None or entry.is_dir:
+                yield [path]  # a file of its own, as the merge by paths has it
+                continue
+            by_file[self._file_of(path, which)].append(path)
+            files[path] = _File(entry, self._by_name[which], path, None, None)
+            if which == "ours":
+                self._nodes.pop(path, None)
+            else:
+                files[path] = msgspec.structs.replace(
+                    files[path], entry=msgspec.structs.replace(entry, inode=foreign(entry.inode))
+                )
+                self._set(path, files)
+        yield from by_file.values()
+
+    # -- numbers ---------------------------------------------------------------------------------
+    def _number(self, group: Sequence[bytes], files: dict[bytes, _File]) -> None:
+        """Give the names of a file their inode number and link count.
+
+        Names that stay as in `ours` get a node if they are linked to, or separated from, other names that stay.  A name
+        that was removed changes nothing for the others.
+        """
+        inode, outside = self._inode(group, files)
+        if inode:
+            self._used.add(inode)
+        here = Counter(self._file_of(path, "ours") for path in group)
+        is_linked = len(group) > 1 and (len(here) > 1 or None in here)
+        is_separated = any(file is not None and self._names_left[file] > count for file, count in here.items())
+        for path in group:
+            file = files[path]
+            if file.node is not None or is_linked or is_separated:
+                entry = msgspec.structs.replace(file.entry, inode=inode, nlink=len(group) + outside)
+                files[path] = msgspec.structs.replace(file, entry=entry)
+                self._set(path, files)
+
+    def _inode(self, group: Sequence[bytes], files: Mapping[bytes, _File]) -> tuple[int, int]:
+        """The inode number for a file of the merged tree, and how many names it has outside the tree."""
+        for path in group:
+            entry = self._entries[path]["ours"]
+            if entry is not None and entry.inode and entry.inode not in self._used and not entry.is_dir:
+                if type_of(entry) != type_of(files[path].entry):
+                    continue
+                names = self._names_of("ours", entry.inode) if has_links(entry) else [path]
+                return entry.inode, max(0, entry.nlink - len(names))
+        found = files[group[0]].entry.inode
+        if found in self._used or (not found and len(group) > 1):
+            found = _SEPARATED + next(self._separated)
+        return found, 0
+
+
+class _Union:
+    """Disjoint sets of paths."""
+
+    def __init__(self, paths: Iterable[bytes]) -> None:
+        self._above = {path: path for path in paths}
+
+    def _top(self, path: bytes) -> bytes:
+        while self._above[path] != path:
+            self._above[path] = self._above[self._above[path]]
+            path = self._above[path]
+        return path
+
+    def join(self, paths: Sequence[bytes]) -> None:
+        """Put `paths` into one set."""
+        for path in paths[1:]:
+            first, second = sorted((self._top(paths[0]), self._top(path)))
+            self._above[second] = first
+
+    def groups(self) -> list[list[bytes]]:
+        """The sets, sorted, each with its paths in the order of the constructor's."""
+        found: dict[bytes, list[bytes]] = {}
+        for path in self._above:
+            found.setdefault(self._top(path), []).append(path)
+        return list(found.values())

@@ -1,0 +1,238 @@
+"""Merge texts by lines, with git.
+
+`git_text_merge` merges any number of files with three processes: `git fast-import` makes a repository of three commits
+in a private directory, `git merge-tree` merges them, and `git cat-file` returns the results.  A git before 2.38 has no
+such merge-tree, so it merges file by file with `git merge-file`.
+
+Safety: git sees the contents only.  In the repository the files are named 0, 1, 2, ..., so that no argument, name or
+.gitattributes comes from a tree; git reads no configuration of the user or the system; and the repository has no hooks,
+remotes or filters.
+
+Source: git-fast-import(1), git-merge-tree(1), git-merge-file(1).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Final, TypeAlias
+
+from protocol.values import Value
+
+TIMEOUT_S: Final = 60.0  # of one git process, which has at most one batch
+_BATCH_FILES: Final = 1_000
+_BATCH_BYTES: Final = 32 * 1024 * 1024
+_USAGE: Final = 129  # git's exit status for an option that it does not know
+_MERGE_FILE_ERROR: Final = 128  # `git merge-file` exits with the number of conflicts, at most 127, or with 255
+
+_CONFIGURATION: Final = b"""[core]
+\tbare = true
+\tcompression = 0
+\tfsync = none
+[merge]
+\trenames = false
+\tdirectoryRenames = false
+\trenormalize = false
+\tconflictStyle = merge
+[gc]
+\tauto = 0
+"""
+
+
+class TextCase(Value):
+    """Three versions of a text.  Each is read when it is needed; `base` is None if there is none.
+
+    `size_bytes` is their sum, for batches of a bounded size.
+    """
+
+    base: Callable[[], bytes] | None
+    ours: Callable[[], bytes]
+    theirs: Callable[[], bytes]
+    size_bytes: int
+
+
+class TextResult(Value):
+    """A merged text.
+
+    If `is_clean` is false, `content` has conflict markers, or is None if there is no result; `problem` says why.
+    """
+
+    content: bytes | None
+    is_clean: bool
+    problem: str = ""
+
+
+# Called with the cases and a function to call often, which may raise; returns one result for each case.
+TextMerge: TypeAlias = Callable[[Sequence[TextCase], Callable[[], None]], Sequence[TextResult]]
+
+
+class _GitError(Exception):
+    """git could not do its work: one line for people."""
+
+
+def git_text_merge(cases: Sequence[TextCase], keep_going: Callable[[], None]) -> list[TextResult]:
+    """Merge the texts by lines as `git merge` does.
+
+    Without git, or if git fails or takes longer than `TIMEOUT_S`, the result of each case says so.  OSError if a
+    version cannot be read.
+    """
+    results: list[TextResult] = []
+    for batch in _batches(cases):
+        try:
+            results += _merged_batch(batch, keep_going)
+        except _GitError as error:
+            results += [TextResult(None, is_clean=False, problem=str(error))] * len(batch)
+    return results
+
+
+def _batches(cases: Sequence[TextCase]) -> Iterator[list[TextCase]]:
+    batch: list[TextCase] = []
+    size_bytes = 0
+    for case in cases:
+        if batch and (len(batch) == _BATCH_FILES or size_bytes + case.size_bytes > _BATCH_BYTES):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(case)
+        size_bytes += case.size_bytes
+    if batch:
+        yield batch
+
+
+def _merged_batch(cases: Sequence[TextCase], keep_going: Callable[[], None]) -> list[TextResult]:
+    directory = tempfile.mkdtemp(prefix="vfsd-merge-")
+    try:
+        git = _Git(directory, keep_going)
+        with open(git.path("import"), "wb") as commits:
+            _write_commits(cases, commits, keep_going)
+        git.run(["fast-import", "--quiet"], "import", "imported")
+        os.unlink(git.path("import"))
+        options = ["--write-tree", "-z", "--name-only", "--no-messages"]
+        status = git.run(["merge-tree", *options, "ours", "theirs"], os.devnull, "merged", fine=(0, 1, _USAGE))
+        if status == _USAGE:
+            return [_merged_file(git, case) for case in cases]
+        tree, *in_conflict = git.output("merged").rstrip(b"\0").split(b"\0")
+        with open(git.path("wanted"), "wb") as wanted:
+            wanted.writelines(b"%s:%d\n" % (tree, number) for number in range(len(cases)))
+        git.run(["cat-file", "--batch"], "wanted", "contents")
+        conflicts = set(map(int, in_conflict))
+        with open(git.path("contents"), "rb") as contents:
+            return [TextResult(_blob(contents), number not in conflicts) for number in range(len(cases))]
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write_commits(cases: Sequence[TextCase], out: IO[bytes], keep_going: Callable[[], None]) -> None:
+    """Write the input of `git fast-import`: a commit of all bases, and one of each side on top of it."""
+    for branch in (b"base", b"ours", b"theirs"):
+        out.write(b"commit refs/heads/%s\ncommitter vfsd <vfsd> 0 +0000\ndata 0\n" % branch)
+        if branch != b"base":
+            out.write(b"from refs/heads/base\n")
+        for number, case in enumerate(cases):
+            read = case.base if branch == b"base" else case.ours if branch == b"ours" else case.theirs
+            if read is not None:
+                keep_going()
+                content = read()
+                out.write(b"M 100644 inline %d\ndata %d\n%s\n" % (number, len(content), content))
+
+
+def _blob(contents: IO[bytes]) -> bytes:
+    """The next object in the output of `git cat-file --batch`."""
+    header = contents.readline().split()
+    if len(header) != 3 or header[1] != b"blob":
+        raise _GitError("git cat-file did not return the merged file")
+    content = contents.read(int(header[2]))
+    contents.read(1)
+    return content
+
+
+def _merged_file(git: _Git, case: TextCase) -> TextResult:
+    """Merge one text with `git merge-file`."""
+    for name, read in (("b", case.base), ("o", case.ours), ("t", case.theirs)):
+        with open(git.path(name), "wb") as out:
+            out.write(read() if read is not None else b"")
+    labels = ["-L", "ours", "-L", "base", "-L", "theirs"]
+    fine = tuple(range(_MERGE_FILE_ERROR))
+    status = git.run(["merge-file", "-p", *labels, "o", "b", "t"], os.devnull, "merged", fine=fine)
+    return TextResult(git.output("merged"), is_clean=status == 0)
+
+
+class _Git:
+    """git in a private directory, which is its repository and has the files of its input and output."""
+
+    def __init__(self, directory: str, keep_going: Callable[[], None]) -> None:
+        self._directory = directory
+        self._keep_going = keep_going
+        for name in ("objects", "refs"):
+            os.mkdir(self.path(name))
+        for name, content in (("HEAD", b"ref: refs/heads/ours\n"), ("config", _CONFIGURATION)):
+            with open(self.path(name), "wb") as out:
+                out.write(content)
+
+    def path(self, name: str) -> str:
+        """The path of a file in the directory."""
+        return os.path.join(self._directory, name)
+
+    def output(self, name: str) -> bytes:
+        """The content of a file in the directory."""
+        with open(self.path(name), "rb") as file:
+            return file.read()
+
+    def run(self, arguments: Sequence[str], stdin: str, stdout: str, fine: Sequence[int] = (0,)) -> int:
+        """Run git and return its exit status, which must be one of `fine`.
+
+        Input and output are files, so that neither process can wait for the other.
+        """
+        with (
+            open(self.path(stdin), "rb") as source,
+            open(self.path(stdout), "wb") as out,
+            open(self.path("errors"), "wb") as errors,
+        ):
+            try:
+                process = subprocess.Popen(
+                    ["git", *arguments],
+                    stdin=source,
+                    stdout=out,
+                    stderr=errors,
+                    cwd=self._directory,
+                    env=self._environment(),
+                )
+            except FileNotFoundError:
+                raise _GitError("git is not installed, so the file cannot be merged by lines") from None
+            except OSError as error:
+                raise _GitError(f"git cannot be started: {os.strerror(error.errno or errno.EIO)}") from None
+        try:
+            status = self._wait(process, arguments[0])
+        finally:
+            process.kill()
+            process.wait()
+        if status not in fine:
+            said = self.output("errors").decode("utf-8", "backslashreplace").strip().partition("\n")[0]
+            raise _GitError(f"git {arguments[0]} failed: {said or f'exit status {status}'}")
+        return status
+
+    def _wait(self, process: subprocess.Popen[bytes], command: str) -> int:
+        end = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return process.wait(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                self._keep_going()
+            if time.monotonic() > end:
+                raise _GitError(f"git {command} did not end within {TIMEOUT_S:.0f} s")
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "LC_ALL": "C",
+            "HOME": self._directory,
+            "XDG_CONFIG_HOME": self._directory,
+            "GIT_DIR": self._directory,
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_ATTR_NOSYSTEM": "1",
+        }

@@ -1,0 +1,199 @@
+"""Merging texts by lines, with the real git."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from protocol.merge.text import TextCase, TextResult, git_text_merge
+from protocol.merge.three_way import merge
+from tests.support.trees import DictTree
+
+LINES = [b"%d\n" % number for number in range(10)]
+BASE = b"".join(LINES)
+FIRST = BASE.replace(b"0\n", b"first\n")
+LAST = BASE.replace(b"9\n", b"last\n")
+BOTH = FIRST.replace(b"9\n", b"last\n")
+
+
+def case(base: bytes | None, ours: bytes, theirs: bytes) -> TextCase:
+    read_base = None if base is None else lambda: base
+    return TextCase(read_base, lambda: ours, lambda: theirs, 1)
+
+
+def merged(*cases: tuple[bytes | None, bytes, bytes]) -> list[TextResult]:
+    return list(git_text_merge([case(*each) for each in cases], lambda: None))
+
+
+@pytest.fixture(params=["merge-tree", "merge-file"])
+def git(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Both ways to merge; an old git does not know the options of the first one."""
+    if request.param == "merge-file":
+        real = shutil.which("git")
+        script = tmp_path / "git"
+        script.write_text(f'#!/bin/sh\n[ "$1" = merge-tree ] && exit 129\nexec {real} "$@"\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return str(request.param)
+
+
+def test_changes_of_different_lines_go_together(git: str) -> None:
+    assert merged((BASE, FIRST, LAST)) == [TextResult(BOTH, is_clean=True)]
+
+
+def test_changes_of_the_same_line_get_markers(git: str) -> None:
+    (result,) = merged((b"a\n", b"b\n", b"c\n"))
+
+    assert result == TextResult(b"<<<<<<< ours\nb\n=======\nc\n>>>>>>> theirs\n", is_clean=False)
+
+
+def test_texts_without_a_base_get_markers(git: str) -> None:
+    (result,) = merged((None, b"b\n", b"c\n"))
+
+    assert result == TextResult(b"<<<<<<< ours\nb\n=======\nc\n>>>>>>> theirs\n", is_clean=False)
+
+
+def test_each_case_has_its_own_result(git: str) -> None:
+    results = merged((BASE, FIRST, LAST), (b"a\n", b"b\n", b"c\n"), (BASE, LAST, FIRST), (b"", b"x\n", b""))
+
+    assert [result.is_clean for result in results] == [True, False, True, True]
+    assert results[2].content == BOTH
+    assert results[3].content == b"x\n"
+
+
+@pytest.mark.parametrize(
+    ("base", "ours", "theirs", "expected"),
+    [
+        (BASE[:-1], FIRST[:-1], LAST[:-1], BOTH[:-1]),  # no newline at the end
+        (BASE.replace(b"\n", b"\r\n"), FIRST.replace(b"\n", b"\r\n"), LAST.replace(b"\n", b"\r\n"), None),
+        (b"", b"", b"x", b"x"),
+        (BASE, FIRST, b"", None),
+        (b"\xff\n" + BASE, b"\xff\n" + FIRST, b"\xff\n" + LAST, b"\xff\n" + BOTH),
+        (b"\n".join(LINES), b"\n".join(LINES[:9]), b"\n".join(LINES), b"\n".join(LINES[:9])),
+    ],
+)
+def test_line_ends_and_bytes_are_kept(
+    git: str, base: bytes, ours: bytes, theirs: bytes, expected: bytes | None
+) -> None:
+    (result,) = merged((base, ours, theirs))
+
+    if expected is None and b"\r" in base:
+        assert result == TextResult(BOTH.replace(b"\n", b"\r\n"), is_clean=True)
+    elif expected is None:
+        assert not result.is_clean
+    else:
+        assert result == TextResult(expected, is_clean=True)
+
+
+def test_content_that_looks_like_input_of_git_is_content(git: str) -> None:
+    hostile = b"data 3\nabc\ndone\ncommit refs/heads/ours\n\n* filter=x merge=union\n"
+
+    assert merged((BASE, hostile + BASE, LAST)) == [TextResult(hostile + LAST, is_clean=True)]
+
+
+def test_configuration_and_attributes_of_the_user_are_not_read(
+    git: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    (home / "git").mkdir(parents=True)
+    (home / ".gitconfig").write_text('[merge "x"]\n\tdriver = touch %A.ran; exit 1\n[merge]\n\tconflictStyle = diff3\n')
+    (home / "git" / "attributes").write_text("* merge=x\n")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home))
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(home / ".gitconfig"))
+    monkeypatch.setenv("GIT_DIR", str(home))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(home / "index"))
+
+    assert merged((BASE, FIRST, LAST), (b"a\n", b"b\n", b"c\n")) == [
+        TextResult(BOTH, is_clean=True),
+        TextResult(b"<<<<<<< ours\nb\n=======\nc\n>>>>>>> theirs\n", is_clean=False),
+    ]
+
+
+def test_without_git_each_case_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    (result,) = merged((BASE, FIRST, LAST))
+
+    assert result == TextResult(None, is_clean=False, problem=result.problem)
+    assert "git is not installed" in result.problem
+
+
+def test_a_git_that_fails_is_a_conflict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "git"
+    script.write_text("#!/bin/sh\necho out of luck >&2\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    (result,) = merged((BASE, FIRST, LAST))
+
+    assert result.problem == "git fast-import failed: out of luck"
+
+
+def test_a_git_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "git"
+    script.write_text("#!/bin/sh\nexec sleep 1000\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("protocol.merge.text.TIMEOUT_S", 0.0)
+
+    (result,) = merged((BASE, FIRST, LAST))
+
+    assert result.problem == "git fast-import did not end within 0 s"
+
+
+def test_a_merge_that_nobody_waits_for_ends_git_and_leaves_no_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop() -> None:
+        raise StopError
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    with pytest.raises(StopError):
+        git_text_merge([case(BASE, FIRST, LAST)], stop)
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_files_of_a_merge_are_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    modes = []
+
+    def read() -> bytes:
+        modes.extend(stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir())
+        return BASE
+
+    git_text_merge([TextCase(read, read, read, 1)], lambda: None)
+
+    assert set(modes) == {0o700}
+    assert not list(tmp_path.iterdir())
+
+
+def test_git_is_called_once_for_all_files_and_not_without_need() -> None:
+    calls: list[int] = []
+
+    def text_merge(cases: Sequence[TextCase], keep_going: object) -> list[TextResult]:
+        calls.append(len(cases))
+        return git_text_merge(cases, lambda: None)
+
+    base = DictTree({b"%d" % number: BASE for number in range(10)})
+    ours = DictTree({b"%d" % number: FIRST if number < 7 else BASE for number in range(10)})
+    theirs = DictTree({b"%d" % number: LAST if number > 3 else FIRST for number in range(10)})
+
+    result = merge(base, ours, theirs, text_merge=text_merge)
+    merge(base, ours, base, text_merge=text_merge)
+    merge(base, base, theirs, text_merge=text_merge)
+
+    assert calls == [3]
+    assert result.tree.read(b"5", 0, 1000) == BOTH
+    assert not result.conflicts
