@@ -1,8 +1,9 @@
 """How long requests and snapshots take while the workspace has other work: p50, p99 and the longest.
 
-    python -m bench.latency_under_load [--seconds N] [--files N] [--json FILE]
+    python -m bench.latency_under_load [--seconds N] [--rounds N] [--files N] [--json FILE]
 
 A stat of the mount is measured while nothing else runs, and during exports, greps and imports of a memory workspace.
+These four rows take turns, so that other work of the machine affects all of them.
 Snapshots are measured while four programs send requests through the mount without a pause.  `--json docs/bench.json`
 adds the figures to the results of `bench.table`, for the table of targets (`bench.report`).
 """
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from bench import _machine, _results
@@ -95,6 +96,7 @@ def programs(place: Path) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="for each row")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each row of stats, which share its time")
     parser.add_argument("--files", type=int, default=10_000)
     parser.add_argument("--json", metavar="FILE", help="add the figures to those in FILE")
     options = parser.parse_args()
@@ -112,16 +114,18 @@ def main() -> None:
             fill(place, options.files, FILE_BYTES)
             workspace.export(archive, overwrite=True)
             print(f"{'ms':28}{'times':>8}{'p50':>10}{'p99':>10}{'longest':>10}")
-            rows = {"stat, idle": report("stat, idle", stats(place, options.seconds))}
-            works: dict[str, Callable[[], object]] = {
-                "export": lambda: workspace.export(archive, overwrite=True),
-                "grep": lambda: run(VFSD, "-w", workspace.name, "fs", "grep", "no_such_word_[0-9]+x"),
-                "import": lambda: workspace.import_archive(archive),
+            works: dict[str, Callable[[], object] | None] = {
+                "stat, idle": None,
+                "stat during export": lambda: workspace.export(archive, overwrite=True),
+                "stat during grep": lambda: run(VFSD, "-w", workspace.name, "fs", "grep", "no_such_word_[0-9]+x"),
+                "stat during import": lambda: workspace.import_archive(archive),
             }
-            for name, work in works.items():
-                with repeating(work):
-                    title = f"stat during {name}"
-                    rows[title] = report(title, stats(place, options.seconds))
+            found_s: dict[str, list[float]] = {name: [] for name in works}
+            for _ in range(options.rounds):
+                for name, work in works.items():
+                    with repeating(work) if work is not None else nullcontext():
+                        found_s[name] += stats(place, options.seconds / options.rounds)
+            rows = {name: report(name, times) for name, times in found_s.items()}
             for name, in_use in (("snapshot, idle", False), ("snapshot under load", True)):
                 with programs(place) if in_use else repeating(lambda: time.sleep(0.1)):
                     times = timed(options.seconds, workspace.snapshot)

@@ -32,17 +32,28 @@ class Holder(NamedTuple):
         return f"pid {self.pid} ({self.command}), {self.what}"
 
 
-def holders(mountpoint: str) -> list[Holder]:
-    """List the processes that keep the file system at `mountpoint` busy, by pid; empty if nothing is mounted there."""
+def holders(mountpoint: str, *, unseen_by_umount: bool = False) -> list[Holder]:
+    """List the processes that keep the file system at `mountpoint` busy, by pid; empty if nothing is mounted there.
+
+    With `unseen_by_umount`, only those that do not make umount(2) of `mountpoint` fail: they use another mount of the
+    file system, which is a copy in another mount namespace or a bind mount.  That is much faster if there is no bind
+    mount, because the processes of this namespace are not examined.
+    """
     mount = mount_at(mountpoint)
     if mount is None:
         return []
     # Bind mounts, and copies in other mount namespaces, are separate mounts of the same device.
-    mount_ids_by_namespace: dict[str, frozenset[int]] = {}
+    own = frozenset(m.mount_id for m in mounts() if m.device == mount.device)
+    if unseen_by_umount:
+        own -= {mount.mount_id}
+    own_namespace = os.readlink("/proc/self/ns/mnt")
+    mount_ids_by_namespace = {own_namespace: own}
     found = []
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
             namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            if namespace == own_namespace and not own:
+                continue
             if namespace not in mount_ids_by_namespace:
                 mount_ids_by_namespace[namespace] = frozenset(
                     m.mount_id for m in mounts(pid) if m.device == mount.device

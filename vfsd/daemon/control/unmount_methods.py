@@ -126,7 +126,9 @@ class UnmountMethods:
         checked = None if params.discard else volume
         mark = 0 if checked is None else await self._check(checked, params, call)
         await self._mounted.wait_unused()
-        held = await self._holders()
+        # What the kernel refuses itself need not be looked for, which takes long next to many processes.  But then the
+        # sandbox would be gone already.
+        held = await self._holders(unseen_by_umount=not params.lazy and not self._commands.has_sandbox)
         if not params.lazy:
             self._commands.check_idle()
             if held:
@@ -161,9 +163,10 @@ class UnmountMethods:
         )
         self._mounted.engine.stop()
 
-    async def _holders(self) -> list[str]:
-        """Describe the other processes that hold the mount."""
-        found = await trio.to_thread.run_sync(holders.holders, self._options.mountpoint)
+    async def _holders(self, *, unseen_by_umount: bool = False) -> list[str]:
+        """Describe the other processes that hold the mount; see `holders.holders`."""
+        find = functools.partial(holders.holders, self._options.mountpoint, unseen_by_umount=unseen_by_umount)
+        found = await trio.to_thread.run_sync(find)
         return [holder.describe() for holder in found if holder.pid != os.getpid()]
 
     async def _check_again(

@@ -109,6 +109,11 @@ class Commands:
         """The place where commands run, in words; None if the workspace cannot run commands."""
         return None if self._runner is None else self._runner.where
 
+    @property
+    def has_sandbox(self) -> bool:
+        """Whether `leave` removes a sandbox."""
+        return self._sandbox is not None
+
     async def attend(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Create the sandbox, if there is one, and keep it while the mount is served.  OSError if that fails."""
         if self._sandbox is not None:

@@ -294,6 +294,30 @@ def test_holders_are_found_by_directory_file_and_mapping(
     assert all("python" in holder.command or "pytest" in holder.command for holder in found.values())
 
 
+def test_holders_that_umount_does_not_see_use_another_mount(
+    tmpfs: Path, tmp_path: Path, process_in: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process_in(cwd=tmpfs)  # umount(2) fails with EBUSY
+    unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", f"cd {tmpfs} && echo ready; read line"]
+    with subprocess.Popen(unshare, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as elsewhere:
+        assert elsewhere.stdin is not None
+        assert elsewhere.stdout is not None
+        assert elsewhere.stdout.readline() == b"ready\n"
+        (unseen,) = holders(str(tmpfs), unseen_by_umount=True)
+        assert (unseen.pid, unseen.what) == (elsewhere.pid, "current directory")
+        elsewhere.stdin.close()
+    bind = tmp_path / "bind"
+    bind.mkdir()
+    subprocess.run(["mount", "--bind", tmpfs, bind], check=True)
+    try:
+        in_bind = process_in(cwd=bind)
+        assert [holder.pid for holder in holders(str(tmpfs), unseen_by_umount=True)] == [in_bind.pid]
+        in_bind.kill()
+        in_bind.wait()
+    finally:
+        subprocess.run(["umount", "--lazy", bind], check=True)
+
+
 def test_nobody_holds_what_is_not_mounted(tmp_path: Path) -> None:
     assert holders(str(tmp_path)) == []
 
