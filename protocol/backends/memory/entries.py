@@ -77,7 +77,9 @@ class DirectoryEntries:
             raise not_found(name)
         else:
             return None
-        inode.lookups += 1
+        number = inode.inode
+        lookups = self._state.lookups
+        lookups[number] = lookups.get(number, 0) + 1
         return inode
 
     def entry_count(self, inode: int) -> int:
@@ -142,7 +144,8 @@ class DirectoryEntries:
         self._limits.check_room(0, 1)
         self._limits.require(SLACK_BYTES)
         node = self._new(directory, stat.S_IFREG | (mode & 0o7777), caller)
-        node.lookups = 1
+        self._state.lookups[node.inode] = 1
+        self._state.orphans.add(node.inode)
         return node
 
     def link(self, inode: int, parent: int, name: bytes) -> Inode:
@@ -266,7 +269,8 @@ class DirectoryEntries:
     def _leave_whiteout(self, parent: int, name: bytes, caller: Caller) -> None:
         """Make a whiteout as overlayfs reads it: a character device 0:0, which needs no privilege."""
         directory = self._state.directory(parent)
-        self._enter(directory, name, self._new(directory, stat.S_IFCHR, caller)).lookups = 0
+        node = self._enter(directory, name, self._new(directory, stat.S_IFCHR, caller))
+        del self._state.lookups[node.inode]
 
     def _exchange(self, a: Inode, a_name: bytes, a_node: Inode, b: Inode, b_name: bytes, b_node: Inode) -> None:
         if a_node is b_node:
@@ -331,7 +335,8 @@ class DirectoryEntries:
             directory = state.own(directory)
         state.add_entry(directory, name, node)
         directory.mtime_ns = directory.ctime_ns = node.ctime_ns
-        node.lookups += 1
+        lookups = state.lookups
+        lookups[node.inode] = lookups.get(node.inode, 0) + 1
         return node
 
     def _remove(self, directory: Inode, name: bytes, node: Inode) -> None:
@@ -343,7 +348,7 @@ class DirectoryEntries:
             node = state.own(node)
         state.drop_entry(directory, name, node)
         directory.mtime_ns = directory.ctime_ns = node.ctime_ns = self._clock()
-        if node.nlink == 0 and node.lookups <= 0:
+        if node.nlink == 0 and node.inode not in state.lookups:
             state.release(node)
 
 

@@ -31,7 +31,7 @@ _TUPLE_LINKS: Final = 16
 class Inode:
     """One version of an inode.
 
-    `links` are its names.  `lookups`, `generation`, `cookies` and `atime_ns` belong to the live inode, not to its
+    `links` are its names.  `generation`, `cookies` and `atime_ns` belong to the live inode, not to its
     versions, and pass from clone to clone.  `atime_ns` does so because otherwise every read after a snapshot would make
     a version.
     """
@@ -49,7 +49,6 @@ class Inode:
         "gid",
         "inode",
         "links",
-        "lookups",
         "mode",
         "mtime_ns",
         "nlink",
@@ -71,7 +70,6 @@ class Inode:
         self.atime_ns = self.mtime_ns = self.ctime_ns = self.birth_ns = now_ns
         self.epoch = self.born = epoch
         self.generation = 0
-        self.lookups = 0
         self.links: Links = ()
         self.content: Content | None = None
         self.children: dict[bytes, int] | None = None
@@ -100,7 +98,6 @@ class Inode:
         twin.epoch = epoch
         twin.born = self.born
         twin.generation = self.generation
-        twin.lookups = self.lookups
         twin.links = self.links if isinstance(self.links, tuple) else self.links.copy()
         twin.content = self.content.share() if self.content is not None else None
         twin.children = self.children

@@ -44,6 +44,7 @@ class Invariants:
             children = self.entries(inode)
             if children is not None:
                 self._check_directory(inode, children)
+        self._check_lookups()
         self._check_reachable()
         self._check_counters()
         _check_log(self._state)
@@ -109,6 +110,15 @@ class Invariants:
         named = {ROOT_INODE, *(number for number, inode in self._inodes.items() if inode.links)}
         assert named == seen, named ^ seen
 
+    def _check_lookups(self) -> None:
+        state = self._state
+        assert state.lookups.keys() <= self._inodes.keys(), "lookups of inodes that do not exist"
+        for number, count in state.lookups.items():
+            assert count > 0, f"inode {number}: forgotten more often than looked up"
+        orphans = {number for number, inode in self._inodes.items() if inode.nlink == 0}
+        assert orphans == state.orphans, "orphans"
+        assert orphans <= state.lookups.keys(), "neither links nor lookups"
+
     def _check_counters(self) -> None:
         state, inodes = self._state, self._inodes.values()
         linked = [inode for inode in inodes if inode.nlink]
@@ -123,8 +133,6 @@ def _check_version(inode: Inode) -> None:
     kind = stat.S_IFMT(inode.mode)
     assert (inode.children is not None) == (kind == stat.S_IFDIR)
     assert (inode.target is not None) == (kind == stat.S_IFLNK)
-    assert inode.lookups >= 0, f"inode {inode.inode}: forgotten more often than looked up"
-    assert inode.nlink > 0 or inode.lookups > 0, f"inode {inode.inode}: neither links nor lookups"
     if inode.content is not None:
         assert kind == stat.S_IFREG
         inode.content.check(inode.size)

@@ -7,7 +7,10 @@ Threading: the serving loop only.  Nothing here awaits, so each operation is ato
 
 Invariants (checked by `invariants.check`): a directory entry points to a live inode that has it among its `links`;
 `nlink` is the number of links (for a directory 2 plus the number of its subdirectories, or 0 after its removal); an
-inode without links has lookups; the counters are the sums over the live inodes.
+inode without links has lookups; `orphans` are the inodes without links; the counters are the sums over the live inodes.
+
+Lookup counts are apart from the inodes, so that a process that was forked starts with none and writes to no inode: a
+page that is not written to stays shared.
 """
 
 from __future__ import annotations
@@ -66,6 +69,9 @@ class MemoryState:
         self.lock: AbstractContextManager[object] = nullcontext()
         self.check_new_name: Callable[[Inode, bytes], None] | None = None
         self.inodes: dict[int, Inode] = {}
+        self.lookups: dict[int, int] = {}  # of each inode that has any
+        self.orphans: set[int] = set()
+        self._inherited: list[object] = []  # lookups of the processes that this one was forked from
         self.ledger = Ledger()
         self.log = UndoLog(self.ledger)
         self.epoch = 0  # serial of the newest epoch; an inode with another stamp must not be changed
@@ -78,7 +84,7 @@ class MemoryState:
         self.destination: MemoryState | None = None  # the state that can take these inodes over with their numbers
         self.revived: dict[int, Inode] = {}  # unlinked inodes that this transaction revived, as they were before
         root = self.create(_DIRECTORY_MODE, uid, gid)
-        root.lookups = 1  # the kernel never forgets the root
+        self.lookups[ROOT_INODE] = 1  # the kernel never forgets the root
         root.nlink = 2
         self.count(root, +1)
 
@@ -120,9 +126,19 @@ class MemoryState:
         """Take `count` lookups from `inode`, if it exists."""
         node = self.inodes.get(inode)
         if node is not None:
-            node.lookups -= count
-            if node.nlink == 0:
+            left = self.lookups.pop(inode, 0) - count
+            if left:
+                self.lookups[inode] = left
+            elif node.nlink == 0:
                 self.release(node)
+
+    def drop_lookups(self) -> None:
+        """Forget everything that a kernel looked up, as a process that was forked does, and free the orphans."""
+        # Freeing the dict would write to each number in it, and so copy the pages that these are in.
+        self._inherited.append(self.lookups)
+        self.lookups = {ROOT_INODE: 1}
+        for number in list(self.orphans):
+            self.release(self.inodes[number])
 
     def update_atime(self, inode: Inode) -> None:
         """Update the access time as relatime does (mount(8)).  Snapshots do not keep access times."""
@@ -149,9 +165,10 @@ class MemoryState:
 
     def release(self, inode: Inode) -> None:
         """Free `inode` if it has neither links nor lookups."""
-        if inode.nlink == 0 and inode.lookups <= 0:
-            number = inode.inode
+        number = inode.inode
+        if inode.nlink == 0 and number not in self.lookups:
             del self.inodes[number]
+            self.orphans.discard(number)
             content = inode.content
             ledger = self.ledger
             if content is not None:
@@ -228,6 +245,8 @@ class MemoryState:
         live = self.own(live)
         if live.nlink:
             self.count(live, -1)
+        else:
+            self.orphans.discard(live.inode)
         self.pages -= live.pages
         inode = self._clone(version)
         _inherit(inode, live)
@@ -254,7 +273,7 @@ class MemoryState:
         inode = self._clone(version)
         inode.nlink = 0
         inode.links = ()
-        inode.lookups = inode.generation = 0
+        inode.generation = 0
         inode.cookies = None
         if live is not None:
             assert live.nlink == 0
@@ -269,6 +288,7 @@ class MemoryState:
         if inode.is_dir:
             inode.size = DIRECTORY_BASE_BYTES
         self.inodes[number] = inode
+        self.orphans.add(number)
         self.pages += inode.pages
         self.ledger.enter(inode)
         return inode
@@ -289,6 +309,7 @@ class MemoryState:
             self.ledger.leave(live)
             self.pages += orphan.pages - live.pages
             self.inodes[number] = orphan
+            self.orphans.add(number)
         self.revived.clear()
 
     def orphan(self, inode: Inode) -> Inode:
@@ -296,6 +317,7 @@ class MemoryState:
         inode = self.own(inode)
         self.count(inode, -1)
         inode.nlink = 0
+        self.orphans.add(inode.inode)
         self.set_links(inode, ())
         return inode
 
@@ -353,6 +375,8 @@ class MemoryState:
         self.ledger.metadata += ENTRY_BYTES + len(name)
         if inode.nlink == 0:
             self.count(inode, +1)
+            if self.orphans:
+                self.orphans.discard(inode.inode)
         if inode.children is not None:
             assert not inode.children, "only an empty directory is linked; others are moved"
             directory.nlink += 1
@@ -373,6 +397,7 @@ class MemoryState:
             inode.nlink -= 1
         if inode.nlink == 0:
             self.count(inode, -1)
+            self.orphans.add(inode.inode)
 
     def move_entry(self, old: Inode, old_name: bytes, new: Inode, new_name: bytes, inode: Inode) -> None:
         """Rename `inode` to a name that does not exist yet (all owned)."""
@@ -482,7 +507,6 @@ class MemoryState:
 
 def _inherit(inode: Inode, live: Inode) -> None:
     """Copy the fields that belong to the live inode and not to its versions."""
-    inode.lookups = live.lookups
     inode.generation = live.generation
     inode.cookies = live.cookies
     inode.atime_ns = live.atime_ns

@@ -30,7 +30,7 @@ from protocol.backends.memory.ledger import RESERVE_BYTES
 from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
-from protocol.volume import ROOT_INODE, DirectoryEntry, StatFs, VolumeCapabilities
+from protocol.volume import DirectoryEntry, StatFs, VolumeCapabilities
 from protocol.volume_extensions import PreparingVolume, SnapshotInfo, VolumeUsage
 
 if TYPE_CHECKING:
@@ -164,12 +164,11 @@ class MemoryVolume:
         )
 
     def has_lookups(self, inode: int) -> bool:
-        found = self._state.inodes.get(inode)
-        return found is not None and found.lookups > 0
+        return inode in self._state.lookups
 
     def lookup_counts(self) -> dict[int, int]:
         """Return the number of lookups of each inode that has any, the root included."""
-        return {inode.inode: inode.lookups for inode in self._state.inodes.values() if inode.lookups > 0}
+        return self._state.lookups.copy()
 
     @property
     def on_pruned(self) -> Callable[[SnapshotInfo], None] | None:
@@ -208,9 +207,7 @@ class MemoryVolume:
         state = self._state
         state.ledger.forked()
         self._history.close_views()
-        for inode in [inode for inode in state.inodes.values() if inode.lookups]:
-            inode.lookups = 1 if inode.inode == ROOT_INODE else 0  # the kernel never forgets the root
-            state.release(inode)
+        state.drop_lookups()
 
     # -- calls that use another call of the volume -----------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Inode:

@@ -67,7 +67,6 @@ class OverlayState(MemoryState):
         self.inodes = self.table
         self._all_loaded = False
         root = self.table[ROOT_INODE] = self._inode(ROOT_INODE, b"", seen)
-        root.lookups = 1
         self.ledger.enter_new(root)
 
     # -- loading ---------------------------------------------------------------------------------

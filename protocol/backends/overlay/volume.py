@@ -198,7 +198,7 @@ class OverlayVolume(MemoryVolume):
         if number is not None:
             inode = self._overlay.table.loaded(number)
             # The kernel has no reference to the file, so it can follow without an invalidation.
-            if isinstance(inode, OverlayInode) and not inode.lookups and inode.content is not None:
+            if isinstance(inode, OverlayInode) and number not in self._overlay.lookups and inode.content is not None:
                 self._overlay.refresh(number)
         return self._memory_find(parent, name)
 
@@ -271,7 +271,7 @@ class OverlayVolume(MemoryVolume):
 
     def _check_lower(self, number: int) -> None:
         inode = self._overlay.table.loaded(number)
-        if not isinstance(inode, OverlayInode) or inode.content is None or not inode.lookups:
+        if not isinstance(inode, OverlayInode) or inode.content is None or number not in self._overlay.lookups:
             return
         file = inode.lower
         if file.kept is not None:

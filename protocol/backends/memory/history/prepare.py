@@ -104,7 +104,7 @@ class Preparation(Converger):
                 state.own(state.inodes[number]).nlink = 0
                 yield
             top = state.own(state.inodes[number])
-            top.lookups = 0
+            self._let_go(top)
             state.release(top)
 
     # -- islands ---------------------------------------------------------------------------------
@@ -180,7 +180,8 @@ class Preparation(Converger):
         self._moved.append((node, node.links, node.nlink))
         if node.children is not None:
             self._subdirectories[node.inode] = node.nlink - 2
-        node.links, node.lookups, node.nlink = (), 1, 0
+        node.links, node.nlink = (), 0
+        self._hold(node)
         self._tops[top.path] = node.inode
         end = last.inode + 1
         for first in range(node.inode, end, _TAKEN_AT_ONCE):
@@ -219,7 +220,8 @@ class Preparation(Converger):
                     node.content.ledger = self._view.ledger
             yield
         for node, links, nlink in self._moved:
-            node.links, node.lookups, node.nlink = links, 0, nlink
+            node.links, node.nlink = links, nlink
+            self._let_go(node)
         self._tops, self._moved, self._counted = {}, [], (0, 0, 0)
 
     def _built(self, top: TreeEntry) -> Iterator[int]:
@@ -232,7 +234,7 @@ class Preparation(Converger):
             before, first = self._counters(), self._state.next_inode
             if entry.path == top.path:
                 node = self._new(top)
-                node.lookups = 1
+                self._hold(node)
                 self._tops[top.path] = island = node.inode
                 if not top.is_dir:
                     self._complete(node, top)
@@ -271,7 +273,17 @@ class Preparation(Converger):
             directory = self._place(path, places)
             assert directory is not None, "is_valid"
             node = self._link_filled(directory, path.rpartition(b"/")[2], state.inodes[number])
-            node.lookups -= 1
+            self._let_go(node)
+
+    def _hold(self, top: Inode) -> None:
+        """Keep the topmost inode of an island, which has no name yet, as if the kernel had looked it up."""
+        self._state.lookups[top.inode] = 1
+        self._state.orphans.add(top.inode)
+
+    def _let_go(self, top: Inode) -> None:
+        """End `_hold`."""
+        del self._state.lookups[top.inode]
+        self._state.orphans.discard(top.inode)
 
     def _link_filled(self, directory: Inode, name: bytes, node: Inode) -> Inode:
         """Link an inode, which may be a directory with entries."""

@@ -344,6 +344,7 @@ def _put_back_inodes(state: MemoryState, inodes: PreInodes) -> list[int]:
         if live is None or live.nlink == 0:
             revived = state.revive(version)
             revived.nlink, revived.size = version.nlink, version.size
+            state.orphans.discard(number)
             state.set_links(revived, version.links)
             state.count(revived, +1)
         else:

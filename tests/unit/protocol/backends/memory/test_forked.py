@@ -27,6 +27,24 @@ def test_lookups_and_inodes_without_links_are_dropped() -> None:
     volume.check_invariants()
 
 
+def test_an_orphan_that_a_snapshot_holds_is_dropped_and_can_be_restored() -> None:
+    volume = MemoryVolume()
+    directory = volume.mkdir(1, b"directory", 0o755, USER)
+    file = volume.mknod(directory.inode, b"file", 0o100644, 0, USER)
+    volume.tmpfile(1, 0o600, USER)
+    volume.take_snapshot("one")
+    volume.unlink(directory.inode, b"file")
+    volume.rmdir(1, b"directory")
+    volume.restore_snapshot("one")
+    volume.unlink(directory.inode, b"file")
+    volume.forked()
+    volume.check_invariants()
+    assert volume.lookup_counts() == {1: 1}
+    volume.restore_snapshot("one")
+    assert volume.lookup(directory.inode, b"file").inode == file.inode
+    volume.check_invariants()
+
+
 def test_open_views_are_closed() -> None:
     volume = MemoryVolume()
     volume.mknod(1, b"file", 0o100644, 0, USER)
