@@ -59,7 +59,7 @@ class Below(Driver):
         assert isinstance(volume, OverlayVolume)
         state = volume._overlay
         made = state.inodes[number]
-        place = os.path.join(os.readlink(proc_path(volume.lower.fd)), path)
+        place = os.path.join(os.readlink(proc_path(volume.directory.fd)), path)
         if not os.path.isdir(os.path.dirname(place)) or os.path.lexists(place):
             return number  # its directory is above alone, or something else was there
         if made.is_dir:
@@ -98,7 +98,7 @@ class TestOverlayVolumeOverWhatIsThere(TestOverlayVolume):
         assert fs.read(number) == b"data"
         assert isinstance(fs.volume, OverlayVolume)
         assert fs.volume.usage().used_bytes == 0
-        os.unlink(b"d/f", dir_fd=fs.volume.lower.fd)
+        os.unlink(b"d/f", dir_fd=fs.volume.directory.fd)
         fs.volume.lower.close()
         with fails(errno.ESTALE):
             fs.read(number)

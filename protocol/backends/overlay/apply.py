@@ -36,9 +36,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from protocol.backends.overlay.host_lower import JOURNAL_NAME
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.journal import ApplyJournal, Recovered, has_journal, journal
-from protocol.backends.overlay.lower import JOURNAL_NAME, ChangedBelowError, Identity, identity, is_gone
+from protocol.backends.overlay.lower import ChangedBelowError, Identity, identity, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place, set_attributes
 from protocol.diff.tree_diff import Change, changes, entry_or_none
 from protocol.linux.portable import Handle
@@ -94,8 +95,8 @@ class OverlayApply:
         dry_run: bool,
     ) -> None:
         self._volume = volume
-        self._lower = volume.lower
-        self._root = volume.lower.directory(b"").fd
+        self._lower = volume.directory
+        self._root = self._lower.fd
         self._device = os.fstat(self._root).st_dev
         self._base = base
         self._live = live
@@ -226,7 +227,7 @@ class OverlayApply:
             there = self._stat(change.path)
             if there is None or not stat.S_ISDIR(there.st_mode):
                 continue
-            entries = {change.path + b"/" + entry.name: entry.kind for entry in self._lower.scan(change.path)[1]}
+            entries = {change.path + b"/" + entry.name: entry.kind for entry in self._lower.scan(change.path)}
             others = sorted(entries.keys() - removed)
             if others:
                 kept.add(change.path)

@@ -30,7 +30,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.backends.overlay.lower import JOURNAL_NAME, is_gone
+from protocol.backends.overlay.host_lower import JOURNAL_NAME
+from protocol.backends.overlay.lower import is_gone
 from protocol.backends.overlay.steps import Step, Steps, place
 from protocol.linux.beneath import open_beneath
 from protocol.linux.portable import Handle

@@ -1,8 +1,12 @@
-"""Lower: the directory below an overlay, which is only read.
+"""The contract of an overlay's lower layer: a read-only tree from which entries and content are loaded on demand.
 
-The `Identity` of a file is its state when it was loaded.  A read compares it with fstat(2) after reading the bytes,
-and discards them if it differs (`ChangedBelowError`), so all bytes of a file belong to one version.  A change that
-keeps the size and happens within the same tick of the file system's clock (some milliseconds) is not detected.
+Two implementations: `HostLower`, a directory of this host, which other programs may change; and `TreeLower`, an
+immutable `protocol.tree.Tree`, such as an archive or a stored snapshot.
+
+The `Identity` of a file is its state when it was loaded.  A read from a layer that can change compares it before it
+returns anything (`ChangedBelowError`), so all bytes of a file belong to one version.
+
+Paths are bytes relative to the root of the layer; b"" is the root.
 
 Threading: any thread.
 """
@@ -10,26 +14,18 @@ Threading: any thread.
 from __future__ import annotations
 
 import errno
-import os
-import resource
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Final, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from protocol.linux.beneath import HandleCache, RootDirectory, open_to_read
-from protocol.linux.portable import Handle, proc_path
-from protocol.linux.syscalls import seek_hole
+from protocol.linux.portable import Handle
 
-Identity = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
+Identity: TypeAlias = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
 
+# The numbers of inodes that the overlay makes begin here.  JavaScript has integers up to 2^53.
+FIRST_NEW_NUMBER: Final = 1 << 52
 _VANISHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE})
-JOURNAL_NAME: Final = b".vfsd-apply"  # in the root: where `apply` keeps its journal, which the overlay does not show
-KEPT_BYTES: Final = 256 * 1024  # a file up to this size is kept in memory when it is replaced below, a larger one open
-_DIRECTORIES_KEPT: Final = 64
-_FEWEST_FILES: Final = 16
-_MOST_FILES: Final = 512
-_UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, errno.EPERM})
 
 
 class ChangedBelowError(OSError):
@@ -45,15 +41,49 @@ class ChangedBelowError(OSError):
         self.path = path
 
 
-class Scanned(NamedTuple):
-    """An entry of a lower directory, with the inode number and the type bits that the directory lists."""
+class LowerEntry(NamedTuple):
+    """A name in a directory of the lower layer.
+
+    `key` is equal for all names of one file.  `number` is the inode number that the file should have in the volume; it
+    is the same at every mount of the same layer.  0: any.  `kind` is the type bits of the mode.
+    """
 
     name: bytes
-    inode: int
     kind: int
+    key: tuple[int, int]
+    number: int
 
 
-def identity(seen: os.stat_result) -> Identity:
+class LowerStat(Protocol):
+    """The attributes of an entry, named as those of `os.stat_result`."""
+
+    @property
+    def st_mode(self) -> int: ...
+    @property
+    def st_ino(self) -> int: ...
+    @property
+    def st_dev(self) -> int: ...
+    @property
+    def st_nlink(self) -> int: ...
+    @property
+    def st_uid(self) -> int: ...
+    @property
+    def st_gid(self) -> int: ...
+    @property
+    def st_size(self) -> int: ...
+    @property
+    def st_atime_ns(self) -> int: ...
+    @property
+    def st_mtime_ns(self) -> int: ...
+    @property
+    def st_ctime_ns(self) -> int: ...
+    @property
+    def st_blocks(self) -> int: ...
+    @property
+    def st_rdev(self) -> int: ...
+
+
+def identity(seen: LowerStat) -> Identity:
     """Return the values that identify a state of the file: replacing or modifying it changes at least one of them."""
     return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
@@ -63,117 +93,65 @@ def is_gone(error: OSError) -> bool:
     return error.errno in _VANISHED
 
 
-class Lower(RootDirectory):
-    """The directory `root`.  Paths are bytes relative to it, b"" is the directory itself.  Methods raise OSError."""
+class Lower(ABC):
+    """A lower layer.  Methods raise OSError; EIO if the layer is damaged, which the layer logs once."""
 
-    def __init__(self, root: str | bytes) -> None:
-        super().__init__(os.fsencode(os.path.abspath(root)), kept=_DIRECTORIES_KEPT)
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        most = max(_FEWEST_FILES, min(_MOST_FILES, soft // 4)) if soft > 0 else _MOST_FILES
-        self._files = HandleCache(most)
-        self.moving: set[tuple[int, int]] = set()  # (st_dev, st_ino) of the inodes whose ctime `apply` changes now
+    can_change: bool
+    """Whether other programs may change the entries and contents."""
 
-    def is_same(self, now: Identity, was: Identity) -> bool:
-        """Return whether a file is unchanged.  A ctime that `apply` changes now does not count."""
-        return now == was or (now[:4] == was[:4] and now[:2] in self.moving)
+    memory_bytes: int = 0
+    """The memory that the layer takes, its caches when they are full included."""
 
-    def stat(self, path: bytes) -> os.stat_result:
-        """Return the result of lstat(2)."""
-        handle, name = self.parent(path)
-        return os.stat(name, dir_fd=handle.fd, follow_symlinks=False)
+    @abstractmethod
+    def stat(self, path: bytes) -> LowerStat:
+        """Return the attributes of an entry; a symlink is not followed."""
 
+    @abstractmethod
     def readlink(self, path: bytes) -> bytes:
         """Return the target of a symlink."""
-        handle, name = self.parent(path)
-        return os.readlink(name, dir_fd=handle.fd)
 
+    @abstractmethod
     def xattrs(self, path: bytes) -> dict[bytes, bytes] | None:
         """Return the extended attributes that may be read; None if there are none."""
-        handle, name = self.parent(path)
-        place = proc_path(handle.fd) + b"/" + name
-        try:
-            names = os.listxattr(place, follow_symlinks=False)
-        except OSError as error:
-            if error.errno in _UNSUPPORTED:
-                return None
-            raise
-        if not names:
-            return None
-        found = {}
-        for each in names:
-            try:
-                found[os.fsencode(each)] = os.getxattr(place, each, follow_symlinks=False)
-            except OSError as error:
-                if error.errno == errno.EINVAL:
-                    # security.capability without capabilities exists but cannot be read (security/commoncap.c).
-                    found[os.fsencode(each)] = b""
-                elif error.errno not in _UNSUPPORTED:
-                    raise
-        return found or None
 
-    def scan(self, path: bytes) -> tuple[int, list[Scanned]]:
-        """Return the device of a directory and its entries."""
-        handle = self.directory(path)
-        descriptor = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=handle.fd)
-        try:
-            with os.scandir(descriptor) as entries:
-                found = [Scanned(os.fsencode(entry.name), entry.inode(), _kind(entry)) for entry in entries]
-            if not path:
-                found = [entry for entry in found if entry.name != JOURNAL_NAME]
-            return os.fstat(descriptor).st_dev, found
-        finally:
-            os.close(descriptor)
+    @abstractmethod
+    def scan(self, path: bytes) -> Sequence[LowerEntry]:
+        """Return the entries of a directory."""
 
-    def open_file(self, file: LowerFile) -> Handle:
-        """Open the regular file at the path of `file` for reading.  It may be another one by now."""
-        handle = self._files.get(file)
-        if handle is None:
-            directory, name = self.parent(file.path)
-            try:
-                handle = Handle(open_to_read(directory.fd, name))
-            except OSError as error:
-                if is_gone(error):
-                    raise ChangedBelowError(file.path) from None
-                raise
-            self._files.put(file, handle)
-        return handle
+    @abstractmethod
+    def file(self, path: bytes, seen: LowerStat) -> LowerFile:
+        """Return the entry at `path`, whose attributes are `seen`, as what an inode of the overlay refers to."""
 
+    @abstractmethod
+    def is_same(self, now: Identity, was: Identity) -> bool:
+        """Return whether two identities are of one state of a file."""
+
+    @abstractmethod
     def forget(self, file: LowerFile) -> None:
-        """Forget the descriptor of a file that changed."""
-        self._files.drop(file)
+        """Forget what is cached of a file that changed."""
 
-    @contextmanager
-    def forking(self) -> Iterator[None]:
-        """A block in which no other thread uses the caches of descriptors."""
-        with self._files.forking(), self._directories.forking():
-            yield
+    @abstractmethod
+    def check(self) -> None:
+        """Look whether the layer as a whole is still there, and log it once if not.  Called about once a second."""
 
+    @abstractmethod
+    def forking(self) -> AbstractContextManager[object]:
+        """A block in which no other thread uses the layer: for fork(2)."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Forget all descriptors except the root's."""
-        self._files.clear()
-        self.forget_directories()
+        """Free what the layer holds.  A process that was forked closes its own copy."""
 
 
-def _kind(entry: os.DirEntry[str]) -> int:
-    if entry.is_symlink():
-        return stat.S_IFLNK
-    if entry.is_dir(follow_symlinks=False):
-        return stat.S_IFDIR
-    if entry.is_file(follow_symlinks=False):
-        return stat.S_IFREG
-    try:
-        return stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode)
-    except OSError:
-        return stat.S_IFREG
+class LowerFile(ABC):
+    """The entry at a path of the lower layer, in the state in which it was loaded.
 
+    `sectors` is its size on disk in units of 512 bytes.  `kept` is content that outlives the path (`keep`).
+    """
 
-class LowerFile:
-    """The file at a path of the lower directory, in the state in which it was loaded.  `kept` outlives it (`keep`)."""
+    __slots__ = ("identity", "kept", "path", "sectors")
 
-    __slots__ = ("identity", "kept", "lower", "path", "sectors")
-
-    def __init__(self, lower: Lower, path: bytes, seen: os.stat_result) -> None:
-        self.lower = lower
+    def __init__(self, path: bytes, seen: LowerStat) -> None:
         self.path = path
         self.identity = identity(seen)
         self.sectors = seen.st_blocks
@@ -183,59 +161,14 @@ class LowerFile:
     def size(self) -> int:
         return self.identity[2]
 
+    @abstractmethod
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`, all of them within the file.  ChangedBelowError."""
-        if isinstance(self.kept, bytes):
-            return self.kept[offset : offset + size]
-        handle = self._handle()
-        pieces, missing = [], size
-        while missing and (data := os.pread(handle.fd, missing, offset + size - missing)):
-            pieces.append(data)
-            missing -= len(data)
-        self._check(handle)
-        if missing:
-            raise ChangedBelowError(self.path)
-        return b"".join(pieces)
 
+    @abstractmethod
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield (start, end) of each run of data between two offsets, in order.  ChangedBelowError."""
-        if isinstance(self.kept, bytes):
-            yield start, min(end, len(self.kept))
-            return
-        handle = self._handle()
-        self._check(handle)
-        at = start
-        while at < end:
-            try:
-                at = os.lseek(handle.fd, at, os.SEEK_DATA)
-            except OSError as error:
-                if error.errno == errno.ENXIO:
-                    return
-                raise
-            if at >= end:
-                return
-            after = min(seek_hole(handle.fd, at), end)
-            yield at, after
-            at = after
 
+    @abstractmethod
     def keep(self) -> None:
         """Keep the present content readable after the path is removed or replaced.  See `apply`.  ChangedBelowError."""
-        if self.kept is None:
-            if self.size <= KEPT_BYTES:
-                self.kept = self.read(0, self.size)
-                return
-            handle = self.lower.open_file(self)
-            self._check(handle)
-            self.kept = handle
-
-    def _handle(self) -> Handle:
-        return self.kept if isinstance(self.kept, Handle) else self.lower.open_file(self)
-
-    def _check(self, handle: Handle) -> None:
-        seen = identity(os.fstat(handle.fd))
-        if self.lower.is_same(seen, self.identity):
-            return
-        # An inode that is kept open gets another ctime when its path is removed.
-        if self.kept is None or seen[:4] != self.identity[:4]:
-            self.lower.forget(self)
-            raise ChangedBelowError(self.path)

@@ -1,13 +1,14 @@
-"""OverlayState: the live inodes over a lower directory, loaded as late as possible.
+"""OverlayState: the live inodes over a lower layer, loaded as late as possible.
 
 Loading is not a change: every snapshot already contained what is loaded, so loading leaves no pre-image, and the stamp
 of a loaded inode (epoch 0) is older than all others.  Three steps, each at the first access:
 
 - one scan of a directory gives it its entries (`_fill`): only a number for each name;
-- one lstat of the name gives a number its inode (`_make`), with the `LowerFile` that content comes from;
+- one `Lower.stat` of the name gives a number its inode (`_make`), with the `LowerFile` that content comes from;
 - a block of content is read when it is read through the mount, and copied up when it is changed in part.
 
-Hard links in the lower directory get one number, recognised by the inode number in the directory's entries.
+The names of one file in the lower layer get one number, recognised by `LowerEntry.key`.  A file gets the number that
+the layer suggests, so that it has the same one at every mount, unless another inode has that number already.
 
 A directory is loaded before a second version of it exists (`own`), so the link count that loading finds is written to
 one version only.  Its size is that of the lower directory until its entries change, and from then on computed as in the
@@ -33,7 +34,16 @@ from protocol.backends.memory.state import MemoryState
 from protocol.backends.overlay.children import InodeTable, UnfilledChildren
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.inode import OverlayInode
-from protocol.backends.overlay.lower import Identity, Lower, LowerFile, identity, is_gone
+from protocol.backends.overlay.lower import (
+    FIRST_NEW_NUMBER,
+    Identity,
+    Lower,
+    LowerEntry,
+    LowerFile,
+    LowerStat,
+    identity,
+    is_gone,
+)
 from protocol.errors import os_error
 from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
@@ -49,7 +59,7 @@ _LOWER_INODE_BYTES: Final = 640  # memory of a loaded inode, in addition to that
 
 
 class OverlayState(MemoryState):
-    """The state of one overlay.  `path_filter` hides paths of the lower directory."""
+    """The state of one overlay.  `path_filter` hides paths of the lower layer."""
 
     def __init__(self, clock: Callable[[], int], lower: Lower, path_filter: PathFilter) -> None:
         seen = lower.stat(b"")
@@ -60,7 +70,8 @@ class OverlayState(MemoryState):
         self.check_new_name = self._check_new_name
         self._waiting: dict[int, tuple[Link, ...]] = {}  # numbers without an inode yet, their names
         self._kinds: dict[int, int] = {}  # of those, the type bits
-        self._numbers: dict[tuple[int, int], int] = {}  # (st_dev, st_ino) -> number
+        self._numbers: dict[tuple[int, int], int] = {}  # key of the lower layer -> number
+        self._given: set[int] = set()  # the numbers given to names of the lower layer; none is given to a second file
         self._paths: dict[int, bytes] = {}  # directories of the lower layer: their path there
         self.table = InodeTable({}, self._make)
         self.ledger.leave(self.inodes[ROOT_INODE])
@@ -68,6 +79,8 @@ class OverlayState(MemoryState):
         self._all_loaded = False
         root = self.table[ROOT_INODE] = self._inode(ROOT_INODE, b"", seen)
         self.ledger.enter_new(root)
+        self.ledger.charge_overhead(lower.memory_bytes)
+        self.next_inode = FIRST_NEW_NUMBER
 
     # -- loading ---------------------------------------------------------------------------------
     def _fill(self, number: int) -> None:
@@ -75,11 +88,11 @@ class OverlayState(MemoryState):
         path = self._paths[number]
         self._check_memory()
         try:
-            device, found = self.lower.scan(path)
+            found = self.lower.scan(path)
         except OSError as error:
             if not is_gone(error):
                 raise
-            device, found = 0, []  # the lower directory was removed since its inode was loaded
+            found = ()  # the lower directory was removed since its inode was loaded
         with self.lock:
             directory = self.table.loaded(number)
             if directory is None or not isinstance(directory.children, UnfilledChildren):
@@ -87,12 +100,12 @@ class OverlayState(MemoryState):
             entries = {}
             subdirectories = 0
             prefix = path + b"/" if path else b""
-            for name, inode, kind in found:
-                is_directory = kind == stat.S_IFDIR
-                if self.path_filter.hides(prefix + name, is_directory=is_directory):
+            for entry in found:
+                is_directory = entry.kind == stat.S_IFDIR
+                if self.path_filter.hides(prefix + entry.name, is_directory=is_directory):
                     continue
                 subdirectories += is_directory
-                entries[name] = self._give_number((number, name), (device, inode), kind)
+                entries[entry.name] = self._give_number(number, entry)
             directory.nlink = 2 + subdirectories
             directory.children.become(entries)
             self.ledger.charge_overhead(sum(_LOWER_NAME_BYTES + len(name) for name in entries))
@@ -106,18 +119,23 @@ class OverlayState(MemoryState):
         if limit is not None and self.ledger.total > limit + limit // 8:
             raise os_error(errno.ENOMEM)
 
-    def _give_number(self, link: Link, key: tuple[int, int], kind: int) -> int:
+    def _give_number(self, directory: int, entry: LowerEntry) -> int:
         """Return a new number for a name, or the number of the loaded file that has this further name."""
-        if kind != stat.S_IFDIR:
-            number = self._numbers.get(key)
+        link = directory, entry.name
+        is_directory = entry.kind == stat.S_IFDIR
+        if not is_directory:
+            number = self._numbers.get(entry.key)
             if number is not None and self._add_name(number, link):
                 return number
-        number = self.next_inode
-        self.next_inode += 1
-        if kind != stat.S_IFDIR:
-            self._numbers[key] = number
+        number = entry.number
+        if number <= ROOT_INODE or number in self._given:
+            number = self.next_inode
+            self.next_inode += 1
+        self._given.add(number)
+        if not is_directory:
+            self._numbers[entry.key] = number
         self._waiting[number] = (link,)
-        self._kinds[number] = kind
+        self._kinds[number] = entry.kind
         return number
 
     def _add_name(self, number: int, link: Link) -> bool:
@@ -168,9 +186,9 @@ class OverlayState(MemoryState):
             self.table.below += 1
             return inode
 
-    def _inode(self, number: int, path: bytes, seen: os.stat_result) -> OverlayInode:
+    def _inode(self, number: int, path: bytes, seen: LowerStat) -> OverlayInode:
         inode = OverlayInode(number, seen.st_mode, seen.st_uid, seen.st_gid, 0, 0)
-        inode.lower = LowerFile(self.lower, path, seen)
+        inode.lower = self.lower.file(path, seen)
         _set_size_and_times(inode, seen)
         inode.xattrs = self.lower.xattrs(path)
         kind = seen.st_mode & TYPE_MASK
@@ -274,8 +292,8 @@ class OverlayState(MemoryState):
             if not isinstance(live, OverlayInode):
                 return False, False
             old = live.lower
-            if old.kept is not None:
-                return True, False  # an apply replaced the file below; this version keeps its old content
+            if old.kept is not None or not self.lower.can_change:
+                return True, False  # with `kept`, an apply replaced the file below, and this version keeps its content
             try:
                 seen = self.lower.stat(old.path)
             except OSError as error:
@@ -286,7 +304,7 @@ class OverlayState(MemoryState):
                 return True, False
             if seen.st_mode & TYPE_MASK != live.mode & TYPE_MASK or not live.nlink or not follows(live, old.identity):
                 return False, True
-            new = LowerFile(self.lower, old.path, seen)
+            new = self.lower.file(old.path, seen)
             xattrs = self.lower.xattrs(old.path)
             for version in list(self.versions(number)):
                 if isinstance(version, OverlayInode) and follows(version, old.identity):
@@ -294,7 +312,7 @@ class OverlayState(MemoryState):
             return live.lower is new, True
 
     def _follow(
-        self, inode: OverlayInode, new: LowerFile, seen: os.stat_result, xattrs: Xattrs | None, *, is_live: bool
+        self, inode: OverlayInode, new: LowerFile, seen: LowerStat, xattrs: Xattrs | None, *, is_live: bool
     ) -> None:
         ledger = self.ledger
         uncharge, charge = (ledger.leave, ledger.enter_new) if is_live else (ledger.forget, ledger.enter_old)
@@ -320,7 +338,6 @@ class OverlayState(MemoryState):
                         if now is not None and now[2] == version.lower.identity[2]:
                             version.lower.identity = now
                             self.lower.forget(version.lower)
-            self.lower.moving.clear()
 
     # -- changes ---------------------------------------------------------------------------------
     def own(self, inode: Inode) -> Inode:
@@ -332,7 +349,7 @@ class OverlayState(MemoryState):
         if inode.epoch != self.epoch and isinstance(inode, OverlayInode):
             if isinstance(inode.children, UnfilledChildren):
                 inode.children.fill()
-            elif inode.children is None:
+            elif inode.children is None and self.lower.can_change:
                 _outlast_tick(inode.lower.identity[4])
         return super().own(inode)
 
@@ -394,7 +411,7 @@ def _counted_size(children: Mapping[bytes, int]) -> int:
     return DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(children)
 
 
-def _set_size_and_times(inode: Inode, seen: os.stat_result) -> None:
+def _set_size_and_times(inode: Inode, seen: LowerStat) -> None:
     """Set size and times to those of the lower file."""
     inode.size = seen.st_size
     inode.atime_ns, inode.mtime_ns, inode.ctime_ns = seen.st_atime_ns, seen.st_mtime_ns, seen.st_ctime_ns

@@ -1,10 +1,10 @@
-"""OverlayVolume: a memory volume over a lower directory, which is only read.
+"""OverlayVolume: a memory volume over a lower layer, which is only read: a directory, an archive or a stored snapshot.
 
-Unchanged paths are shown as they are in the lower directory; changes are held in memory, by block.  Snapshots,
+Unchanged paths are shown as they are in the lower layer; changes are held in memory, by block.  Snapshots,
 restores, views and imports are those of the memory volume.  The first epoch, which users do not see, is the *base*: the
-state of the lower directory.
+state of the lower layer.
 
-Changes of the lower directory by other programs, while the overlay is mounted:
+Changes of a lower directory by other programs, while the overlay is mounted:
 
 - A file without changes in the overlay follows.  The read that discovers the change fails with ESTALE, `on_change`
   invalidates the kernel's cache of the file, and the next read returns the new content.  Without `on_change` no read
@@ -15,7 +15,8 @@ Changes of the lower directory by other programs, while the overlay is mounted:
 - Names that appear or disappear in a directory that was listed already are not noticed; a name that disappeared is
   removed when it is first looked up.
 
-Each change is logged once and counted (`changed_below`).
+Each change is logged once and counted (`changed_below`).  Archives and stored snapshots do not change; content that is
+missing or damaged there cannot be read (EIO).
 
 Threading: as the memory volume.  Views load from their own threads (see `state`), so every call that changes the state
 holds the state's lock.
@@ -23,6 +24,7 @@ holds the state's lock.
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import logging
@@ -40,6 +42,7 @@ from protocol.backends.memory.history.snapshots import restore_epoch
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import Inode
 from protocol.backends.overlay.apply import Applied, OverlayApply
+from protocol.backends.overlay.host_lower import HostLower
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.invariants import OverlayInvariants
 from protocol.backends.overlay.journal import is_interrupted
@@ -75,18 +78,19 @@ def _locked(lock: AbstractContextManager[object], method: Callable[P, T]) -> Cal
 
 
 class OverlayVolume(MemoryVolume):
-    """A volume over the directory `root`.  Implements `OverlaidVolume`; see its methods.
+    """A volume over `lower`, or over the directory at that path.  Implements `OverlaidVolume`.
 
-    `max_bytes` and `max_inodes` bound the changes.  `max_memory` bounds the changes, the snapshots, and the records of
-    the lower directory: an eighth beyond it, loading further names and inodes fails with ENOMEM.  `include` and
-    `exclude` are the patterns of a `PathFilter`; making a hidden name fails with EPERM.
+    The caller closes `lower` when the volume is not used any more.  `max_bytes` and `max_inodes` bound the changes.
+    `max_memory` bounds the changes, the snapshots, and the records of the lower layer: an eighth beyond it, loading
+    further names and inodes fails with ENOMEM.  `include` and `exclude` are the patterns of a `PathFilter`; making a
+    hidden name fails with EPERM.
     """
 
     capabilities = replace(MemoryVolume.capabilities, lower_layer=True, prepared_imports=False)
 
     def __init__(
         self,
-        root: str | bytes,
+        lower: Lower | str | bytes,
         max_bytes: int | None = None,
         max_inodes: int | None = None,
         read_only: bool = False,
@@ -96,7 +100,7 @@ class OverlayVolume(MemoryVolume):
         clock: Callable[[], int] = time.time_ns,
         max_memory: int | None = None,
     ) -> None:
-        self.lower = Lower(root)
+        self.lower = lower if isinstance(lower, Lower) else HostLower(lower)
         self.path_filter = PathFilter(include, exclude)
         self._overlay = OverlayState(clock, self.lower, self.path_filter)
         self._lock = self._overlay.lock
@@ -149,14 +153,26 @@ class OverlayVolume(MemoryVolume):
             return self._history.restore_epoch(self._base, paths)
 
     @property
+    def directory(self) -> HostLower:
+        """The directory below.  OSError (EOPNOTSUPP) if the lower layer is no directory."""
+        if not isinstance(self.lower, HostLower):
+            raise OSError(
+                errno.EOPNOTSUPP,
+                "the lower layer is an archive or a stored snapshot, which cannot be written: `vfsd export` the"
+                " workspace, or `vfsd diff --patch` it and apply the patch to a directory",
+            )
+        return self.lower
+
+    @property
     def apply_interrupted(self) -> bool:
-        return is_interrupted(self.lower.fd)
+        return isinstance(self.lower, HostLower) and is_interrupted(self.lower.fd)
 
     def usage(self) -> VolumeUsage:
         return replace(super().usage(), changed_below=self.changed_below)
 
     @contextmanager
     def applying(self, paths: Sequence[bytes], *, force: bool, dry_run: bool) -> Iterator[OverlayApply]:
+        _ = self.directory  # refuses other lower layers
         with self.base_tree() as base, self.tree() as live:
             yield OverlayApply(self, base, live, paths, force=force, dry_run=dry_run)
 
@@ -167,6 +183,7 @@ class OverlayVolume(MemoryVolume):
         with self._lock:
             self.identities.update(done.identities)
             state.renew(done.renewed)
+            self.directory.moving.clear()
             for path, left in self.identities.items():
                 if left is not None:
                     self.identities[path] = done.renewed.get(left[:2], left)
@@ -262,6 +279,9 @@ class OverlayVolume(MemoryVolume):
 
     def tidy(self) -> None:
         """Check some of the lower files that the kernel has looked up.  Call it about once a second."""
+        self.lower.check()
+        if not self.lower.can_change:
+            return
         with self._lock:
             numbers = list(itertools.islice(self._unchecked, _CHECKED_AT_ONCE))
             if len(numbers) < _CHECKED_AT_ONCE:

@@ -13,7 +13,7 @@ import pytest
 from protocol.adapters.filtered import changed_tree
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.content import LowerContent
-from protocol.backends.overlay.lower import Scanned
+from protocol.backends.overlay.lower import LowerEntry
 from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver, fails
@@ -48,13 +48,13 @@ def test_mounting_reads_no_directory_and_a_path_only_those_on_it(below: Path) ->
         (below / f"d{number}" / "f").touch()
     volume, fs = over(below)
     scanned: list[bytes] = []
-    scan = volume.lower.scan
+    scan = volume.directory.scan
 
-    def recording(path: bytes) -> tuple[int, list[Scanned]]:
+    def recording(path: bytes) -> list[LowerEntry]:
         scanned.append(path)
         return scan(path)
 
-    volume.lower.scan = recording  # type: ignore[method-assign]
+    volume.directory.scan = recording  # type: ignore[method-assign]
     fs.stat(b"")
     assert scanned == []
     assert fs.read(b"src/main.c") == b"main"
@@ -62,6 +62,27 @@ def test_mounting_reads_no_directory_and_a_path_only_those_on_it(below: Path) ->
     assert inodes_shown(volume) == 3  # the root, src, main.c
     assert len(fs.names()) == 54
     assert inodes_shown(volume) == 3, "listing a directory looks at none of its files"
+
+
+def test_a_file_has_the_inode_number_of_the_directory_below_whatever_is_looked_up_first(below: Path) -> None:
+    (below / "hard").hardlink_to(below / "README")
+    numbers = {path: os.lstat(below / path).st_ino for path in ("src", "src/main.c", "README", "hard", "link")}
+    for order in (sorted(numbers), sorted(numbers, reverse=True)):
+        _, fs = over(below)
+        new = fs.file(b"new")
+        assert {path: fs.at(os.fsencode(path)) for path in order} == numbers
+        assert new not in numbers.values()
+
+
+def test_a_second_file_never_gets_the_number_of_another_one(below: Path) -> None:
+    volume, fs = over(below)
+    number = fs.at(b"README")
+    scan = volume.directory.scan
+    volume.directory.scan = lambda path: [  # type: ignore[method-assign]
+        entry._replace(number=number) for entry in scan(path)
+    ]  # as after another program removed the file, and made others with its inode number
+    assert len({fs.at(path) for path in (b"README", b"src/main.c", b"src/deep")}) == 3
+    volume.check_invariants()
 
 
 def inodes_shown(volume: OverlayVolume) -> int:

@@ -1,0 +1,219 @@
+"""HostLower: a directory of this host as the lower layer of an overlay.  Only `apply` writes to it.
+
+A read compares the identity of the file with fstat(2) after reading the bytes, and discards them if it differs.  A
+change that keeps the size and happens within the same tick of the file system's clock (some milliseconds) is not
+detected.
+
+Inode numbers in the volume are those of the directory's file system, so that git's index of the directory is valid in
+the overlay, too.  Files on other mounts below the directory get any number.
+
+Threading: any thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from protocol.backends.overlay.lower import (
+    FIRST_NEW_NUMBER,
+    ChangedBelowError,
+    Identity,
+    Lower,
+    LowerEntry,
+    LowerFile,
+    LowerStat,
+    identity,
+    is_gone,
+)
+from protocol.linux.beneath import HandleCache, RootDirectory, open_to_read
+from protocol.linux.portable import Handle, proc_path
+from protocol.linux.syscalls import seek_hole
+
+JOURNAL_NAME: Final = b".vfsd-apply"  # in the root: where `apply` keeps its journal, which the overlay does not show
+KEPT_BYTES: Final = 256 * 1024  # a file up to this size is kept in memory when it is replaced below, a larger one open
+_DIRECTORIES_KEPT: Final = 64
+_FEWEST_FILES: Final = 16
+_MOST_FILES: Final = 512
+_UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, errno.EPERM})
+
+
+class HostLower(RootDirectory, Lower):
+    """The directory `root`."""
+
+    can_change = True
+
+    def __init__(self, root: str | bytes) -> None:
+        super().__init__(os.fsencode(os.path.abspath(root)), kept=_DIRECTORIES_KEPT)
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = max(_FEWEST_FILES, min(_MOST_FILES, soft // 4)) if soft > 0 else _MOST_FILES
+        self._files = HandleCache(most)
+        self._device = os.fstat(self.fd).st_dev
+        self.moving: set[tuple[int, int]] = set()  # (st_dev, st_ino) of the inodes whose ctime `apply` changes now
+
+    def is_same(self, now: Identity, was: Identity) -> bool:
+        """See `Lower.is_same`.  A ctime that `apply` changes now does not count."""
+        return now == was or (now[:4] == was[:4] and now[:2] in self.moving)
+
+    def stat(self, path: bytes) -> os.stat_result:
+        handle, name = self.parent(path)
+        return os.stat(name, dir_fd=handle.fd, follow_symlinks=False)
+
+    def readlink(self, path: bytes) -> bytes:
+        handle, name = self.parent(path)
+        return os.readlink(name, dir_fd=handle.fd)
+
+    def xattrs(self, path: bytes) -> dict[bytes, bytes] | None:
+        handle, name = self.parent(path)
+        place = proc_path(handle.fd) + b"/" + name
+        try:
+            names = os.listxattr(place, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return None
+            raise
+        if not names:
+            return None
+        found = {}
+        for each in names:
+            try:
+                found[os.fsencode(each)] = os.getxattr(place, each, follow_symlinks=False)
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    # security.capability without capabilities exists but cannot be read (security/commoncap.c).
+                    found[os.fsencode(each)] = b""
+                elif error.errno not in _UNSUPPORTED:
+                    raise
+        return found or None
+
+    def scan(self, path: bytes) -> list[LowerEntry]:
+        """See `Lower.scan`.  The journal of an apply is left out."""
+        handle = self.directory(path)
+        descriptor = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=handle.fd)
+        try:
+            device = os.fstat(descriptor).st_dev
+            first = FIRST_NEW_NUMBER if device == self._device else 0  # numbers from here on are not used
+            found = []
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    inode = entry.inode()
+                    number = inode if inode < first else 0
+                    found.append(LowerEntry(os.fsencode(entry.name), _kind(entry), (device, inode), number))
+        finally:
+            os.close(descriptor)
+        return found if path else [entry for entry in found if entry.name != JOURNAL_NAME]
+
+    def file(self, path: bytes, seen: LowerStat) -> HostFile:
+        return HostFile(self, path, seen)
+
+    def check(self) -> None:
+        """The volume checks each file."""
+
+    def open_file(self, file: HostFile) -> Handle:
+        """Open the regular file at the path of `file` for reading.  It may be another one by now."""
+        handle = self._files.get(file)
+        if handle is None:
+            directory, name = self.parent(file.path)
+            try:
+                handle = Handle(open_to_read(directory.fd, name))
+            except OSError as error:
+                if is_gone(error):
+                    raise ChangedBelowError(file.path) from None
+                raise
+            self._files.put(file, handle)
+        return handle
+
+    def forget(self, file: LowerFile) -> None:
+        self._files.drop(file)
+
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        with self._files.forking(), self._directories.forking():
+            yield
+
+    def close(self) -> None:
+        """Forget all descriptors except the root's."""
+        self._files.clear()
+        self.forget_directories()
+
+
+def _kind(entry: os.DirEntry[str]) -> int:
+    if entry.is_symlink():
+        return stat.S_IFLNK
+    if entry.is_dir(follow_symlinks=False):
+        return stat.S_IFDIR
+    if entry.is_file(follow_symlinks=False):
+        return stat.S_IFREG
+    try:
+        return stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode)
+    except OSError:
+        return stat.S_IFREG
+
+
+class HostFile(LowerFile):
+    """See `LowerFile`.  `kept` is content in memory, or the open file."""
+
+    __slots__ = ("lower",)
+
+    def __init__(self, lower: HostLower, path: bytes, seen: LowerStat) -> None:
+        super().__init__(path, seen)
+        self.lower = lower
+
+    def read(self, offset: int, size: int) -> bytes:
+        if isinstance(self.kept, bytes):
+            return self.kept[offset : offset + size]
+        handle = self._handle()
+        pieces, missing = [], size
+        while missing and (data := os.pread(handle.fd, missing, offset + size - missing)):
+            pieces.append(data)
+            missing -= len(data)
+        self._check(handle)
+        if missing:
+            raise ChangedBelowError(self.path)
+        return b"".join(pieces)
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        if isinstance(self.kept, bytes):
+            yield start, min(end, len(self.kept))
+            return
+        handle = self._handle()
+        self._check(handle)
+        at = start
+        while at < end:
+            try:
+                at = os.lseek(handle.fd, at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:
+                    return
+                raise
+            if at >= end:
+                return
+            after = min(seek_hole(handle.fd, at), end)
+            yield at, after
+            at = after
+
+    def keep(self) -> None:
+        if self.kept is None:
+            if self.size <= KEPT_BYTES:
+                self.kept = self.read(0, self.size)
+                return
+            handle = self.lower.open_file(self)
+            self._check(handle)
+            self.kept = handle
+
+    def _handle(self) -> Handle:
+        return self.kept if isinstance(self.kept, Handle) else self.lower.open_file(self)
+
+    def _check(self, handle: Handle) -> None:
+        seen = identity(os.fstat(handle.fd))
+        if self.lower.is_same(seen, self.identity):
+            return
+        # An inode that is kept open gets another ctime when its path is removed.
+        if self.kept is None or seen[:4] != self.identity[:4]:
+            self.lower.forget(self)
+            raise ChangedBelowError(self.path)
