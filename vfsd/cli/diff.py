@@ -13,6 +13,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import plain_change, show_changes, show_stat
 from vfsd.cli.common.names import complete_snapshot
+from vfsd.cli.common.paging import PatchColours, paged
 from vfsd.cli.common.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
 from vfsd.cli.common.values import exclude_option, include_option
 from vfsd.client.requests import RemoteCall
@@ -81,6 +82,8 @@ def diff_command(
     PATHs, after `--`, limit the output to these paths and what is below them.  They are relative to the current
     directory if that is in the workspace, else to the workspace's root; or absolute.
     The output writes a byte that is not UTF-8, and a control character, as \\xNN, and doubles a backslash.
+    On a terminal it has colours, and goes through $VFSD_PAGER, else $PAGER, else `less`; NO_COLOR=1 and VFSD_PAGER=cat
+    switch that off.
 
     `git apply` of a patch turns state A into state B.  Comment lines in the patch, and standard error, name the changes
     that are missing from it: special files, files over 256 MiB and names that git rejects (exit status 1); empty
@@ -120,7 +123,8 @@ def _answer(app: App, request: RemoteCall[Any], mode: str | None) -> None:
 
 
 def _show(_answer: messages.DiffResult, changes: ChangeSpool) -> None:
-    show_changes(changes)
+    with paged():
+        show_changes(changes)
 
 
 def _name(change: messages.ChangeRecord) -> str:
@@ -128,13 +132,15 @@ def _name(change: messages.ChangeRecord) -> str:
 
 
 def _show_names(_answer: messages.DiffResult, changes: ChangeSpool) -> None:
-    for change in changes:
-        output.say(_name(change))
+    with paged():
+        for change in changes:
+            output.say(_name(change))
 
 
 def _show_stat(answer: messages.DiffResult, changes: ChangeSpool) -> None:
     if answer.counts != messages.ChangeCounts():
-        show_stat(changes, answer.counts)
+        with paged():
+            show_stat(changes, answer.counts)
 
 
 def _patch(app: App, request: RemoteCall[Any]) -> None:
@@ -144,8 +150,9 @@ def _patch(app: App, request: RemoteCall[Any]) -> None:
         answer = app.call(request, on_output=pieces.append)
         output.print_json(_patch_document(answer, b"".join(pieces)))
     else:
-        with PatientOutput() as out:
-            answer = app.call(request, on_output=out.write)
+        coloured = output.on_terminal() and output.has_colours()
+        with paged(), PatientOutput() as out:
+            answer = app.call(request, on_output=PatchColours(out.write).feed if coloured else out.write)
         _note_what_is_missing(answer)
     if answer.problems:
         click.get_current_context().exit(1)

@@ -65,6 +65,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
 }
+# Names of other programs' commands that do the same.
+_ALIASES: Final = {"umount": "unmount", "ls": "list", "rm": "drop"}
 _GROUPS: Final = {
     "Workspaces": ("mount", "fork", "unmount", "list", "status"),
     "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff", "store"),
@@ -83,6 +85,8 @@ class LazyGroup(SuggestingGroup):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         words = tuple(args)
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
         if not output.has_colours():
             extra.setdefault("color", False)  # for everything that click prints, in the commands as well
         try:
@@ -98,6 +102,7 @@ class LazyGroup(SuggestingGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        cmd_name = _ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
         try:
@@ -111,6 +116,16 @@ class LazyGroup(SuggestingGroup):
             raise click.ClickException(reason) from None
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, first = args[0], "".join(args[1:2])
+        if name == "ls" and first and not first.startswith("-"):
+            raise click.UsageError("`vfsd ls` lists the running workspaces; `vfsd fs ls PATH` lists a directory", ctx)
+        if name == "rm" and set(first) <= set("-rfR") and first:
+            raise click.UsageError("`vfsd rm` drops snapshots; `vfsd fs rm PATH` deletes files", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         return guarded(ctx, lambda: super(LazyGroup, self).invoke(ctx))
@@ -136,9 +151,11 @@ Examples:
 
 Without -w a command acts on $VFSD_WORKSPACE, else on the workspace that the
 current directory is in, else on the only one running.
+`vfsd help COMMAND` is `vfsd COMMAND --help`; umount, ls and rm are other names
+of unmount, list and drop.
 Exit status: 0 success, 1 failure (one line says why), 2 wrong usage.""",
 )
-@click.version_option(__version__, prog_name="vfsd", message="%(prog)s %(version)s")
+@click.version_option(__version__, "-V", "--version", prog_name="vfsd", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context, workspace: str | None, as_json: bool) -> None:
     """A file system for agents: a real mount, snapshots in constant time, restored in place."""

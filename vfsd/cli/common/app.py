@@ -286,7 +286,7 @@ def did_you_mean(word: str, possible: Iterable[str]) -> str:
 _ELSEWHERE: Final = {
     "undo": "vfsd restore --undo",
     "redo": "vfsd restore --redo",
-    **{name: f"vfsd fs {name}" for name in ("ls", "read", "write", "edit", "glob", "grep", "rm", "stat")},
+    **{name: f"vfsd fs {name}" for name in ("read", "write", "edit", "glob", "grep", "stat")},
 }
 
 

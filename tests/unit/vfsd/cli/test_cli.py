@@ -195,7 +195,7 @@ def test_wrong_usage_is_status_2() -> None:
     [
         (["snapsot"], "did you mean snapshot or snapshots?"),
         (["satus"], "did you mean status?"),
-        (["umount"], "did you mean unmount or mount?"),
+        (["unmont"], "did you mean unmount or mount?"),
         (["fs", "raed", "x"], "did you mean read?"),
         (["store", "lst"], "did you mean list?"),
     ],
@@ -828,9 +828,27 @@ def test_a_path_in_place_of_a_snapshot_is_named_as_such(daemon: FakeDaemon, work
     assert fails("diff", "one", "nothing") == "no such snapshot: nothing; `vfsd snapshots` lists them"
 
 
-@pytest.mark.parametrize("name", ["undo", "redo", "ls", "grep"])
+@pytest.mark.parametrize("name", ["undo", "redo", "read", "grep"])
 def test_a_command_that_is_part_of_another_one_is_pointed_to(name: str) -> None:
     assert f"it is `vfsd {'restore --' if name.endswith('do') else 'fs '}{name}`" in refused(name)
+
+
+@pytest.mark.parametrize(("alias", "command"), [("umount", "unmount"), ("ls", "list"), ("rm", "drop")])
+def test_a_usual_name_of_other_programs_is_an_alias(alias: str, command: str) -> None:
+    help_text = ok(alias, "--help")
+    assert help_text == ok(command, "--help").replace(f" {command} ", f" {alias} ", 1)
+
+
+def test_an_alias_with_the_arguments_of_a_file_command_says_what_to_use() -> None:
+    assert "`vfsd fs ls PATH` lists a directory" in refused("ls", "src")
+    assert "`vfsd fs rm PATH` deletes files" in refused("rm", "-rf", "src")
+
+
+def test_help_is_a_command_too() -> None:
+    assert ok("help") == ok("--help")
+    assert ok("help", "fs", "read") == ok("fs", "read", "--help")
+    assert "no such command: 'nothing'" in refused("help", "nothing")
+    assert ok("-V") == ok("--version")
 
 
 @pytest.mark.parametrize(("command", "option"), [("snapshot", "--tag"), ("diff", "--exclude"), ("export", "--include")])

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli.common.output import human_size, show_path
+from vfsd.cli.common.paging import PatchColours
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -29,6 +30,8 @@ def on_a_terminal(*args: str, **variables: str) -> str:
     ours, theirs = os.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40", "TZ": "UTC"}
     environment.pop("NO_COLOR", None)
+    if not variables.keys() & {"PAGER", "VFSD_PAGER"}:
+        environment["VFSD_PAGER"] = "cat"
     environment |= variables
     command = [sys.executable, "-m", "vfsd.cli.main", *args]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment):
@@ -112,3 +115,54 @@ def test_sizes_are_rounded_to_what_a_person_reads() -> None:
 
 def test_a_path_that_is_shown_is_still_a_wire_path() -> None:
     assert show_path("a\tb\\\\") == "a\\x09b\\\\"
+
+
+def test_a_long_diff_goes_through_the_pager_with_colours(daemon: FakeDaemon, workdir: Path) -> None:
+    on_a_terminal("snapshot")
+    daemon.live |= {b"file%d" % number: b"" for number in range(100)}
+    kept = workdir / "paged"
+    on_a_terminal("diff", VFSD_PAGER=f"cat > {kept}; echo the pager ended")
+    assert kept.read_text().splitlines()[0] == "\x1b[32mA\x1b[0m file0"
+    assert len(kept.read_text().splitlines()) == 100
+
+
+@pytest.mark.parametrize("variables", [{"VFSD_PAGER": "cat"}, {"PAGER": ""}, {"VFSD_PAGER": "", "PAGER": "false"}])
+def test_no_pager_where_the_user_wants_none(daemon: FakeDaemon, variables: dict[str, str]) -> None:
+    on_a_terminal("snapshot")
+    daemon.live[b"new"] = b""
+    assert on_a_terminal("diff", **variables) == "\x1b[32mA\x1b[0m new\n"
+
+
+def test_a_dumb_terminal_has_no_pager(daemon: FakeDaemon) -> None:
+    on_a_terminal("snapshot")
+    daemon.live[b"new"] = b""
+    assert on_a_terminal("diff", PAGER="echo paged", TERM="dumb") == "A new\n"
+
+
+def test_a_pager_that_is_left_at_once_is_no_error(daemon: FakeDaemon) -> None:
+    on_a_terminal("snapshot")
+    daemon.live |= {b"%0250d" % number: b"" for number in range(2000)}
+    assert on_a_terminal("diff", VFSD_PAGER="head -c 1 >/dev/null; echo left") == "left\n"
+
+
+def test_a_patch_has_the_colours_of_git() -> None:
+    written: list[bytes] = []
+    colours = PatchColours(written.append)
+    patch = (
+        b"diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n same\n--- removed\n+++ added\n"
+        b"diff --git a/y b/y\nnew file mode 100644\n"
+    )
+    for start in range(0, len(patch), 7):
+        colours.feed(patch[start : start + 7])
+    bold, red, green, cyan, plain = b"\x1b[1m", b"\x1b[31m", b"\x1b[32m", b"\x1b[36m", b"\x1b[m"
+    assert b"".join(written).splitlines() == [
+        bold + b"diff --git a/x b/x" + plain,
+        bold + b"--- a/x" + plain,
+        bold + b"+++ b/x" + plain,
+        cyan + b"@@ -1,2 +1,2 @@" + plain,
+        b" same",
+        red + b"--- removed" + plain,
+        green + b"+++ added" + plain,
+        bold + b"diff --git a/y b/y" + plain,
+        bold + b"new file mode 100644" + plain,
+    ]
