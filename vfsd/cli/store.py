@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -71,6 +72,14 @@ def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
 
 # -- list -----------------------------------------------------------------------------------------
 _COLUMNS: Final = output.columns("WORKSPACE NAME TIME:time FILES:count SIZE:size KIND TAG")
+_GROUP_COLUMNS: Final = {
+    "name": output.Column("NAME"),
+    "created_at": output.Column("TIME", "minute"),
+    "files": output.Column("FILES", "count"),
+    "size_bytes": output.Column("SIZE", "size"),
+    "kind": output.Column("KIND"),
+    "tag": output.Column("TAG"),
+}
 
 
 @store_command.command(
@@ -113,7 +122,22 @@ def _show_list(answer: dict[str, Any]) -> None:
             f"not in this list: {counted(len(answer['damaged']), 'damaged snapshot')}; `vfsd store check` names them"
         )
     empty = f"no snapshots in {output.show_path(answer['store'])}"
-    output.table(_COLUMNS, [tuple(row.values()) for row in rows], empty=empty)
+    if output.on_terminal() and rows:
+        _show_by_workspace(rows)
+    else:
+        output.table(_COLUMNS, [tuple(row.values()) for row in rows], empty=empty)
+
+
+def _show_by_workspace(rows: list[dict[str, Any]]) -> None:
+    """Print a table for each workspace, narrow enough for half of a terminal."""
+    for index, (workspace, found) in enumerate(itertools.groupby(rows, key=lambda row: row["workspace"])):
+        if index:
+            output.say("")
+        output.say(click.style(output.show_path(workspace), bold=True))
+        group = [{**row, "kind": None if row["kind"] == "user" else row["kind"]} for row in found]
+        names = [name for name in _GROUP_COLUMNS if name not in ("kind", "tag") or any(row[name] for row in group)]
+        shown = [tuple(row[name] or "" if name in ("kind", "tag") else row[name] for name in names) for row in group]
+        output.table([_GROUP_COLUMNS[name] for name in names], shown, empty="")
 
 
 # -- check ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vfsd.wire.messages import ProgressReport
 
 Cell = str | int | None
-Kind = Literal["text", "size", "count", "time", "path"]
+Kind = Literal["text", "size", "count", "time", "minute", "path"]
 
 # C0, DEL and C1: a file name must not move the cursor, or split a line of a script's input.
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
@@ -102,7 +102,9 @@ def _pretty(cell: Cell, kind: Kind) -> str:
         return human_size(int(cell))
     if kind == "count":
         return f"{cell:,}"
-    return show_time(str(cell)) if kind == "time" else _plain(cell, kind)
+    if kind in {"time", "minute"}:
+        return show_time(str(cell))[: len("2026-01-02 03:04") if kind == "minute" else None]
+    return _plain(cell, kind)
 
 
 # -- standard output ------------------------------------------------------------------------------

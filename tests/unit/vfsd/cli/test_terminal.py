@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.store import DirectorySource, Store
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli.common.output import human_size, show_path
 from vfsd.cli.common.paging import PatchColours
@@ -166,3 +167,23 @@ def test_a_patch_has_the_colours_of_git() -> None:
         bold + b"diff --git a/y b/y" + plain,
         bold + b"new file mode 100644" + plain,
     ]
+
+
+def test_the_list_of_a_store_is_a_narrow_table_for_each_workspace(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VFSD_STORE_DIR", str(workdir / "store"))
+    (workdir / "root").mkdir()
+    store = Store()
+    for workspace in ("host:/srv/one", "host:/srv/two"):
+        store.take(workspace, "before", DirectorySource(workdir / "root"))
+        store.take(workspace, "turn-12", DirectorySource(workdir / "root"))
+    lines = [line.rstrip() for line in ESCAPES.sub("", on_a_terminal("store", "list", COLUMNS="50")).splitlines()]
+    assert [line for line in lines if line.startswith("host:")] == ["host:/srv/one", "host:/srv/two"]
+    assert [line.split()[0] for line in lines if line] == ["host:/srv/one", "NAME", "before", "turn-12"] + [
+        "host:/srv/two",
+        "NAME",
+        "before",
+        "turn-12",
+    ]
+    assert max(map(len, lines)) <= 50
