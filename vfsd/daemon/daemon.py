@@ -73,7 +73,7 @@ async def run_daemon(
     """
     interpreter.set_up(f"vfsd:{options.workspace.name}")
     # Before the archive is read, which may take minutes, and again under the lock that excludes other starts.
-    recovered = await trio.to_thread.run_sync(_recover, options)
+    recovered = await trio.to_thread.run_sync(_recover, options) if origin is None else None
     if origin is None:
         backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
     else:

@@ -52,6 +52,7 @@ START_TIMEOUT_S: Final = 60.0
 _REPORT_BYTES: Final = 1 << 20
 _SYSTEMD: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")
 _NATIVE: Final = "native"
+_DESCRIPTORS: Final = 512
 _old_tasks: list[object] = []  # of the processes that this one was forked from
 
 
@@ -286,6 +287,10 @@ def _replace_descriptors(kept: set[int], mountpoint: str) -> None:
     """Replace by /dev/null what belongs to the old process: all but regular files and directories of other places."""
     belongs = tuple(path.rstrip("/") + "/" for path in (mountpoint, ensure_socket_dir(), "/proc"))
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    # The kernel enlarges a table of descriptors here at once, but waits 10 to 15 ms (synchronize_rcu) if threads share
+    # it, and this process has only one thread yet.
+    with contextlib.suppress(OSError):  # a lower RLIMIT_NOFILE
+        os.close(os.dup2(null, _DESCRIPTORS - 1, inheritable=False))
     for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
         if descriptor in kept or descriptor == null:
             continue
