@@ -39,8 +39,10 @@ from protocol.errors import SnapshotNotFoundError
 from protocol.values import Value
 from protocol.volume_extensions import ForkableVolume, forkable
 from vfsd.daemon.starting import serve_starter
+from vfsd.machine import mounts
 from vfsd.machine.daemon_log import log_path, open_log
-from vfsd.machine.runtime import ensure_socket_dir
+from vfsd.machine.mountinfo import mount_at
+from vfsd.machine.runtime import ensure_socket_dir, read_records, remove_record
 from vfsd.wire.handshake import Failed, Ready, decode_report
 
 if TYPE_CHECKING:
@@ -148,7 +150,7 @@ class Forks:
             report_fd, child_report_fd = os.pipe()
             try:
                 child = functools.partial(self._become, options, origin, log_fd, child_report_fd)
-                pid = _fork(volume, child)
+                pid, pidfds = _fork(volume, child)
                 self.count += 1
             except BaseException:
                 os.close(report_fd)
@@ -157,12 +159,11 @@ class Forks:
                 os.close(child_report_fd)
         finally:
             os.close(log_fd)
-        pidfd = os.pidfd_open(pid)
         self._bases[base] = self._bases.get(base, 0) + 1
         if keeps_base:
             self._kept.add(base)
-        self._nursery.start_soon(self._reap, pid, os.dup(pidfd), base)
-        return _Started(report_fd, pidfd)
+        self._nursery.start_soon(self._reap, pid, pidfds[0], base)
+        return _Started(report_fd, pidfds[1], pid, options.workspace.mountpoint)
 
     async def _reap(self, pid: int, pidfd: int, base: str) -> None:
         """Wait for a fork's end, so that it does not remain as a zombie; drop a base that no fork has any more."""
@@ -194,9 +195,11 @@ class Forks:
 class _Started:
     """A process that was forked and does not serve yet."""
 
-    def __init__(self, report_fd: int, pidfd: int) -> None:
+    def __init__(self, report_fd: int, pidfd: int, pid: int, mountpoint: str) -> None:
         self._report_fd = report_fd
         self._pidfd = pidfd
+        self._pid = pid
+        self._mountpoint = mountpoint
 
     async def ready(self) -> Ready:
         """Wait until the fork's mount answers.  If this is cancelled, the fork undoes its start and ends.
@@ -211,6 +214,7 @@ class _Started:
                     await trio.lowlevel.wait_readable(self._report_fd)
                     piece = os.read(self._report_fd, _REPORT_BYTES)
                     if not piece:
+                        await self._clear()
                         raise OSError(errno.EIO, "the fork's daemon died while starting; its log says more")
                     received += piece
             if waiting.cancelled_caught:
@@ -223,6 +227,22 @@ class _Started:
         if isinstance(report, Failed):
             raise report.error()
         return report
+
+    async def _clear(self) -> None:
+        """Remove the mount and the record of a fork that died before it could undo its start."""
+        with trio.CancelScope(shield=True):
+            with trio.move_on_after(START_TIMEOUT_S):
+                await trio.lowlevel.wait_readable(self._pidfd)  # it has closed all its descriptors
+            await trio.to_thread.run_sync(_clear_dead, self._pid, self._mountpoint)
+
+
+def _clear_dead(pid: int, mountpoint: str) -> None:
+    mount = mount_at(mountpoint)
+    if mount is not None and mount.is_vfsd and mounts.is_dead(mountpoint):
+        mounts.clear_dead_mount(mountpoint)
+    for record in read_records():
+        if record.pid == pid and record.mountpoint == mountpoint and not record.alive:
+            remove_record(record)
 
 
 def _check_memory() -> None:
@@ -239,9 +259,14 @@ def _check_memory() -> None:
         )
 
 
-def _fork(volume: ForkableVolume, child: Callable[[], int]) -> int:
-    """Call fork(2) in a thread while this one waits; run `child` in the new process.  Return its process id."""
-    made: list[int | OSError] = []
+def _fork(volume: ForkableVolume, child: Callable[[], int]) -> tuple[int, list[int]]:
+    """Call fork(2) in a thread while this one waits; run `child` in the new process.
+
+    Return its process id and two descriptors of the process.  The new process waits until they are open: if they
+    cannot be opened (EMFILE), or this process dies before, it ends without a trace.
+    """
+    made: list[tuple[int, list[int]] | OSError] = []
+    child_go_fd, go_fd = os.pipe()
     _old_tasks.append(trio.lowlevel.current_root_task())
 
     def run() -> None:
@@ -255,10 +280,14 @@ def _fork(volume: ForkableVolume, child: Callable[[], int]) -> int:
             made.append(error)
             return
         if pid:
-            made.append(pid)
+            made.append(_let_go(pid, go_fd))
             return
         status = 1
         try:
+            os.close(go_fd)
+            if not os.read(child_go_fd, 1):
+                return  # to `os._exit`
+            os.close(child_go_fd)
             volume.forked()
             status = child()
         except BaseException:  # noqa: BLE001 (it must not return to the thread's end, which waits for other threads)
@@ -266,13 +295,34 @@ def _fork(volume: ForkableVolume, child: Callable[[], int]) -> int:
         finally:
             os._exit(status)
 
-    thread = threading.Thread(target=run, name="vfsd-fork")
-    thread.start()
-    thread.join()
-    _old_tasks.pop()
+    try:
+        thread = threading.Thread(target=run, name="vfsd-fork")
+        thread.start()
+        thread.join()
+    finally:
+        os.close(child_go_fd)
+        os.close(go_fd)
+        _old_tasks.pop()
     if isinstance(made[0], OSError):
         raise made[0]
     return made[0]
+
+
+def _let_go(pid: int, go_fd: int) -> tuple[int, list[int]] | OSError:
+    """Open two descriptors of the new process and let it run; if that fails, end it and return the error."""
+    pidfds: list[int] = []
+    try:
+        pidfds.append(os.pidfd_open(pid))
+        pidfds.append(os.pidfd_open(pid))
+    except OSError as error:
+        for each in pidfds:
+            os.close(each)
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        os.waitpid(pid, 0)
+        return OSError(error.errno or errno.EIO, f"no fork was made, for lack of a descriptor: {error.strerror}")
+    with contextlib.suppress(BrokenPipeError):  # it was killed: its report will be missing
+        os.write(go_fd, b"\0")
+    return pid, pidfds
 
 
 def _reset_signals() -> None:
