@@ -140,6 +140,9 @@ class JournalFiles:
                 for record in read_records(opened, file.header, file.start, file.extent.end):
                     if record.kind == Kind.MARK:
                         continue
+                    if record.kind == Kind.ABORT:
+                        parts = []
+                        continue
                     parts.append(record.payload)
                     if record.kind == Kind.COMMIT:
                         yield parts

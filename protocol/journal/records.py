@@ -60,6 +60,7 @@ class Kind(enum.IntEnum):
     COMMIT = 1  # effects; completes the PART records before it
     PART = 2  # effects that count only with the next COMMIT
     MARK = 3  # no effects; records up to where the file is synced
+    ABORT = 4  # no effects; the PART records before it do not count
 
 
 class JournalDamagedError(OSError):

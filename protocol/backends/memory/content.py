@@ -552,6 +552,40 @@ class Content:
             self.pages -= overlap(self.reserved, first, after)
             self.reserved = without(self.reserved, first, after)
 
+    # -- replaying a journal -------------------------------------------------------------------
+    def set_block(self, index: int, block: Block | None) -> None:
+        """Replace block `index` by `block`, which nothing else holds; None removes it."""
+        if index in self.blocks:
+            self._drop_block(index)
+        if block is not None:
+            self._replace_block(index, block)
+            self._count_block(index, block)
+
+    def share_block(self, index: int, block: Block) -> None:
+        """Replace block `index` by one that an old version holds."""
+        assert self.ledger is not None
+        self.ledger.hold(block)
+        self.ledger.kept -= block_bytes(block)
+        if index in self.blocks:
+            self._drop_block(index)
+        if self.owned is None:
+            self.owned = set(self.blocks)
+        self.blocks[index] = block
+        self.allocated += block_bytes(block)
+        self._count_block(index, block)
+
+    def _count_block(self, index: int, block: Block) -> None:
+        """Count the pages of a block that was just set, and record its holes."""
+        if isinstance(block, SparseBlock):
+            self._add_holes(index, page_bits(0, page_up(block.length)) & ~sum(1 << page for page in block.pages))
+        self.pages += self._block_pages(index)
+
+    def set_reservations(self, ranges: tuple[Reserved, ...]) -> None:
+        """Replace all reservations."""
+        before, after = (sum(each.after - each.first for each in some) for some in (self.reserved, ranges))
+        self.reserved = ranges
+        self.pages += after - before
+
     # -- invariants ----------------------------------------------------------------------------
     def check(self, size: int) -> None:
         """Raise AssertionError if an invariant of the module's docstring does not hold."""

@@ -220,6 +220,12 @@ class MemoryState:
         self.ledger.share_xattrs(version.xattrs)
         return twin
 
+    def record_new(self, number: int) -> None:
+        """Record that inode `number`, which is about to be made, did not exist at the beginning of the epoch."""
+        newest = self.log.newest
+        if newest is not None:
+            self._record_none(newest, number)
+
     def _record_none(self, epoch: Epoch, number: int) -> Inode | None:
         """Return the pre-image of an inode in `epoch`; record that the inode did not exist if there is none."""
         if number not in epoch.inodes:

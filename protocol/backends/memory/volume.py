@@ -14,11 +14,14 @@ Threading: the serving loop only.  No call waits, so each one is atomic.  tmpfs 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from protocol.backends.memory.attributes import InodeAttributes
 from protocol.backends.memory.blocks import PAGE_BYTES
@@ -35,6 +38,8 @@ from protocol.volume_extensions import PreparingVolume, SnapshotInfo, VolumeUsag
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.journaling.recorder import Recorder
+    from protocol.journal.directory import Journal
     from protocol.volume import Buffer
 
 _UNLIMITED_INODES: Final = 2**31 - 1
@@ -65,6 +70,8 @@ class MemoryVolume:
         self_check=True,
         forkable=True,
     )
+
+    _recorder: Recorder | None = None  # while a journal records the changes
 
     def __init_subclass__(cls) -> None:
         for name in vars(cls):
@@ -197,6 +204,65 @@ class MemoryVolume:
     def give_back(self) -> None:
         self._state.ledger.give_back()
 
+    # -- journal -----------------------------------------------------------------------------------
+    @functools.cached_property
+    def notes(self) -> dict[str, bytes]:
+        """The values that `note` keeps."""
+        return {}
+
+    def replay(self, batches: Iterable[Sequence[bytes]]) -> None:
+        """Rebuild state, snapshots and notes from the batches of a journal.  The volume is new.
+
+        ValueError if a batch has an effect of a later version.
+        """
+        from protocol.backends.memory.journaling.replay import Replay  # noqa: PLC0415 (start-up: see `keep_journal`)
+
+        replay = Replay(self._state, self.notes)
+        for batch in batches:
+            replay.apply(batch)
+        replay.finish()
+
+    def keep_journal(self, journal: Journal, *, is_new: bool) -> None:
+        """Record every change in `journal` from now on; in a new one, the present state first.  OSError.
+
+        From now on the volume is durable: see `fsync`.
+        """
+        from protocol.backends.memory.journaling.image import write_image  # noqa: PLC0415 (start-up: few mounts)
+        from protocol.backends.memory.journaling.recorder import Recorder  # noqa: PLC0415
+
+        if is_new:
+            write_image(self._state, self.notes, journal.log)
+        self._recorder = self._history.recorder = Recorder(self, self._state, journal)
+        self.capabilities = replace(self.capabilities, durable=True)
+
+    @property
+    def journal(self) -> Journal | None:
+        """The journal that records the changes."""
+        return None if self._recorder is None else self._recorder.journal
+
+    def note(self, key: str, value: bytes) -> None:
+        """Keep a value with the state: `notes` has it, after a crash too.  OSError."""
+        if self.notes.get(key) != value:
+            if self._recorder is not None:
+                self._recorder.note(key, value)
+            self.notes[key] = value
+
+    def end_journal(self) -> None:
+        """Sync and close the journal, if there is one.  OSError if it cannot be synced."""
+        recorder = self._unbind()
+        if recorder is not None:
+            try:
+                recorder.flush()
+            finally:
+                recorder.journal.close()
+
+    def _unbind(self) -> Recorder | None:
+        recorder, self._recorder, self._history.recorder = self._recorder, None, None
+        if recorder is not None:
+            recorder.unbind()
+            self.capabilities = replace(self.capabilities, durable=False)
+        return recorder
+
     # -- fork(2) -----------------------------------------------------------------------------------
     @contextmanager
     def forking(self) -> Iterator[None]:
@@ -204,6 +270,9 @@ class MemoryVolume:
             yield
 
     def forked(self) -> None:
+        recorder = self._unbind()
+        if recorder is not None:
+            recorder.journal.detach()
         state = self._state
         state.ledger.forked()
         self._history.close_views()
@@ -252,8 +321,10 @@ class MemoryVolume:
                 break
         return done
 
-    def fsync(self, inode: int, *, data_only: bool) -> None:
-        """Memory cannot be made more durable."""
+    def fsync(self, inode: int, *, data_only: bool) -> None:  # noqa: ARG002
+        """Sync the journal.  Without one, memory cannot be made more durable."""
+        if self._recorder is not None:
+            self._recorder.sync()
 
     def statfs(self) -> StatFs:
         limits, ledger = self._limits, self._state.ledger

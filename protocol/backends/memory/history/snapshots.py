@@ -12,8 +12,8 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -54,6 +54,14 @@ class ReservedInodes(Value):
     first: int
 
 
+class TransactionRecorder(Protocol):
+    """Records transactions in a journal."""
+
+    def recording(self, epoch: Epoch) -> AbstractContextManager[None]:
+        """A block whose changes are recorded at its end, unless it raises.  OSError if they cannot be recorded."""
+        ...
+
+
 class SnapshotHistory:
     """The snapshots of `state`, and the changes that are made as one transaction.
 
@@ -61,6 +69,7 @@ class SnapshotHistory:
 
     An overlay sets two attributes.  `make_tree` makes the tree of a view from its two epochs.  `starts_empty` is False
     if the oldest state is not an empty root directory, so that the first snapshot's changes have to be counted.
+    `recorder` records transactions.
     """
 
     def __init__(self, state: MemoryState, limits: MemoryLimits) -> None:
@@ -69,6 +78,7 @@ class SnapshotHistory:
         self._lock = state.lock
         self.make_tree: Callable[[Epoch, Epoch], SnapshotTree] = functools.partial(SnapshotTree, state)
         self.starts_empty = True
+        self.recorder: TransactionRecorder | None = None
         self._views: set[Epoch] = set()  # the epochs of the open views
         self._saved_at = 0  # the moment of the newest state that is stored elsewhere
         self.saved_ns: int | None = None  # the time at which that was recorded
@@ -270,8 +280,13 @@ class SnapshotHistory:
         state = self._state
         with self._lock:
             epoch = state.open_epoch(None)
+            recorder = self.recorder
             try:
-                yield epoch
+                if recorder is None:
+                    yield epoch
+                else:
+                    with recorder.recording(epoch):
+                        yield epoch
             except BaseException:
                 restore_epoch(state, epoch)
                 state.undo_revived()

@@ -18,7 +18,7 @@ belongs to one epoch; without epochs there are no pre-images.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.ledger import NAMES_BYTES, RECORD_BYTES, SNAPSHOT_BYTES, Ledger
@@ -65,7 +65,7 @@ class Epoch:
 class UndoLog:
     """The epochs of one volume, charged to `ledger` as kept."""
 
-    __slots__ = ("_by_name", "_closed", "_epochs", "_ledger", "newest", "pins", "serial")
+    __slots__ = ("_by_name", "_closed", "_epochs", "_ledger", "newest", "on_drop", "pins", "serial")
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -75,6 +75,7 @@ class UndoLog:
         self.newest: Epoch | None = None
         self.serial = 0  # of the newest epoch ever opened
         self.pins = 0
+        self.on_drop: Callable[[int], None] | None = None  # called with the serial of each snapshot that is dropped
 
     def open(self, info: SnapshotInfo | None) -> Epoch:
         """Begin an epoch, which receives the pre-images of all changes from now on.  O(1).  SnapshotExistsError."""
@@ -106,6 +107,10 @@ class UndoLog:
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
 
+    def by_serial(self, serial: int) -> Epoch:
+        """Return the epoch with this serial.  KeyError."""
+        return self._epochs[serial]
+
     def epochs(self) -> list[Epoch]:
         """Return all epochs, oldest first; a copy."""
         return list(self._epochs.values())
@@ -113,6 +118,8 @@ class UndoLog:
     def close(self, epoch: Epoch) -> None:
         """Forget an epoch: merge its pre-images into the one before it, as soon as no view is open."""
         if epoch.info is not None:
+            if self.on_drop is not None:
+                self.on_drop(epoch.serial)
             del self._by_name[epoch.info.name]
             self._ledger.kept -= epoch.charge
             epoch.info = None

@@ -1,0 +1,1 @@
+"""The journal of a memory volume: recording its effects, and replaying them."""

@@ -1,0 +1,333 @@
+"""Recorder: writes the effects of every change of a volume to its journal.
+
+It takes the place of the volume's methods that change something, so a volume without a journal has no cost.  Each call
+gives one record, and a transaction (restore, import, `changes`) gives one batch.
+
+Invariants:
+
+1. A change is recorded before its call returns, in one batch that contains all of it.
+2. `Log.require` comes before the change: if there is no space on disk, the call fails and changes nothing.  A
+   transaction is recorded at its end and undone if that fails.
+3. If the volume refuses a call, nothing is recorded; except for snapshots that were dropped to free memory, which
+   wait in `_pending` for the next record, as do inodes whose last user has closed them.
+
+Not recorded: lookups, directory cookies, and access times, which the next change of the inode records.
+
+Threading: the serving loop only, as the volume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from protocol.backends.memory.inode import Inode
+from protocol.backends.memory.journaling.changes import changes_since
+from protocol.journal import effects
+from protocol.journal.records import Buffer, Kind
+from protocol.volume import SUPERUSER, AttributeChanges, Caller
+
+if TYPE_CHECKING:
+    from protocol.backends.memory.history.undo import Epoch
+    from protocol.backends.memory.state import MemoryState
+    from protocol.backends.memory.volume import MemoryVolume
+    from protocol.journal.directory import Journal
+    from protocol.journal.log import Log
+    from protocol.volume_extensions import SnapshotInfo, SnapshotKind
+
+# More than the effects of any call take, without content, symlink targets and extended attributes.
+_CALL_BYTES: Final = 4096
+_PART_BYTES: Final = 1 << 20
+_MOST_PENDING: Final = 1000
+_PUNCH_HOLE: Final = 2  # linux/falloc.h
+_RECORDED: Final = (
+    "mknod", "mkdir", "symlink", "tmpfile", "link", "unlink", "rmdir", "rename", "setattr", "setxattr", "removexattr",
+    "write", "fallocate", "forget", "take_snapshot", "drop_snapshot",
+)  # fmt: skip
+
+
+class Recorder:
+    """Records the changes of `volume`, whose state is `state`, in `journal`."""
+
+    def __init__(self, volume: MemoryVolume, state: MemoryState, journal: Journal) -> None:
+        self.journal = journal
+        self._volume = volume
+        self._state = state
+        self._inodes = state.inodes
+        self._pending: list[bytes] = []
+        self._in_transaction = False
+        self._replaced: dict[str, Callable[..., Any]] = {name: getattr(volume, name) for name in _RECORDED}
+        for name in _RECORDED:
+            setattr(volume, name, getattr(self, name))
+        state.log.on_drop = self._dropped
+
+    def unbind(self) -> None:
+        """Give the volume its own methods back: nothing is recorded any more."""
+        for name, method in self._replaced.items():
+            setattr(self._volume, name, method)
+        self._state.log.on_drop = None
+
+    # -- records ---------------------------------------------------------------------------------
+    @property
+    def _log(self) -> Log:
+        return self.journal.log
+
+    def _require(self, length: int, *, removes: bool = False) -> None:
+        """Make room for a record.  In a transaction, its end does that."""
+        if not self._in_transaction:
+            self._log.require(length + _CALL_BYTES + self._pending_bytes(), removes=removes)
+
+    def _pending_bytes(self) -> int:
+        return 16 * len(self._pending)  # of FREE and DROP effects
+
+    def _commit(self, *pieces: Buffer) -> None:
+        if self._in_transaction:
+            return
+        if self._pending:
+            pieces = (*self._pending, *pieces)
+            self._pending.clear()
+        if pieces:
+            self._log.append(pieces)
+
+    def flush(self) -> None:
+        """Record what waits for the next record.  OSError."""
+        if self._pending:
+            self._require(0, removes=True)
+            self._commit()
+
+    def sync(self) -> None:
+        """Return when everything recorded is on disk.  OSError."""
+        self.flush()
+        self._log.sync()
+
+    @contextmanager
+    def recording(self, epoch: Epoch) -> Iterator[None]:
+        """See `TransactionRecorder`.  `epoch` is that of the transaction."""
+        self._require(0, removes=True)  # EIO after a failure, before anything changes
+        self._in_transaction = True
+        try:
+            yield
+        finally:
+            self._in_transaction = False
+        self._record_epoch(epoch)
+
+    def _record_epoch(self, epoch: Epoch) -> None:
+        log = self._log
+        parts: list[bytes] = self._pending.copy()
+        size = sum(map(len, parts))
+        is_begun = False
+        try:
+            for piece in changes_since(self._state, epoch):
+                parts.append(piece)
+                size += len(piece)
+                if size >= _PART_BYTES:
+                    log.require(size)
+                    log.append(parts, Kind.PART)
+                    parts, size, is_begun = [], 0, True
+            if parts or is_begun:
+                log.require(size)
+                log.append(parts)
+        except OSError:
+            if is_begun and log.failure is None:
+                log.require(0, removes=True)
+                log.append([], Kind.ABORT)
+            raise
+        self._pending.clear()
+
+    def note(self, key: str, value: bytes) -> None:
+        """Record a value that is replayed with the state.  OSError."""
+        self._require(len(key) + len(value))
+        self._commit(effects.note(key, value))
+
+    def _after(self, number: int) -> bytes:
+        """Return the effect of an inode after a call: its attributes, or that it is gone."""
+        node = self._inodes.get(number)
+        return effects.free(number) if node is None else effects.inode(node)
+
+    # -- names -----------------------------------------------------------------------------------
+    def _acl_bytes(self, parent: int) -> int:
+        """Return a bound of the extended attributes that a new inode in `parent` inherits."""
+        directory = self._inodes.get(parent)
+        return _xattr_bytes(directory)
+
+    def _made(self, parent: int, name: bytes, node: Inode, *more: bytes) -> None:
+        pieces = [effects.inode(node), *more, effects.entry(parent, name, node.inode)]
+        if node.xattrs is not None:
+            pieces.append(effects.xattrs(node.inode, node.xattrs))
+        self._commit(*pieces, effects.inode(self._inodes[parent]))
+
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
+        self._require(self._acl_bytes(parent))
+        node: Inode = self._replaced["mknod"](parent, name, mode, rdev, caller)
+        self._made(parent, name, node)
+        return node
+
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
+        self._require(self._acl_bytes(parent))
+        node: Inode = self._replaced["mkdir"](parent, name, mode, caller)
+        self._made(parent, name, node)
+        return node
+
+    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
+        self._require(self._acl_bytes(parent) + len(target))
+        node: Inode = self._replaced["symlink"](parent, name, target, caller)
+        self._made(parent, name, node, effects.target(node.inode, target))
+        return node
+
+    def tmpfile(self, parent: int, mode: int, caller: Caller) -> Inode:
+        self._require(self._acl_bytes(parent))
+        node: Inode = self._replaced["tmpfile"](parent, mode, caller)
+        self._commit(effects.inode(node), effects.xattrs(node.inode, node.xattrs))
+        return node
+
+    def link(self, inode: int, parent: int, name: bytes) -> Inode:
+        self._require(0)
+        node: Inode = self._replaced["link"](inode, parent, name)
+        self._commit(effects.inode(node), effects.entry(parent, name, node.inode), effects.inode(self._inodes[parent]))
+        return node
+
+    def unlink(self, parent: int, name: bytes) -> None:
+        self._remove("unlink", parent, name)
+
+    def rmdir(self, parent: int, name: bytes) -> None:
+        self._remove("rmdir", parent, name)
+
+    def _remove(self, method: str, parent: int, name: bytes) -> None:
+        self._require(0, removes=True)
+        number = self._number(parent, name)
+        self._replaced[method](parent, name)
+        after = self._after(number)
+        self._commit(effects.entry(parent, name, 0), effects.inode(self._inodes[parent]), after)
+
+    def _number(self, parent: int, name: bytes) -> int:
+        directory = self._inodes.get(parent)
+        return directory.children.get(name, 0) if directory is not None and directory.children is not None else 0
+
+    def rename(
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int = 0,
+        caller: Caller = SUPERUSER,
+    ) -> None:
+        self._require(self._acl_bytes(parent))
+        moved, victim = self._number(parent, name), self._number(new_parent, new_name)
+        self._replaced["rename"](parent, name, new_parent, new_name, flags, caller)
+        left = self._number(parent, name)  # a whiteout, or the inode that was exchanged
+        numbers = dict.fromkeys((parent, new_parent, moved, victim, left))
+        numbers.pop(0, None)
+        is_gone = bool(victim) and victim not in self._inodes
+        if is_gone:
+            del numbers[victim]
+        pieces = [effects.inode(self._inodes[number]) for number in numbers]
+        whiteout = self._inodes.get(left) if left not in (0, moved, victim) else None
+        if whiteout is not None and whiteout.xattrs is not None:
+            pieces.append(effects.xattrs(left, whiteout.xattrs))
+        pieces.append(effects.entry(parent, name, left))
+        pieces.append(effects.entry(new_parent, new_name, self._number(new_parent, new_name)))
+        if is_gone:
+            pieces.append(effects.free(victim))
+        self._commit(*pieces)
+
+    def forget(self, inode: int, count: int) -> None:
+        was = inode in self._inodes
+        self._replaced["forget"](inode, count)
+        if was and inode not in self._inodes:
+            self._pending.append(effects.free(inode))
+            if len(self._pending) >= _MOST_PENDING:
+                with contextlib.suppress(OSError):  # the next call reports it
+                    self.flush()
+
+    # -- attributes ------------------------------------------------------------------------------
+    def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
+        node = self._inodes.get(inode)
+        size = changes.size
+        self._require(_xattr_bytes(node), removes=node is not None and size is not None and size < node.size)
+        before, old_size = (None, 0) if node is None else (node.xattrs, node.size)
+        changed: Inode = self._replaced["setattr"](inode, changes)
+        # At the same size, too: that frees pages which are reserved beyond it.
+        pieces = [effects.truncate(inode, size)] if size is not None and size <= old_size else []
+        self._commit(*pieces, effects.inode(changed), *_changed_xattrs(changed, before))
+        return changed
+
+    def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
+        self._require(_xattr_bytes(self._inodes.get(inode)) + len(name) + len(value) + 64)
+        self._replaced["setxattr"](inode, name, value, flags)
+        node = self._inodes[inode]
+        self._commit(effects.inode(node), effects.xattrs(inode, node.xattrs))
+
+    def removexattr(self, inode: int, name: bytes) -> None:
+        self._require(_xattr_bytes(self._inodes.get(inode)), removes=True)
+        self._replaced["removexattr"](inode, name)
+        node = self._inodes[inode]
+        self._commit(effects.inode(node), effects.xattrs(inode, node.xattrs))
+
+    # -- content ---------------------------------------------------------------------------------
+    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+        node = self._inodes.get(inode)
+        before = None if node is None else node.xattrs
+        self._require(len(data) + (0 if before is None else _xattr_bytes(node)))
+        try:
+            done: int = self._replaced["write"](inode, offset, data, kill_privileges=kill_privileges)
+        except MemoryError:
+            self._record_partial_write(inode, offset, len(data))
+            raise
+        if done:
+            node = self._inodes[inode]
+            self._commit(
+                effects.write(inode, offset, done),
+                data if done == len(data) else memoryview(data)[:done],
+                effects.inode(node),
+                *_changed_xattrs(node, before),
+            )
+        return done
+
+    def _record_partial_write(self, inode: int, offset: int, length: int) -> None:
+        """Record the content of a range in which a write ended without memory: complete blocks of it were written."""
+        node = self._inodes.get(inode)
+        length = 0 if node is None else min(length, node.size - offset)
+        if node is not None and node.content is not None and length > 0:
+            data = node.content.read(offset, length)
+            self._commit(effects.write(inode, offset, length), data, effects.inode(node))
+
+    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
+        node = self._inodes.get(inode)
+        before = None if node is None else node.xattrs
+        is_hole = bool(mode & _PUNCH_HOLE)
+        self._require(_xattr_bytes(node), removes=is_hole)
+        self._replaced["fallocate"](inode, mode, offset, length)
+        node = self._inodes[inode]
+        effect = effects.punch if is_hole else effects.reserve
+        self._commit(effect(inode, offset, length), effects.inode(node), *_changed_xattrs(node, before))
+
+    # -- snapshots -------------------------------------------------------------------------------
+    def take_snapshot(self, name: str, *, tag: str | None = None, kind: SnapshotKind = "user") -> SnapshotInfo:
+        self._require(len(os.fsencode(name)) + len(tag or "") * 4)
+        info: SnapshotInfo = self._replaced["take_snapshot"](name, tag=tag, kind=kind)
+        self._commit(effects.snapshot(info))
+        return info
+
+    def drop_snapshot(self, name: str) -> None:
+        self._require(0, removes=True)
+        self._replaced["drop_snapshot"](name)
+        self._commit()
+
+    def _dropped(self, serial: int) -> None:
+        self._pending.append(effects.drop(serial))
+
+
+def _xattr_bytes(node: Inode | None) -> int:
+    """Return a bound of the size of an XATTRS effect with the extended attributes of `node`."""
+    if node is None or node.xattrs is None:
+        return 0
+    return sum(len(name) + len(value) + 16 for name, value in node.xattrs.items())
+
+
+def _changed_xattrs(node: Inode, before: dict[bytes, bytes] | None) -> tuple[bytes, ...]:
+    """Return the XATTRS effect of `node`, if its attributes are not those `before` the call."""
+    return () if node.xattrs is before else (effects.xattrs(node.inode, node.xattrs),)

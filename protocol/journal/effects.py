@@ -1,0 +1,241 @@
+"""Effects: what a record of the journal says, as bytes.
+
+An effect is a code and its fields.  A payload is a sequence of effects; all of them happened together.  Effects name
+results (this inode has these attributes, this name leads to that inode), never the call that led to them.
+
+Integers are little-endian.  A time is seconds and nanoseconds, because the file system takes times beyond 2**63 ns.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+
+INODE: Final = 1  # its attributes; it is made if it does not exist
+ENTRY: Final = 2  # a name in a directory stands for an inode; 0: for none
+WRITE: Final = 3  # bytes of content
+TRUNCATE: Final = 4  # content from an offset on is dropped
+PUNCH: Final = 5  # a hole
+RESERVE: Final = 6  # pages promised by fallocate(2)
+XATTRS: Final = 7  # all extended attributes of an inode
+TARGET: Final = 8  # of a symlink
+FREE: Final = 9  # the inode is gone
+RESET: Final = 10  # the inode has neither content nor extended attributes
+BLOCK: Final = 11  # a block of content without holes
+SPARSE_BLOCK: Final = 12  # a block of content: its length and its written pages
+SHARED_BLOCK: Final = 13  # a block of content that is one of an inode in a snapshot
+NO_BLOCK: Final = 14  # a block of content is a hole
+RESERVATIONS: Final = 15  # all pages promised by fallocate(2)
+SNAPSHOT: Final = 16  # the present state is kept
+DROP: Final = 17  # a snapshot is dropped
+NOTE: Final = 18  # a value that the user of the volume keeps with it
+NEXT: Final = 19  # the number that the next inode gets, at least
+
+_NS: Final = 10**9
+_INODE: Final = struct.Struct("<BQIQIIQQqIqIqIqIQ")
+_ENTRY: Final = struct.Struct("<BQQB")
+_WRITE: Final = struct.Struct("<BQQI")
+_NUMBER_AND_OFFSET: Final = struct.Struct("<BQQ")
+_RANGE: Final = struct.Struct("<BQQQ")
+_NUMBER_AND_LENGTH: Final = struct.Struct("<BQI")
+_NUMBER: Final = struct.Struct("<BQ")
+_SHARED: Final = struct.Struct("<BQQQQQ")
+_SIZES: Final = struct.Struct("<BII")
+
+
+class Attributes(NamedTuple):
+    """The attributes in an INODE effect."""
+
+    inode: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    rdev: int
+    size: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    birth_ns: int
+    generation: int
+
+
+class HasAttributes(Protocol):
+    """An inode of a volume."""
+
+    inode: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    rdev: int
+    size: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    birth_ns: int
+    generation: int
+
+
+def inode(node: HasAttributes) -> bytes:
+    """Return the effect that an inode has the attributes of `node`."""
+    return _INODE.pack(
+        INODE, node.inode, node.mode, node.nlink, node.uid, node.gid, node.rdev, node.size,
+        *divmod(node.atime_ns, _NS), *divmod(node.mtime_ns, _NS), *divmod(node.ctime_ns, _NS),
+        *divmod(node.birth_ns, _NS), node.generation,
+    )  # fmt: skip
+
+
+def entry(directory: int, name: bytes, number: int) -> bytes:
+    """Return the effect that `name` in `directory` stands for inode `number`; 0: for none."""
+    return _ENTRY.pack(ENTRY, directory, number, len(name)) + name
+
+
+def write(number: int, offset: int, length: int) -> bytes:
+    """Return the beginning of a WRITE effect; its `length` bytes follow."""
+    return _WRITE.pack(WRITE, number, offset, length)
+
+
+def truncate(number: int, size: int) -> bytes:
+    """Return the effect that the content of a file ends at `size`, or before."""
+    return _NUMBER_AND_OFFSET.pack(TRUNCATE, number, size)
+
+
+def punch(number: int, offset: int, length: int) -> bytes:
+    """Return the effect of a hole in a file."""
+    return _RANGE.pack(PUNCH, number, offset, length)
+
+
+def reserve(number: int, offset: int, length: int) -> bytes:
+    """Return the effect of fallocate(2) on a range of a file."""
+    return _RANGE.pack(RESERVE, number, offset, length)
+
+
+def xattrs(number: int, values: Mapping[bytes, bytes] | None) -> bytes:
+    """Return the effect that an inode has exactly these extended attributes."""
+    encoded = msgspec.msgpack.encode(list(values.items()) if values else [])
+    return _NUMBER_AND_LENGTH.pack(XATTRS, number, len(encoded)) + encoded
+
+
+def target(number: int, value: bytes) -> bytes:
+    """Return the effect that a symlink has this target."""
+    return _NUMBER_AND_LENGTH.pack(TARGET, number, len(value)) + value
+
+
+def free(number: int) -> bytes:
+    """Return the effect that an inode is gone."""
+    return _NUMBER.pack(FREE, number)
+
+
+def reset(number: int) -> bytes:
+    """Return the effect that an inode has neither content nor extended attributes."""
+    return _NUMBER.pack(RESET, number)
+
+
+def block(number: int, index: int, length: int) -> bytes:
+    """Return the beginning of a BLOCK effect; its `length` bytes follow."""
+    return _WRITE.pack(BLOCK, number, index, length)
+
+
+def sparse_block(number: int, index: int, length: int, pages: Mapping[int, bytes]) -> bytes:
+    """Return the effect that a block of a file has `length` bytes, and holes where `pages` has no page."""
+    encoded = msgspec.msgpack.encode((length, list(pages.items())))
+    return _WRITE.pack(SPARSE_BLOCK, number, index, len(encoded)) + encoded
+
+
+def shared_block(number: int, index: int, serial: int, source: int, source_index: int) -> bytes:
+    """Return the effect that a block is block `source_index` of inode `source` in the snapshot `serial`."""
+    return _SHARED.pack(SHARED_BLOCK, number, index, serial, source, source_index)
+
+
+def no_block(number: int, index: int) -> bytes:
+    """Return the effect that a block of a file is a hole."""
+    return _NUMBER_AND_OFFSET.pack(NO_BLOCK, number, index)
+
+
+def reservations(number: int, ranges: Iterable[tuple[int, int, bool]]) -> bytes:
+    """Return the effect that a file has exactly these reserved pages: first, page after the last, is data."""
+    encoded = msgspec.msgpack.encode([tuple(each) for each in ranges])
+    return _NUMBER_AND_LENGTH.pack(RESERVATIONS, number, len(encoded)) + encoded
+
+
+def snapshot(info: msgspec.Struct) -> bytes:
+    """Return the effect of taking a snapshot."""
+    encoded = msgspec.msgpack.encode(info)
+    return _NUMBER_AND_LENGTH.pack(SNAPSHOT, 0, len(encoded)) + encoded
+
+
+def drop(serial: int) -> bytes:
+    """Return the effect of dropping a snapshot."""
+    return _NUMBER.pack(DROP, serial)
+
+
+def next_inode(number: int) -> bytes:
+    """Return the effect that new inodes get numbers from `number` on."""
+    return _NUMBER.pack(NEXT, number)
+
+
+def note(key: str, value: bytes) -> bytes:
+    """Return the effect of keeping a value."""
+    encoded = key.encode()
+    return _SIZES.pack(NOTE, len(encoded), len(value)) + encoded + value
+
+
+# -- decoding ----------------------------------------------------------------------------------------
+Effect = tuple[Any, ...]  # the code, and the fields in the order of the functions above
+
+_OF_RANGE: Final = frozenset({PUNCH, RESERVE})
+_WITH_OFFSET: Final = frozenset({TRUNCATE, NO_BLOCK})
+_WITH_DATA: Final = frozenset({WRITE, BLOCK, SPARSE_BLOCK})
+_WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT})
+_WITH_NUMBER: Final = frozenset({FREE, RESET, DROP, NEXT})
+
+
+def decoded(payload: bytes) -> Iterator[Effect]:
+    """Yield the effects of a payload: the code and the fields.  ValueError for an unknown effect.
+
+    An INODE effect has one field, `Attributes`.  Data is a memoryview of `payload`, or bytes.
+    """
+    view = memoryview(payload)
+    at, end = 0, len(payload)
+    while at < end:
+        code = payload[at]
+        if code == INODE:
+            fields = _INODE.unpack_from(payload, at)
+            times = (fields[i] * _NS + fields[i + 1] for i in (8, 10, 12, 14))
+            yield INODE, Attributes._make((*fields[1:8], *times, fields[16]))
+            at += _INODE.size
+        elif code == ENTRY:
+            _, directory, number, length = _ENTRY.unpack_from(payload, at)
+            at += _ENTRY.size + length
+            yield ENTRY, directory, payload[at - length : at], number
+        elif code in _WITH_DATA:
+            _, number, offset, length = _WRITE.unpack_from(payload, at)
+            at += _WRITE.size + length
+            yield code, number, offset, view[at - length : at]
+        elif code in _WITH_OFFSET:
+            yield _NUMBER_AND_OFFSET.unpack_from(payload, at)
+            at += _NUMBER_AND_OFFSET.size
+        elif code in _OF_RANGE:
+            yield _RANGE.unpack_from(payload, at)
+            at += _RANGE.size
+        elif code in _WITH_VALUE:
+            _, number, length = _NUMBER_AND_LENGTH.unpack_from(payload, at)
+            at += _NUMBER_AND_LENGTH.size + length
+            yield code, number, payload[at - length : at]
+        elif code in _WITH_NUMBER:
+            yield _NUMBER.unpack_from(payload, at)
+            at += _NUMBER.size
+        elif code == SHARED_BLOCK:
+            yield _SHARED.unpack_from(payload, at)
+            at += _SHARED.size
+        elif code == NOTE:
+            _, key_length, length = _SIZES.unpack_from(payload, at)
+            start = at + _SIZES.size
+            at = start + key_length + length
+            yield NOTE, payload[start : start + key_length].decode(), payload[start + key_length : at]
+        else:
+            raise ValueError(f"the journal has an effect {code} that this vfsd does not know: use a newer vfsd")

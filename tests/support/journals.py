@@ -1,0 +1,156 @@
+"""A journal in memory, and the comparison of a volume with what its journal is replayed to."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, cast
+
+from protocol.backends.memory import MemoryVolume
+from protocol.backends.memory.inode import Inode
+from protocol.journal.directory import Journal
+from protocol.journal.log import Log, LogFile
+from protocol.journal.records import (
+    FORMAT_VERSION,
+    Buffer,
+    Extent,
+    FileHeader,
+    Kind,
+    read_header,
+    read_records,
+    verify,
+)
+
+HEADER = FileHeader(FORMAT_VERSION, "log", "j", {"kind": "memory"}, 1, 1, 0xFEEDBEEF)
+
+
+class FileInMemory(LogFile):
+    """Holds a log.  A `limit` is the size of the disk."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.content = bytearray(HEADER.encoded())
+        self.limit = limit
+
+    def write(self, buffers: Sequence[Buffer], offset: int) -> int:
+        data = b"".join(buffers)
+        self.content[offset : offset + len(data)] = data
+        return len(data)
+
+    def allocate(self, offset: int, length: int) -> None:
+        if self.limit is not None and offset + length > self.limit:
+            raise OSError(28, "No space left on device")
+
+    def truncate(self, length: int) -> None:
+        del self.content[length:]
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class JournalInMemory:
+    """Has the parts of a `Journal` that a volume uses."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.file = FileInMemory(limit)
+        self.log = Log(self.file, HEADER, Extent(len(self.file.content), 1, False, 0), "no")
+
+    def keep(self, volume: MemoryVolume) -> None:
+        """Record the changes of `volume`."""
+        volume.keep_journal(cast("Journal", self), is_new=True)
+
+    def close(self) -> None:
+        self.log.close()
+
+    def detach(self) -> None:
+        self.log.detach()
+
+    def batches(self) -> list[list[bytes]]:
+        """Return what a daemon that starts now would replay."""
+        file = io.BytesIO(self.file.content)
+        header = read_header(file, "log")
+        start = file.tell()
+        extent = verify(file, header, "log")
+        batches, parts = [], []
+        for record in read_records(file, header, start, extent.end):
+            if record.kind == Kind.ABORT:
+                parts = []
+            elif record.kind != Kind.MARK:
+                parts.append(record.payload)
+                if record.kind == Kind.COMMIT:
+                    batches.append(parts)
+                    parts = []
+        return batches
+
+
+def replayed(batches: list[list[bytes]]) -> MemoryVolume:
+    """Return a new volume after the batches."""
+    volume = MemoryVolume(uid=77, gid=78, clock=lambda: 0)
+    volume.replay(batches)
+    return volume
+
+
+def assert_same_volume(first: MemoryVolume, second: MemoryVolume) -> None:
+    """Compare every attribute of every inode with a name, and every snapshot."""
+    first_inodes, second_inodes = (_linked(volume) for volume in (first, second))
+    assert first_inodes.keys() == second_inodes.keys()
+    for number, inode in first_inodes.items():
+        assert facts(inode) == facts(second_inodes[number]), number
+    infos = list(first.snapshots())
+    assert infos == list(second.snapshots())
+    for info in infos:
+        with first.tree(info.name) as one, second.tree(info.name) as other:
+            entries = list(one.walk())
+            assert entries == list(other.walk()), info.name
+            for entry in entries:
+                if entry.is_file:
+                    assert list(one.chunks(entry.path)) == list(other.chunks(entry.path)), (info.name, entry.path)
+    assert first.change_counts() == second.change_counts()
+    assert first.notes == second.notes
+
+
+def _linked(volume: MemoryVolume) -> dict[int, Inode]:
+    return {number: inode for number, inode in volume._state.inodes.items() if inode.nlink}
+
+
+def facts(inode: Inode) -> dict[str, Any]:
+    """Return all attributes of an inode but its access time, with its content."""
+    content = inode.content
+    return {
+        "attributes": [
+            getattr(inode, name)
+            for name in (
+                "inode",
+                "mode",
+                "nlink",
+                "uid",
+                "gid",
+                "rdev",
+                "size",
+                "mtime_ns",
+                "ctime_ns",
+                "birth_ns",
+                "generation",
+                "blocks",
+                "target",
+            )
+        ],
+        "links": set(inode.links),
+        "xattrs": list((inode.xattrs or {}).items()),
+        "children": inode.children,
+        "content": bytes(content.read(0, inode.size)) if content is not None else bytes(inode.size),
+        "data": _joined(list(content.data_ranges(inode.size))) if content is not None else [],
+        "reserved": content.reserved if content is not None else (),
+    }
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, length in ranges:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return joined

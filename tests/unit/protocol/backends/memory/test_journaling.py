@@ -1,0 +1,277 @@
+"""The journal of a memory volume: what it refuses on a full disk, and what is hard to reach at random."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+
+import pytest
+
+from protocol.backends.memory import MemoryVolume
+from protocol.volume import RENAME_WHITEOUT, ROOT_INODE, SUPERUSER, AttributeChanges
+from tests.support.journals import JournalInMemory, assert_same_volume, facts, replayed
+from tests.support.trees import DictTree
+
+FILE = stat.S_IFREG | 0o644
+BLOCK = 128 * 1024
+
+
+@pytest.fixture
+def volume() -> MemoryVolume:
+    return MemoryVolume()
+
+
+def journal_of(volume: MemoryVolume, limit: int | None = None) -> JournalInMemory:
+    journal = JournalInMemory(limit)
+    journal.keep(volume)
+    return journal
+
+
+def file(volume: MemoryVolume, name: bytes, data: bytes = b"") -> int:
+    number = volume.mknod(ROOT_INODE, name, FILE, 0, SUPERUSER).inode
+    if data:
+        volume.write(number, 0, data)
+    return number
+
+
+def assert_recorded(volume: MemoryVolume, journal: JournalInMemory) -> MemoryVolume:
+    again = replayed(journal.batches())
+    again.check_invariants()
+    assert_same_volume(volume, again)
+    return again
+
+
+def size(journal: JournalInMemory) -> int:
+    return journal.log.end
+
+
+def test_a_small_write_costs_its_own_bytes_and_not_its_block(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    number = file(volume, b"f", bytes(range(256)) * 512)
+    before = size(journal)
+    volume.write(number, 1000, b"x" * 100)
+    assert size(journal) - before < 400
+    assert_recorded(volume, journal)
+
+
+def test_a_restore_costs_no_content(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    number = file(volume, b"f", b"1" * (4 * BLOCK))
+    volume.take_snapshot("s")
+    volume.write(number, 0, b"2" * (4 * BLOCK))
+    volume.unlink(ROOT_INODE, b"f")
+    volume.forget(number, 1)
+    before = size(journal)
+    volume.restore_snapshot("s")
+    assert size(journal) - before < 2000
+    again = assert_recorded(volume, journal)
+    assert again.lookup(ROOT_INODE, b"f").inode == number
+    assert (again.usage().snapshot_bytes or 0) < BLOCK, "the snapshot and the live file share the content"
+
+
+def test_a_whiteout_is_recorded(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    file(volume, b"a")
+    file(volume, b"b")
+    volume.rename(ROOT_INODE, b"a", ROOT_INODE, b"b", RENAME_WHITEOUT)
+    again = assert_recorded(volume, journal)
+    assert stat.S_ISCHR(again.lookup(ROOT_INODE, b"a").mode)
+
+
+def test_times_beyond_the_range_of_nanoseconds_in_64_bits_are_recorded(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    number = file(volume, b"f")
+    volume.setattr(number, AttributeChanges(mtime_ns=10**11 * 10**9 + 1, atime_ns=-5))
+    again = assert_recorded(volume, journal)
+    assert again.getattr(number).mtime_ns == 10**20 + 1
+    assert again.getattr(number).atime_ns == -5
+
+
+def test_an_import_that_was_prepared_is_recorded(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    file(volume, b"before", b"here")
+    other = MemoryVolume()
+    for at in range(20):
+        directory = other.mkdir(ROOT_INODE, b"d%d" % at, 0o755, SUPERUSER).inode
+        number = other.mknod(directory, b"f", FILE, 0, SUPERUSER).inode
+        other.write(number, 0, b"x" * 1000)
+    with other.tree() as tree:
+        preparation = volume.preparation(tree, replace=False)
+        for step, _ in enumerate(preparation.steps()):
+            if step == 3:
+                file(volume, b"meanwhile", b"!")
+        volume.import_prepared(preparation)
+    assert_recorded(volume, journal)
+
+
+def test_changes_are_recorded_together_or_not_at_all(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    file(volume, b"kept", b"1")
+    count = len(journal.batches())
+    with volume.changes():
+        file(volume, b"a", b"2")
+        file(volume, b"b", b"3")
+    assert len(journal.batches()) == count + 1
+    with pytest.raises(FileExistsError), volume.changes():
+        file(volume, b"a", file(volume, b"c", b"4").to_bytes(1, "big"))
+    assert len(journal.batches()) == count + 1
+    assert_recorded(volume, journal)
+
+
+def test_an_inode_that_nobody_has_open_any_more_is_freed_by_a_replay(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    number = file(volume, b"f", b"x" * BLOCK)
+    volume.unlink(ROOT_INODE, b"f")
+    volume.write(number, BLOCK, b"still open")
+    again = assert_recorded(volume, journal)
+    with pytest.raises(FileNotFoundError):
+        again.getattr(number)
+    assert again.usage().live_bytes == MemoryVolume().usage().live_bytes
+
+
+def test_removed_content_does_not_wait_for_the_end_of_a_replay(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    for at in range(3):
+        number = file(volume, b"f%d" % at, b"x" * BLOCK)
+        volume.unlink(ROOT_INODE, b"f%d" % at)
+        volume.forget(number, 1)
+    file(volume, b"end")
+    sizes = []
+    again = MemoryVolume()
+
+    def observed() -> object:
+        for batch in journal.batches():
+            yield batch
+            sizes.append(again.usage().used_bytes)
+
+    again.replay(observed())  # type: ignore[arg-type]
+    assert max(sizes) < 2 * BLOCK + 8192
+
+
+def test_numbers_of_inodes_are_not_used_again_after_an_image(volume: MemoryVolume) -> None:
+    number = file(volume, b"f")
+    volume.unlink(ROOT_INODE, b"f")
+    volume.forget(number, 1)
+    journal = journal_of(volume)
+    assert file(assert_recorded(volume, journal), b"g") == number + 1
+
+
+def test_an_image_keeps_what_snapshots_share(volume: MemoryVolume) -> None:
+    number = file(volume, b"f", os.urandom(2 * BLOCK))
+    for at in range(5):
+        volume.take_snapshot(f"s{at}")
+        volume.write(number, 0, b"%d" % at * 100)
+    volume.restore_snapshot("s0")
+    journal = journal_of(volume)
+    assert size(journal) < 8 * BLOCK
+    assert_recorded(volume, journal)
+
+
+# -- a full disk -----------------------------------------------------------------------------------
+def fill(volume: MemoryVolume) -> None:
+    """Fill the journal with large records, then with small ones."""
+    assert _until_refused(lambda at: file(volume, b"filler%d" % at, b"x" * 10_000)) == errno.ENOSPC
+    assert _until_refused(lambda at: volume.setattr(ROOT_INODE, AttributeChanges(mtime_ns=at))) == errno.ENOSPC
+
+
+def _until_refused(change: Callable[[int], object]) -> int | None:
+    for at in range(100_000):
+        try:
+            change(at)
+        except OSError as error:
+            return error.errno
+    return None
+
+
+CHANGES: dict[str, Callable[[MemoryVolume, int], object]] = {
+    "mknod": lambda volume, _: file(volume, b"new"),
+    "mkdir": lambda volume, _: volume.mkdir(ROOT_INODE, b"new", 0o755, SUPERUSER),
+    "symlink": lambda volume, _: volume.symlink(ROOT_INODE, b"new", b"to", SUPERUSER),
+    "tmpfile": lambda volume, _: volume.tmpfile(ROOT_INODE, 0o600, SUPERUSER),
+    "link": lambda volume, number: volume.link(number, ROOT_INODE, b"new"),
+    "rename": lambda volume, _: volume.rename(ROOT_INODE, b"f", ROOT_INODE, b"new"),
+    "write": lambda volume, number: volume.write(number, 5, b"data" * 100),
+    "setattr": lambda volume, number: volume.setattr(number, AttributeChanges(mode=0o600)),
+    "setxattr": lambda volume, number: volume.setxattr(number, b"user.x", b"y", 0),
+    "fallocate": lambda volume, number: volume.fallocate(number, 0, 0, 100_000),
+    "take_snapshot": lambda volume, _: volume.take_snapshot("new"),
+    "note": lambda volume, _: volume.note("new", b"value"),
+    "import_tree": lambda volume, _: volume.import_tree(big_tree(), replace=False),
+}
+
+
+def big_tree() -> DictTree:
+    tree = DictTree()
+    with MemoryVolume().tree() as empty:
+        tree.entries.update({entry.path: entry for entry in empty.walk()})
+    other = MemoryVolume()
+    for at in range(40):
+        file(other, b"imported%d" % at, os.urandom(BLOCK))
+    with other.tree() as source:
+        for entry in source.walk():
+            tree.entries[entry.path] = entry
+            if entry.is_file:
+                tree.content[entry.path] = b"".join(source.chunks(entry.path))
+    return tree
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_full_disk_refuses_a_change_and_changes_nothing(name: str) -> None:
+    volume = MemoryVolume()
+    journal = journal_of(volume, limit=2 << 20)
+    number = file(volume, b"f", b"content")
+    volume.take_snapshot("s")
+    fill(volume)
+    before = {number: facts(inode) for number, inode in volume._state.inodes.items()}
+    infos = list(volume.snapshots())
+    with pytest.raises(OSError, match="no space left for the journal"):
+        CHANGES[name](volume, number)
+    assert {number: facts(inode) for number, inode in volume._state.inodes.items()} == before
+    assert list(volume.snapshots()) == infos
+    volume.check_invariants()
+    assert_recorded(volume, journal)
+    # With room again, it works.
+    journal.file.limit = None
+    CHANGES[name](volume, number)
+    assert_recorded(volume, journal)
+
+
+def test_removing_works_on_a_full_disk(volume: MemoryVolume) -> None:
+    journal = journal_of(volume, limit=2 << 20)
+    number = file(volume, b"f", b"content")
+    volume.mkdir(ROOT_INODE, b"d", 0o755, SUPERUSER)
+    volume.take_snapshot("s")
+    fill(volume)
+    volume.setattr(number, AttributeChanges(size=2))
+    volume.unlink(ROOT_INODE, b"f")
+    volume.rmdir(ROOT_INODE, b"d")
+    volume.drop_snapshot("s")
+    for at in range(50):
+        volume.unlink(ROOT_INODE, b"filler%d" % at)
+    assert_recorded(volume, journal)
+
+
+def test_without_a_journal_the_volume_has_its_own_methods(volume: MemoryVolume) -> None:
+    plain = volume.write
+    journal_of(volume)
+    assert volume.write != plain
+    assert volume.capabilities.durable
+    volume.end_journal()
+    assert volume.write == plain
+    assert not volume.capabilities.durable
+
+
+def test_a_forked_process_writes_nothing_to_the_journal(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    file(volume, b"before")
+    end = size(journal)
+    with volume.forking():
+        pass
+    volume.forked()
+    file(volume, b"after")
+    volume.take_snapshot("s")
+    volume.restore_snapshot("s")
+    assert size(journal) == end
+    assert not volume.capabilities.durable
