@@ -247,6 +247,8 @@ class _Merger:
         if ours.is_dir:
             if base is not None and base.is_dir and metadata_of(base) == metadata_of(ours) and not self._left(path):
                 return _Decision(path, {path: self._taken(path, theirs)})
+            if base is not None and trees.is_same(trees.base, base, trees.theirs, theirs):
+                return _Decision(path)  # only its mtime differs
             return self._disagreement(sides, "directory/file", "a directory in ours, not in theirs")
         if base is not None and not base.is_dir and trees.is_same(trees.base, base, trees.ours, ours):
             return _Decision(path, {path: self._taken(path, theirs)})
