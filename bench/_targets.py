@@ -95,18 +95,18 @@ def judge_latency(results: Results) -> Verdict:
 
 
 def judge_neighbours(results: Results) -> Verdict:
-    """Judge the wall-clock time; undecided if a 95 % interval includes the limit."""
+    """Judge the CPU time (`bench.neighbours` says why); undecided if a 95 % interval includes the limit."""
     found = results.get("neighbours")
     if not found:
         return Verdict(NOT_MEASURED, None)
     shown = "; ".join(
-        "{} {:+.1f} % ({:+.1f} to {:+.1f})".format(title, *row["wall"][:3]) for title, row in found["rows"].items()
+        "{} {:+.1f} % ({:+.1f} to {:+.1f})".format(title, *row["cpu"][:3]) for title, row in found["rows"].items()
     )
-    walls = [row["wall"] for row in found["rows"].values()]
-    is_met = True if all(high < LOSS_PERCENT for _, _, high, _ in walls) else None
-    if any(low >= LOSS_PERCENT for _, low, _, _ in walls):
+    spent = [row["cpu"] for row in found["rows"].values()]
+    is_met = True if all(high < LOSS_PERCENT for _, _, high, _ in spent) else None
+    if any(low >= LOSS_PERCENT for _, low, _, _ in spent):
         is_met = False
-    return Verdict(f"{shown}; {found['pairs']} pairs, 95 % intervals", is_met)
+    return Verdict(f"{shown}; CPU time of {found['pairs']} pairs, 95 % intervals", is_met)
 
 
 TARGETS: Final = (

@@ -1,14 +1,21 @@
 """What CPU-bound programs lose if a mount keeps idle CPUs awake: paired builds of a C project with and without.
 
-    python -m bench.neighbours [--pairs N] [--json FILE]
+    python -m bench.neighbours [--pairs N] [--json FILE [--more]]
 
 Two workspaces, one with `--wakeups on` and one with `--wakeups off`, take turns; the order within a pair alternates.
 `on the mount`: `make -j2` builds the project in the workspace.  `next to it`: `make -j2` builds it in a tmpfs while a
 client of the workspace makes a burst of files every 50 ms, the same number with both.
 
-Each row is the mean change from `off` to `on` with its 95 % confidence interval (Student's t over the logarithms of the
-pairs' ratios), in wall-clock time and in CPU time of make and its children.  `--json docs/bench.json` adds the figures
-to the results of `bench.table`, for the table of targets (`bench.report`).  Needs root, make and cc.
+Each row is the mean change from `off` to `on` with its 95 % confidence interval, in wall-clock time and in CPU time of
+make and its children.  The mean is that of the logarithms of the pairs' ratios without the largest and the smallest
+fifth (a trimmed mean; the interval is Yuen's), so that a pair that was disturbed by other programs counts little.
+
+The target is judged by CPU time.  An idle CPU that polls never runs instead of a program that is ready; it can only
+slow down programs on CPUs that share its core, and that makes their CPU time longer.  Wall-clock time includes waiting
+for other programs of the machine.
+
+`--json docs/bench.json` adds the figures to the results of `bench.table`, for the table of targets (`bench.report`).
+With `--more`, the pairs that FILE has count too, so that a long run can be made in pieces.  Needs root, make and cc.
 """
 
 from __future__ import annotations
@@ -25,19 +32,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from bench import _machine, _results
 from bench._filesystems import end_cleanly, run, scratch_directory, tmpfs
 
-SOURCES = 24
+SOURCES = 12
 FUNCTIONS = 60
 JOBS = 2
 BURST_FILES = 20
 BURST_EVERY_S = 0.05
 CHOICES = ("on", "off")
 VFSD = (sys.executable, "-m", "vfsd.cli.main")
+TRIMMED = 0.2  # of the pairs, at each end
 # Student's t for 95 % (two-sided), by degrees of freedom from 1 on; then the limit and its first correction.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
@@ -135,10 +143,15 @@ def student_t(degrees: int) -> float:
 
 
 def change(with_s: list[float], without_s: list[float]) -> tuple[float, float, float]:
-    """Return the mean change in per cent, and its 95 % confidence interval.  Needs two pairs."""
-    logs = [math.log(each / other) for each, other in zip(with_s, without_s, strict=True)]
-    mean = statistics.mean(logs)
-    half = student_t(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    """Return the trimmed mean change in per cent, and its 95 % confidence interval.  Needs two pairs."""
+    logs = sorted(math.log(each / other) for each, other in zip(with_s, without_s, strict=True))
+    cut = int(TRIMMED * len(logs))
+    kept = logs[cut : len(logs) - cut]
+    mean = statistics.mean(kept)
+    # Yuen (1974): the deviation of the values with the trimmed ones moved to the nearest kept one.
+    winsorized = [min(max(each, kept[0]), kept[-1]) for each in logs]
+    error = statistics.stdev(winsorized) * math.sqrt(len(logs) - 1) / math.sqrt(len(kept) * (len(kept) - 1))
+    half = student_t(len(kept) - 1) * error
     low, middle, high = (100 * math.expm1(each) for each in (mean - half, mean, mean + half))
     return middle, low, high
 
@@ -158,7 +171,8 @@ def show(title: str, row: dict[str, tuple[float, float, float, float]]) -> None:
     print(f"{title:14}" + "".join(f"{cell:>36}" for cell in cells), flush=True)
 
 
-def measure(scratch: Path, count: int) -> dict[str, dict[str, tuple[float, float, float, float]]]:
+def measure(scratch: Path, count: int) -> dict[str, list[dict[str, Build]]]:
+    """Return the pairs of each row."""
     with ExitStack() as stack:
         made = {choice: stack.enter_context(workspace(scratch / choice, choice)) for choice in CHOICES}
         aside = stack.enter_context(tmpfs(scratch / "aside")) / "project"
@@ -173,25 +187,34 @@ def measure(scratch: Path, count: int) -> dict[str, dict[str, tuple[float, float
             with busy(made[choice][0]):
                 return build(aside)
 
-        print(f"make -j{JOBS}, {count} pairs: median with `off`, and the change with `on` (95 % interval)")
-        print(f"{'':14}{'wall-clock time':>36}{'CPU time':>36}")
-        rows = {}
+        found = {}
         for title, one in (("on the mount", on_the_mount), ("next to it", next_to_it)):
             for choice in CHOICES:  # the first builds fill the page cache and the kernel's dentries
                 one(choice)
-            rows[title] = figures(pairs(count, one))
-            show(title, rows[title])
+            found[title] = pairs(count, one)
         for choice, (_, name) in made.items():
             status = json.loads(run(*VFSD, "-w", name, "status", "--json"))
             print(f"--wakeups {choice}: {status['wakeups']}")
-    return rows
+    return found
+
+
+def earlier(path: str) -> dict[str, list[dict[str, Build]]]:
+    """Return the pairs of earlier runs in the file of results."""
+    stored = _results.read(path).get("neighbours", {}).get("builds", {})
+    return {
+        title: [{choice: Build(*pair[choice]) for choice in CHOICES} for pair in found]
+        for title, found in stored.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--json", metavar="FILE", help="add the figures to those in FILE")
+    parser.add_argument("--more", action="store_true", help="count the pairs that FILE has, too")
     options = parser.parse_args()
+    if options.more and not options.json:
+        parser.error("--more needs --json FILE")
     if options.pairs < 2:
         parser.error("--pairs: an interval needs two pairs or more")
     try:
@@ -202,10 +225,25 @@ def main() -> None:
     end_cleanly()
     load = os.getloadavg()[0]
     with scratch_directory() as scratch:
-        rows = measure(scratch, options.pairs)
+        found = measure(scratch, options.pairs)
+    if options.more:
+        found = {title: [*earlier(options.json).get(title, []), *more] for title, more in found.items()}
+    count = min(map(len, found.values()))
+    print(f"make -j{JOBS}, {count} pairs: median with `off`, and the change with `on` (95 % interval)")
+    print(f"{'':14}{'wall-clock time':>36}{'CPU time':>36}")
+    rows = {title: figures(made) for title, made in found.items()}
+    for title, row in rows.items():
+        show(title, row)
     if options.json:
-        found = {"machine": _machine.machine(), "load": load, "pairs": options.pairs, "rows": rows}
-        _results.save(options.json, {"neighbours": found})
+        builds = {
+            title: [
+                {choice: [float(f"{each:.4g}") for each in astuple(pair[choice])] for choice in CHOICES}
+                for pair in made
+            ]
+            for title, made in found.items()
+        }
+        result = {"machine": _machine.machine(), "load": load, "pairs": count, "rows": rows, "builds": builds}
+        _results.save(options.json, {"neighbours": result})
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def sync_directory(path: str) -> None:
 
 
 def write_atomically(path: str, data: bytes, *, durable: bool) -> None:
-    """Replace or create a file in one step: readers see the old or the new content."""
+    """Replace or create a file in one step: readers see the old or the new content.  OSError names `path`."""
     temporary = f"{path}.{os.getpid():x}-{time.monotonic_ns():x}.new"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -79,9 +79,11 @@ def write_atomically(path: str, data: bytes, *, durable: bool) -> None:
         finally:
             os.close(descriptor)
         os.rename(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename is None:  # write(2) has only a descriptor
+            error.filename = path
         raise
     if durable:
         sync_directory(os.path.dirname(path))

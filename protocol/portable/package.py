@@ -118,7 +118,7 @@ def build_program() -> bytes:
 def write_program(path: str) -> int:
     """Write vfsd-fs.pyz to `path`, executable, completely or not at all; return its size in bytes.
 
-    A file that is not a vfsd-fs.pyz is not replaced: FileExistsError.
+    A file that is not a vfsd-fs.pyz is not replaced: FileExistsError.  Other errors are OSError and name `path`.
     """
     content = build_program()
     try:
@@ -129,14 +129,19 @@ def write_program(path: str) -> int:
     if not is_program:
         raise FileExistsError(errno.EEXIST, "the file exists, and is no vfsd-fs.pyz: remove it, or name another", path)
     directory = os.path.dirname(os.path.abspath(path))
-    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".vfsd-fs-")
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".vfsd-fs-")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
             os.fchmod(descriptor, 0o755)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, path) from None
         raise
     return len(content)
 

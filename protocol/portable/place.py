@@ -48,7 +48,7 @@ class Place:
         if inside is None and os.path.isabs(raw):
             inside = _below(os.path.realpath(raw), root)
         if inside is None:
-            raise ValueError(f"{os.fsdecode(raw)!r} is not in the workspace at {self.root}")
+            raise ValueError(f"{os.fsdecode(raw)!r} is not in the directory {self.root}")
         return inside
 
     def shown(self, path: str) -> dict[str, Any]:

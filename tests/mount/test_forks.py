@@ -373,7 +373,11 @@ def test_a_diff_is_since_the_newest_snapshot_or_since_the_fork(workdir: Path) ->
 
 def test_what_cannot_be_forked_says_why(workdir: Path) -> None:
     (workdir / "served").mkdir()
-    cases = [({"backend": f"host:{workdir}/served"}, "overlay:DIR"), ({"engine": "pyfuse3"}, "--engine native")]
+    cases = [
+        ({"backend": f"host:{workdir}/served"}, "overlay:DIR"),
+        ({"backend": "exec:python3", "workdir": str(workdir / "served")}, "--from FILE.zip"),
+        ({"engine": "pyfuse3"}, "--engine native"),
+    ]
     for number, (options, advice) in enumerate(cases):
         with Workspace.mount(workdir / f"m{number}", **options) as workspace:
             with pytest.raises(OSError, match=advice) as raised:

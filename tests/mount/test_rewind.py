@@ -108,7 +108,7 @@ def test_a_host_directory_is_rewound_too(mount: MountIt, workdir: Path, monkeypa
     ("words", "status", "reason"),
     [
         (["--to", "toolu_p13"], 1, "did you mean toolu_p"),
-        (["--to", "99"], 1, "`vfsd rewind --list` lists them"),
+        (["--to", "99"], 1, "there is no prompt 99: the hooks kept 2 prompts"),
         (["--list", "--to", "1"], 2, "--list stands alone"),
         (["--to", ""], 2, "empty string"),
     ],

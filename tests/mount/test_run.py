@@ -49,10 +49,13 @@ def test_what_a_process_in_the_background_writes_later_is_kept(project: Path, wo
     applied = run(project, "--apply", "--", "sh", "-c", f"echo two > file; ({late}) >/dev/null 2>&1 & true")
     assert applied.returncode == 1
     assert "the changes were applied, but busy: held by pid" in applied.stderr
+    assert "keeps the changes" not in applied.stderr
+    assert "keeps what is changed from now on" in applied.stderr
     assert content(project) == {"file": "two\n"}
     unchanged = run(project, "--", "sh", "-c", f"({late}) >/dev/null 2>&1 & true")
     assert unchanged.returncode == 125
     assert "busy: held by pid" in unchanged.stderr
+    assert "keeps the changes" not in unchanged.stderr
     assert len(names()) == 2
     go.touch()
     for name in names():

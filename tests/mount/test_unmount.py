@@ -238,6 +238,18 @@ def test_an_overlay_is_asked_about_what_was_not_applied(overlay: Workspace, belo
     succeeded(unmount(overlay))
 
 
+def test_an_overlay_with_snapshots_and_no_changes_is_not_said_to_have_changes(overlay: Workspace) -> None:
+    new = Path(overlay.path) / "new"
+    new.write_text("new")
+    overlay.snapshot("named")
+    new.unlink()
+    said = failed(unmount(overlay))
+    assert "holds 1 snapshot, but no changes" in said
+    assert "vfsd apply" not in said
+    assert "--discard` drops them" in said
+    succeeded(unmount(overlay, "--discard"))
+
+
 def test_an_overlay_that_is_again_as_below_or_was_exported_is_unmounted(
     mount: MountIt, below: Path, workdir: Path
 ) -> None:

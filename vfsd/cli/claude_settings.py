@@ -163,9 +163,21 @@ def load(path: str) -> SettingsFile:
         _check(content)
         json.dumps(content, ensure_ascii=False).encode()  # not with half of a surrogate pair
     except (ValueError, RecursionError) as error:
-        reason = str(error) or type(error).__name__
+        reason = _reason(error)
         raise OSError(errno.EINVAL, f"cannot read the settings: {reason}; nothing was changed", path) from None
     return SettingsFile(real, content, text)
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    """Say what is wrong with the file."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start:,} is not UTF-8"
+    if isinstance(error, UnicodeEncodeError):
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        return f"it has {half}, which is half of a surrogate pair and no character"
+    if isinstance(error, RecursionError):
+        return "its objects and lists are nested too deeply"
+    return str(error)
 
 
 def _parse(text: str) -> Any:

@@ -98,7 +98,8 @@ class _Workspace:
     def wire(self, path: str) -> str:
         """Convert a path argument to a wire path."""
         raw = from_wire_path(path) if self._escaped else os.fsencode(path)
-        return wire_path(workspace_path(raw, self._mountpoint, self._cwd))
+        place = "directory" if self._record is None else "workspace at"
+        return wire_path(workspace_path(raw, self._mountpoint, self._cwd, place=place))
 
     def shown(self, wire: str) -> dict[str, Any]:
         """Convert a wire path for printing.  A path that is not UTF-8 stays a wire path, marked `escaped`."""
@@ -205,9 +206,10 @@ def fs_command(root: str | None) -> None:
     absolute.  Printed paths have the same form.  A path that is not UTF-8 is printed with \\xNN for each such byte
     and marked "escaped": true.
 
-    With --root DIR the commands work on that directory of this host instead, and no workspace has to run.  No PATH
-    leads out of DIR, even through a symlink, but a command that `exec` runs has all rights of this user.  The file
-    that --write-pyz writes has the same commands: `python3 vfsd-fs.pyz --root DIR ls`.
+    With --root DIR the commands work on that directory of this host instead, and no workspace has to run: PATHs are
+    relative to the current directory if that is in DIR, else to DIR.  No PATH leads out of DIR, even through a symlink,
+    but a command that `exec` runs has all rights of this user.  The file that --write-pyz writes has the same commands:
+    `python3 vfsd-fs.pyz --root DIR ls`.
     """
 
 

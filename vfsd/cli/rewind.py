@@ -108,6 +108,9 @@ def _chosen(moments: Sequence[_Moment], to: str | None) -> _Moment:
             names |= {moment.point.prompt, str(moment.prompt_number)}
         if to in names:
             return moment
+    if to.isdecimal():
+        reason = f"there is no prompt {to}: the hooks kept {output.counted(len(prompts), 'prompt')}"
+        raise FileNotFoundError(errno.ENOENT, f"{reason}; `vfsd rewind --list` lists the states")
     ids = [moment.point.tool_use_id or moment.point.prompt for moment in moments]
     advice = did_you_mean(to, dict.fromkeys(filter(None, ids))) or "; `vfsd rewind --list` lists them"
     raise FileNotFoundError(errno.ENOENT, f"no prompt and no call of a tool has the id {to!r}{advice}")

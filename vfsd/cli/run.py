@@ -102,6 +102,7 @@ class _Run:
             raise OSError(errno.EINVAL, "cannot run over the root directory: change to the directory of a project")
         self._record = self._mount()
         self._ended: Ended | None = None
+        self._is_saved = False  # the command's own changes are in the directory, or there are none
 
     def _mount(self) -> WorkspaceRecord:
         base = os.path.basename(self._directory)
@@ -190,6 +191,7 @@ class _Run:
     def _end_as(self, choice: str | None, counts: messages.ChangeCounts) -> tuple[Outcome, bool]:
         """Apply, keep or discard; return the outcome, and whether the choice could not be carried out."""
         if counts == messages.ChangeCounts():
+            self._is_saved = True
             self._unmount(discard=True)
             self._note("the command changed nothing")
             return "unchanged", False
@@ -220,6 +222,7 @@ class _Run:
         try:
             self._unmount(discard=False)
         except OSError as error:  # a process that the command left has changed something since, or has a file open
+            self._is_saved = True
             output.report(f"the changes were applied, but {describe(error)}; {self._kept()}")
             return "applied", True
         return "applied", False
@@ -232,8 +235,9 @@ class _Run:
     def _kept(self) -> str:
         """Say where the changes are, and what to do with them."""
         name = shlex.quote(self._name)
+        what = "is still mounted, and keeps what is changed from now on" if self._is_saved else "keeps the changes"
         return (
-            f"workspace {self._name} keeps the changes: `vfsd diff -w {name}` shows them, `vfsd apply -w {name}` writes"
+            f"workspace {self._name} {what}: `vfsd diff -w {name}` shows them, `vfsd apply -w {name}` writes"
             f" them, `vfsd unmount {name}` removes it"
         )
 

@@ -21,6 +21,7 @@ from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.values import in_home
 from vfsd.cli.common.wording import count_words, nothing_to_restore, step_lines
 from vfsd.wire import messages
+from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path
 
 
@@ -44,7 +45,7 @@ def snapshot_command(app: App, name: str | None, tag: str | None) -> None:
     the name is in use.
     """
     record = app.call(app.requests.snapshot(name, tag=tag), label="taking a snapshot")
-    app.emit(record, _say_snapshot)
+    app.emit(record, functools.partial(_say_snapshot, "changed file" if _is_overlay(app) else "file"))
     if not app.json:
         show_expired(record.expired, output.note)
     for paths, what in (
@@ -56,13 +57,18 @@ def snapshot_command(app: App, name: str | None, tag: str | None) -> None:
             output.note(f"{paths[0]}{more}: {what}")
 
 
-def _say_snapshot(record: messages.SnapshotRecord) -> None:
+def _is_overlay(app: App) -> bool:
+    """Whether a snapshot counts only what differs from the directory below."""
+    return BackendSpec.split(app.record().backend).kind == "overlay"
+
+
+def _say_snapshot(what: str, record: messages.SnapshotRecord) -> None:
     """Print the snapshot; in a pipe only its name, for `name=$(vfsd snapshot)`."""
     if not output.on_terminal():
         output.say(record.name)
         return
     size = output.human_size(record.size_bytes)
-    output.say(f"snapshot {click.style(record.name, bold=True)}: {counted(record.files, 'file')}, {size}")
+    output.say(f"snapshot {click.style(record.name, bold=True)}: {counted(record.files, what)}, {size}")
 
 
 _COLUMNS = output.columns("NAME TIME:time FILES:count SIZE:size CHANGED KIND TAG STEP")
@@ -84,7 +90,8 @@ def snapshots_command(app: App, no_changes: bool) -> None:
 
     In a pipe the columns are separated by tabs: name, time, files, bytes, changes since the previous snapshot
     (+added ~modified -removed), kind ("safety": taken by vfsd before a restore or import; "automatic": taken after a
-    command or by the hooks of an agent), tag, step.
+    command, by the hooks of an agent, or as the base of a fork), tag, step.  Files and bytes of an overlay are those
+    that differ from the directory below it.
 
     The step says how `vfsd restore --undo` and `--redo` reach a safety snapshot: two undos go back to "undo 2", and the
     last undo or redo went to "here".  50 steps are kept.  A safety snapshot without a step can be restored by its name

@@ -140,7 +140,7 @@ def _unmount(app: App, record: WorkspaceRecord, params: messages.UnmountParams) 
         found: messages.UnsavedResult = app.call(RemoteCall("unsaved"), record)
         if found.unsaved:
             if not may_ask:
-                raise _UnsavedError(f"{_holds(record, found)}; {_advice(record)}", found)
+                raise _UnsavedError(f"{_holds(record, found)}; {_advice(record, found)}", found)
             _ask(app, record, found)
         params.token = found.token
 
@@ -238,6 +238,8 @@ def _ask(app: App, record: WorkspaceRecord, found: messages.UnsavedResult) -> No
 
 def _holds(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
     """Describe what would be lost, without a full stop."""
+    if _only_snapshots(found):
+        return f"{record.name} holds {counted(found.snapshots, 'snapshot')}, but no changes that were not applied"
     what = "that were not applied" if BackendSpec.split(record.backend).kind == "overlay" else "that were not exported"
     since = f" since {output.show_time(found.saved_at)}" if found.saved_at else ""
     parts = []
@@ -250,7 +252,15 @@ def _holds(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
     return f"{record.name} holds changes{since} {what}: {', '.join(parts)}"
 
 
-def _advice(record: WorkspaceRecord) -> str:
+def _only_snapshots(found: messages.UnsavedResult) -> bool:
+    """Whether an overlay has snapshots, but is as the directory below it."""
+    return bool(found.snapshots) and found.changes == messages.ChangeCounts()
+
+
+def _advice(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
+    if _only_snapshots(found):
+        save = f"`vfsd export -w {record.name} --snapshot NAME FILE.zip` saves one"
+        return f"{save}, `vfsd unmount {record.name} --discard` drops them"
     is_overlay = BackendSpec.split(record.backend).kind == "overlay"
     applies = f"`vfsd apply -w {record.name}` writes them, " if is_overlay else ""
     unmount = f"vfsd unmount {record.name}"

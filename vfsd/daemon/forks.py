@@ -108,7 +108,9 @@ class Forks:
         volume = forkable(self._backend.volume)
         if volume is None:
             kind = self._options.workspace.backend.kind
-            advice = "mount a copy-on-write view of the directory with --backend overlay:DIR, and fork that"
+            advice = "export it, mount the archive with `vfsd mount MOUNTPOINT --from FILE.zip`, and fork that"
+            if kind == "host":
+                advice = "mount a copy-on-write view of the directory with --backend overlay:DIR, and fork that"
             raise OSError(errno.EOPNOTSUPP, f"a workspace with the backend {kind} cannot be forked: {advice}")
         if self._engine != _NATIVE:
             raise OSError(

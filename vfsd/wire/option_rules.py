@@ -69,18 +69,18 @@ class Scope(Value):
 
 _IN_MEMORY: Final = ("memory", "overlay")
 _ON_DISK: Final = ("host", "container", "image", "exec")
-_LIMITS: Final = Scope(_IN_MEMORY, "the others have the limits of their file system")
+_LIMITS: Final = Scope(_IN_MEMORY, "the other backends have the limits of their file system")
 _FILTER: Final = Scope(("overlay",), "only an overlay filters the directory below it")
 _NEW_CONTAINER: Final = Scope(("image",), "it is for a container that vfsd creates", ("sandbox",))
 
 SCOPES: Final[Mapping[str, Scope]] = {
-    "archive": Scope(_IN_MEMORY, "the others have content of their own"),
+    "archive": Scope(_IN_MEMORY, "the other backends have content of their own"),
     "max_bytes": _LIMITS,
     "max_inodes": _LIMITS,
     "max_memory": _LIMITS,
-    "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes the content of the others"),
-    "cache": Scope(_IN_MEMORY, "other programs change the content of the others"),
-    "store": Scope(_ON_DISK, "the others keep their snapshots in memory"),
+    "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes what is in memory, so it is cached without a time limit"),
+    "cache": Scope(_IN_MEMORY, "other programs see the files of the other backends, so a write there must not wait"),
+    "store": Scope(_ON_DISK, "the other backends keep snapshots in memory"),
     "include": _FILTER,
     "exclude": _FILTER,
     "sandbox": Scope(
@@ -88,7 +88,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
     ),
     "podman_url": Scope(("container", "image"), "nothing else uses Podman", ("sandbox",)),
     "workdir": Scope(("container", "image", "exec"), "it is a directory in a container, or where a command leads"),
-    "transport": Scope(("container", "image"), "it reaches the files of their container"),
+    "transport": Scope(("container", "image"), "it is the way to the files of a container"),
     "network": _NEW_CONTAINER,
     "pids_limit": _NEW_CONTAINER,
     "memory_bytes": _NEW_CONTAINER,

@@ -31,6 +31,14 @@ def test_the_interval_includes_the_mean_and_is_wider_for_fewer_pairs() -> None:
     assert few[2] - few[1] > 10 * (many[2] - many[1])
 
 
+def test_a_disturbed_pair_counts_little() -> None:
+    others = [1.0] * 10
+    steady = change([1.01, 0.99] * 5, others)
+    disturbed = change([1.01, 0.99] * 4 + [1.01, 9.0], others)
+    assert disturbed[0] == pytest.approx(steady[0], abs=0.5)
+    assert disturbed[2] < 2.0
+
+
 # The quantiles are those of a table of Student's t.
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.71), (9, 2.26), (19, 2.093), (29, 2.045), (99, 1.984)])
 def test_the_quantile_is_that_of_the_table(degrees: int, quantile: float) -> None:

@@ -65,7 +65,7 @@ def test_only_the_rows_with_cpus_kept_awake_are_compared_for_everybody() -> None
 )
 def test_the_loss_of_neighbours_is_judged_by_its_interval(interval: tuple[float, float], word: str) -> None:
     low, high = interval
-    rows = {"on the mount": {"wall": [(low + high) / 2, low, high, 1.0]}}
+    rows = {"on the mount": {"cpu": [(low + high) / 2, low, high, 1.0]}}
     assert target("make -j2").judge({"neighbours": {"pairs": 20, "rows": rows}}).word == word
 
 

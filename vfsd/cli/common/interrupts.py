@@ -2,7 +2,8 @@
 
 The first signal asks the daemon to cancel the call and waits for its definite answer: either the call was cancelled and
 has changed nothing, or it has begun to change something and completes.  The second signal exits at once; the daemon
-then continues in the background as it answered to the first.
+then continues in the background as it answered to the first.  The command exits by itself, too, if the call has not
+stopped after some seconds: what it waits for may hang, such as the other end of an `exec:` workspace.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vfsd.client.connection import ControlClient
     from vfsd.wire.messages import CancelState
 
+_STOP_S: Final = 7.0  # how long a call may take to stop, after ANSWER_S
 AFTER_SIGNAL: Final = 128  # the exit status that a shell reports for signal N is 128 + N
 
 
@@ -50,6 +52,7 @@ class Signalled:
     method: str
     number: int | None = None
     is_completed: bool = False
+    is_slow: bool = False  # ANSWER_S have passed since the signal
 
 
 def completed(signalled: Signalled) -> str:
@@ -88,8 +91,13 @@ def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
 
     def handle(number: int, _frame: Any) -> None:
         if number == signal.SIGALRM:
-            if client.cancel_state is None:  # the daemon hangs
-                raise Interrupted(left_sentence(words, None), signalled.number or signal.SIGINT, errno.EINTR)
+            state = client.cancel_state
+            if state is None or (state == "stopping" and signalled.is_slow):  # something hangs
+                raise Interrupted(left_sentence(words, state), signalled.number or signal.SIGINT, errno.EINTR)
+            if state == "stopping":
+                signalled.is_slow = True
+                output.note(f"waiting for the daemon to stop {words.what}; press Ctrl-C again to leave at once")
+                signal.setitimer(signal.ITIMER_REAL, _STOP_S)
             return
         first = signalled.number is None
         signalled.number = number

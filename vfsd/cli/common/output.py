@@ -216,7 +216,7 @@ class _Bar:
         if self._drawn is None:
             self._start()
         assert self._drawn is not None
-        shown = human_size(step.done) if step.unit == "bytes" else f"{step.done:,} files"
+        shown = human_size(step.done) if step.unit == "bytes" else counted(step.done, "file")
         self._drawn.update(self._task, completed=step.done, total=step.total or None, shown=shown)
 
     def stop(self) -> None:

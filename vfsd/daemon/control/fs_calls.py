@@ -148,7 +148,9 @@ def read_file(params: FsReadParams, context: ToolContext) -> tuple[bytes, FsRead
         return _read_page(params, context)
     except CallLimitError:
         limit = f"a read is limited to {DEFAULT_LIMITS.read_bytes} bytes"
-        raise ValueError(f"{limit}: use `--bytes --offset N --limit N`, or read the file in the mount") from None
+        raise ValueError(
+            f"{limit}: read a part as bytes, with an offset and a limit, or read the file in the mount"
+        ) from None
 
 
 def _read_page(params: FsReadParams, context: ToolContext) -> tuple[bytes, FsReadResult]:
@@ -215,7 +217,7 @@ def _read_source(wire: str) -> bytes:
         limit = DEFAULT_LIMITS.write_bytes
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise ValueError(f"a write is limited to {limit} bytes: write the rest with --mode append, or in the mount")
+        raise ValueError(f"a write is limited to {limit} bytes: write the rest in mode append, or in the mount")
     return content
 
 

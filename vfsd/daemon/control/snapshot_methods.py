@@ -227,5 +227,5 @@ def _check_snapshot_name(name: str) -> None:
             f" dash, not vfsd's own prefix {SAFETY_PREFIX!r}"
         )
     if name.lower().endswith(".zip") or not name.strip("."):
-        reason = "only dots" if not name.strip(".") else "`vfsd restore` takes a name that ends in .zip for a file"
+        reason = "only dots" if not name.strip(".") else "a name that ends in .zip means a file"
         raise InvalidNameError(f"{name!r} is not a snapshot name: {reason}; choose another one")

@@ -114,8 +114,10 @@ class UnmountMethods:
             if not params.lazy and await self._holders():
                 raise await trio.to_thread.run_sync(mounts.busy_error, self._options.mountpoint)
             changed = "changed meanwhile, and " if params.token is not None else ""
-            unsaved = "unexported" if self._overlaid is None else "unapplied"
-            reason = f"{self._options.name} {changed}holds {unsaved} changes: save them, or discard them explicitly"
+            what = "unexported changes" if self._overlaid is None else "unapplied changes"
+            if found.counts == ChangeCounts():
+                what = "snapshots, which end with it"
+            reason = f"{self._options.name} {changed}holds {what}: save them, or discard them explicitly"
             raise OSError(errno.ENOTEMPTY, reason)
         return found.mark
 

@@ -259,8 +259,8 @@ def name_at(history: UndoHistory, infos: Sequence[SnapshotInfo], position: int) 
         if history.is_cut_before if position < 0 else history.is_cut_after:
             way = "earlier" if position < 0 else "later"
             reason = (
-                f"the {way} states were dropped because memory was needed (--max-memory): `vfsd snapshots` lists the"
-                " snapshots that are left, to be restored by name"
+                f"the {way} states were dropped because memory was needed (--max-memory): the snapshots that are left"
+                " can be restored by name"
             )
         elif position < 0:
             reason = "there is no earlier restore, import, apply or discard: there is nothing to undo"

@@ -167,7 +167,9 @@ def test_vfsd_fs_writes_it_and_replaces_nothing_else(tmp_path: Path) -> None:
     status, envelope = vfsd_fs("--write-pyz", str(tmp_path / "precious"))
     assert (status, envelope["ok"]) == (1, False)
     assert (tmp_path / "precious").read_text() == "mine"
-    assert vfsd_fs("--write-pyz", str(tmp_path / "missing" / "x"))[0] == 1
+    missing = str(tmp_path / "missing" / "x")
+    status, envelope = vfsd_fs("--write-pyz", missing)
+    assert (status, envelope["error"]) == (1, f"No such file or directory: {missing}")
     assert sorted(os.listdir(tmp_path)) == ["precious", "vfsd-fs.pyz"]
 
 

@@ -131,6 +131,8 @@ def test_a_file_that_could_not_be_written_back_is_not_touched(project: Path, tex
         assert result.exit_code == 1
         assert result.stderr.startswith("vfsd: error: cannot read the settings: ")
         assert result.stderr.count("\n") == 1
+        assert "codec" not in result.stderr
+        assert "recursion" not in result.stderr
     assert file.read_text() == text
 
 

@@ -208,7 +208,7 @@ def test_large_content_leaves_no_file_on_the_host(
 
 def test_more_than_a_write_may_have_is_refused(daemon: FsDaemon) -> None:
     data("write", "f", stdin=b"old")
-    assert "write the rest with --mode append" in error("write", "f", stdin=bytes((32 << 20) + 1))
+    assert "write the rest in mode append" in error("write", "f", stdin=bytes((32 << 20) + 1))
     assert data("read", "f")["content"] == "old"
 
 
@@ -216,7 +216,7 @@ def test_more_than_a_write_may_have_is_refused(daemon: FsDaemon) -> None:
 def test_more_than_a_read_may_have_is_refused_with_the_options_to_use(daemon: FsDaemon, options: list[str]) -> None:
     data("write", "f", stdin=b"x" * (32 << 20))
     data("write", "f", "--mode", "append", stdin=b"yz")
-    assert "use `--bytes --offset N --limit N`" in error("read", "f", *options)
+    assert "read a part as bytes, with an offset and a limit" in error("read", "f", *options)
     page = data("read", "f", "--bytes", "--offset", str(32 << 20), "--limit", "1")
     assert base64.b64decode(page["content"].removeprefix("base64:")) == b"y"
 

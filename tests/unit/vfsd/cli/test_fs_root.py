@@ -105,7 +105,8 @@ def same(answer: Any, root: str) -> Any:
         return {key: same(value, root) for key, value in answer.items() if key not in _VARYING}
     if isinstance(answer, list | tuple):
         return [same(each, root) for each in answer]
-    return answer.replace(root, "ROOT") if isinstance(answer, str) else answer
+    # An error names the workspace, or the directory.
+    return answer.replace(root, "ROOT").replace("workspace at", "directory") if isinstance(answer, str) else answer
 
 
 def test_a_directory_and_a_workspace_give_the_same_answers(daemon: FsDaemonOnHost, root: Path) -> None:
@@ -113,6 +114,11 @@ def test_a_directory_and_a_workspace_give_the_same_answers(daemon: FsDaemonOnHos
         in_workspace = run("-w", "demo", *words, stdin=stdin)
         in_directory = run("--root", os.fspath(root), *words, stdin=stdin)
         assert same(in_directory, str(root)) == same(in_workspace, daemon.mountpoint), words
+
+
+def test_errors_about_a_directory_do_not_speak_of_a_workspace(root: Path) -> None:
+    status, envelope = run("--root", str(root), "read", "/etc/passwd")
+    assert (status, envelope["error"]) == (1, f"'/etc/passwd' is not in the directory {root}")
 
 
 def test_the_option_may_follow_the_command(root: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -222,6 +223,29 @@ async def test_control_c_stops_a_command_that_has_changed_nothing(words: tuple[s
         await is_running.wait()
         command.signal(signal.SIGINT)
         assert await command.ended() == (130, "", f"vfsd: error: {STOPPED[words]}\n")
+
+
+async def test_after_control_c_a_command_ends_although_what_it_waits_for_hangs() -> None:
+    is_running, release = threading.Event(), threading.Event()
+
+    async def wait(params: Any, call: CallContext) -> Empty:
+        await trio.to_thread.run_sync(hang)
+        raise AssertionError
+
+    def hang() -> None:
+        is_running.set()
+        release.wait()
+
+    async with workspace("demo", {"snapshot": wait}), vfsd("snapshot", "-w", "demo") as command:
+        try:
+            await trio.to_thread.run_sync(is_running.wait)
+            command.signal(signal.SIGINT)
+            await command.said("waiting for the daemon to stop the snapshot; press Ctrl-C again to leave at once")
+            status, _, err = await command.ended()
+        finally:
+            release.set()
+    assert status == 130
+    assert "the daemon was asked to stop the snapshot: no snapshot was taken, unless it was complete before" in err
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
