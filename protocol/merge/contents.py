@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 from protocol.diff.patch import BINARY_PROBE_BYTES
 from protocol.errors import shown
 from protocol.merge.outcome import ConflictReason
-from protocol.merge.sides import Trees
+from protocol.merge.sides import Sides, Trees, type_of
 from protocol.merge.text import TextCase, TextMerge, TextResult
 from protocol.tree import Tree, TreeEntry
 from protocol.values import Value
@@ -51,10 +51,17 @@ class Contents:
         self._text_bytes = 0
         self._results: Sequence[TextResult] = ()
 
-    def add(self, path: bytes, base: TreeEntry | None, ours: TreeEntry, theirs: TreeEntry) -> None:
-        """Compare three versions of one type, which is not that of directories."""
-        trees = self._trees
-        if base is not None and trees.is_same_content(trees.base, base, trees.theirs, theirs):
+    def add(self, sides: Sides) -> None:
+        """Compare the versions of a path that both sides have, with one type, which is not that of directories."""
+        trees, path = self._trees, sides.path
+        ours, theirs = sides.ours, sides.theirs
+        assert ours is not None
+        assert theirs is not None
+        base = sides.base if sides.base is not None and type_of(sides.base) == type_of(ours) else None
+        is_content_of_base = sides.is_content_of_base
+        if is_content_of_base is None:
+            is_content_of_base = base is not None and trees.is_same_content(trees.base, base, trees.theirs, theirs)
+        if base is not None and is_content_of_base:
             is_same = trees.is_same_content(trees.base, base, trees.ours, ours)
             self._decided[path] = MergedContent("same" if is_same else "ours")
         elif base is not None and trees.is_same_content(trees.base, base, trees.ours, ours):

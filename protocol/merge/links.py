@@ -108,19 +108,28 @@ class _Links:
 
     # -- names -----------------------------------------------------------------------------------
     def _find_names(self, paths: Sequence[bytes]) -> None:
-        """Look up `paths`, and all other names of the files at these paths, in all trees."""
-        waiting = list(paths)
+        """Look up `paths`, and all other names of the files at these paths, in all trees.
+
+        A tree is asked for names only if some are missing, because a tree that is not a `NamesFiles` is walked then.
+        """
+        counts: Counter[tuple[Which, int]] = Counter()
+        asked: set[tuple[Which, int]] = set()
+        waiting = set(paths)
         while waiting:
-            path = waiting.pop()
-            if path in self._entries:
-                continue
-            self._trees.keep_going()
-            self._entries[path] = {which: entry_or_none(tree, path) for which, tree in self._by_name.items()}
-            if self._scopes and not is_at_or_below(path, self._scopes):
-                self._entries[path]["theirs"] = None
-            for which, entry in self._entries[path].items():
-                if entry is not None and has_links(entry):
-                    waiting += self._names_of(which, entry.inode)
+            found = [(path, which, entry) for path in waiting for which, entry in self._look_up(path).items()]
+            files = {(which, entry.inode): entry for _, which, entry in found if entry is not None and has_links(entry)}
+            counts.update((which, entry.inode) for _, which, entry in found if entry is not None and has_links(entry))
+            incomplete = [file for file, entry in files.items() if counts[file] < entry.nlink and file not in asked]
+            asked.update(incomplete)
+            names = (name for file in incomplete for name in self._names_of(*file))
+            waiting = {name for name in names if name not in self._entries}
+
+    def _look_up(self, path: bytes) -> dict[Which, TreeEntry | None]:
+        self._trees.keep_going()
+        found = self._entries[path] = {which: entry_or_none(tree, path) for which, tree in self._by_name.items()}
+        if self._scopes and not is_at_or_below(path, self._scopes):
+            found["theirs"] = None
+        return found
 
     def _names_of(self, which: Which, inode: int) -> list[bytes]:
         tree = self._by_name[which]

@@ -26,12 +26,16 @@ _Value = TypeVar("_Value")
 
 
 class Sides(Value):
-    """The entries of one path; None where a tree does not have it."""
+    """The entries of one path; None where a tree does not have it.
+
+    `is_content_of_base`: whether `theirs` has the content of `base`; None if that is not known yet.
+    """
 
     path: bytes
     base: TreeEntry | None
     ours: TreeEntry | None
     theirs: TreeEntry | None
+    is_content_of_base: bool | None = None
 
 
 class Trees(Value):

@@ -23,6 +23,7 @@ import msgspec
 
 from protocol.diff.tree_diff import (
     Change,
+    Pair,
     candidate_pairs,
     compare_pairs,
     entry_or_none,
@@ -90,6 +91,7 @@ class _Merger:
         self._above_scopes = set(_directories_above(self._scopes))
         self._now_ns = now_ns
         self._contents = Contents(trees)
+        self._entries_of_ours: dict[bytes, TreeEntry | None] = {}  # of the paths that `theirs` changed
         self._linked: list[bytes] = []  # paths of files with several names
         self._decisions: list[_Decision] = []
         # Directories with something below that exists in the merged tree: without a conflict, or in one.
@@ -107,18 +109,21 @@ class _Merger:
     def run(self, text_merge: TextMerge) -> Merge:
         """See `merge`."""
         changed = {} if self._has_scopes and not self._scopes else self._changed_by_theirs()
-        for path, sides in changed.items():
+        for sides in changed.values():
             self._trees.keep_going()
             if _is_leaf_of_both(sides):
-                assert sides.ours is not None
-                assert sides.theirs is not None
-                self._contents.add(path, _same_type(sides.base, sides.ours), sides.ours, sides.theirs)
+                self._contents.add(sides)
         self._contents.merge_texts(text_merge)
+        self._entries_of_ours = {path: sides.ours for path, sides in changed.items()}
         above = _directories_above(changed)
-        everything = sorted({*changed, *above}, key=walk_order, reverse=True)
-        for path in everything:
+        in_ours = _directories_above([path for path, sides in changed.items() if sides.ours is not None])
+        for path in sorted({*changed, *above}, key=walk_order, reverse=True):
             self._trees.keep_going()
-            self._decide(path, changed.get(path))
+            found = changed.get(path)
+            if found is None and path in in_ours:
+                self._add(_Decision(path))  # a directory that stays as it is
+            else:
+                self._decide(path, found)
         return self._result()
 
     def _changed_by_theirs(self) -> dict[bytes, Sides]:
@@ -133,11 +138,13 @@ class _Merger:
             ours = entry_or_none(trees.ours, path)
             if has_links(base) or has_links(ours) or has_links(theirs):
                 self._linked.append(path)
+            is_content_of_base = None
             if base is not None and theirs is not None:
+                is_content_of_base = trees.is_same_content(trees.base, base, trees.theirs, theirs)
                 has_same_mtime = base.mtime_ns == theirs.mtime_ns or base.is_dir
-                if has_same_mtime and trees.is_same(trees.base, base, trees.theirs, theirs):
+                if is_content_of_base and has_same_mtime and metadata_of(base) == metadata_of(theirs):
                     continue
-            found[path] = Sides(path, base, ours, theirs)
+            found[path] = Sides(path, base, ours, theirs, is_content_of_base)
         return found
 
     # -- one path --------------------------------------------------------------------------------
@@ -362,17 +369,30 @@ class _Merger:
 
     def _changes(self, tree: MergedTree, nodes: dict[bytes, Node | None]) -> Iterator[Change]:
         ours = self._trees.ours
-        for one in compare_pairs(ours, tree, candidate_pairs(ours, tree), contents=False):
+        for one in compare_pairs(ours, tree, self._changed_pairs(tree, nodes), contents=False):
             self._trees.keep_going()
             node = nodes.get(one.path)
             kind = one.kind
-            if kind in (None, "metadata") and node is not None and (node.data is not None or node.tree is not ours):
-                kind = "modified"
-            elif kind is None and node is None:
-                continue
-            elif kind == "modified" and node is not None and node.tree is ours and node.source == one.path:
-                kind = "metadata"
-            yield Change(one.path, kind or "metadata", one.old, one.new)
+            if node is not None and kind in {None, "metadata", "modified"}:
+                has_content = node.data is not None or node.tree is not ours or node.source != one.path
+                kind = "modified" if has_content else "metadata"
+            if kind is not None:
+                yield Change(one.path, kind, one.old, one.new)
+
+    def _changed_pairs(self, tree: MergedTree, nodes: dict[bytes, Node | None]) -> Iterator[Pair]:
+        """The entries, in `ours` and in the merged tree, of the paths that differ and of those below them."""
+        ours = self._trees.ours
+        found: list[Pair] = []
+        for path in sorted(nodes, key=walk_order):
+            node = nodes[path]
+            known = path in self._entries_of_ours
+            old = self._entries_of_ours[path] if known else entry_or_none(ours, path)
+            if node is not None and (
+                node.below == "tree" or (old is not None and old.is_dir and not node.entry.is_dir)
+            ):
+                return candidate_pairs(ours, tree)  # with what `nodes` does not name
+            found.append((old, None if node is None else node.entry))
+        return iter(found)
 
 
 def _same_type(base: TreeEntry | None, ours: TreeEntry) -> TreeEntry | None:
