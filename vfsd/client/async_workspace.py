@@ -161,7 +161,7 @@ class AsyncWorkspace(WorkspaceBase):
     @property
     def async_executor(self) -> AsyncWorkspaceExecutor:
         """The async twin of `executor`: `await ws.async_executor.run(["make", "test"])`."""
-        return AsyncWorkspaceExecutor(self._client)
+        return AsyncWorkspaceExecutor(self._client, self._daemon.socket)
 
     @property
     def last_cancelled(self) -> CancelledCall | None:

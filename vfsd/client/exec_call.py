@@ -111,6 +111,16 @@ class ExecCall:
 
     # -- out ------------------------------------------------------------------------------------------
     @property
+    def is_started(self) -> bool:
+        """Whether the daemon has reported that the command runs."""
+        return self._session is not None
+
+    @property
+    def takes_input(self) -> bool:
+        """Whether the command may read more input: it has not closed it, and `send_input` has not ended it."""
+        return self._takes_input
+
+    @property
     def wants_input(self) -> bool:
         """Whether `send_input` may be called: the command was started and has taken the previous input."""
         return self._takes_input and self._session is not None and self._input is None
