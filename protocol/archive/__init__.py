@@ -29,6 +29,7 @@ returns a tree.
 """
 
 from protocol.archive.limits import ArchiveLimits
+from protocol.archive.mounted import MountedArchive
 from protocol.archive.read import ArchiveTree, open_archive
 from protocol.archive.write import ArchiveSummary, export_archive, write_archive
 from protocol.tree import ByteProgress, no_progress
@@ -38,6 +39,7 @@ __all__ = [
     "ArchiveSummary",
     "ArchiveTree",
     "ByteProgress",
+    "MountedArchive",
     "export_archive",
     "no_progress",
     "open_archive",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -13,7 +14,7 @@ from msgspec.structs import replace as replace_struct
 from protocol.archive.content import decompressed
 from protocol.archive.limits import ArchiveLimits
 from protocol.archive.manifest import PERCENT, SPECIAL, Manifest, Record, decode_manifest, record_xattrs
-from protocol.archive.members import Member, read_members
+from protocol.archive.members import Member, data_start, read_directory, read_members
 from protocol.archive.names import FILES, MANIFEST, check_path, unescape
 from protocol.errors import ArchiveError, shown
 from protocol.tree import TYPE_MASK, ByteProgress, TreeEntry, no_progress
@@ -55,17 +56,41 @@ def read_contents(
     """
     members = read_members(file, limits)
     contents = Contents(_read_manifest(file, members, limits, reserve))
-    records = _records(contents)
-    _place_members(contents, members, records)
-    _place_others(contents, records)
-    _check_counts(contents)
-    _complete_directories(contents, limits)
-    groups = _hard_links(contents)
+    groups = _place(contents, members, limits)
     linked = frozenset(path for group in groups for path in group)
     digests = _check_content(file, contents, linked, progress, check_all=check_content)
     _join_links(contents, groups, digests)
     contents.manifest = replace_struct(contents.manifest, entries=[], hard_links=[])  # `entries` has all of it
     return contents
+
+
+def read_outline(file: BinaryIO, limits: ArchiveLimits, reserve: Callable[[int], None]) -> tuple[Contents, array[int]]:
+    """Read and check the central directory and the manifest of the archive in `file`, and nothing else.  ArchiveError.
+
+    Symlinks have no target yet, members no `data`; names of one file have contents of one size and CRC.  Return also
+    the sorted offsets of all local headers, and that of the central directory.
+    """
+    members, start = read_directory(file, limits, reserve)
+    headers = array("Q", [member.header for member in members] + [start])
+    for number, member in enumerate(members):
+        if member.name == MANIFEST:
+            member.data = data_start(file, member, headers[number + 1])
+    contents = Contents(_read_manifest(file, members, limits, reserve))
+    groups = _place(contents, members, limits)
+    sums = {path: b"%d %d" % (each.size, each.crc) for path, each in contents.members.items()} if groups else {}
+    _join_links(contents, groups, sums)
+    contents.manifest = replace_struct(contents.manifest, entries=[], hard_links=[])
+    return contents, headers
+
+
+def _place(contents: Contents, members: Sequence[Member], limits: ArchiveLimits) -> list[list[bytes]]:
+    """Add all entries of `members` and of the manifest; return the groups of paths that are one file."""
+    records = _records(contents)
+    _place_members(contents, members, records)
+    _place_others(contents, records)
+    _check_counts(contents)
+    _complete_directories(contents, limits)
+    return _hard_links(contents)
 
 
 def _read_manifest(

@@ -7,6 +7,7 @@ without overlap or gap, so that no two readers can see different entries.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from operator import attrgetter
 from typing import BinaryIO, Final
 
@@ -21,6 +22,7 @@ _COMMENT_MAX: Final = 0xFFFF
 _VERSION_MAX: Final = 63  # of APPNOTE 6.3, the newest
 _PLAIN_FLAGS: Final = zr.FLAG_UTF8 | zr.FLAG_DESCRIPTOR
 _NS: Final = 1_000_000_000
+_MEMBER_BYTES: Final = 1024  # memory of an entry while it is checked: a Member, a TreeEntry, names
 
 
 class Member(msgspec.Struct, gc=False):
@@ -52,17 +54,29 @@ class Member(msgspec.Struct, gc=False):
 
 def read_members(file: BinaryIO, limits: ArchiveLimits) -> list[Member]:
     """Read the entries, ordered by the offset of their data; names and sizes within `limits`.  ArchiveError."""
+    members, start = read_directory(file, limits)
+    ends = [member.header for member in members] + [start]
+    for member, end in zip(members, ends[1:], strict=True):
+        member.data = data_start(file, member, end)
+    return members
+
+
+def read_directory(
+    file: BinaryIO, limits: ArchiveLimits, reserve: Callable[[int], None] = lambda _: None
+) -> tuple[list[Member], int]:
+    """Read the entries as `read_members`, but from the central directory only: `data` is 0.  And its offset.
+
+    `reserve` is called with the memory in bytes that the entries are about to take.
+    """
     start, length, count = _find_directory(file)
     if count > limits.entries:
         raise ArchiveError(f"the archive has {count} entries, more than {limits.entries}")
+    reserve(length + _MEMBER_BYTES * count)
     members = _read_directory(file, start, length, count)
     _check_limits(members, limits)
     members.sort(key=attrgetter("header"))
     _check_overlap(members, start)
-    ends = [member.header for member in members] + [start]
-    for member, end in zip(members, ends[1:], strict=True):
-        member.data = _data_start(file, member, end)
-    return members
+    return members, start
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes:
@@ -237,7 +251,7 @@ def _check_overlap(members: list[Member], directory: int) -> None:
         raise ArchiveError("the archive has bytes before its first entry", members[0].shown)
 
 
-def _data_start(file: BinaryIO, member: Member, end: int) -> int:
+def data_start(file: BinaryIO, member: Member, end: int) -> int:
     """The offset of the data of `member`; checks its local header, and that its data ends at offset `end`."""
     local = _read(file, member.header, zr.LOCAL.size + len(member.name))
     if len(local) < zr.LOCAL.size + len(member.name) or not local.startswith(zr.SIGNATURE_LOCAL):

@@ -5,6 +5,7 @@ from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarg
 from protocol.store.format.layout import STORE_VARIABLE, default_directory
 from protocol.store.format.packs import DamagedError
 from protocol.store.journal import InterruptedRestore
+from protocol.store.mounted import MountedSnapshot
 from protocol.store.restore import Problem, RestoredChanges, RestoreRequest
 from protocol.store.store import Store
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
@@ -19,6 +20,7 @@ __all__ = [
     "DirectoryTarget",
     "GarbageReport",
     "InterruptedRestore",
+    "MountedSnapshot",
     "Problem",
     "RestoreRequest",
     "RestoredChanges",

@@ -34,6 +34,7 @@ from protocol.store.format.objects import NewObjects
 from protocol.store.format.packs import DamagedError, PackWriter
 from protocol.store.format.records import Record, encode_record, info_of
 from protocol.store.journal import InterruptedRestore, RestoreJournal
+from protocol.store.mounted import MountedSnapshot
 from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, RestoreRun, plan
 from protocol.store.trees import MerkleTree
 from protocol.store.upkeep import CheckReport, GarbageReport
@@ -192,6 +193,21 @@ class Store:
         self._require(name)
         with self.layout.shared():
             yield self._stored_tree(workspace, name)
+
+    def mounted(self, workspace: str, name: str) -> MountedSnapshot:
+        """A snapshot that stays readable until the caller closes it, also if it is dropped.  SnapshotNotFoundError.
+
+        It uses the files of this store, and closes them.
+        """
+        self._require(name)
+        with self.layout.shared():
+            return MountedSnapshot(self.layout, self.blobs, self._catalog.get(workspace, name).root)
+
+    def workspaces_with(self, name: str) -> list[str]:
+        """The keys of the workspaces that have a snapshot `name`, sorted."""
+        if not self.layout.exists():
+            return []
+        return sorted(record.workspace for record in self._catalog.all() if record.name == name)
 
     def _stored_tree(self, workspace: str, name: str) -> MerkleTree:
         return MerkleTree(self._catalog.get(workspace, name).root, self.blobs.listing, self.blobs)

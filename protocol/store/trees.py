@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from protocol.store.directory.source import Source
 
 _LISTINGS_KEPT: Final = 64
+_ROWS_KEPT: Final = 32_768  # in several listings: some MiB
 ReadRows: TypeAlias = Callable[[bytes], list[Row]]
 
 
@@ -51,7 +52,9 @@ class MerkleTree:
             self._listings.move_to_end(row.content)
             return cached
         cached = self._listings[row.content] = {below.name: below for below in self.listed(path, row)}
-        if len(self._listings) > _LISTINGS_KEPT:
+        while len(self._listings) > 1 and (
+            len(self._listings) > _LISTINGS_KEPT or sum(map(len, self._listings.values())) > _ROWS_KEPT
+        ):
             self._listings.popitem(last=False)
         return cached
 
@@ -76,6 +79,13 @@ class MerkleTree:
         if not row.is_dir:
             raise os_error(errno.ENOTDIR, shown(path))
         return list(self._names(path, row))
+
+    def name_rows(self, path: bytes) -> list[tuple[bytes, int, int]]:
+        """The name, mode and link number of each entry of a directory: `protocol.backends.overlay.tree_lower`."""
+        row = self.row(path)
+        if not row.is_dir:
+            raise os_error(errno.ENOTDIR, shown(path))
+        return [(name, below.mode, below.more.link) for name, below in self._names(path, row).items()]
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
         pending = [(path, self.row(path))]

@@ -25,6 +25,7 @@ from protocol.store.format.packs import DamagedError, PackWriter, damaged_blob
 from protocol.store.format.records import Record, read_record, workspace_and_serial
 from protocol.store.format.rows import Row
 from protocol.store.journal import RestoreJournal
+from protocol.store.leases import leased
 
 if TYPE_CHECKING:
     from protocol.store.format.blobs import Blobs
@@ -250,7 +251,8 @@ def collect_garbage(
             raise next(iter(blobs.packs.damaged.values()))
         packs = blobs.packs.all()
         snapshots = [pack for pack in packs if workspace_and_serial(pack.name) is not None]
-        needed = _needed(blobs, [read_record(pack).root for pack in snapshots], tolerant=repair)
+        roots = [read_record(pack).root.content for pack in snapshots]
+        needed = _needed(blobs, [*roots, *leased(layout)], tolerant=repair)
         run = _Collection(layout, blobs, needed, progress)
         # First the steps that need no space, because the disk may be full.
         run.remove_temporaries()
@@ -295,10 +297,10 @@ def _remove_damage(layout: Layout, blobs: Blobs, progress: ByteProgress) -> tupl
     return sum(sizes), len(sizes)
 
 
-def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]:
-    """The digests of everything that `roots` need; `tolerant` skips missing listings."""
+def _needed(blobs: Blobs, roots: Iterable[bytes], *, tolerant: bool) -> set[bytes]:
+    """The digests of everything that the listings `roots` need; `tolerant` skips missing listings."""
     needed: set[bytes] = set()
-    pending = [root.content for root in roots]
+    pending = list(roots)
     while pending:
         digest = pending.pop()
         if digest in needed:

@@ -83,7 +83,7 @@ class Below(Driver):
 # All of an inode but what it holds.
 SHOWN = (
     "mode", "nlink", "uid", "gid", "size", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "epoch", "born",
-    "generation", "lookups", "links", "xattrs",
+    "generation", "links", "xattrs",
 )  # fmt: skip
 
 

@@ -66,6 +66,8 @@ _option = functools.partial(click.option, cls=_MountOption)
     vfsd mount ~/work --from backup.zip --read-only
     vfsd mount ~/work --backend host:~/project --cache-timeout 5
     vfsd mount ~/work --backend overlay:~/project --exclude .env
+    vfsd mount ~/work --backend overlay:~/release.zip
+    vfsd mount ~/work --backend overlay:snapshot:before@~/project
     vfsd mount ~/work --sandbox image:docker.io/library/python:3.12 --snapshot-each
     vfsd mount ~/work --backend container:web --workdir /srv/app
     vfsd mount ~/work --backend image:docker.io/library/python:3.12
@@ -84,9 +86,9 @@ _option = functools.partial(click.option, cls=_MountOption)
     default="memory",
     show_default=True,
     metavar="BACKEND",
-    help="Where the content is: memory, host:DIR, overlay:DIR, container:NAME (a running Podman container),"
-    " image:REF (a new container of that image, removed with the workspace), or exec:'COMMAND' (a directory where"
-    " COMMAND starts a Python, such as 'ssh HOST python3').",
+    help="Where the content is: memory, host:DIR, overlay:DIR, overlay:FILE.zip, overlay:snapshot:NAME[@DIR] (a"
+    " snapshot on disk), container:NAME (a running Podman container), image:REF (a new container of that image, removed"
+    " with the workspace), or exec:'COMMAND' (a directory where COMMAND starts a Python, such as 'ssh HOST python3').",
 )
 @_option("--name", type=NAME, help="The workspace's name; by default made from the mountpoint.")
 @_option("--engine", type=_EngineName(ENGINES), default="auto", show_default=True, help="The FUSE implementation.")

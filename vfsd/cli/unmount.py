@@ -240,7 +240,7 @@ def _holds(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
     """Describe what would be lost, without a full stop."""
     if _only_snapshots(found):
         return f"{record.name} holds {counted(found.snapshots, 'snapshot')}, but no changes that were not applied"
-    what = "that were not applied" if BackendSpec.split(record.backend).kind == "overlay" else "that were not exported"
+    what = "that were not applied" if _applies(record) else "that were not exported"
     since = f" since {output.show_time(found.saved_at)}" if found.saved_at else ""
     parts = []
     if found.files is not None:
@@ -257,12 +257,16 @@ def _only_snapshots(found: messages.UnsavedResult) -> bool:
     return bool(found.snapshots) and found.changes == messages.ChangeCounts()
 
 
+def _applies(record: WorkspaceRecord) -> bool:
+    """Whether the changes can be applied to a directory below."""
+    return BackendSpec.split(record.backend).lower_layer == "directory"
+
+
 def _advice(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
     if _only_snapshots(found):
         save = f"`vfsd export -w {record.name} --snapshot NAME FILE.zip` saves one"
         return f"{save}, `vfsd unmount {record.name} --discard` drops them"
-    is_overlay = BackendSpec.split(record.backend).kind == "overlay"
-    applies = f"`vfsd apply -w {record.name}` writes them, " if is_overlay else ""
+    applies = f"`vfsd apply -w {record.name}` writes them, " if _applies(record) else ""
     unmount = f"vfsd unmount {record.name}"
     return f"{applies}`{unmount} --export FILE.zip` saves them, `{unmount} --discard` drops them"
 

@@ -6,14 +6,15 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack
+
+from msgspec.structs import replace
 
 from protocol.backends.container.podman.address import parse_address
 from vfsd.client.paths import current_directory
 from vfsd.client.requests import FilePath
 from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
-from vfsd.wire.backend_spec import parse_backend
+from vfsd.wire.backend_spec import BackendSpec, parse_backend
 from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
 from vfsd.wire.options import CacheChoice, MountOptions, TransportChoice, WakeupsChoice
 
@@ -27,6 +28,11 @@ def _host_directory(directory: str, mountpoint: str) -> str:
     if not os.path.isdir(path):
         code = errno.ENOTDIR if os.path.lexists(path) else errno.ENOENT
         raise OSError(code, "there is no such directory to serve" if code == errno.ENOENT else "not a directory", path)
+    _check_apart(path, mountpoint)
+    return path
+
+
+def _check_apart(path: str, mountpoint: str) -> None:
     real, real_mountpoint = os.path.realpath(path), os.path.realpath(mountpoint)
     if real == real_mountpoint:
         raise ValueError(f"{path} cannot be served at itself: mount it at another directory")
@@ -35,7 +41,30 @@ def _host_directory(directory: str, mountpoint: str) -> str:
         raise ValueError(f"the mountpoint {mountpoint} is inside {path}, which it would show")
     if common == real_mountpoint:
         raise ValueError(f"{path} is inside the mountpoint {mountpoint}, which would hide it")
+
+
+def _archive_below(file: str, mountpoint: str) -> str:
+    """Return the ZIP file as an absolute path.
+
+    OSError if it is not a regular file; ValueError if `mountpoint` would hide it.
+    """
+    path = os.path.abspath(file)
+    if not os.path.isfile(path):
+        if os.path.lexists(path):
+            raise OSError(errno.EINVAL, "not a regular file, so not an archive", path)
+        raise FileNotFoundError(errno.ENOENT, "there is no such archive to serve", path)
+    _check_apart(path, mountpoint)
     return path
+
+
+def _absolute_backend(spec: BackendSpec, mountpoint: str) -> BackendSpec:
+    """Make the paths of a backend absolute, and check them.  OSError, ValueError."""
+    if spec.snapshot is not None:
+        name, directory = spec.snapshot
+        return spec.with_snapshot(name, os.path.abspath(directory) if directory else "")
+    if spec.lower_layer == "archive":
+        return replace(spec, argument=_archive_below(spec.argument, mountpoint))
+    return replace(spec, argument=_host_directory(spec.argument, mountpoint)) if spec.is_path else spec
 
 
 def _check_patterns(name: str, patterns: tuple[str, ...]) -> None:
@@ -90,8 +119,7 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
     if not os.fspath(mountpoint):
         raise ValueError("the mountpoint is an empty string")  # `abspath` would make it the current directory
     path = os.path.abspath(mountpoint)
-    if spec.is_directory:
-        spec = replace(spec, argument=_host_directory(spec.argument, path))
+    spec = _absolute_backend(spec, path)
     given: dict[str, Any] = dict(arguments)
     if given.get("name") is None:
         given["name"] = unique_name(path)

@@ -182,6 +182,8 @@ class Workspace(WorkspaceBase):
         - "memory";
         - "overlay:DIR": changes are held in memory over a directory that is only read.  Paths that match the patterns
           `exclude` (gitignore's syntax) are hidden; with `include` only the files that match are shown.
+        - "overlay:FILE.zip", "overlay:snapshot:NAME[@DIR]": the same over an archive, or over a snapshot in the `store`
+          (docs/overlays.md).
         - "host:DIR": a directory of the host, which other programs may change too.  Their changes are visible after
           `cache_timeout_s` seconds at the latest (None: 1).
         - "container:NAME": the directory `workdir` (None: "/workspace") of a container of the Podman at `podman_url`

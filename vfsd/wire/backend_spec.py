@@ -5,7 +5,10 @@ Packages add a kind with an entry point in the group `vfsd.backends`; `vfsd.daem
 
 from __future__ import annotations
 
-from typing import Final
+import os
+from typing import Final, Literal
+
+from msgspec.structs import replace
 
 from protocol.values import Value
 from vfsd.wire.entry_points import BACKENDS_GROUP, entry_point_names
@@ -20,12 +23,13 @@ BACKENDS: Final = {
     "exec": "exec:COMMAND",
 }
 _ARGUMENTS: Final = {
-    "overlay": "a directory",
+    "overlay": "a directory, FILE.zip or snapshot:NAME",
     "host": "a directory",
     "container": "a container's name",
     "image": "an image's name",
     "exec": "a command that starts a Python",
 }
+_SNAPSHOT: Final = "snapshot:"  # a directory of such a name is written "./snapshot:..."
 
 
 class BackendSpec(Value):
@@ -41,9 +45,36 @@ class BackendSpec(Value):
         return cls(kind, argument)
 
     @property
-    def is_directory(self) -> bool:
+    def is_path(self) -> bool:
         """Whether `argument` is a path on this host."""
-        return self.kind in {"host", "overlay"}
+        return self.kind == "host" or (self.kind == "overlay" and self.snapshot is None)
+
+    @property
+    def snapshot(self) -> tuple[str, str] | None:
+        """The name and the directory ("" if there is none) in "overlay:snapshot:NAME@DIRECTORY"; else None.
+
+        The last "@" before the first slash separates them, because a name may contain "@" and a path may, too.
+        """
+        if self.kind != "overlay" or not self.argument.startswith(_SNAPSHOT):
+            return None
+        text = self.argument.removeprefix(_SNAPSHOT)
+        first, slash, rest = text.partition("/")
+        name, _, directory = first.rpartition("@")
+        return (name, directory + slash + rest) if name else (text, "")
+
+    def with_snapshot(self, name: str, directory: str) -> BackendSpec:
+        """Return this backend over a stored snapshot: the inverse of `snapshot`."""
+        return replace(self, argument=f"{_SNAPSHOT}{name}@{directory}" if directory else f"{_SNAPSHOT}{name}")
+
+    @property
+    def lower_layer(self) -> Literal["directory", "archive", "snapshot"] | None:
+        """What is below an overlay; None for other backends.  A directory may have a name that ends in ".zip"."""
+        if self.kind != "overlay":
+            return None
+        if self.snapshot is not None:
+            return "snapshot"
+        is_archive = self.argument.lower().endswith(".zip") and not os.path.isdir(self.argument)
+        return "archive" if is_archive else "directory"
 
     @property
     def form(self) -> str:
@@ -73,6 +104,8 @@ def parse_backend(text: str) -> BackendSpec:
     if spec.kind in _ARGUMENTS:
         if not spec.argument:
             raise ValueError(f"{text!r} lacks {_ARGUMENTS[spec.kind]} after the colon")
+        if spec.snapshot is not None and not spec.snapshot[0]:
+            raise ValueError(f"{text!r} lacks the snapshot's name: write overlay:snapshot:NAME[@DIRECTORY]")
         if spec.kind == "exec":
             # Start-up: only this kind needs the parser of command lines.
             from protocol.backends.remote.command import RemoteCommand  # noqa: PLC0415

@@ -58,15 +58,18 @@ class Scope(Value):
 
     def allows(self, values: Mapping[str, Any]) -> bool:
         kind = values["backend"].kind
+        if values["backend"].lower_layer == "snapshot" and _OVER_SNAPSHOT in self.backends:
+            return True
         return kind in self.backends or kind not in BACKENDS or any(is_given(values, name) for name in self.options)
 
     @property
     def places(self) -> str:
         """The backends and options joined by "or", with options as placeholders."""
-        names = [BACKENDS[kind] for kind in self.backends] + [f"{{{name}}}" for name in self.options]
+        names = [BACKENDS.get(kind, kind) for kind in self.backends] + [f"{{{name}}}" for name in self.options]
         return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
 
 
+_OVER_SNAPSHOT: Final = "overlay:snapshot:NAME"  # this kind of overlay only
 _IN_MEMORY: Final = ("memory", "overlay")
 _ON_DISK: Final = ("host", "container", "image", "exec")
 _LIMITS: Final = Scope(_IN_MEMORY, "the other backends have the limits of their file system")
@@ -80,7 +83,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "max_memory": _LIMITS,
     "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes what is in memory, so it is cached without a time limit"),
     "cache": Scope(_IN_MEMORY, "other programs see the files of the other backends, so a write there must not wait"),
-    "store": Scope(_ON_DISK, "the other backends keep snapshots in memory"),
+    "store": Scope((*_ON_DISK, _OVER_SNAPSHOT), "the other backends keep snapshots in memory"),
     "include": _FILTER,
     "exclude": _FILTER,
     "sandbox": Scope(

@@ -8,6 +8,7 @@
                          <id>.pack: contents of dropped snapshots
     objects/ab/cdef...   large contents, a file each
     workspaces/<id>/     key, serial, lock, cache, journal
+    leases/              a file for each snapshot that a process has mounted, locked by that process
     tmp/                 files that are being written
 
 Locks are flock(2), so a process that dies leaves no lock behind.

@@ -113,11 +113,14 @@ def refuse_other_archives(file: str) -> None:
 def in_home(backend: str) -> str:
     """Expand the `~` of host:~/DIR and overlay:~/DIR, which a shell does only at the beginning of a word."""
     spec = BackendSpec.split(backend)
-    return f"{spec.kind}:{os.path.expanduser(spec.argument)}" if spec.is_directory and spec.argument else backend
+    if spec.snapshot is not None:
+        name, directory = spec.snapshot
+        return str(spec.with_snapshot(name, os.path.expanduser(directory)))
+    return f"{spec.kind}:{os.path.expanduser(spec.argument)}" if spec.is_path and spec.argument else backend
 
 
 class Backend(_TextType):
-    """memory, host:DIR, overlay:DIR, container:NAME, image:REF or exec:COMMAND."""
+    """memory, host:DIR, overlay:DIR (or :FILE.zip, :snapshot:NAME), container:NAME, image:REF or exec:COMMAND."""
 
     name = "backend"
 

@@ -1,4 +1,4 @@
-"""The opener of `overlay`: a volume in memory on top of a directory of this host."""
+"""The opener of `overlay`: a volume in memory on top of a directory, an archive or a stored snapshot of this host."""
 
 from __future__ import annotations
 
@@ -13,16 +13,30 @@ from vfsd.daemon.snapshots.archives import archive, read_origin
 from vfsd.machine.memory_limits import default_max_memory
 
 if TYPE_CHECKING:
+    from protocol.backends.overlay.lower import Lower
     from vfsd.wire.options import MountOptions
 
 
 def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
     """A `BackendOpener`."""
-    directory = options.workspace.backend.argument
-    recovered = recover_apply(options, directory)
     limit = options.limits.max_memory or default_max_memory(options.limits.max_bytes)
+    recovered = None
+    lower: Lower | bytes
+    # Start-up: a mount imports only the layer that it uses.
+    if options.workspace.backend.lower_layer == "snapshot":
+        from vfsd.daemon.backends.lower_snapshot import open_snapshot  # noqa: PLC0415
+
+        lower = open_snapshot(options)
+    elif options.workspace.backend.lower_layer == "archive":
+        from vfsd.daemon.backends.lower_archive import open_archive_below  # noqa: PLC0415
+
+        lower = open_archive_below(options.workspace.backend.argument, limit)
+    else:
+        directory = options.workspace.backend.argument
+        recovered = recover_apply(options, directory)
+        lower = os.fsencode(directory)
     volume = OverlayVolume(
-        os.fsencode(directory),
+        lower,
         options.limits.max_bytes or limit,
         options.limits.max_inodes,
         include=options.content.include,

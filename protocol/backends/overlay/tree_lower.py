@@ -1,0 +1,228 @@
+"""TreeLower: an immutable tree as the lower layer of an overlay, such as an archive or a stored snapshot.
+
+Inode numbers come from a hash of the path, or of the link group for a file with several names.  So they are the same at
+every mount, and a path has the same number in two archives or snapshots of one directory.  The ctime and the atime are
+the mtime, because trees have no others.
+
+Content that is missing, truncated or damaged cannot be read (EIO), which is logged once for each path.
+
+Threading: any thread; a lock gives the tree to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES
+from protocol.backends.overlay.lower import Identity, Lower, LowerEntry, LowerFile, LowerStat
+from protocol.errors import os_error, shown
+from protocol.tree import TYPE_MASK
+from protocol.values import Value
+
+if TYPE_CHECKING:
+    from protocol.tree import TreeEntry
+
+_logger = logging.getLogger(__name__)
+_NUMBER_BYTES: Final = 6  # fewer than FIRST_NEW_NUMBER has
+_MOST_REPORTED: Final = 100  # damaged paths that are logged
+_SECTOR_BYTES: Final = 512
+# Of this process and not of the tree, or no damage: an entry that was not readable when the snapshot was taken.
+_PASSED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EACCES})
+NameRow: TypeAlias = tuple[bytes, int, int]
+"""Name, mode, and a number that only the names of one file have in common (0: the file has one name)."""
+
+
+class LowerTree(Protocol):
+    """A tree over which an overlay can be mounted.  Each method reads what it needs, when it is called.
+
+    OSError; ENOENT and ENOTDIR as for `protocol.tree.Tree`.
+    """
+
+    def entry(self, path: bytes) -> TreeEntry:
+        """Return the entry at `path`, without following symlinks."""
+        ...
+
+    def rows(self, path: bytes) -> Iterable[NameRow]:
+        """Return the entries of a directory, whose attributes and content are not read."""
+        ...
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        """Return `size` bytes of a regular file from `offset`, fewer only at its end.  They are verified."""
+        ...
+
+
+class TreeStat(Value):
+    """A `LowerStat`."""
+
+    st_mode: int
+    st_ino: int
+    st_nlink: int
+    st_uid: int
+    st_gid: int
+    st_size: int
+    st_mtime_ns: int
+    st_rdev: int
+
+    @property
+    def st_dev(self) -> int:
+        return 0
+
+    @property
+    def st_atime_ns(self) -> int:
+        return self.st_mtime_ns
+
+    @property
+    def st_ctime_ns(self) -> int:
+        return self.st_mtime_ns
+
+    @property
+    def st_blocks(self) -> int:
+        return -(-self.st_size // _SECTOR_BYTES)
+
+
+class TreeLower(Lower):
+    """The tree `tree`, called `name` in the log.
+
+    `memory_bytes` is what the tree takes.  `check` is called about once a second; `close` at the end.
+    """
+
+    can_change = False
+
+    def __init__(
+        self,
+        tree: LowerTree,
+        name: str,
+        *,
+        memory_bytes: int = 0,
+        check: Callable[[], None] = lambda: None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._tree = tree
+        self._name = name
+        self.memory_bytes = memory_bytes
+        self._check = check
+        self._close = close
+        self._lock = threading.RLock()
+        self._recent: tuple[bytes, TreeEntry] | None = None  # an inode is made with three calls for one path
+        self._reported: set[bytes] = set()
+
+    @contextmanager
+    def _reading(self, path: bytes) -> Iterator[None]:
+        """Hold the lock; turn damage into EIO, and log it once."""
+        try:
+            with self._lock:
+                yield
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as error:
+            if error.errno in _PASSED:
+                raise
+            if path not in self._reported and len(self._reported) < _MOST_REPORTED:
+                self._reported.add(path)
+                reason = error.strerror or str(error)
+                text = "a file below the overlay, in %s, cannot be read: %s"
+                _logger.error(text, self._name, reason, extra={"path": shown(path)})  # noqa: TRY400 -- one line
+            raise os_error(errno.EIO, shown(path)) from error
+
+    def _entry(self, path: bytes) -> TreeEntry:
+        recent = self._recent
+        if recent is not None and recent[0] == path:
+            return recent[1]
+        with self._reading(path):
+            entry = self._tree.entry(path)
+        self._recent = path, entry
+        return entry
+
+    def stat(self, path: bytes) -> TreeStat:
+        entry = self._entry(path)
+        nlink, size = entry.nlink, entry.size
+        if entry.is_dir:
+            nlink, size = self._counted(path)
+        number = _number(path, entry.inode if nlink > 1 and not entry.is_dir else 0)
+        return TreeStat(entry.mode, number, nlink, entry.uid, entry.gid, size, entry.mtime_ns, entry.rdev)
+
+    def _counted(self, path: bytes) -> tuple[int, int]:
+        """The link count and the size of a directory."""
+        try:
+            with self._reading(path):
+                modes = [mode for _, mode, _ in self._tree.rows(path)]
+        except OSError:  # its directory can be listed all the same
+            return 1, DIRECTORY_BASE_BYTES
+        return 2 + sum(map(stat.S_ISDIR, modes)), DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(modes)
+
+    def readlink(self, path: bytes) -> bytes:
+        return self._entry(path).target
+
+    def xattrs(self, path: bytes) -> dict[bytes, bytes] | None:
+        return dict(self._entry(path).xattrs) or None
+
+    def scan(self, path: bytes) -> list[LowerEntry]:
+        with self._reading(path):
+            rows = list(self._tree.rows(path))
+        prefix = path + b"/" if path else b""
+        found = []
+        for name, mode, link in rows:
+            number = _number(prefix + name, link)
+            found.append(LowerEntry(name, mode & TYPE_MASK, (1, link) if link else (0, number), number))
+        return found
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        """Return `size` bytes of the file at `path` from `offset`.  OSError (EIO) if it has fewer, or is damaged."""
+        with self._reading(path):
+            data = self._tree.read(path, offset, size)
+            if len(data) != size:
+                raise OSError(errno.EIO, "the file is shorter than its entry says")
+        return data
+
+    def file(self, path: bytes, seen: LowerStat) -> TreeFile:
+        return TreeFile(self, path, seen)
+
+    def is_same(self, now: Identity, was: Identity) -> bool:
+        return now == was
+
+    def forget(self, file: LowerFile) -> None:
+        """The files do not change."""
+
+    def check(self) -> None:
+        self._check()
+
+    def forking(self) -> AbstractContextManager[object]:
+        return self._lock
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+
+class TreeFile(LowerFile):
+    """See `LowerFile`."""
+
+    __slots__ = ("lower",)
+
+    def __init__(self, lower: TreeLower, path: bytes, seen: LowerStat) -> None:
+        super().__init__(path, seen)
+        self.lower = lower
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.lower.read(self.path, offset, size)
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """All of the file: trees do not know holes."""
+        end = min(end, self.size)
+        if start < end:
+            yield start, end
+
+    def keep(self) -> None:
+        """The content stays."""
+
+
+def _number(path: bytes, link: int) -> int:
+    hashed = b"\0%d" % link if link else path  # no path contains a NUL byte
+    return int.from_bytes(blake2b(hashed, digest_size=_NUMBER_BYTES).digest(), "little")

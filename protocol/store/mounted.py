@@ -1,0 +1,72 @@
+"""MountedSnapshot: a stored snapshot that stays readable while it is open, whatever is dropped or collected meanwhile.
+
+A lease makes garbage collections keep the contents.  A collection may move them to another pack, so a content that is
+gone is looked for again in the packs that exist then.
+
+Threading: one thread at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
+
+from protocol.store.format.packs import DamagedError
+from protocol.store.leases import Lease
+from protocol.store.trees import MerkleTree
+
+if TYPE_CHECKING:
+    from protocol.store.format.blobs import Blobs
+    from protocol.store.format.layout import Layout
+    from protocol.store.format.rows import Row
+    from protocol.tree import TreeEntry
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_ATTEMPTS: Final = 3
+_CACHES_BYTES: Final = 16 << 20  # listings and chunks that were read last
+_INDEX_FACTOR: Final = 4  # memory of the lookup tables, to the size of the packs' indexes
+
+
+class MountedSnapshot:
+    """The snapshot whose root is `root`.  Implements `protocol.backends.overlay.tree_lower.LowerTree`.
+
+    Make it while the store's lock is held shared, and close it.
+    """
+
+    def __init__(self, layout: Layout, blobs: Blobs, root: Row) -> None:
+        self._layout = layout
+        self._blobs = blobs
+        self._tree = MerkleTree(root, blobs.listing, blobs)
+        self._lease = Lease(layout, root.content)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that the store's index and the caches take."""
+        return _CACHES_BYTES + _INDEX_FACTOR * sum(len(pack.index) for pack in self._blobs.packs.all())
+
+    def entry(self, path: bytes) -> TreeEntry:
+        return self._reading(self._tree.entry, path)
+
+    def rows(self, path: bytes) -> list[tuple[bytes, int, int]]:
+        return self._reading(self._tree.name_rows, path)
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        return self._reading(self._tree.read, path, offset, size)
+
+    def _reading(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        for attempt in range(_ATTEMPTS):
+            try:
+                return read(*args, **kwargs)
+            except DamagedError:
+                # A collection may have moved the content; or, during this very call, may be moving it.
+                if attempt == _ATTEMPTS - 1 or not os.path.isdir(self._layout.packs):
+                    raise
+                self._blobs.packs.refresh()
+        raise AssertionError
+
+    def close(self) -> None:
+        """End the lease and close the store's files."""
+        self._lease.close()
+        self._blobs.close()

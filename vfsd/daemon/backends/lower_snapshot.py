@@ -1,0 +1,52 @@
+"""Opens a snapshot that is stored on this host as the lower layer of an overlay."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+from protocol.backends.overlay.tree_lower import TreeLower
+from protocol.errors import SnapshotNotFoundError
+from protocol.store import Store
+from vfsd.daemon.backends.shared import check_outside
+
+if TYPE_CHECKING:
+    from vfsd.wire.options import MountOptions
+
+
+def open_snapshot(options: MountOptions) -> TreeLower:
+    """Open the snapshot that "overlay:snapshot:NAME[@DIRECTORY]" names.  OSError, ValueError.
+
+    With a directory it is a snapshot of the workspace host:DIRECTORY, else of the only workspace in the store that has
+    one of this name.
+    """
+    named = options.workspace.backend.snapshot
+    assert named is not None
+    name, directory = named
+    store = Store(options.workspace.store)
+    check_outside(options, store)
+    try:
+        key = f"host:{os.path.realpath(directory)}" if directory else _only_workspace(store, name)
+        try:
+            mounted = store.mounted(key, name)
+        except SnapshotNotFoundError:
+            advice = f"{key} has no snapshot of this name in the store {store.directory}; `vfsd store list` shows all"
+            raise FileNotFoundError(errno.ENOENT, advice, name) from None
+    except BaseException:
+        store.close()
+        raise
+    return TreeLower(mounted, f"the snapshot {name} of {key}", memory_bytes=mounted.memory_bytes, close=mounted.close)
+
+
+def _only_workspace(store: Store, name: str) -> str:
+    """Return the key of the only workspace that has a snapshot `name`.  FileNotFoundError; ValueError if several do."""
+    keys = store.workspaces_with(name)
+    if not keys:
+        advice = f"the store {store.directory} has no snapshot of this name; `vfsd store list` shows all"
+        raise FileNotFoundError(errno.ENOENT, advice, name)
+    if len(keys) > 1:
+        directories = [key.removeprefix("host:") for key in keys if key.startswith("host:")]
+        example = f"overlay:snapshot:{name}@{directories[0]}" if directories else f"overlay:snapshot:{name}@DIRECTORY"
+        raise ValueError(f"{len(keys)} workspaces have a snapshot {name} ({', '.join(keys)}): write {example}")
+    return keys[0]
