@@ -240,8 +240,8 @@ class _Started:
 
 def _clear_dead(pid: int, mountpoint: str) -> None:
     mount = mount_at(mountpoint)
-    if mount is not None and mount.is_vfsd and mounts.is_dead(mountpoint):
-        mounts.clear_dead_mount(mountpoint)
+    if mount is not None and mount.is_vfsd and mounts.is_dead(mountpoint, timeout_s=START_TIMEOUT_S):
+        mounts.clear_dead_mount(mountpoint, timeout_s=START_TIMEOUT_S)
     for record in read_records():
         if record.pid == pid and record.mountpoint == mountpoint and not record.alive:
             remove_record(record)

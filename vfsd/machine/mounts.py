@@ -115,14 +115,14 @@ def _check_directory(path: str) -> None:
         raise PermissionError(errno.EACCES, "you cannot write to the mountpoint, which fusermount3 requires", path)
 
 
-def clear_dead_mount(path: str) -> Mount | None:
+def clear_dead_mount(path: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> Mount | None:
     """Unmount the dead vfsd mount at `path` and return it; None if there is none.
 
     OSError (EBUSY) for a mount that is alive, is not vfsd's, or has another mount below it.
     """
     cleared: Mount | None = None
     while (mount := mount_at(path)) is not None:
-        if not mount.is_vfsd or not is_dead(path):
+        if not mount.is_vfsd or not is_dead(path, timeout_s=timeout_s):
             if cleared is not None:
                 break  # the mount under the dead one is not vfsd's to remove
             raise OSError(errno.EBUSY, f"not a dead workspace but {mount.describe()}", path)
