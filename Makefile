@@ -23,7 +23,7 @@ REWIND_S ?= 120
 PAIRS ?= 20
 MATPLOTLIB := $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet -e '.[bench]'
 
-.PHONY: help setup demo test test-integrations coverage coverage-report lint format bench bench-short clean
+.PHONY: help setup demo test test-integrations test-weakincentives coverage coverage-report lint format bench bench-short clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,7 +55,25 @@ test-integrations: ## vfsd with the real Claude Code and other agents, against a
 	@scripts/sdist $(INTEGRATIONS)/bin/python openai-agents $(INTEGRATIONS)/openai-agents
 	VFSD_INTEGRATIONS=1 VFSD_CLAUDE=$(CURDIR)/$(INTEGRATIONS)/npm/node_modules/.bin/claude \
 	VFSD_OPENAI_AGENTS_SOURCE=$(CURDIR)/$(INTEGRATIONS)/openai-agents \
-	$(INTEGRATIONS)/bin/pytest -p no:asyncio tests/integrations $(ARGS)
+	$(INTEGRATIONS)/bin/pytest -p no:asyncio tests/integrations --ignore tests/integrations/test_weakincentives.py $(ARGS)
+	@$(if $(ARGS),,$(MAKE) test-weakincentives)
+
+# weakincentives needs Python 3.12, which .venv need not have.
+WINK := .venv-weakincentives
+PYTHON312 ?= $(shell for each in python3.13 python3.12 python3; do \
+if $$each -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then command -v $$each; break; fi; done)
+test-weakincentives: ## vfsd with weakincentives, and its own tests; needs Python 3.12 (PYTHON312=/path/to/python)
+ifeq ($(PYTHON312),)
+	@echo "test-weakincentives: not run: there is no Python 3.12 or newer (PYTHON312=/path/to/python names one)"
+else
+	@$(BOOTSTRAP) fuse tests
+	@[[ -x $(WINK)/bin/python ]] || $(PYTHON312) -m venv $(WINK)
+	@$(WINK)/bin/pip install --quiet --editable '.[dev,weakincentives]' \
+	'weakincentives[acp,claude-agent-sdk,redis,skills,wink]' pytest-rerunfailures
+	@scripts/sdist $(WINK)/bin/python weakincentives $(WINK)/weakincentives
+	VFSD_INTEGRATIONS=1 VFSD_WINK_SDIST=$(CURDIR)/$(WINK)/weakincentives \
+	$(WINK)/bin/pytest -p no:asyncio tests/integrations/test_weakincentives.py $(ARGS)
+endif
 
 coverage: ## the same tests, and which lines and branches they reached, daemons included
 	@status=0; $(MAKE) test COVERAGE=1 || status=$$?; $(MAKE) coverage-report; exit $$status
@@ -100,5 +118,5 @@ bench-short: ## the same tables and pictures for four file systems, in about 13 
 	echo "bench.$$part"; $(BIN)/python -m bench.$$part || status=1; done; exit $$status
 
 clean: ## remove what was built and measured; .venv too
-	rm -rf .venv $(INTEGRATIONS) build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(INTEGRATIONS) $(WINK) build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find protocol vfsd tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

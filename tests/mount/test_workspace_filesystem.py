@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from protocol.testing import (
     StreamingContract,
 )
 from protocol.testing.read_only import READ_ONLY_CONTENTS
+from protocol.tools import FileDeleted, FileEvent, FileWritten
 from tests.mount.conftest import BACKENDS, mounted
 from vfsd.client.workspace import Workspace
 
@@ -137,3 +139,29 @@ def test_a_stored_snapshot_is_restored_after_the_workspace_was_mounted_again(wor
         second.filesystem.restore(taken)
 
     assert (below / "file").read_text() == "one"
+
+
+def test_changes_through_the_object_are_published_when_they_are_made(workdir: Path) -> None:
+    with Workspace.mount(workdir / "mount") as workspace:
+        files, seen = workspace.filesystem, list[tuple[FileEvent, bool]]()
+        unsubscribe = files.events.subscribe(lambda event: seen.append((event, files.exists("d/a"))))
+
+        with files.open_write("d/a") as writer:
+            writer.write(b"12")
+            assert seen == []
+        files.write("d/a", "3", mode="append")
+        files.delete("d", recursive=True)
+        assert seen == [(FileWritten("d/a", 2), True), (FileWritten("d/a", 1), True), (FileDeleted("d", 2), False)]
+
+        seen.clear()
+        with contextlib.suppress(KeyError), files.open_write("b") as writer:
+            writer.write(b"discarded")
+            raise KeyError
+        with pytest.raises(FileNotFoundError):
+            files.delete("b")
+        Path(workspace.path, "c").write_text("another program")
+        assert seen == []
+
+        unsubscribe()
+        files.write("e", "")
+        assert seen == []

@@ -69,6 +69,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "claude_agent_sdk": ("vfsd.integrations.claude_agent",),
     "mcp": ("vfsd.integrations.mcp",),
     "mcp_types": ("vfsd.integrations.mcp",),
+    "weakincentives": ("vfsd.integrations.weakincentives",),
     "uvicorn": ("vfsd.integrations.mcp.http",),
     "trio": (
         "vfsd.daemon",

@@ -8,15 +8,24 @@
 Files are read and written through the mount, as `protocol.HostFilesystem` does.  Snapshots, restores and archives are
 calls to the daemon: a snapshot has a name, which `vfsd snapshots` lists and every later program can restore.
 
+`files.events.subscribe(print)` calls `print` with a `FileWritten` for each file that is written through this object,
+and with a `FileDeleted` for each deletion, after the change.
+
 Threading: any thread, several at a time.  Two restores are made one after the other, by the daemon.
 """
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Final, Self, TypeVar
 
 from protocol.adapters.host import HostFilesystem
-from protocol.types import FilesystemSnapshot
+from protocol.paths import normalise
+from protocol.streams import ByteWriter
+from protocol.streams.contract import Data
+from protocol.tools.events import EventHook, FileDeleted, FileWritten
+from protocol.types import FilesystemSnapshot, WriteMode
 from vfsd.client.connection import ControlClient
 from vfsd.client.requests import FilePath, RemoteCall
 from vfsd.client.snapshot_calls import SnapshotCalls, errors_of_import, errors_of_restore
@@ -33,8 +42,20 @@ class WorkspaceFilesystem(HostFilesystem):
 
     def __init__(self, mountpoint: str, socket_path: str) -> None:
         super().__init__(mountpoint)
+        # Called with the changes that are made through this object, and with no others.
+        self.events: Final = EventHook()
         self._calls: Final = SnapshotCalls(mountpoint, self.root)
         self._socket_path = socket_path
+
+    def open_write(self, path: str, *, mode: WriteMode = "overwrite", create_parents: bool = True) -> ByteWriter:
+        """See `Filesystem`.  `write` and `write_bytes` come here, too."""
+        return _PublishingWriter(super().open_write(path, mode=mode, create_parents=create_parents), mode, self.events)
+
+    def delete(self, path: str, *, recursive: bool = False) -> int:
+        """See `Filesystem`."""
+        entries = super().delete(path, recursive=recursive)
+        self.events(FileDeleted(normalise(path), entries))
+        return entries
 
     def snapshot(self, *, tag: str | None = None) -> FilesystemSnapshot:
         """Take a snapshot of the workspace.  Its name, which the daemon chooses, is `commit_ref`.
@@ -73,3 +94,52 @@ class WorkspaceFilesystem(HostFilesystem):
     def _send(self, call: RemoteCall[T]) -> T:
         with ControlClient(self._socket_path) as client:
             return client.run(call)
+
+
+class _PublishingWriter:
+    """Implements `ByteWriter` over `writer`; publishes a `FileWritten` when the content is in the workspace."""
+
+    def __init__(self, writer: ByteWriter, mode: WriteMode, events: EventHook) -> None:
+        self._writer: Final = writer
+        self._mode: Final = mode
+        self._events: Final = events
+
+    @property
+    def path(self) -> str:
+        return self._writer.path
+
+    @property
+    def closed(self) -> bool:
+        return self._writer.closed
+
+    @property
+    def bytes_written(self) -> int:
+        return self._writer.bytes_written
+
+    def write(self, data: Data) -> int:
+        return self._writer.write(data)
+
+    def write_all(self, chunks: Iterable[Data]) -> int:
+        return self._writer.write_all(chunks)
+
+    def close(self) -> None:
+        if not self._writer.closed:
+            self._writer.close()
+            self._publish()
+
+    def __enter__(self) -> Self:
+        self._writer.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._writer.closed:
+            self._writer.__exit__(kind, error, traceback)
+            if self._mode == "append" and self._writer.bytes_written:  # appended data stays
+                self._publish()
+
+    def _publish(self) -> None:
+        self._events(FileWritten(self._writer.path, self._writer.bytes_written))
