@@ -134,7 +134,8 @@ class VfsdFilesystem(HostFilesystem):
             raise WorkspaceUnavailableError(
                 f"the workspace {name} is not mounted any more (`vfsd list` lists workspaces)"
             )
-        return super()._resolve_path(path)  # type: ignore[no-any-return]
+        resolved: Path = super()._resolve_path(path)
+        return resolved
 
 
 @dataclass(slots=True)
