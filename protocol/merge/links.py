@@ -13,14 +13,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
 from protocol.diff.tree_diff import entry_or_none, is_at_or_below
-from protocol.errors import shown
 from protocol.merge.merged_tree import Node, foreign
-from protocol.merge.outcome import Conflict, Policy
+from protocol.merge.outcome import Conflict, Policy, names_shown
 from protocol.merge.sides import Trees, metadata_of, type_of
 from protocol.tree import Tree, TreeEntry
 from protocol.values import Value
@@ -49,16 +49,20 @@ def merge_links(
     trees: Trees,
     linked: Iterable[bytes],
     nodes: dict[bytes, Node | None],
+    conflicts: Sequence[Conflict],
     policy: Policy,
     scopes: Sequence[bytes],
 ) -> list[Conflict]:
     """Change `nodes`, the result of the merge by paths, so that names are linked as they should be.
 
+    `conflicts` are those of the merge by paths; returns those of links.
+
     `linked` are paths that `theirs` may have changed and that are one of several names of a file on some side.  Below
     other paths than `scopes`, if there are any, `theirs` counts as unchanged.
     """
     paths = list(linked)
-    return _Links(trees, nodes, policy, scopes).run(paths) if paths else []
+    disputed = frozenset(conflict.path for conflict in conflicts)
+    return _Links(trees, nodes, disputed, policy, scopes).run(paths) if paths else []
 
 
 class _File(Value):
@@ -72,9 +76,17 @@ class _File(Value):
 
 
 class _Links:
-    def __init__(self, trees: Trees, nodes: dict[bytes, Node | None], policy: Policy, scopes: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        trees: Trees,
+        nodes: dict[bytes, Node | None],
+        disputed: AbstractSet[bytes],
+        policy: Policy,
+        scopes: Sequence[bytes],
+    ) -> None:
         self._trees = trees
         self._nodes = nodes
+        self._disputed = disputed
         self._policy = policy
         self._scopes = frozenset(scopes)
         self._whole = frozenset(path for path, node in nodes.items() if node is not None and node.below == "tree")
@@ -98,8 +110,7 @@ class _Links:
                 self._give(group, files, value)
                 groups.append(group)
                 continue
-            names = ", ".join(map(shown, group[1:]))
-            detail = f"its other names ({names}) would need different content or metadata"
+            detail = f"its other names ({names_shown(group[1:])}) would need different content or metadata"
             conflicts.append(Conflict(group[0], "links", detail))
             groups += self._resolved(group, files)
         for group in groups:
@@ -210,7 +221,14 @@ class _Links:
 
     # -- one content for a group -------------------------------------------------------------------
     def _value(self, group: Sequence[bytes], files: Mapping[bytes, _File]) -> _File | None:
-        """The file that all names of `group` become; None if that cannot be decided."""
+        """The file that all names of `group` become; None if that cannot be decided.
+
+        What a policy made of one of the names says nothing about the others, unless all were changed alike.
+        """
+        if not self._disputed.isdisjoint(group):
+            versions = {tuple(self._file_of(path, which) for which in _WHICH) for path in group}
+            if len(versions) > 1:
+                return None
         values: list[_File] = []
         for path in group:
             same = next((at for at, value in enumerate(values) if self._is_same(value, files[path])), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
 from protocol.diff.tree_diff import Change
@@ -28,6 +29,7 @@ ConflictReason: TypeAlias = Literal[
     "links",  # the names of one file (hard links) would need different content
 ]
 
+_NAMES_SHOWN: Final = 3
 KEPT_SUFFIX: Final = b"~theirs"  # of a version that the policy "markers" keeps under a name of its own
 
 
@@ -58,3 +60,14 @@ class Merge(Value):
     paths: tuple[bytes, ...]
     changes: tuple[Change, ...]
     conflicts: tuple[Conflict, ...]
+
+
+def names_shown(names: Sequence[bytes]) -> str:
+    """Names or paths for a message of one line; a control character as an escape, and only the first names."""
+    shown = [_on_one_line(name.decode("utf-8", "backslashreplace")) for name in names[:_NAMES_SHOWN]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def _on_one_line(text: str) -> str:
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

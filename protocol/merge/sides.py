@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 import msgspec
 
 from protocol.diff.tree_diff import ComparesContent, same_bytes
-from protocol.merge.outcome import Conflict, ConflictReason
+from protocol.merge.outcome import Conflict, ConflictReason, names_shown
 from protocol.tree import CHUNK_BYTES, TYPE_MASK, Tree, TreeEntry
 from protocol.values import Value
 
@@ -115,8 +115,7 @@ def merged_metadata(
     uid, gid = map(int, owner.split(":"))
     xattrs, differing = _merged_xattrs(base.xattrs if base else {}, ours.xattrs, theirs.xattrs, side)
     if differing:
-        names = ", ".join(name.decode("utf-8", "backslashreplace") for name in differing)
-        conflict("xattrs", f"different values of {names}")
+        conflict("xattrs", f"different values of {names_shown(differing)}")
     merged = msgspec.structs.replace(ours, mode=type_of(ours) | mode, uid=uid, gid=gid, xattrs=xattrs)
     return merged, conflicts
 

@@ -361,7 +361,7 @@ class _Merger:
         for decision in reversed(self._decisions):
             nodes |= decision.nodes
             conflicts += decision.conflicts
-        conflicts += merge_links(self._trees, self._linked, nodes, self._policy, self._scopes)
+        conflicts += merge_links(self._trees, self._linked, nodes, conflicts, self._policy, self._scopes)
         conflicts.sort(key=lambda conflict: walk_order(conflict.path))
         tree = MergedTree(self._trees.ours, nodes)
         changes = tuple(self._changes(tree, nodes))
