@@ -279,6 +279,16 @@ class StagingVolume(SnapshotableVolume, Protocol):
         """Make an empty stage with this volume's limits.  Any thread."""
         ...
 
+    def import_tree(
+        self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = (), directories: Sequence[bytes] | None = None
+    ) -> CacheInvalidation:
+        """See `SnapshotableVolume.import_tree`.
+
+        With `directories`, these directories get the metadata that they have in `tree`, and what is in them stays; then
+        empty `paths` mean none, not all.
+        """
+        ...
+
 
 class ImportPreparation(Protocol):
     """The new entries of an `import_tree`, built before they become visible."""
@@ -307,7 +317,9 @@ class PreparingVolume(StagingVolume, Protocol):
         """Reserve `count` inode numbers for a stage, whose inodes the import then moves instead of copying them."""
         ...
 
-    def preparation(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> ImportPreparation:
+    def preparation(
+        self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = (), directories: Sequence[bytes] | None = None
+    ) -> ImportPreparation:
         """Prepare an `import_tree` with these arguments.  Take no snapshot until it is imported or discarded."""
         ...
 

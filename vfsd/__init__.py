@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from vfsd.client.async_workspace import AsyncWorkspace as AsyncWorkspace
     from vfsd.client.results import Applied as Applied
     from vfsd.client.results import Change as Change
+    from vfsd.client.results import Conflict as Conflict
     from vfsd.client.results import Counts as Counts
     from vfsd.client.results import Diff as Diff
     from vfsd.client.results import Exported as Exported
     from vfsd.client.results import Imported as Imported
+    from vfsd.client.results import Merged as Merged
     from vfsd.client.results import Patch as Patch
     from vfsd.client.results import Restored as Restored
     from vfsd.client.results import Snapshot as Snapshot
@@ -30,10 +32,12 @@ _MODULES: Final = {
     "vfsd.client.results": (
         "Applied",
         "Change",
+        "Conflict",
         "Counts",
         "Diff",
         "Exported",
         "Imported",
+        "Merged",
         "Patch",
         "Restored",
         "Snapshot",

@@ -64,11 +64,11 @@ class FilteredTree:
         """See `protocol.tree.Tree`; both trees must have the same rule."""
         return self._tree.touched(unfiltered(other))
 
-    def same_content(self, path: bytes, other: Tree) -> bool | None:
+    def same_content(self, path: bytes, other: Tree, other_path: bytes | None = None) -> bool | None:
         """See `protocol.diff.tree_diff.ComparesContent`."""
         if not isinstance(self._tree, ComparesContent):
             return None
-        return self._tree.same_content(path, unfiltered(other))
+        return self._tree.same_content(path, unfiltered(other), other_path)
 
 
 def changed_tree(base: Tree, tree: Tree) -> Tree:

@@ -48,8 +48,11 @@ class ComparesContent(Protocol):
     Where blocks are shared this works for a sparse file of 10^15 bytes, which cannot be read through.
     """
 
-    def same_content(self, path: bytes, other: Tree) -> bool | None:
-        """Whether the regular file at `path`, of the same size in both, has the same bytes; None if it must be read."""
+    def same_content(self, path: bytes, other: Tree, other_path: bytes | None = None) -> bool | None:
+        """Whether the regular file at `path` has the same bytes in `other`; None if they must be read.
+
+        `other_path`: the path there; None: the same.  The file has the same size in both.
+        """
         ...
 
 

@@ -121,10 +121,10 @@ class MerkleTree:
         return found
 
     # -- protocol.diff.tree_diff.ComparesContent -------------------------------------------------------
-    def same_content(self, path: bytes, other: Tree) -> bool | None:
+    def same_content(self, path: bytes, other: Tree, other_path: bytes | None = None) -> bool | None:
         if not isinstance(other, MerkleTree):
             return None
-        mine, its = self.row(path), other.row(path)
+        mine, its = self.row(path), other.row(path if other_path is None else other_path)
         if mine.more.state or its.more.state:
             return None
         return mine.content == its.content

@@ -62,6 +62,8 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
     answers["fork --count"] = json.loads(
         succeeded(vfsd("fork", "--json", "-w", str(source), str(forks), "--count", "1"))
     )
+    for command in ("merge", "adopt"):
+        answers[command] = json.loads(succeeded(vfsd(command, "--json", "-w", str(source), str(fork))))
     for place in (forks / "1", fork, source):
         succeeded(vfsd("unmount", "--discard", str(place)))
     answers["unmount"] = json.loads(succeeded(vfsd("unmount", "--json", "--discard", str(second))))

@@ -12,7 +12,7 @@ from protocol.diff.patch import GIT_APPLY_LIMIT_BYTES
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import plain_change, show_changes, show_stat
-from vfsd.cli.common.names import complete_snapshot
+from vfsd.cli.common.names import complete_snapshot, complete_workspace
 from vfsd.cli.common.paging import PatchColours, paged
 from vfsd.cli.common.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
 from vfsd.cli.common.values import exclude_option, include_option
@@ -49,6 +49,7 @@ class _DiffCommand(Command):
     vfsd diff turn-3 --patch -- src/main.c # of one file
     vfsd diff turn-3 --patch | git -C copy apply
     vfsd diff --exclude '*.log' --exclude build/
+    vfsd diff --against agents-1 --stat    # how a fork differs from this workspace
     """,
 )
 @click.argument("a", required=False, shell_complete=complete_snapshot)
@@ -56,6 +57,9 @@ class _DiffCommand(Command):
 @click.option("--stat", is_flag=True, help="Print the lines added and removed in each file, as git does.")
 @click.option("-p", "--patch", is_flag=True, help="Print a patch for `git apply`, binary files included.")
 @click.option("--names", is_flag=True, help="Print only the paths.")
+@click.option(
+    "--against", metavar="FORK", shell_complete=complete_workspace, help="Show how a fork differs from this workspace."
+)
 @include_option
 @exclude_option
 @click.option("--include-git", is_flag=True, help="With --patch: include .git, which `git apply` rejects.")
@@ -67,6 +71,7 @@ def diff_command(
     stat: bool,
     patch: bool,
     names: bool,
+    against: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     include_git: bool,
@@ -78,6 +83,9 @@ def diff_command(
     Each line is a letter and a path:
     A added, M modified, D removed, T another type (a file became a symlink, for example), m metadata only (mode,
     owner, time, extended attributes).
+
+    With --against, the changes lead from this workspace to FORK, which is the name of a running workspace or a path in
+    it: a fork of this workspace, its source, or another fork of the same source.
 
     PATHs, after `--`, limit the output to these paths and what is below them.  They are relative to the current
     directory if that is in the workspace, else to the workspace's root; or absolute.
@@ -96,11 +104,14 @@ def diff_command(
     mode = modes[0] if modes else None
     if include_git and mode != "patch":
         raise click.UsageError("--include-git goes with --patch")
+    if against is not None and a is not None:
+        raise click.UsageError("--against compares the present states: it takes no snapshots; put paths after --")
+    selected: Any = {"include": include, "exclude": exclude, "against": against}
     request: RemoteCall[Any]
     if mode == "patch":
-        request = app.requests.patch(a, b, paths, include=include, exclude=exclude, include_git=include_git)
+        request = app.requests.patch(a, b, paths, include_git=include_git, **selected)
     else:
-        request = app.requests.diff(a, b, paths, include=include, exclude=exclude)
+        request = app.requests.diff(a, b, paths, **selected)
     try:
         _answer(app, request, mode)
     except FileNotFoundError as error:

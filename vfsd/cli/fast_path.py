@@ -134,7 +134,7 @@ def request_of(command: str, arguments: list[str], options: dict[str, str]) -> d
             raise _UnusualError
         b = arguments[1] if len(arguments) > 1 else None
         lists: dict[str, list[str]] = {"paths": [], "include": [], "exclude": []}
-        return {"a": name, "b": b, "mode": "names", **lists, "include_git": False, "stream": True}
+        return {"a": name, "b": b, "against": None, "mode": "names", **lists, "include_git": False, "stream": True}
     undo, redo = "--undo" in options, "--redo" in options
     if [name is not None, undo, redo].count(True) != 1 or (name is not None and ("/" in name or name.endswith(".zip"))):
         raise _UnusualError

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "mount": ("mount", "Make a directory a workspace."),
     "fork": ("fork", "Make a workspace that starts as a copy of this one."),
+    "merge": ("merge", "Take over what a fork has changed."),
+    "adopt": ("merge", "Make the workspace equal to a fork."),
     "unmount": ("unmount", "Unmount a workspace; asks before unsaved changes are lost."),
     "list": ("mount", "List the running workspaces."),
     "status": ("mount", "Show the settings, contents and limits of a workspace."),
@@ -68,7 +70,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 # Names of other programs' commands that do the same.
 _ALIASES: Final = {"umount": "unmount", "ls": "list", "rm": "drop"}
 _GROUPS: Final = {
-    "Workspaces": ("mount", "fork", "unmount", "list", "status"),
+    "Workspaces": ("mount", "unmount", "list", "status"),
+    "Forks": ("fork", "merge", "adopt"),
     "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff", "store"),
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),

@@ -17,6 +17,7 @@ import msgspec
 from vfsd.client import results
 from vfsd.wire import messages
 from vfsd.wire.handshake import Ready
+from vfsd.wire.merge_messages import ConflictRecord
 
 _PIECE_BYTES: Final = 64 * 1024
 _change_records = msgspec.json.Decoder(messages.ChangeRecord)
@@ -99,6 +100,15 @@ def _patch(answer: messages.DiffResult, output: bytes) -> results.Patch:
     return results.Patch(output, counts=answer.counts, problems=problems, omitted=omitted)
 
 
+def _merged_conflicts(records: Iterable[ConflictRecord]) -> dict[str, results.Conflict]:
+    return {
+        _path(each.path): results.Conflict(
+            each.reason, each.detail, None if each.kept_as is None else _path(each.kept_as)
+        )
+        for each in records
+    }
+
+
 def _status(answer: messages.StatusResult) -> results.Status:
     values = msgspec.structs.asdict(answer)
     values |= {"mountpoint": _path(answer.mountpoint), "started_at": datetime.fromisoformat(answer.started_at)}
@@ -112,6 +122,7 @@ def _ready(answer: messages.ForkResult) -> Ready:
 
 CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
     "Snapshot": _convert(results.Snapshot, changes=_unchanged),
+    "Merged": _convert(results.Merged, conflicts=_merged_conflicts),
     "Diff": _diff,
     "Patch": _patch,
     "Status": _status,

@@ -202,6 +202,8 @@ class AsyncWorkspace(WorkspaceBase):
     redo = _awaitable(Requests.redo)
     apply = _awaitable(Requests.apply)
     discard = _awaitable(Requests.discard)
+    merge = _awaitable(Requests.merge)
+    adopt = _awaitable(Requests.adopt)
     diff = _awaitable(Requests.diff)
     patch = _awaitable(Requests.patch)
     export = _awaitable(Requests.export)

@@ -33,6 +33,8 @@ WORDS: Final = {
     "restore": Words("the restore", "nothing was changed", f"the restore is complete{_UNDO}"),
     "import": Words("the import", "nothing was changed", f"the import is complete{_UNDO}"),
     "export": Words("the export", "no file was written", "the archive is complete"),
+    "merge": Words("the merge", "nothing was changed", f"the merge is complete{_UNDO}"),
+    "adopt": Words("the adoption", "nothing was changed", f"the adoption is complete{_UNDO}"),
     "apply": Words("the apply", "nothing was written", "the apply is complete"),
     "fork": Words("the fork", "no fork was made", "the fork is mounted; `vfsd unmount` removes it"),
     "unmount": Words("the unmount", "the workspace is still mounted", "the workspace was unmounted"),

@@ -9,16 +9,28 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar, overload
 
 import msgspec
 
 from vfsd.client.paths import UserPath, wire_paths
-from vfsd.wire import messages
+from vfsd.wire import merge_messages, messages
 from vfsd.wire.backend_spec import BackendSpec
+from vfsd.wire.base import Peer
 
 if TYPE_CHECKING:
-    from vfsd.client.results import Applied, Diff, Exported, Imported, Patch, Restored, Snapshot, Status, Unmounted
+    from vfsd.client.results import (
+        Applied,
+        Diff,
+        Exported,
+        Imported,
+        Merged,
+        Patch,
+        Restored,
+        Snapshot,
+        Status,
+        Unmounted,
+    )
     from vfsd.wire.handshake import Ready
 
 T = TypeVar("T")
@@ -35,6 +47,15 @@ _OTHER_ARCHIVES: Final = (
 
 def _unchanged(answer: Any) -> Any:
     return answer
+
+
+class AnyWorkspace(Protocol):
+    """A running workspace: a `Workspace`, an `AsyncWorkspace`, or a record of one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def socket(self) -> str: ...
 
 
 class RemoteCall(msgspec.Struct, Generic[T], frozen=True):
@@ -172,13 +193,16 @@ class Requests:
         *,
         include: Iterable[str] = (),
         exclude: Iterable[str] = (),
+        against: AnyWorkspace | str | None = None,
     ) -> RemoteCall[Diff]:
         """List the changes from snapshot `a` (None: the newest) to snapshot `b` (None: the live state).
 
+        With `against`, list the changes from this workspace's live state to that of another workspace, which is given
+        as for `merge`; then `a` and `b` are None.
         `include` and `exclude` are patterns in gitignore's syntax: with `include` only files that match are compared,
         and paths that match `exclude` are left out.
         """
-        return self._compared("Diff", a, b, paths, include, exclude, stream=True)
+        return self._compared("Diff", a, b, paths, include, exclude, against=_peer(against), stream=True)
 
     def patch(
         self,
@@ -189,13 +213,15 @@ class Requests:
         include: Iterable[str] = (),
         exclude: Iterable[str] = (),
         include_git: bool = False,
+        against: AnyWorkspace | str | None = None,
     ) -> RemoteCall[Patch]:
         """Make a patch of the changes that `diff` lists.  `git apply` accepts it, binary files included.
 
         `Patch.problems` names the changes that no patch can express.  `include_git` includes the content of `.git`,
         which `git apply` rejects.
         """
-        return self._compared("Patch", a, b, paths, include, exclude, mode="patch", include_git=include_git)
+        others = {"mode": "patch", "include_git": include_git, "against": _peer(against)}
+        return self._compared("Patch", a, b, paths, include, exclude, **others)
 
     def _compared(
         self,
@@ -213,6 +239,48 @@ class Requests:
         )
         pieces: list[bytes] = []
         return RemoteCall("diff", params, lambda answer: _to(kind)(answer, b"".join(pieces)), on_output=pieces.append)
+
+    # -- forks ------------------------------------------------------------------------------------
+    def merge(
+        self,
+        fork: AnyWorkspace | str,
+        paths: Iterable[UserPath] = (),
+        *,
+        conflicts: Literal["fail", "ours", "theirs", "markers"] = "fail",
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> RemoteCall[Merged]:
+        """Take over the changes that `fork` has made since it was merged last, or since the fork.
+
+        `fork` is a workspace object, or the name of a running workspace or a path in it: a fork of this one, its
+        source, or another fork of the same workspace.  What both have changed is merged by the rules of docs/merge.md.
+        `conflicts` says what happens to paths that cannot be merged.  With "fail" nothing is changed if there are any;
+        "ours" keeps this workspace's version, "theirs" takes the fork's, and "markers" writes both into text files.
+
+        `Merged.applied` says whether anything was changed, and `Merged.conflicts` why not.  `undo` takes a merge back.
+        A merge that is limited to `paths` does not count as the last one.  OSError: EINVAL if the workspaces have no
+        state in common; EBUSY if programs keep changing what is merged; ENOSPC.
+        """
+        params = merge_messages.MergeParams(
+            fork=_peer(fork), paths=self._paths(paths), conflicts=conflicts, dry_run=dry_run
+        )
+        return RemoteCall("merge", params, _to("Merged"), on_progress)
+
+    def adopt(
+        self,
+        fork: AnyWorkspace | str,
+        *,
+        force: bool = False,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> RemoteCall[Merged]:
+        """Make this workspace equal to `fork`, which is given as for `merge`.
+
+        Changes of this workspace that `fork` does not have are listed in `Merged.conflicts`, and nothing is changed,
+        unless `force` is set.  `undo` takes it back.
+        """
+        params = merge_messages.AdoptParams(fork=_peer(fork), force=force, dry_run=dry_run)
+        return RemoteCall("adopt", params, _to("Merged"), on_progress)
 
     # -- archives ---------------------------------------------------------------------------------
     def export(
@@ -259,6 +327,26 @@ class Requests:
     def unmount(self, *, lazy: bool = False) -> RemoteCall[Unmounted]:
         """Unmount the workspace and discard what only its daemon holds."""
         return RemoteCall("unmount", messages.UnmountParams(lazy=lazy, discard=True), _to("Unmounted"))
+
+
+@overload
+def _peer(fork: AnyWorkspace | str) -> Peer: ...
+
+
+@overload
+def _peer(fork: AnyWorkspace | str | None) -> Peer | None: ...
+
+
+def _peer(fork: AnyWorkspace | str | None) -> Peer | None:
+    """Return another workspace as the wire names it.  FileNotFoundError if a name means no running workspace."""
+    if fork is None:
+        return None
+    if isinstance(fork, str):
+        # Start-up: most commands name no other workspace.
+        from vfsd.client.mount_arguments import running_workspace  # noqa: PLC0415
+
+        fork = running_workspace(fork)
+    return Peer(fork.name, messages.wire_path(os.fsencode(fork.socket)))
 
 
 def _to(kind: str) -> Callable[..., Any]:

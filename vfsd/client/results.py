@@ -149,6 +149,40 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
+class Conflict:
+    """Why a path could not be merged.
+
+    `reason` is one of the words in docs/merge.md, `detail` a line for people.  `kept_as`: the path with the fork's
+    version, if the policy "markers" kept one.
+    """
+
+    reason: str
+    detail: str
+    kept_as: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What a merge or an adoption changed, or with `dry_run` would change.
+
+    `applied` is False for a dry run, and if `conflicts`, by path, prevented it; then nothing was changed.  `fork` is
+    the name of the other workspace, and `base` the snapshot that the changes of both sides are counted from.  The rest
+    is as in `Restored`.
+    """
+
+    fork: str
+    base: str
+    applied: bool
+    counts: Counts
+    changes: tuple[Change, ...]
+    conflicts: Mapping[str, Conflict] = field(default_factory=dict)
+    truncated: bool = False
+    safety_snapshot: str | None = None
+    expired: Mapping[str, datetime] = field(default_factory=dict)
+    undo_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Exported:
     """The archive that was written: its path, the number and size of its files, and its own size.
 

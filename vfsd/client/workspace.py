@@ -77,6 +77,11 @@ class WorkspaceBase:
         return self._daemon.name
 
     @property
+    def socket(self) -> str:
+        """The path of the control socket."""
+        return self._daemon.socket
+
+    @property
     def path(self) -> str:
         """The mountpoint, absolute: an agent's working directory."""
         return self._daemon.mountpoint
@@ -284,6 +289,8 @@ class Workspace(WorkspaceBase):
     redo = _blocking(Requests.redo)
     apply = _blocking(Requests.apply)
     discard = _blocking(Requests.discard)
+    merge = _blocking(Requests.merge)
+    adopt = _blocking(Requests.adopt)
     diff = _blocking(Requests.diff)
     patch = _blocking(Requests.patch)
     export = _blocking(Requests.export)

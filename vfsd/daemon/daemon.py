@@ -81,6 +81,8 @@ async def run_daemon(
         volume = snapshotable(backend.volume)
         if origin.restores_base and volume is not None:
             volume.restore_snapshot(origin.base)
+            infos = volume.snapshots()
+            origin.merges.record(infos[-1].serial, origin.merges.at(volume.snapshot(origin.base).serial))
     settings = EngineSettings(
         options.workspace.mountpoint,
         options.workspace.name,
@@ -162,8 +164,9 @@ class _Daemon:
                     container,
                     cache=options.kernel.cache,
                 )
-                history = None if self._origin is None else self._origin.history
-                snapshots = open_snapshots(mounted, self._backend.stored, history)
+                origin = self._origin
+                history, merges = (None, None) if origin is None else (origin.history, origin.merges)
+                snapshots = open_snapshots(mounted, self._backend.stored, history, merges)
                 self._commands = commands = choose_commands(options, self._backend.container, snapshots)
                 start = Start(started_at, self._started_by, self._origin)
                 forks = Forks(options, self._backend, engine.name, nursery, run_daemon, self._origin)

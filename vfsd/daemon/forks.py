@@ -23,6 +23,7 @@ import errno
 import functools
 import gc
 import os
+import secrets
 import signal
 import stat
 import sys
@@ -30,7 +31,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import trio
 from msgspec.structs import replace
@@ -38,6 +39,7 @@ from msgspec.structs import replace
 from protocol.errors import SnapshotNotFoundError
 from protocol.values import Value
 from protocol.volume_extensions import ForkableVolume, forkable
+from vfsd.daemon.merging.lineage import Ancestor, StateId
 from vfsd.daemon.starting import serve_starter
 from vfsd.machine import mounts
 from vfsd.machine.daemon_log import log_path, open_log
@@ -47,6 +49,7 @@ from vfsd.wire.handshake import Failed, Ready, decode_report
 
 if TYPE_CHECKING:
     from vfsd.daemon.backends import Backend
+    from vfsd.daemon.merging.lineage import MergeLog
     from vfsd.daemon.snapshots.history import UndoHistory
     from vfsd.wire.options import MountOptions
 
@@ -62,7 +65,8 @@ class Origin(Value):
     """What a fork starts with.
 
     `base`: the snapshot of both workspaces that is their last common state.  `restores_base`: the source changed since
-    that snapshot, or it is an older one.
+    that snapshot, or it is an older one.  `ancestors`: the workspaces that the fork descends from, the source last.
+    `merges`: what was merged into each state.
     """
 
     source: str
@@ -70,6 +74,15 @@ class Origin(Value):
     restores_base: bool
     backend: Backend
     history: UndoHistory
+    ancestors: tuple[Ancestor, ...]
+    merges: MergeLog
+
+
+class Steps(NamedTuple):
+    """The undo history of a workspace, and what was merged into each of its states."""
+
+    history: UndoHistory
+    merges: MergeLog
 
 
 class RunFork(Protocol):
@@ -98,6 +111,8 @@ class Forks:
         self._nursery = nursery
         self._run = run
         self.base = None if origin is None else origin.base
+        self.ancestors = () if origin is None else origin.ancestors
+        self.instance = secrets.token_hex(8)  # identifies this daemon in the lineage of its forks
         self.count = 0  # made since this daemon started
         self._bases: dict[str, int] = {}  # the running forks of each base
         self._kept: set[str] = set()  # the bases that are snapshots of this class
@@ -132,7 +147,7 @@ class Forks:
         name: str,
         mountpoint: str,
         base: str,
-        history: UndoHistory,
+        steps: Steps,
         *,
         restores_base: bool,
         keeps_base: bool,
@@ -146,7 +161,10 @@ class Forks:
         volume = self.volume
         _check_memory()
         options = self.options(name, mountpoint)
-        origin = Origin(self._options.workspace.name, base, restores_base, self._backend, history)
+        source = self._options.workspace.name
+        ancestor = Ancestor(self.instance, source, StateId.of(volume.snapshot(base)))
+        ancestors = (*self.ancestors, ancestor)
+        origin = Origin(source, base, restores_base, self._backend, steps.history, ancestors, steps.merges)
         log_fd, _ = open_log(log_path(name))
         try:
             report_fd, child_report_fd = os.pipe()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -11,3 +13,35 @@ class Params(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Empty(msgspec.Struct, forbid_unknown_fields=True):
     """A message without fields: no parameters, or a result without content."""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Another running workspace of the same user: its name, and the absolute path of its control socket."""
+
+    name: str
+    socket: str
+
+
+class ExpiredRecord(msgspec.Struct):
+    """A snapshot that the daemon dropped by itself.
+
+    "unneeded": a safety snapshot that no undo or redo leads to any more, because it was too old or one of too many.
+    "memory": an automatic snapshot that was dropped since the last such report because --max-memory was reached.
+    """
+
+    name: str
+    created_at: str
+    reason: Literal["unneeded", "memory"] = "unneeded"
+
+
+class ChangeRecord(msgspec.Struct, omit_defaults=True):
+    """One path that differs.  `lines_added` and `lines_removed` are set in mode "stat" for text files."""
+
+    path: str
+    change: Literal["added", "modified", "removed", "type", "metadata"]
+    type: Literal["file", "directory", "symlink", "fifo", "socket", "device"]
+    old_size: int | None = None
+    new_size: int | None = None
+    lines_added: int | None = None
+    lines_removed: int | None = None
+    binary: bool = False

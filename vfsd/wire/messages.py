@@ -18,10 +18,13 @@ from typing import Any, Final, Literal
 import msgspec
 
 from protocol.types import ChangeCounts as ChangeCounts  # noqa: PLC0414 (part of several messages)
-from vfsd.wire.base import Empty as Empty  # noqa: PLC0414 (one of the messages)
-from vfsd.wire.base import Params
+from vfsd.wire.base import ChangeRecord as ChangeRecord  # noqa: PLC0414 (here and below: part of several messages)
+from vfsd.wire.base import Empty as Empty  # noqa: PLC0414
+from vfsd.wire.base import ExpiredRecord as ExpiredRecord  # noqa: PLC0414
+from vfsd.wire.base import Params, Peer
 from vfsd.wire.exec_messages import EXEC_METHODS
 from vfsd.wire.fs_messages import FS_METHODS
+from vfsd.wire.merge_messages import MERGE_METHODS
 from vfsd.wire.options import CacheChoice
 
 # -- error codes (JSON-RPC 2.0, section 5.1, which leaves -32000 to -32099 to the server) -----------
@@ -39,7 +42,20 @@ CANCEL_METHOD: Final = "cancel"
 CLOSING_METHOD: Final = "closing"
 # Methods that may run for long; the server does not run them on connections that it reserves for short calls.
 LONG_METHODS: Final = frozenset(
-    {"diff", "export", "import", "exec", "fs.ls", "fs.read", "fs.glob", "fs.grep", "fs.exec"}
+    {
+        "diff",
+        "export",
+        "import",
+        "merge",
+        "adopt",
+        "changes",
+        "exec",
+        "fs.ls",
+        "fs.read",
+        "fs.glob",
+        "fs.grep",
+        "fs.exec",
+    }
 )
 
 _ESCAPE = re.compile(rb"\\(\\|x[0-9a-f]{2})")
@@ -197,18 +213,6 @@ class StatusResult(msgspec.Struct, frozen=True):
     remote: str | None = None  # exec:COMMAND only: "connected", or why not
 
 
-class ExpiredRecord(msgspec.Struct):
-    """A snapshot that the daemon dropped by itself.
-
-    "unneeded": a safety snapshot that no undo or redo leads to any more, because it was too old or one of too many.
-    "memory": an automatic snapshot that was dropped since the last such report because --max-memory was reached.
-    """
-
-    name: str
-    created_at: str
-    reason: Literal["unneeded", "memory"] = "unneeded"
-
-
 class SnapshotRecord(msgspec.Struct):
     """A snapshot: the result of `snapshot`, and an element of that of `snapshots`."""
 
@@ -274,19 +278,6 @@ class DropResult(msgspec.Struct):
     redo_steps: int = 0
 
 
-class ChangeRecord(msgspec.Struct, omit_defaults=True):
-    """One path that differs.  `lines_added` and `lines_removed` are set in mode "stat" for text files."""
-
-    path: str
-    change: Literal["added", "modified", "removed", "type", "metadata"]
-    type: Literal["file", "directory", "symlink", "fifo", "socket", "device"]
-    old_size: int | None = None
-    new_size: int | None = None
-    lines_added: int | None = None
-    lines_removed: int | None = None
-    binary: bool = False
-
-
 class RestoreParams(Params):
     """Parameters of `restore`.  Exactly one of these says what to restore:
 
@@ -348,7 +339,8 @@ class DiffParams(Params):
     """Parameters of `diff`: compare state `a` with state `b`.
 
     `a`: a snapshot; None for the newest one, or for the directory below an overlay.  `b`: a snapshot; None for the live
-    state.  `include` and `exclude`: gitignore patterns.
+    state.  `against`: compare the live state with that of another workspace, which has a state in common with this one;
+    then both are None.  `include` and `exclude`: gitignore patterns.
 
     Modes "names" and "stat" return at most CHANGES_LISTED `changes`; with `stream` they send all of them before the
     response, in "output" notifications with one ChangeRecord per line of JSON.  Mode "patch" sends a unified diff in
@@ -357,6 +349,7 @@ class DiffParams(Params):
 
     a: str | None = None
     b: str | None = None
+    against: Peer | None = None
     mode: Literal["names", "stat", "patch"] = "names"
     paths: list[str] = []
     include: list[str] = []
@@ -366,7 +359,8 @@ class DiffParams(Params):
 
 
 class DiffResult(msgspec.Struct):
-    """Result of `diff`.  `counts` covers all changes that the patterns select.
+    """Result of `diff`.  `counts` covers all changes that the patterns select.  With `against`, `a` is "" and `b` the
+    name of the other workspace.
 
     Mode "patch": `problems` are changes that the patch cannot express; `omitted` are those that git does not track
     (empty directories, the content of `.git`).  Both together list at most CHANGES_LISTED.  `patch_bytes` is the size.
@@ -537,6 +531,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "fork": (ForkParams, ForkResult),
     # Runs the volume's check_invariants, for tests and bug reports.
     "check": (Empty, Empty),
+    **MERGE_METHODS,
     **FS_METHODS,
     **EXEC_METHODS,
 }

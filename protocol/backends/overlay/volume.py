@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from protocol.adapters.path_filter import PathFilter
 from protocol.backends.memory import MemoryVolume
-from protocol.backends.memory.history.converge import Converger
+from protocol.backends.memory.history.converge import Converger, Extent
 from protocol.backends.memory.history.snapshots import restore_epoch
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import Inode
@@ -194,7 +194,8 @@ class OverlayVolume(MemoryVolume):
             live = state.open_epoch(None)
             restore_epoch(state, self._base)
             present = [path for path in outermost(paths) if entry_or_none(tree, path) or _is_live(state, path)]
-            Converger(state, tree, present, replace=True, check_quota=lambda _pages, _inodes, _memory: None).run()
+            extent = Extent(present)
+            Converger(state, tree, extent, replace=True, check_quota=lambda _pages, _inodes, _memory: None).run()
             base = state.open_epoch(None)
             restore_epoch(state, live)
             state.undo_revived()  # files that were unlinked while open keep their content

@@ -17,7 +17,7 @@ from protocol.volume_extensions import ForkableVolume
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.parameters import absolute_path
 from vfsd.daemon.control.snapshot_methods import required
-from vfsd.daemon.forks import Forks
+from vfsd.daemon.forks import Forks, Steps
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, SnapshotService, free_name
 from vfsd.machine import mounts
@@ -55,14 +55,14 @@ class ForkMethod:
         try:
             async with self._mounted.change_lock:
                 await self._mounted.write_back()
-                history = await snapshots.history()
+                steps = Steps(await snapshots.history(), snapshots.merges)
                 call.commit()  # what follows takes some milliseconds, and undoes itself if it fails
                 if params.snapshot is None:
                     base = made = _take_base(volume, f"{FORK_TAG}{params.name} at {mountpoint}")
                 else:
                     base = volume.snapshot(params.snapshot).name
                 started = self._forks.start(
-                    params.name, mountpoint, base, history, restores_base=made is None, keeps_base=made is not None
+                    params.name, mountpoint, base, steps, restores_base=made is None, keeps_base=made is not None
                 )
             ready = await started.ready()
         except BaseException:

@@ -12,11 +12,14 @@ from vfsd.daemon.control.call_context import Handler
 from vfsd.daemon.control.exec_methods import ExecMethods
 from vfsd.daemon.control.fork_method import ForkMethod
 from vfsd.daemon.control.fs_methods import FsMethods
+from vfsd.daemon.control.merge_methods import MergeMethods
+from vfsd.daemon.control.merge_source import MergeSource
 from vfsd.daemon.control.snapshot_methods import SnapshotMethods
 from vfsd.daemon.control.tree_methods import TreeMethods
 from vfsd.daemon.control.unmount_methods import UnmountMethods
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks import Forks
+from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.wire.options import WorkspaceOptions
@@ -34,12 +37,16 @@ class MethodGroups:
         forks: Forks,
     ) -> None:
         self._unmount = UnmountMethods(mounted, options, commands)
+        source = MergeSource(mounted, snapshots, options, forks)
+        others = OtherWorkspaces(mounted.volume, source.lineage)
         self.handlers: Mapping[str, Handler] = {
             "unsaved": self._unmount.unsaved,
             "unmount": self._unmount.unmount,
             "fork": ForkMethod(mounted, snapshots, forks).fork,
             **SnapshotMethods(snapshots, options).handlers(),
-            **TreeMethods(mounted, snapshots, options, forks.base).handlers(),
+            **TreeMethods(mounted, snapshots, options, forks.base, others).handlers(),
+            **source.handlers(),
+            **MergeMethods(mounted, source, options, others).handlers(),
             **FsMethods(mounted, options, commands).handlers(),
             **ExecMethods(commands).handlers(),
         }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from protocol.adapters.filtered import changed_tree
 from protocol.archive import export_archive
@@ -27,8 +27,10 @@ from vfsd.daemon.control.changes import (
 )
 from vfsd.daemon.control.parameters import absolute_path, tree_paths
 from vfsd.daemon.control.snapshot_methods import required
+from vfsd.daemon.merging.layered_tree import LayeredTree
+from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, is_fork_base, no_lower_layer
+from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, is_fork_base, is_merge_base, no_lower_layer
 from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.daemon.snapshots.volume import VolumeSnapshots
 from vfsd.machine import mountinfo
@@ -39,6 +41,7 @@ from vfsd.wire.messages import (
     DiffResult,
     ExportParams,
     ExportResult,
+    InvalidParamsError,
     ProblemRecord,
     wire_path,
 )
@@ -49,9 +52,15 @@ class TreeMethods:
     """The methods of one workspace that read a whole state."""
 
     def __init__(
-        self, mounted: MountedVolume, snapshots: SnapshotService | None, options: WorkspaceOptions, base: str | None
+        self,
+        mounted: MountedVolume,
+        snapshots: SnapshotService | None,
+        options: WorkspaceOptions,
+        base: str | None,
+        others: OtherWorkspaces,
     ) -> None:
-        """`base`: the snapshot that a fork has in common with its source."""
+        """`base`: the snapshot that a fork has in common with its source.  `others` fetches the states of others."""
+        self._others = others
         self._mounted = mounted
         self._snapshots = snapshots
         self._options = options
@@ -64,19 +73,15 @@ class TreeMethods:
     async def _newest(self, snapshots: SnapshotService) -> str:
         """Return the newest snapshot that is neither a safety snapshot nor the base of another workspace.  ENOENT."""
         for info in reversed(await snapshots.infos()):
-            if info.kind != "safety" and (info.name == self._base or not is_fork_base(info)):
+            is_of_other = is_merge_base(info) or (is_fork_base(info) and info.name != self._base)
+            if info.kind != "safety" and not is_of_other:
                 return info.name
         raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")
 
     async def _diff(self, params: DiffParams, call: CallContext) -> DiffResult:
-        snapshots = required(self._snapshots)
-        from_base = params.a is None and snapshots.has_base
-        a = BASE if from_base else params.a if params.a is not None else await self._newest(snapshots)
         paths = tree_paths(params.paths)
         rule = path_filter(params.include, params.exclude)
-        if params.b is None:
-            await self._mounted.write_back()
-        async with snapshots.tree(a, call) as all_old, snapshots.tree(params.b, call) as all_new:
+        async with self._compared(params, call) as (a, b, all_old, all_new):
             old, new = filtered(all_old, rule), filtered(all_new, rule)
             if params.mode == "patch":
                 found = await in_answer_thread(
@@ -94,8 +99,8 @@ class TreeMethods:
                     old, new, paths, call, rule=rule, with_lines=params.mode == "stat", stream=params.stream
                 )
         return DiffResult(
-            a=wire_path(os.fsencode(str(self._options.backend))) if from_base else a,
-            b=params.b,
+            a=a,
+            b=b,
             counts=found.counts,
             changes=found.records,
             truncated=found.truncated,
@@ -103,6 +108,28 @@ class TreeMethods:
             omitted=found.omitted,
             patch_bytes=found.written_bytes,
         )
+
+    @asynccontextmanager
+    async def _compared(
+        self, params: DiffParams, call: CallContext
+    ) -> AsyncIterator[tuple[str, str | None, Tree, Tree]]:
+        """The names of the two states that `params` means, and their trees."""
+        snapshots = required(self._snapshots)
+        if params.against is not None:
+            if params.a is not None or params.b is not None:
+                raise InvalidParamsError("`against` compares the live states: it takes no snapshots")
+            async with self._others.opened(params.against) as other:
+                await self._mounted.write_back()
+                async with snapshots.tree(None, call) as live:
+                    yield "", params.against.name, LayeredTree(live), other.theirs
+            return
+        from_base = params.a is None and snapshots.has_base
+        a = BASE if from_base else params.a if params.a is not None else await self._newest(snapshots)
+        if params.b is None:
+            await self._mounted.write_back()
+        async with snapshots.tree(a, call) as old, snapshots.tree(params.b, call) as new:
+            shown = wire_path(os.fsencode(str(self._options.backend))) if from_base else a
+            yield shown, params.b, old, new
 
     async def _export(self, params: ExportParams, call: CallContext) -> ExportResult:
         path = absolute_path(params.path)

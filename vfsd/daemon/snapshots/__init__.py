@@ -9,6 +9,7 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 
 if TYPE_CHECKING:
+    from vfsd.daemon.merging.lineage import MergeLog
     from vfsd.daemon.snapshots.history import UndoHistory
     from vfsd.daemon.snapshots.stored import Stored
 
@@ -16,18 +17,21 @@ __all__ = ["open_snapshots"]
 
 
 def open_snapshots(
-    mounted: MountedVolume, stored: Stored | None, history: UndoHistory | None = None
+    mounted: MountedVolume,
+    stored: Stored | None,
+    history: UndoHistory | None = None,
+    merges: MergeLog | None = None,
 ) -> SnapshotService | None:
     """Return the volume's own snapshots, or those in `stored`; None if the backend has neither.
 
-    `history` is that of the workspace that this one was forked from.
+    `history` and `merges` are those of the workspace that this one was forked from.
     """
     # Start-up: only one of the two is needed.
     volume = snapshotable(mounted.volume)
     if volume is not None:
         from vfsd.daemon.snapshots.volume import VolumeSnapshots  # noqa: PLC0415
 
-        return VolumeSnapshots(mounted, volume, history)
+        return VolumeSnapshots(mounted, volume, history, merges)
     changed = externally_changed(mounted.volume)
     if stored is not None and changed is not None:
         from vfsd.daemon.snapshots.stored import StoreSnapshots  # noqa: PLC0415

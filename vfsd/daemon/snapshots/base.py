@@ -35,6 +35,7 @@ from protocol.tree import ByteProgress, Tree
 from protocol.types import ChangeCounts
 from protocol.values import Value
 from protocol.volume_extensions import SnapshotInfo, SnapshotKind
+from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.archives import Origin
 from vfsd.daemon.snapshots.history import UndoHistory
 
@@ -44,6 +45,8 @@ STAGED_PREFIX: Final = "archive-"  # the content of an archive that is being imp
 SNAPSHOT_PREFIX: Final = "snap-"
 FORK_PREFIX: Final = "fork-"
 FORK_TAG: Final = "forked as "
+MERGED_PREFIX: Final = "merged-"
+MERGED_TAG: Final = "merged into "
 _PATHS_SHOWN: Final = 5
 _NO_CHANGES: Final = ChangeCounts()
 _logger = logging.getLogger(__name__)
@@ -166,7 +169,12 @@ def in_bytes(observer: CallObserver) -> ByteProgress:
 
 
 class SnapshotService(Protocol):
-    """The snapshots of one workspace.  A name without a snapshot raises SnapshotNotFoundError."""
+    """The snapshots of one workspace.  A name without a snapshot raises SnapshotNotFoundError.
+
+    `merges` says which states of other workspaces were merged into which state.
+    """
+
+    merges: MergeLog
 
     @property
     def has_base(self) -> bool:
@@ -290,6 +298,11 @@ def no_lower_layer() -> OSError:
 def is_fork_base(info: SnapshotInfo) -> bool:
     """Return whether a snapshot was taken for a fork."""
     return info.kind == "automatic" and info.name.startswith(FORK_PREFIX) and (info.tag or "").startswith(FORK_TAG)
+
+
+def is_merge_base(info: SnapshotInfo) -> bool:
+    """Return whether a snapshot is a state that was merged into another workspace."""
+    return info.kind == "automatic" and info.name.startswith(MERGED_PREFIX) and (info.tag or "").startswith(MERGED_TAG)
 
 
 def is_reserved(name: str) -> bool:

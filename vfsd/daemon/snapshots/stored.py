@@ -39,6 +39,7 @@ from protocol.store.restore import Plan
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import ExternallyChangedVolume, SnapshotInfo, SnapshotKind
+from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree, Origin
 from vfsd.daemon.snapshots.base import (
@@ -107,6 +108,7 @@ class StoreSnapshots:
     """Implements `vfsd.daemon.snapshots.base.SnapshotService` with the snapshots in a store."""
 
     def __init__(self, mounted: MountedVolume, volume: ExternallyChangedVolume, stored: Stored) -> None:
+        self.merges = MergeLog()  # always empty: such a workspace is no fork, and has none
         self._mounted = mounted
         self._volume = volume
         self._stored = stored

@@ -35,6 +35,8 @@ from protocol.volume_extensions import (
     preparing,
     staging,
 )
+from vfsd.daemon.merging.lineage import MergedState, MergeLog
+from vfsd.daemon.merging.partial_tree import PartialTree
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import Origin, read_origin
 from vfsd.daemon.snapshots.base import (
@@ -74,6 +76,19 @@ class AppliedStep:
         self.expired: Sequence[SnapshotInfo] = ()
 
 
+class NewState(NamedTuple):
+    """A state to put in place: what `tree` has at and below `paths`, and the metadata of `directories`.
+
+    `source` is used in messages.  `merged` is what is merged into that state.
+    """
+
+    tree: Tree
+    paths: Sequence[bytes]
+    directories: Sequence[bytes]
+    source: str
+    merged: Sequence[MergedState]
+
+
 class _Change(NamedTuple):
     """What a change did; `earlier` is a snapshot that already held the state before it."""
 
@@ -85,8 +100,15 @@ class _Change(NamedTuple):
 class VolumeSnapshots:
     """Implements `vfsd.daemon.snapshots.base.SnapshotService` with the snapshots of `volume`."""
 
-    def __init__(self, mounted: MountedVolume, volume: SnapshotableVolume, history: UndoHistory | None = None) -> None:
+    def __init__(
+        self,
+        mounted: MountedVolume,
+        volume: SnapshotableVolume,
+        history: UndoHistory | None = None,
+        merges: MergeLog | None = None,
+    ) -> None:
         self._mounted = mounted
+        self.merges = merges or MergeLog()
         self._volume = volume
         self._overlaid = overlaid(volume)
         volume.on_pruned = self._record_pruned
@@ -159,9 +181,12 @@ class VolumeSnapshots:
         volume = self._volume
         if name == BASE:
             lower = self._lower()
-            return await self._step(lambda: lower.discard(paths), "discard", name, observer)
-        volume.snapshot(name)  # raises if there is none
-        return await self._step(lambda: volume.restore_snapshot(name, paths), f"restore {name}", name, observer)
+            merged = self.merges.now if paths else ()
+            return await self._step(lambda: lower.discard(paths), "discard", name, observer, merged=merged)
+        serial = volume.snapshot(name).serial  # raises if there is none
+        merged = self.merges.now if paths else self.merges.at(serial)
+        restore = functools.partial(volume.restore_snapshot, name, paths)
+        return await self._step(restore, f"restore {name}", name, observer, merged=merged)
 
     def _lower(self) -> OverlaidVolume:
         if self._overlaid is None:
@@ -192,17 +217,23 @@ class VolumeSnapshots:
             stage.give_back()
 
     async def put(self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool) -> Outcome:
-        step = staged.step(replace=replace)
+        extent = {"replace": replace, "paths": paths}
+        return await self._put(staged, staged.step(replace=replace), observer, extent)
+
+    async def _put(
+        self, staged: Staged, step: str, observer: CallObserver, extent: Mapping[str, Any], **others: Any
+    ) -> Outcome:
+        """Import `staged`; `extent` are arguments of `import_tree`, `others` those of `_step`."""
         volume = preparing(self._volume)
         if volume is None:
-            change = functools.partial(self._volume.import_tree, staged.tree, replace=replace, paths=paths)
+            change = functools.partial(self._volume.import_tree, staged.tree, **extent)
             with _nothing_changed(staged.name):
-                return await self._step(change, step, staged.name, observer)
-        prepared = _PreparedImport(volume, staged, paths, replace=replace)
+                return await self._step(change, step, staged.name, observer, **others)
+        prepared = _PreparedImport(volume, staged, extent)
         try:
             prepare = functools.partial(prepared.prepare, observer)
             with _nothing_changed(staged.name):
-                return await self._step(prepared.put, step, staged.name, observer, prepare)
+                return await self._step(prepared.put, step, staged.name, observer, prepare, **others)
         finally:
             await prepared.discard()
 
@@ -213,15 +244,25 @@ class VolumeSnapshots:
         source: str,
         observer: CallObserver,
         prepare: Callable[[], Awaitable[None]] | None = None,
+        *,
+        check: Callable[[], None] = lambda: None,
+        merged: Sequence[MergedState] | None = None,
     ) -> Outcome:
-        """Make `change`, as a step of the history unless it changes nothing."""
+        """Make `change`, as a step of the history unless it changes nothing.
+
+        `check` may raise; nothing happens between it and the change.  `merged` is what is merged into the state after
+        the change; None: what was before.
+        """
         async with self._mounted.change_lock:
             if prepare is not None:
                 await prepare()
             await self._mounted.write_back()
+            check()
             observer.commit()
             before = self._history()
             safety, invalidation = self._change(change, f"before {step}", source)
+            if merged is not None:
+                self.merges.record(safety.serial, merged)
             if not invalidation.entries and not invalidation.inodes:
                 self._drop_if_there(safety.name)
                 return self._outcome(source, None)
@@ -235,6 +276,22 @@ class VolumeSnapshots:
             if made.earlier is not None:
                 self._last_history = before.stepped(made.earlier.serial, step)
             return self._outcome(source, safety, made)
+
+    async def put_merged(self, new: NewState, step: str, observer: CallObserver, check: Callable[[], None]) -> Outcome:
+        """Make the live state equal to `new` at its paths, as a step with the name `step`.
+
+        `check` is called directly before the change, when dirty pages are written; it may raise to change nothing.
+        """
+        part = PartialTree(new.tree, new.paths, new.directories)
+        origin = Origin(new.source, new.source, lambda _progress, _check, _reserve: contextlib.nullcontext(part))
+        # Staged, so that the step on the loop shares the content instead of copying it.
+        async with self.staged(origin, observer) as staged:
+            extent = {"replace": True, "paths": new.paths, "directories": new.directories}
+            return await self._put(staged, step, observer, extent, check=check, merged=new.merged)
+
+    def note_merged(self, merged: Sequence[MergedState]) -> None:
+        """Record what is merged into the live state, which a merge did not need to change."""
+        self.merges.record(max((info.serial for info in self._volume.snapshots()), default=0), merged)
 
     async def undo(self, observer: CallObserver) -> Outcome:
         return await self._move(-1, observer)
@@ -251,7 +308,9 @@ class VolumeSnapshots:
             step = before.step_between(to)
             observer.commit()
             tag = f"after {step}" if by < 0 else f"before {step}"
+            merged = self.merges.at(self._volume.snapshot(source).serial)
             safety, invalidation = self._change(lambda: self._volume.restore_snapshot(source), tag, source)
+            self.merges.record(safety.serial, merged)
             self._last_history = before.moved(to, safety.serial)
             made = await self._invalidate(invalidation, safety, before, observer)
             if made.earlier is not None:
@@ -298,6 +357,7 @@ class VolumeSnapshots:
         self, source: str, safety: SnapshotInfo | None, made: _Change | None = None, step: str | None = None
     ) -> Outcome:
         """Build the answer, and drop the safety snapshots that are not needed: expired ones, and a second copy."""
+        self.merges.forget(min((info.serial for info in self._volume.snapshots()), default=0))
         if made is not None and made.earlier is not None and safety is not None:
             self._drop_if_there(safety.name)
             safety = made.earlier
@@ -374,11 +434,12 @@ class _PreparedImport:
     Call `prepare`, `put` and, in any case, `discard`.  Between the first two no snapshot may be taken.
     """
 
-    def __init__(self, volume: PreparingVolume, staged: Staged, paths: Sequence[bytes], *, replace: bool) -> None:
+    def __init__(self, volume: PreparingVolume, staged: Staged, extent: Mapping[str, Any]) -> None:
+        """`extent`: arguments of `import_tree`."""
         self._volume = volume
         self._staged = staged
-        self._preparation = volume.preparation(staged.tree, replace=replace, paths=paths)
-        self._import_all = functools.partial(volume.import_tree, staged.tree, replace=replace, paths=paths)
+        self._preparation = volume.preparation(staged.tree, **extent)
+        self._import_all = functools.partial(volume.import_tree, staged.tree, **extent)
         self._view = ExitStack()
         self._is_abandoned = False
         self._is_done = False

@@ -25,6 +25,7 @@ from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
 from protocol.diff.tree_diff import entry_or_none, is_below
 from protocol.errors import os_error
+from protocol.values import Value
 from protocol.volume import NAME_MAX
 
 if TYPE_CHECKING:
@@ -38,8 +39,20 @@ def metadata(of: Inode | TreeEntry) -> tuple[int, int, int, int, dict[bytes, byt
     return of.mode, of.uid, of.gid, of.mtime_ns, dict(of.xattrs or {}), of.rdev
 
 
+class Extent(Value):
+    """What is made equal to a tree: everything at and below `paths`, and the metadata of `directories`."""
+
+    paths: Sequence[bytes]
+    directories: Sequence[bytes] = ()
+
+    @classmethod
+    def of(cls, paths: Sequence[bytes], directories: Sequence[bytes] | None) -> Extent:
+        """The extent of an import; without any argument, everything."""
+        return cls(paths or (b"",)) if directories is None else cls(paths, directories)
+
+
 class Converger:
-    """Makes each of `paths` of the live state, with everything below it, equal to `tree`.
+    """Makes `extent` of the live state equal to `tree`.
 
     `check_quota(pages, inodes, memory)` raises ENOSPC if so many pages and inodes in total, or `memory` more bytes,
     exceed the quota.  Blocks shared with a view of the same volume take no memory.
@@ -52,14 +65,15 @@ class Converger:
         self,
         state: MemoryState,
         tree: Tree,
-        paths: Sequence[bytes],
+        extent: Extent,
         *,
         replace: bool,
         check_quota: Callable[[int, int, int], None],
     ) -> None:
         self._state = state
         self._tree = tree
-        self._paths = paths
+        self._paths = extent.paths
+        self._alone = extent.directories
         self._replace = replace
         self._check_quota = check_quota
         self._pages, self._inodes = state.pages, len(state.inodes)  # before the run
@@ -72,6 +86,8 @@ class Converger:
         """Make the changes.  ENOENT for a path in neither; ENOTDIR, ENOSPC."""
         for path in self._paths:
             self._run(path)
+        for path in sorted(self._alone, reverse=True):
+            self._set_metadata(self._state.inode_at(path), self._tree.entry(path))
         pages, inodes = self._state.pages, len(self._state.inodes)
         # A state over its quota, which a restored one may be, does not refuse changes that add nothing.
         self._check_quota(pages if pages > self._pages else 0, inodes if inodes > self._inodes else 0, 0)

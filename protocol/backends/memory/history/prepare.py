@@ -28,7 +28,7 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.memory.history.converge import Converger, metadata
+from protocol.backends.memory.history.converge import Converger, Extent, metadata
 from protocol.backends.memory.ledger import RECORD_BYTES, live_bytes
 from protocol.diff.tree_diff import entry_or_none
 from protocol.errors import os_error
@@ -49,12 +49,12 @@ class Preparation(Converger):
         self,
         state: MemoryState,
         tree: Tree,
-        paths: Sequence[bytes],
+        extent: Extent,
         *,
         replace: bool,
         check_quota: Callable[[int, int, int], None],
     ) -> None:
-        super().__init__(state, tree, paths, replace=replace, check_quota=check_quota)
+        super().__init__(state, tree, extent, replace=replace, check_quota=check_quota)
         self._tops: dict[bytes, int] = {}  # path -> inode
         self._subdirectories: dict[int, int] = {}  # topmost directory -> number of its subdirectories
         self._same: dict[bytes, Inode] = {}  # path -> live version that equals the tree

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from protocol.backends.memory.history.converge import Converger
+from protocol.backends.memory.history.converge import Converger, Extent
 from protocol.backends.memory.history.fill import Filler
 from protocol.backends.memory.history.prepare import Preparation
 from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, merged
@@ -170,12 +170,14 @@ class SnapshotHistory:
             restore_epoch(self._state, target)
             return _invalidation(self._state, transaction)
 
-    def import_tree(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> CacheInvalidation:
+    def import_tree(
+        self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = (), directories: Sequence[bytes] | None = None
+    ) -> CacheInvalidation:
         if isinstance(tree, SnapshotTree) and not tree.belongs_to(self._state):
             tree.ledger.give_back()  # imported content is charged here from now on
         with self._limits.keeping(*self._newest()), self._transaction() as transaction:
-            check = self._limits.check_quota
-            Converger(self._state, tree, paths or (b"",), replace=replace, check_quota=check).run()
+            check, extent = self._limits.check_quota, Extent.of(paths, directories)
+            Converger(self._state, tree, extent, replace=replace, check_quota=check).run()
             return _invalidation(self._state, transaction)
 
     def fill(self, tree: Tree, reserved: ReservedInodes | None = None) -> None:
@@ -196,8 +198,11 @@ class SnapshotHistory:
         self._state.next_inode += count
         return ReservedInodes(self._state, first)
 
-    def preparation(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Preparation:
-        return Preparation(self._state, tree, paths or (b"",), replace=replace, check_quota=self._limits.check_quota)
+    def preparation(
+        self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = (), directories: Sequence[bytes] | None = None
+    ) -> Preparation:
+        check, extent = self._limits.check_quota, Extent.of(paths, directories)
+        return Preparation(self._state, tree, extent, replace=replace, check_quota=check)
 
     def import_prepared(self, preparation: Preparation) -> CacheInvalidation:
         with self._limits.keeping(*self._newest()), self._transaction() as transaction:

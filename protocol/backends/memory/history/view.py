@@ -204,11 +204,11 @@ class SnapshotTree:
                         waiting.append(child)
         return total
 
-    def same_content(self, path: bytes, other: Tree) -> bool | None:
-        """Return whether the regular file at `path` has the same bytes in `other`; None if only reading can tell."""
+    def same_content(self, path: bytes, other: Tree, other_path: bytes | None = None) -> bool | None:
+        """See `protocol.diff.tree_diff.ComparesContent`."""
         if not isinstance(other, SnapshotTree):
             return None
-        return self.find(path).same_content(other.find(path))
+        return self.find(path).same_content(other.find(path if other_path is None else other_path))
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
         """Return the paths that changed in the epochs between the two trees.  See `protocol.tree.Tree`."""

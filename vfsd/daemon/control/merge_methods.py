@@ -1,0 +1,270 @@
+"""`merge` and `adopt`: take over the changes of another workspace that has a state in common with this one.
+
+1. The other daemon keeps its state and sends its changes (`vfsd.daemon.merging.other`).
+2. A worker thread computes the new state from immutable trees, while the mount answers.
+3. One step on the serving loop puts it in place, as a restore does, unless a program has changed one of the paths
+   since: then everything begins again with the new state.
+
+Nothing is changed before the third step, in neither workspace, except that the other one has a snapshot more.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final
+
+import trio
+
+from protocol.diff.tree_diff import Change, changes, count, is_at_or_below, outermost
+from protocol.errors import shown
+from protocol.merge.outcome import Conflict
+from protocol.tree import Tree
+from protocol.types import ChangeCounts
+from protocol.values import Value
+from protocol.volume_extensions import SnapshotableVolume, snapshotable
+from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.changes import change_record, expired_records
+from vfsd.daemon.control.merge_source import MergeSource
+from vfsd.daemon.control.parameters import tree_paths
+from vfsd.daemon.merging.delta import differences
+from vfsd.daemon.merging.layered_tree import LayeredTree
+from vfsd.daemon.merging.lineage import MergedState, with_merged
+from vfsd.daemon.merging.other import Other, OtherWorkspaces
+from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.daemon.snapshots.base import Outcome
+from vfsd.daemon.snapshots.threads import in_answer_thread
+from vfsd.daemon.snapshots.volume import NewState, VolumeSnapshots
+from vfsd.wire.base import Peer
+from vfsd.wire.merge_messages import AdoptParams, ConflictRecord, MergeParams, MergeResult
+from vfsd.wire.messages import CHANGES_LISTED, wire_path
+from vfsd.wire.options import WorkspaceOptions
+
+_ATTEMPTS: Final = 5  # while programs change paths that are merged
+_PATHS_SHOWN: Final = 3
+_LOST: Final = "changed here and not in the other workspace, so it would be lost"
+
+
+class Plan(Value):
+    """A new state: `tree`, how it differs from the present one, and the conflicts."""
+
+    tree: Tree
+    changes: Sequence[Change]
+    conflicts: Sequence[ConflictRecord]
+    refuses: bool  # the conflicts prevent it
+
+
+class _ChangedMeanwhileError(Exception):
+    """Programs changed paths that are about to be replaced."""
+
+    def __init__(self, paths: Sequence[bytes]) -> None:
+        super().__init__(paths)
+        self.paths = paths
+
+
+class MergeMethods:
+    """The side of one workspace that takes over changes."""
+
+    def __init__(
+        self,
+        mounted: MountedVolume,
+        source: MergeSource,
+        options: WorkspaceOptions,
+        others: OtherWorkspaces,
+    ) -> None:
+        self._mounted = mounted
+        self._source = source
+        self._options = options
+        self._others = others
+        self._one_at_a_time = trio.Lock()
+
+    @property
+    def _snapshots(self) -> VolumeSnapshots:
+        snapshots = self._source.snapshots
+        assert isinstance(snapshots, VolumeSnapshots), "`MergeSource` refuses the others"
+        return snapshots
+
+    @property
+    def _volume(self) -> SnapshotableVolume:
+        volume = snapshotable(self._mounted.volume)
+        assert volume is not None, "it has VolumeSnapshots"
+        return volume
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """The handlers by method name."""
+        return {"merge": self._merge, "adopt": self._adopt}
+
+    async def _merge(self, params: MergeParams, call: CallContext) -> MergeResult:
+        # Start-up: the first call on the control socket does not wait for this import.
+        from protocol.merge.three_way import merge  # noqa: PLC0415
+
+        paths = tree_paths(params.paths)
+        keep_going = _keep_going(call)
+
+        def plan(other: Other, ours: Tree) -> Plan:
+            done = merge(other.base, ours, other.theirs, paths=paths, policy=params.conflicts, keep_going=keep_going)
+            refuses = params.conflicts == "fail" and bool(done.conflicts)
+            return Plan(done.tree, done.changes, list(map(_record, done.conflicts)), refuses)
+
+        keep = not (params.dry_run or paths)
+        return await self._run(params.fork, plan, f"merge {params.fork.name}", call, keep=keep, dry_run=params.dry_run)
+
+    async def _adopt(self, params: AdoptParams, call: CallContext) -> MergeResult:
+        keep_going = _keep_going(call)
+
+        def plan(other: Other, ours: Tree) -> Plan:
+            found = [
+                Change(one.path, one.kind or "metadata", one.old, one.new)
+                for one in differences(ours, other.theirs, keep_going)
+            ]
+            replaced = {change.path for change in found}
+            lost = [change for change in changes(other.base, ours) if change.path in replaced]
+            conflicts = [ConflictRecord(wire_path(change.path), "lost", _LOST) for change in lost]
+            return Plan(other.theirs, found, conflicts, bool(conflicts) and not params.force)
+
+        keep, step = not params.dry_run, f"adopt {params.fork.name}"
+        return await self._run(params.fork, plan, step, call, keep=keep, dry_run=params.dry_run)
+
+    async def _run(
+        self,
+        peer: Peer,
+        plan: Callable[[Other, Tree], Plan],
+        step: str,
+        call: CallContext,
+        *,
+        keep: bool,
+        dry_run: bool,
+    ) -> MergeResult:
+        if self._options.read_only and not dry_run:
+            raise OSError(errno.EROFS, f"workspace {self._options.name!r} is mounted read-only")
+        changed: Sequence[bytes] = ()
+        async with self._one_at_a_time:
+            for _ in range(_ATTEMPTS):
+                try:
+                    merges = self._snapshots.merges if keep else None
+                    async with self._others.opened(peer, merges=merges) as other:
+                        return await self._attempt(other, plan, step, call, dry_run=dry_run)
+                except _ChangedMeanwhileError as error:
+                    changed = error.paths
+                except _NotAppliedError as answer:  # an error, so that the other workspace drops what it kept
+                    return answer.result
+        named = ", ".join(map(shown, changed[:_PATHS_SHOWN])) or "the workspace"
+        reason = f"programs keep changing what is merged ({named}), so nothing was changed: stop them and try again"
+        raise OSError(errno.EBUSY, reason)
+
+    async def _attempt(
+        self, other: Other, plan: Callable[[Other, Tree], Plan], step: str, call: CallContext, *, dry_run: bool
+    ) -> MergeResult:
+        await self._mounted.write_back()
+        merged_before = self._snapshots.merges.now
+        mark = self._volume.mark()
+        with self._volume.tree() as view:
+            made = await in_answer_thread(plan, other, LayeredTree(view))
+            if dry_run or made.refuses:
+                raise _NotAppliedError(_result(other, made))
+            merged = with_merged(merged_before, other.lineage, other.state) if other.state is not None else None
+            new = _new_state(made, other.lineage.name, merged_before if merged is None else merged)
+
+            def check() -> None:
+                if self._snapshots.merges.now != merged_before:
+                    raise _ChangedMeanwhileError(())
+                if self._volume.changed_since(mark):
+                    with self._volume.tree() as live:
+                        _check_unchanged(view, live, made.changes)
+
+            if not made.changes:
+                check()
+                call.commit()
+                self._snapshots.note_merged(new.merged)
+                return _result(other, made, applied=True)
+            outcome = await self._snapshots.put_merged(new, step, call, check)
+        return self._answer(other, made, outcome)
+
+    def _answer(self, other: Other, made: Plan, outcome: Outcome) -> MergeResult:
+        answer = _result(other, made, applied=True)
+        answer.counts = outcome.counts
+        answer.changes = [change_record(change) for change in outcome.changes]
+        answer.truncated = outcome.truncated
+        answer.safety_snapshot = outcome.safety
+        answer.expired = expired_records(outcome.expired, self._snapshots.collect_pruned())
+        answer.undo_steps = outcome.undo_steps
+        return answer
+
+
+class _NotAppliedError(Exception):
+    """The merge is not applied: a dry run, or one with conflicts."""
+
+    def __init__(self, result: MergeResult) -> None:
+        super().__init__()
+        self.result = result
+
+
+def _keep_going(call: CallContext) -> Callable[[], None]:
+    paths = 0
+
+    def keep_going() -> None:
+        nonlocal paths
+        paths += 1
+        call.raise_if_cancelled()
+        call.progress_nowait(paths, 0, "files")
+
+    return keep_going
+
+
+def _is_directory_metadata(change: Change) -> bool:
+    """Whether a directory stays and only its metadata change."""
+    old, new = change.old, change.new
+    return old is not None and new is not None and old.is_dir and new.is_dir
+
+
+def _new_state(made: Plan, source: str, merged: Sequence[MergedState]) -> NewState:
+    directories = [change.path for change in made.changes if _is_directory_metadata(change)]
+    paths = outermost([change.path for change in made.changes if not _is_directory_metadata(change)])
+    return NewState(made.tree, paths, directories, source, merged)
+
+
+def _check_unchanged(old: Tree, live: Tree, replaced: Sequence[Change]) -> None:
+    """_ChangedMeanwhileError if `live` differs from `old` at a path that is replaced, or in a way that moves it."""
+    whole = {change.path for change in replaced if not _is_directory_metadata(change)}
+    alone = {change.path for change in replaced if _is_directory_metadata(change)}
+    above = _directories_above({*whole, *alone})
+    changed = [
+        change.path
+        for change in changes(old, live)
+        if change.path in alone or is_at_or_below(change.path, whole) or (change.path in above and _is_replaced(change))
+    ]
+    if changed:
+        raise _ChangedMeanwhileError(changed)
+
+
+def _is_replaced(change: Change) -> bool:
+    """Whether another directory, or none, is at the path now."""
+    return change.old is None or change.new is None or change.old.inode != change.new.inode
+
+
+def _directories_above(paths: Collection[bytes]) -> set[bytes]:
+    found: set[bytes] = set()
+    for path in paths:
+        above = path.rpartition(b"/")[0]
+        while above and above not in found:
+            found.add(above)
+            above = above.rpartition(b"/")[0]
+    return found
+
+
+def _record(conflict: Conflict) -> ConflictRecord:
+    kept_as = wire_path(conflict.kept_as) if conflict.kept_as else None
+    return ConflictRecord(wire_path(conflict.path), conflict.reason, conflict.detail, kept_as)
+
+
+def _result(other: Other, made: Plan, *, applied: bool = False) -> MergeResult:
+    listed = made.changes[:CHANGES_LISTED]
+    return MergeResult(
+        fork=other.lineage.name,
+        base=other.bases.base.name,
+        applied=applied,
+        counts=count(made.changes) if made.changes else ChangeCounts(),
+        changes=[change_record(change) for change in listed],
+        conflicts=list(made.conflicts),
+        truncated=len(listed) < len(made.changes),
+    )

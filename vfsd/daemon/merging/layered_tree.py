@@ -1,0 +1,212 @@
+"""LayeredTree: a state of this workspace with the changes of another workspace on top, as a read-only tree.
+
+Inode numbers: an inode that both workspaces have in their common state keeps the number that it has here.  The numbers
+of all others begin at NEW_INODES, so that they are never mistaken for inodes of this workspace.
+
+`touched` names the changed paths of all layers, so work on two such trees is proportional to the changes.  Without a
+delta, a LayeredTree is a state that can be compared with one that has some.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Collection, Iterator
+from typing import Final
+
+from protocol.diff.tree_diff import ComparesContent
+from protocol.errors import os_error, shown
+from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
+from vfsd.daemon.merging.delta import Delta, Entry, Extent
+
+NEW_INODES: Final = 1 << 63
+ReadAt = Callable[[int, int], bytes]  # (offset, size) of the buffer with the delta's content
+
+
+class LayeredTree(LookupTree):
+    """`below` with `delta`, whose content `read_at` reads.
+
+    OSError (ESTALE) if `below` lacks what `delta` refers to.
+    """
+
+    def __init__(self, below: Tree, delta: Delta | None = None, read_at: ReadAt = lambda _at, _size: b"") -> None:
+        self._below = below
+        self._delta = delta or Delta()
+        self._read_at = read_at
+        self._entries = {path: self._made(entry) for path, entry in self._delta.entries.items()}
+        self._gone = self._delta.gone
+        # Below these paths there is nothing of `below`.
+        self._ends = self._gone | {path for path, entry in self._entries.items() if not entry.is_dir}
+        self._names: dict[bytes, dict[bytes, bool]] = {}  # directory -> name -> whether it exists
+        for path in self._delta.paths():
+            if path:
+                above, _, name = path.rpartition(b"/")
+                self._names.setdefault(above, {})[name] = path in self._entries
+
+    def _made(self, entry: Entry) -> TreeEntry:
+        inode = entry.inode and NEW_INODES | entry.inode
+        if entry.origin is not None:
+            try:
+                old = self._below.entry(entry.origin)
+            except (FileNotFoundError, NotADirectoryError):
+                old = None
+            if old is None or stat.S_IFMT(old.mode) != stat.S_IFMT(entry.mode):
+                if entry.is_same:
+                    raise _stale(entry.origin)
+            else:
+                inode = old.inode
+                if entry.is_same and old.size != entry.size:
+                    raise _stale(entry.origin)
+        return TreeEntry(
+            path=entry.path,
+            mode=entry.mode,
+            size=entry.size,
+            mtime_ns=entry.mtime_ns,
+            uid=entry.uid,
+            gid=entry.gid,
+            nlink=entry.nlink,
+            inode=inode,
+            rdev=entry.rdev,
+            target=entry.target,
+            xattrs=entry.xattrs,
+        )
+
+    # -- protocol.tree.Tree ------------------------------------------------------------------
+    def entry(self, path: bytes) -> TreeEntry:
+        found = self._entries.get(path)
+        if found is not None:
+            return found
+        self._check_reaches(path)
+        return self._below.entry(path)
+
+    def _check_reaches(self, path: bytes) -> None:
+        """FileNotFoundError, NotADirectoryError if `path`, which has no entry of its own, is not that of `below`."""
+        if not self._ends:
+            return
+        at = path
+        while at:
+            if at in self._ends:
+                missing = at in self._gone
+                raise os_error(errno.ENOENT if missing else errno.ENOTDIR, os.fsdecode(path))
+            at = at.rpartition(b"/")[0]
+
+    def children(self, path: bytes) -> list[bytes]:
+        own = self._entries.get(path)
+        if own is not None and not own.is_dir:
+            raise os_error(errno.ENOTDIR, os.fsdecode(path))
+        changed = self._names.get(path)
+        if own is None:
+            self._check_reaches(path)
+            names = self._below.children(path)
+        else:
+            try:
+                names = self._below.children(path)
+            except (FileNotFoundError, NotADirectoryError):  # a new directory
+                names = []
+        if not changed:
+            return names
+        kept = [name for name in names if name not in changed]
+        return sorted([*kept, *(name for name, exists in changed.items() if exists)])
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        tree, at, extents = self._source(path)
+        if extents is None:
+            return tree.read(at, offset, size)
+        end = min(offset + size, self._entries[path].size)
+        return self._sent(extents, offset, end)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        tree, at, extents = self._source(path)
+        if extents is None:
+            yield from tree.chunks(at, size)
+            return
+        whole = self._entries[path].size
+        for offset in range(0, whole, size):
+            yield self._sent(extents, offset, min(offset + size, whole))
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:
+        bottom, own = self.layers()
+        other_bottom, others = other.layers() if isinstance(other, LayeredTree) else (other, [])
+        while own and others and own[0] is others[0]:  # layers that both have
+            own, others = own[1:], others[1:]
+        paths = {path for delta in (*own, *others) for path in delta.paths()}
+        if bottom is other_bottom:
+            return paths
+        touched = bottom.touched(other_bottom)
+        return None if touched is None else paths.union(touched)
+
+    def layers(self) -> tuple[Tree, list[Delta]]:
+        """Return the lowest tree, and the deltas on top of it, the lowest first."""
+        if isinstance(self._below, LayeredTree):
+            bottom, deltas = self._below.layers()
+        else:
+            bottom, deltas = self._below, []
+        return bottom, [*deltas, self._delta]
+
+    # -- content -------------------------------------------------------------------------------
+    def _source(self, path: bytes) -> tuple[Tree, bytes, list[Extent] | None]:
+        """The tree and the path that have the content of the regular file at `path`, or the extents if it was sent."""
+        found = self._entries.get(path)
+        if found is None:
+            self._check_reaches(path)
+            return self._below, path, None
+        if not found.is_file:
+            raise os_error(errno.EISDIR if found.is_dir else errno.EINVAL, os.fsdecode(path))
+        entry = self._delta.entries[path]
+        if entry.is_same:
+            assert entry.origin is not None
+            return self._below, entry.origin, None
+        return self, path, self._delta.content[path]
+
+    def _sent(self, extents: list[Extent], start: int, end: int) -> bytes:
+        """The bytes from `start` to `end` of a file; what has no extent is zero."""
+        if start >= end:
+            return b""
+        if len(extents) == 1 and extents[0].offset == 0 and end <= extents[0].size:
+            return self._read_at(extents[0].at + start, end - start)
+        content = bytearray(end - start)
+        for extent in _overlapping(extents, start, end):
+            first, last = max(start, extent.offset), min(end, extent.offset + extent.size)
+            content[first - start : last - start] = self._read_at(extent.at + first - extent.offset, last - first)
+        return bytes(content)
+
+    # -- protocol.diff.tree_diff.ComparesContent ---------------------------------------------------
+    def same_content(self, path: bytes, other: Tree, other_path: bytes | None = None) -> bool | None:
+        tree, at, extents = self.bottom_source(path)
+        other_at = path if other_path is None else other_path
+        others = None
+        if isinstance(other, LayeredTree):
+            other, other_at, others = other.bottom_source(other_at)
+        if extents is not None or others is not None:
+            return True if extents is others else None
+        if tree is other and at == other_at:
+            return True
+        return tree.same_content(at, other, other_at) if isinstance(tree, ComparesContent) else None
+
+    def bottom_source(self, path: bytes) -> tuple[Tree, bytes, list[Extent] | None]:
+        """As `_source`; the tree is the lowest one, or has received the content."""
+        tree, at, extents = self._source(path)
+        if extents is None and isinstance(tree, LayeredTree):
+            return tree.bottom_source(at)
+        return tree, at, extents
+
+
+def _overlapping(extents: list[Extent], start: int, end: int) -> Iterator[Extent]:
+    """The extents, which are sorted by offset, that overlap `start` to `end`."""
+    low, high = 0, len(extents)
+    while low < high:  # the first one that ends after `start`
+        middle = (low + high) // 2
+        if extents[middle].offset + extents[middle].size <= start:
+            low = middle + 1
+        else:
+            high = middle
+    for extent in extents[low:]:
+        if extent.offset >= end:
+            return
+        yield extent
+
+
+def _stale(path: bytes) -> OSError:
+    reason = "the directory below was changed by another program since the fork; nothing was changed"
+    return OSError(errno.ESTALE, reason, shown(path))

@@ -1,0 +1,184 @@
+"""Lineage: which states two workspaces have in common, and which changes of one are in the other already.
+
+A state has an identity, which a fork inherits with its snapshots: name, serial and time of the snapshot (`StateId`).  A
+workspace descends from a sequence of workspaces, each of which was left at one state: the fork point (`Ancestor`).  The
+fork point of two workspaces is the older of the states at which they left the last workspace that both descend from.
+
+The base of a merge is the newest state that is in the history of both:
+
+- the fork point;
+- a state of the other workspace that was merged into this one;
+- a state of this workspace that was merged into the other one.
+
+`MergeLog` records the second kind.  What was merged is a property of a state: after `restore --undo` of a merge, the
+merge does not count any more.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Collection, Iterable, Sequence
+
+from protocol.values import Value
+from protocol.volume_extensions import SnapshotInfo
+
+
+class StateId(Value):
+    """A state that is kept as a snapshot."""
+
+    name: str
+    serial: int
+    created_ns: int
+
+    @classmethod
+    def of(cls, info: SnapshotInfo) -> StateId:
+        return cls(info.name, info.serial, info.created_ns)
+
+
+class Ancestor(Value):
+    """A workspace that another one descends from, and the state at which they parted.
+
+    `instance` is an identifier of the daemon, `name` the name of the workspace.
+    """
+
+    instance: str
+    name: str
+    left_at: StateId
+
+
+class MergedState(Value):
+    """A state of the workspace `instance` whose changes were merged."""
+
+    instance: str
+    name: str
+    state: StateId
+
+
+class Lineage(Value):
+    """What a workspace descends from, the first one first, and what was merged into its live state.
+
+    `states` are the identities of its snapshots.
+    """
+
+    instance: str
+    name: str
+    ancestors: tuple[Ancestor, ...]
+    merged: tuple[MergedState, ...]
+    states: tuple[StateId, ...]
+
+
+class Bases(Value):
+    """The states that a merge starts from.
+
+    `fork_point`: the state that both workspaces have as a snapshot.  `base`: the base of the merge, which is the fork
+    point or a later state; `of_other`: it is a snapshot of the other workspace, not of this one.
+    """
+
+    fork_point: StateId
+    base: StateId
+    of_other: bool
+
+
+def find_bases(here: Lineage, other: Lineage) -> Bases:
+    """Return the base of a merge of `other` into `here`.
+
+    OSError: EINVAL if both are one workspace or have no state in common; ENOENT if the base was dropped.
+    """
+    if here.instance == other.instance:
+        raise OSError(errno.EINVAL, f"{here.name!r} cannot be merged into itself: name a fork of it")
+    fork_point = _fork_point(here, other)
+    if fork_point is None:
+        raise OSError(
+            errno.EINVAL,
+            f"{here.name!r} and {other.name!r} have no state in common: neither is a fork of the other, and they are"
+            " not forks of one workspace",
+        )
+    for lineage in (here, other):
+        _check_kept(fork_point, lineage, f"the state in which {here.name!r} and {other.name!r} parted")
+    merged = _newest(each.state for each in here.merged if each.instance == other.instance)
+    given = _newest(each.state for each in other.merged if each.instance == here.instance)
+    newest = _newest([each for each in (fork_point, merged, given) if each is not None])
+    assert newest is not None
+    if newest == merged:
+        _check_kept(merged, other, f"the state of {other.name!r} that was merged last")
+        return Bases(fork_point, merged, of_other=True)
+    if newest == given:
+        _check_kept(given, here, f"the state of {here.name!r} that was merged last into {other.name!r}")
+        return Bases(fork_point, given, of_other=False)
+    return Bases(fork_point, fork_point, of_other=False)
+
+
+def _newest(states: Iterable[StateId]) -> StateId | None:
+    return max(states, key=lambda state: (state.created_ns, state.serial), default=None)
+
+
+def _fork_point(here: Lineage, other: Lineage) -> StateId | None:
+    mine, its = here.ancestors, other.ancestors
+    common = 0
+    while common < min(len(mine), len(its)) and mine[common] == its[common]:
+        common += 1
+    left = [_left(lineage, common) for lineage in (here, other)]
+    if None in left or left[0][0] != left[1][0]:  # type: ignore[index]
+        return None
+    states = [each[1] for each in left if each is not None and each[1] is not None]
+    return min(states, key=lambda state: state.serial, default=None)
+
+
+def _left(lineage: Lineage, at: int) -> tuple[str, StateId | None] | None:
+    """The workspace at position `at` of a lineage, and the state at which it was left (None: not at all)."""
+    if at < len(lineage.ancestors):
+        return lineage.ancestors[at].instance, lineage.ancestors[at].left_at
+    return lineage.instance, None
+
+
+def _check_kept(state: StateId, lineage: Lineage, what: str) -> None:
+    if state not in lineage.states:
+        raise OSError(
+            errno.ENOENT,
+            f"{what} ({state.name}) is not kept any more in {lineage.name!r}, so a merge cannot tell the changes of one"
+            f" side from those of the other: it was dropped, or memory was needed (--max-memory)",
+        )
+
+
+class MergeLog:
+    """Which states of other workspaces were merged into which state of this one.
+
+    Each event says what is in the live state from a serial on: a snapshot with a higher serial was taken later.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[int, tuple[MergedState, ...]]] = [(0, ())]
+
+    @property
+    def now(self) -> tuple[MergedState, ...]:
+        """What was merged into the live state."""
+        return self._events[-1][1]
+
+    def at(self, serial: int) -> tuple[MergedState, ...]:
+        """What was merged into the snapshot `serial`."""
+        return next(merged for since, merged in reversed(self._events) if since < serial or since == 0)
+
+    def record(self, serial: int, merged: Sequence[MergedState]) -> None:
+        """Record what is in the live state now; `serial` is that of the last snapshot taken before."""
+        if tuple(merged) != self.now:
+            self._events.append((serial, tuple(merged)))
+
+    def forget(self, oldest_serial: int) -> None:
+        """Forget the events that no snapshot from `oldest_serial` on needs."""
+        needed = [at for at, (since, _) in enumerate(self._events) if since < oldest_serial]
+        if needed and needed[-1] > 0:
+            self._events = [(0, self._events[needed[-1]][1]), *self._events[needed[-1] + 1 :]]
+
+    def serials_of(self, instance: str) -> Collection[int]:
+        """The serials of the states of workspace `instance` that the live state or a snapshot contains."""
+        return {each.state.serial for _, merged in self._events for each in merged if each.instance == instance}
+
+
+def with_merged(merged: Sequence[MergedState], other: Lineage, state: StateId) -> tuple[MergedState, ...]:
+    """Add to `merged` a state of `other`, and what was merged into that: the newest state of each workspace."""
+    newest: dict[str, MergedState] = {}
+    for each in (*merged, *other.merged, MergedState(other.instance, other.name, state)):
+        known = newest.get(each.instance)
+        if known is None or known.state.created_ns <= each.state.created_ns:
+            newest[each.instance] = each
+    return tuple(newest.values())
