@@ -395,6 +395,17 @@ def test_a_running_workspace_keeps_its_files_and_stays_mounted(
         VfsdWorkspaceSection(session=session, workspace=workspace, backend="memory")
 
 
+def test_a_host_mount_does_not_replace_what_the_backend_s_directory_has(session: Session, workdir: Path) -> None:
+    for name in ("below", "project"):
+        (workdir / name / "src").mkdir(parents=True)
+        (workdir / name / "src" / "a").write_text(name)
+    mount = HostMount(host_path=str(workdir / "project" / "src"))
+    for backend in ("host", "overlay"):
+        with pytest.raises(FileExistsError, match="src"):
+            VfsdWorkspaceSection(session=session, mounts=[mount], backend=f"{backend}:{workdir / 'below'}")
+    assert (workdir / "below" / "src" / "a").read_text() == "below"
+
+
 def test_clones_share_the_workspace_until_the_last_is_cleaned_up(session: Session) -> None:
     section = VfsdWorkspaceSection(session=session)
     other = Session()

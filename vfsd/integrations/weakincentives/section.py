@@ -108,9 +108,10 @@ class VfsdWorkspaceSection(WorkspaceSection):
 
     The host mounts are copied into the workspace, as WINK's section does.  If that fails, nothing is left behind.
 
-    workspace: a running workspace, or its name, which `cleanup` leaves mounted.  A host mount is then refused if its
-        target exists (FileExistsError).  None: a new workspace is mounted, which the last `cleanup` unmounts and whose
-        content it discards, as WINK's section removes its directory.
+    mounts: copied into the workspace.  A target that exists there, in a running workspace or in the directory of a
+        backend, is refused (FileExistsError).
+    workspace: a running workspace, or its name, which `cleanup` leaves mounted.  None: a new one is mounted, which the
+        last `cleanup` unmounts.  That discards content in memory, as WINK's section removes its directory.
     path: where the new workspace is mounted.  None: a temporary directory, which `cleanup` removes.
     backend, and further arguments: those of `Workspace.mount`.
     snapshot_dir: where archives and checkpoints are kept, outside the workspace.  None: a directory for the session
@@ -148,8 +149,9 @@ class VfsdWorkspaceSection(WorkspaceSection):
         else:
             found = workspace if isinstance(workspace, Workspace) else Workspace.attach(workspace)
             release = _nothing
+        is_empty = workspace is None and backend in {None, "memory"} and arguments.get("archive") is None
         try:
-            previews = _copied(found, mounts, [Path(root) for root in allowed_host_roots], fresh=workspace is None)
+            previews = _copied(found, mounts, [Path(root) for root in allowed_host_roots], is_empty=is_empty)
             shared = _shared(found, session, snapshot_dir, release, tools=tools)
             shared.keeps_checkpoints = workspace is not None or not (backend or "memory").startswith(_IN_MEMORY)
         except BaseException:
@@ -297,9 +299,9 @@ def _mounted(path: FilePath | None, backend: str, arguments: MountArguments) -> 
 
 
 def _copied(
-    workspace: Workspace, mounts: Sequence[HostMount], roots: list[Path], *, fresh: bool
+    workspace: Workspace, mounts: Sequence[HostMount], roots: list[Path], *, is_empty: bool
 ) -> tuple[HostMountPreview, ...]:
-    """Copy the host mounts into the workspace.  In a workspace that is not `fresh`, all or nothing."""
+    """Copy the host mounts into the workspace.  Unless it is empty: all or nothing, and nothing is replaced."""
     top = Path(workspace.path)
     copies = []
     for mount in mounts:
@@ -307,10 +309,10 @@ def _copied(
         name = mount.mount_path or Path(mount.host_path).name
         target = top / name
         wink._validate_mount_target(target, top, name)  # noqa: SLF001
-        if not fresh and os.path.lexists(target):
+        if not is_empty and os.path.lexists(target):
             raise FileExistsError(f"{name} exists in the workspace {workspace.name}: choose another mount_path")
         copies.append((source, target, mount))
-    undo_all = contextlib.nullcontext() if fresh or not copies else workspace.transaction("host mounts")
+    undo_all = contextlib.nullcontext() if is_empty or not copies else workspace.transaction("host mounts")
     with undo_all:
         return tuple(wink._copy_mount_to_temp(*each) for each in copies)  # noqa: SLF001
 
