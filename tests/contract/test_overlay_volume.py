@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.content import LowerContent
+from protocol.backends.overlay.inode import OverlayInode
 from protocol.linux.portable import proc_path
 from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
 from protocol.testing.volume.driver import ALICE, fails
 from protocol.volume import Caller, Volume
 from protocol.volume_extensions import SnapshotableVolume
+from tests.support.lower_layers import LAYERS, Layer, make, opened
 
 
 class TestOverlayVolume(VolumeContract):
@@ -102,6 +105,78 @@ class TestOverlayVolumeOverWhatIsThere(TestOverlayVolume):
         fs.volume.lower.close()
         with fails(errno.ESTALE):
             fs.read(number)
+
+
+class InLayers(Driver):
+    """Puts the content of each file that it makes into an archive or a stored snapshot: as if it came from there."""
+
+    def __init__(self, volume: Volume, layer: Layer, place: Path) -> None:
+        super().__init__(volume)
+        self._layer = layer
+        self._place = place
+        self._count = 0
+
+    def file(self, path: bytes, data: bytes = b"", mode: int = 0o644, caller: Caller = ALICE) -> int:
+        number = super().file(path, data, mode, caller)
+        volume = self.volume
+        assert isinstance(volume, OverlayVolume)
+        state = volume._overlay
+        made = state.inodes[number]
+        if not made.size:
+            return number
+        self._count += 1
+        below, place = self._place / f"below{self._count}", self._place / f"layer{self._count}.zip"
+        below.mkdir()
+        (below / "f").write_bytes(self.read(number))
+        make(self._layer, below, place)
+        lower = opened(self._layer, place, cache_bytes=1 << 20)
+        there = OverlayInode(number, made.mode, made.uid, made.gid, 0, 0)
+        there.lower = lower.file(b"f", lower.stat(b"f"))
+        there.content = LowerContent(there.lower, state.ledger)
+        state.ledger.leave(made)
+        for name in SHOWN:
+            setattr(there, name, getattr(made, name))
+        state.pages -= made.pages
+        state.ledger.enter_new(there)
+        state.table[number] = there
+        state.table.below += 1
+        return number
+
+
+class TestOverlayVolumeOverLayers(TestOverlayVolume):
+    """Over an archive or a stored snapshot, whose root is empty, and with the content of each file in another one."""
+
+    @pytest.fixture(params=LAYERS)
+    def layer(self, request: pytest.FixtureRequest) -> Layer:
+        return request.param  # type: ignore[no-any-return]
+
+    @pytest.fixture
+    def volume(self, layer: Layer, tmp_path: Path) -> Iterator[MakeVolume]:
+        below, place = tmp_path / "empty", tmp_path / "empty.zip"
+        below.mkdir(mode=0o755)
+        make(layer, below, place)
+        made: list[OverlayVolume] = []
+
+        def over(
+            *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
+        ) -> Volume:
+            made.append(OverlayVolume(opened(layer, place), max_bytes, max_inodes, clock=clock or time.time_ns))
+            return made[-1]
+
+        yield over
+        for volume in made:
+            volume.check_invariants()
+            volume.lower.close()
+
+    @pytest.fixture
+    def fs(self, volume: MakeVolume, clock: Clock, layer: Layer, tmp_path: Path) -> Driver:
+        return InLayers(volume(clock=clock), layer, tmp_path)
+
+    def test_content_comes_from_a_layer(self, fs: Driver) -> None:
+        number = fs.file(b"f", b"data")
+        assert fs.read(number) == b"data"
+        assert isinstance(fs.volume, OverlayVolume)
+        assert fs.volume.usage().used_bytes == 0
 
 
 def test_an_overlay_has_all_methods_of_its_protocols(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from protocol.diff.tree_diff import changes
 from protocol.volume import ROOT_INODE
 from tests.model.plain import Node, Plain, groups, page_up
 from tests.model.test_memory_model import BLOCK, MemoryMachine, Walked, assert_shows, scopes
+from tests.support.lower_layers import Layer, make, opened
 
 # path, what it is: a size, None for a directory, text for a symlink, bytes for a hard link to another path
 SPECS: tuple[tuple[tuple[bytes, Any], ...], ...] = (
@@ -123,8 +124,11 @@ class OverlayMachine(MemoryMachine):
         self.model = Plain(self.node(self.below, {}))
         self.model.root.number = ROOT_INODE
         self.base = copy.deepcopy(self.model.root)
-        self.volume = OverlayVolume(self.below, clock=lambda: self.now)
+        self.volume = self.overlay()
         self.tick()
+
+    def overlay(self) -> OverlayVolume:
+        return OverlayVolume(self.below, clock=lambda: self.now)
 
     def node(self, path: bytes, known: dict[int, Met]) -> Met:
         at = os.lstat(path)
@@ -267,6 +271,46 @@ class OverlayMachine(MemoryMachine):
             assert self.volume.readlink(node.number) == node.target
 
 
+class LayerMachine(OverlayMachine):
+    """The same over an archive or a stored snapshot, which know neither ctimes nor holes."""
+
+    layer: Layer
+
+    def overlay(self) -> OverlayVolume:
+        place = self.directory_below.with_name(self.directory_below.name + ".zip")
+        make(self.layer, self.directory_below, place)
+        self.place = place
+        return OverlayVolume(opened(self.layer, place, cache_bytes=1 << 20), clock=lambda: self.now)
+
+    def node(self, path: bytes, known: dict[int, Met]) -> Met:
+        node = super().node(path, known)
+        node.ctime = node.mtime
+        node.written = frozenset(range(page_up(len(node.data)))) if node.is_file else node.written
+        return node
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            if hasattr(self, "volume"):
+                self.volume.lower.close()
+                shutil.rmtree(self.place) if self.place.is_dir() else self.place.unlink()
+
+
+class ArchiveMachine(LayerMachine):
+    layer = "archive"
+
+
+class SnapshotMachine(LayerMachine):
+    layer = "snapshot"
+
+
+TestOverArchive = ArchiveMachine.TestCase
+TestOverArchive.settings = settings(max_examples=settings().max_examples, stateful_step_count=40)
+TestOverArchive.pytestmark = [pytest.mark.timeout(3600)]
+TestOverSnapshot = SnapshotMachine.TestCase
+TestOverSnapshot.settings = settings(max_examples=settings().max_examples, stateful_step_count=40)
+TestOverSnapshot.pytestmark = [pytest.mark.timeout(3600)]
 TestOverlayModel = OverlayMachine.TestCase
 TestOverlayModel.settings = settings(max_examples=4 * settings().max_examples, stateful_step_count=40)
 TestOverlayModel.pytestmark = [pytest.mark.timeout(3600)]
