@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
+import signal
 import sqlite3
 import subprocess
 import threading
@@ -15,8 +18,10 @@ import pytest
 from click.testing import CliRunner
 
 from tests.mount.conftest import mounted
+from tests.support.fork_server import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
+from vfsd.machine.mounts import is_dead
 from vfsd.wire.options import CacheChoice
 
 _PAGE = 4096
@@ -310,6 +315,27 @@ def test_the_hidden_file_is_not_listed(shared: Workspace) -> None:
     shared.snapshot("barrier")
     shared.drop("barrier")
     assert [name for name in os.listdir(shared.path) if name.startswith(".vfsd")] == []
+
+
+def test_after_the_daemon_died_writes_succeed_until_fsync_reports_the_loss(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    workspace = Workspace.mount(tmp_path / "m", cache="writeback", engine="native")
+    path = Path(workspace.path) / "file"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        os.write(descriptor, b"a")
+        os.kill(workspace.status().pid, signal.SIGKILL)
+        wait_until(lambda: is_dead(workspace.path), "the mount is dead")
+        assert os.write(descriptor, b"b") == 1
+        assert path.stat().st_size == 2
+        for use in (lambda: os.fsync(descriptor), (Path(workspace.path) / "new").touch):
+            with pytest.raises(OSError) as raised:  # noqa: PT011 the error number says which
+                use()
+            assert raised.value.errno in {errno.ENOTCONN, errno.ECONNABORTED}
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        assert CliRunner().invoke(cli, ["unmount", workspace.name]).exit_code == 0
 
 
 def test_other_engines_and_backends_are_refused(tmp_path: Path) -> None:

@@ -92,12 +92,18 @@ _option = functools.partial(click.option, cls=_MountOption)
 )
 @_option("--name", type=NAME, help="The workspace's name; by default made from the mountpoint.")
 @_option("--engine", type=_EngineName(ENGINES), default="auto", show_default=True, help="The FUSE implementation.")
-@_option("--from", "archive", metavar="ARCHIVE.zip", type=click.Path(dir_okay=False), help="Start with its content.")
+@_option(
+    "--from",
+    "archive",
+    metavar="ARCHIVE.zip",
+    type=click.Path(dir_okay=False),
+    help="Start with the content of this archive.",
+)
 @_option(
     "--max-bytes",
     type=SIZE,
     metavar="SIZE",
-    help="Limit the content; writes beyond it fail with ENOSPC: 512M, 2GiB, ...",
+    help="Limit the size of all files together, such as 512M or 2GiB.  Writes beyond it fail with ENOSPC.",
 )
 @_option(
     "--max-memory",
@@ -114,13 +120,17 @@ _option = functools.partial(click.option, cls=_MountOption)
     help="Limit the number of files, directories and other inodes.",
 )
 @_option("--read-only", is_flag=True, help="Refuse all changes, including restore and import.")
-@_option("--allow-other", is_flag=True, help="Let other users enter (needs user_allow_other in /etc/fuse.conf).")
+@_option(
+    "--allow-other",
+    is_flag=True,
+    help="Let other users of this machine use the mount (needs user_allow_other in /etc/fuse.conf).",
+)
 @_option(
     "--cache-timeout",
     "cache_timeout_s",
     type=Seconds(min=0),
     metavar="SECONDS",
-    help="Show what other programs change in host:DIR, in a container or where exec:COMMAND leads within SECONDS; 1 by"
+    help="Other programs can change the same files without the mount.  Show such a change after at most SECONDS; 1 by"
     " default.",
 )
 @_option(
@@ -128,27 +138,30 @@ _option = functools.partial(click.option, cls=_MountOption)
     "xattrs",
     flag_value=False,
     default=True,
-    help="No extended attributes and no ACLs; each new file then costs one request less.",
+    help="Mount without extended attributes and ACLs; creating a file is then a little faster.",
 )
 @_option(
     "--wakeups",
     type=click.Choice(WAKEUPS),
     default="auto",
     show_default=True,
-    help="Keep idle CPUs awake during bursts of requests: auto does so in virtual machines where it helps.",
+    help="Keep idle CPUs awake during bursts of requests, which makes them faster in many virtual machines.  auto: only"
+    " in virtual machines where measurements show a gain.",
 )
 @_option(
     "--cache",
     type=click.Choice(CACHES),
     default="writethrough",
     show_default=True,
-    help="writeback: the kernel collects writes and sends them later; faster for databases and other small writes.",
+    help="writethrough: a write that has returned is in the workspace.  writeback: the kernel collects writes and sends"
+    " them later, which is faster for databases and other small writes.",
 )
 @_option(
     "--store",
     metavar="DIRECTORY",
     type=click.Path(),
-    help="Keep snapshots in this directory, outside host:DIR.  [default: $VFSD_STORE_DIR, ~/.local/state/vfsd/store]",
+    help="Keep snapshots in this directory, which must be outside of host:DIR.  [default: $VFSD_STORE_DIR,"
+    " ~/.local/state/vfsd/store]",
 )
 @_option(
     "--include",
@@ -161,7 +174,7 @@ _option = functools.partial(click.option, cls=_MountOption)
     "--on-host",
     "exec_on_host",
     is_flag=True,
-    help="Let `vfsd exec` and `vfsd fs exec` run commands on this host, in the mount, as the daemon's user.",
+    help="Let `vfsd exec` and `vfsd fs exec` run commands on this host, in the mount, with your rights.",
 )
 @_option(
     "--sandbox",
@@ -169,7 +182,7 @@ _option = functools.partial(click.option, cls=_MountOption)
     help="Run commands in a container of that image, which sees the workspace at /workspace and nothing else of this"
     " machine.  It is removed with the workspace.",
 )
-@_option("--snapshot-each", is_flag=True, help="Take a snapshot after each command: exec-1, exec-2, ...")
+@_option("--snapshot-each", is_flag=True, help="Take a snapshot after each command of `vfsd exec`: exec-1, exec-2, ...")
 @_option(
     "--pids-limit",
     type=click.IntRange(min=1),
@@ -208,11 +221,24 @@ _option = functools.partial(click.option, cls=_MountOption)
     "fork_server",
     flag_value=False,
     default=True,
-    help="Start a new interpreter for the daemon, and no fork server.",
+    help="Start the daemon as a new process.  By default a server that stays in the background forks it, which is"
+    " faster.",
 )
 @_option("--foreground", is_flag=True, help="Run the daemon in the foreground, and log to standard error.")
-@_option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
-@_option("--log-format", type=click.Choice(["text", "json", "journal"]), default="text", show_default=True)
+@_option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="How much the daemon writes to its log.",
+)
+@_option(
+    "--log-format",
+    type=click.Choice(["text", "json", "journal"]),
+    default="text",
+    show_default=True,
+    help="The format of the log; journal is for systemd.",
+)
 @click.pass_obj
 def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: bool, **settings: Any) -> None:
     """Make a directory a workspace.
@@ -220,6 +246,8 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: b
     MOUNTPOINT is an empty directory that you own.  The command returns when the mount answers; a daemon serves it in
     the background until `vfsd unmount`.  The unmount discards the content of a memory workspace, unless it was
     exported.
+
+    Brackets after the description of an option name its default, and the backends and options that it goes with.
     """
     if app.workspace is not None:
         raise click.UsageError("-w selects a running workspace; use --name to name a new one")
