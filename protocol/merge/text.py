@@ -104,11 +104,13 @@ def _batches(cases: Sequence[TextCase]) -> Iterator[list[TextCase]]:
 
 
 def _merged_batch(cases: Sequence[TextCase], keep_going: Callable[[], None]) -> list[TextResult]:
-    directory = tempfile.mkdtemp(prefix="vfsd-merge-")
+    try:
+        directory = tempfile.mkdtemp(prefix="vfsd-merge-")
+    except OSError as error:
+        raise _no_temporary_file(error) from None
     try:
         git = _Git(directory, keep_going)
-        with open(git.path("import"), "wb") as commits:
-            _write_commits(cases, commits, keep_going)
+        _write_commits(cases, git.path("import"), keep_going)
         git.run(["fast-import", "--quiet"], "import", "imported")
         os.unlink(git.path("import"))
         options = ["--write-tree", "-z", "--name-only", "--no-messages"]
@@ -126,18 +128,39 @@ def _merged_batch(cases: Sequence[TextCase], keep_going: Callable[[], None]) -> 
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _write_commits(cases: Sequence[TextCase], out: IO[bytes], keep_going: Callable[[], None]) -> None:
+def _write_commits(cases: Sequence[TextCase], path: str, keep_going: Callable[[], None]) -> None:
     """Write the input of `git fast-import`: a commit of all bases, and one of each side on top of it."""
-    for branch in (b"base", b"ours", b"theirs"):
-        out.write(b"commit refs/heads/%s\ncommitter vfsd <vfsd> 0 +0000\ndata 0\n" % branch)
-        if branch != b"base":
-            out.write(b"from refs/heads/base\n")
-        for number, case in enumerate(cases):
-            read = case.base if branch == b"base" else case.ours if branch == b"ours" else case.theirs
-            if read is not None:
-                keep_going()
-                content = read()
-                out.write(b"M 100644 inline %d\ndata %d\n%s\n" % (number, len(content), content))
+
+    def lines() -> Iterator[bytes]:
+        for branch in (b"base", b"ours", b"theirs"):
+            yield b"commit refs/heads/%s\ncommitter vfsd <vfsd> 0 +0000\ndata 0\n" % branch
+            if branch != b"base":
+                yield b"from refs/heads/base\n"
+            for number, case in enumerate(cases):
+                read = case.base if branch == b"base" else case.ours if branch == b"ours" else case.theirs
+                if read is not None:
+                    keep_going()
+                    content = read()
+                    yield b"M 100644 inline %d\ndata %d\n%s\n" % (number, len(content), content)
+
+    with open(path, "wb", buffering=0) as out:
+        for each in lines():
+            _write(out, each)
+
+
+def _write(out: IO[bytes], content: bytes) -> None:
+    try:
+        with memoryview(content) as rest:
+            done = 0
+            while done < len(content):
+                done += out.write(rest[done:])
+    except OSError as error:
+        raise _no_temporary_file(error) from None
+
+
+def _no_temporary_file(error: OSError) -> _GitError:
+    reason = os.strerror(error.errno or errno.EIO)
+    return _GitError(f"no temporary file in {tempfile.gettempdir()}, so the file cannot be merged by lines: {reason}")
 
 
 def _blob(contents: IO[bytes]) -> bytes:
@@ -153,8 +176,8 @@ def _blob(contents: IO[bytes]) -> bytes:
 def _merged_file(git: _Git, case: TextCase) -> TextResult:
     """Merge one text with `git merge-file`."""
     for name, read in (("b", case.base), ("o", case.ours), ("t", case.theirs)):
-        with open(git.path(name), "wb") as out:
-            out.write(read() if read is not None else b"")
+        with open(git.path(name), "wb", buffering=0) as out:
+            _write(out, read() if read is not None else b"")
     labels = ["-L", "ours", "-L", "base", "-L", "theirs"]
     fine = tuple(range(_MERGE_FILE_ERROR))
     status = git.run(["merge-file", "-p", *labels, "o", "b", "t"], os.devnull, "merged", fine=fine)
@@ -200,6 +223,7 @@ class _Git:
                     stderr=errors,
                     cwd=self._directory,
                     env=self._environment(),
+                    process_group=0,  # Ctrl-C is for the caller, who ends git
                 )
             except FileNotFoundError:
                 raise _GitError("git is not installed, so the file cannot be merged by lines") from None

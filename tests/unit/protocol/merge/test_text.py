@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import signal
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -197,3 +199,28 @@ def test_git_is_called_once_for_all_files_and_not_without_need() -> None:
     assert calls == [3]
     assert result.tree.read(b"5", 0, 1000) == BOTH
     assert not result.conflicts
+
+
+def test_a_full_disk_is_a_conflict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # A file may not grow over the limit, which raises EFBIG as a full disk raises ENOSPC.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        (result,) = merged((BASE * 100, FIRST * 100, LAST * 100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+    assert result.content is None
+    assert "no temporary file in" in result.problem
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_temporary_directory_each_case_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+
+    (result,) = merged((BASE, FIRST, LAST))
+
+    assert result.problem.endswith("No such file or directory")
