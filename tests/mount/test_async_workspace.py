@@ -20,6 +20,7 @@ from protocol.types import FilesystemSnapshot
 from tests.mount.conftest import mounted
 from tests.support.seeds import campaign_seed
 from vfsd import AsyncWorkspace
+from vfsd.client.connection import Exchange
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_calls.py"
 Run: TypeAlias = "functools.partial[Any]"
@@ -47,6 +48,32 @@ async def command_started(file: Path) -> int:
 
 
 COMMAND = ["sh", "-c", "sleep 1000 & echo $! >pid; wait"]
+
+
+def test_large_output_arrives_in_messages_that_do_not_stop_the_loop(
+    workdir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    take = Exchange.take
+
+    def taking(self: Exchange, line: bytes) -> object:
+        sizes.append(len(line))
+        return take(self, line)
+
+    monkeypatch.setattr(Exchange, "take", taking)
+
+    async def body() -> None:
+        async with AsyncWorkspace.mount(workdir / "m", name=workdir.name, exec_on_host=True) as ws:
+            for out, err in ((16 << 20, 16 << 20), (3_000_000, 0), (0, 3_000_000), (10, 10), (0, 0)):
+                line = f"head -c {out} /dev/zero; head -c {err} /dev/zero | tr '\\0' e >&2"
+                done = await ws.async_executor.run(["sh", "-c", line], output_limit_bytes=16 << 20)
+                assert (done.exit_status, done.truncated) == (0, False)
+                assert (done.stdout, done.stderr) == (bytes(out), b"e" * err)
+            done = await ws.async_executor.run(["head", "-c", "9000000", "/dev/zero"], output_limit_bytes=5_000_000)
+            assert (len(done.stdout), done.truncated) == (5_000_000, True)
+
+    run(body)
+    assert max(sizes) < 512 << 10
 
 
 def test_the_calls_of_a_session(workdir: Path, run: Run) -> None:

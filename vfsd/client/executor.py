@@ -59,9 +59,19 @@ def exec_call(
         timeout_s=timeout_s,
         output_limit_bytes=output_limit_bytes,
         stdin=stdin,
+        stream=True,  # an answer of 32 MiB in one piece would stop every other thread while it is decoded
     )
-    return RemoteCall("fs.exec", params, _result)
+    pieces: list[bytes] = []
+    return RemoteCall("fs.exec", params, lambda done: _result(done, pieces), on_output=pieces.append)
 
 
-def _result(done: FsExecResult) -> ExecResult:
-    return ExecResult(done.exit_status, done.stdout, done.stderr, done.timed_out, done.truncated)
+def _result(done: FsExecResult, pieces: list[bytes]) -> ExecResult:
+    """Convert the answer, with the output that preceded it.  A piece is of one stream only."""
+    stdout, stderr = done.stdout, done.stderr
+    if done.streamed_stdout_bytes is not None:
+        left, count = done.streamed_stdout_bytes, 0
+        while left > 0:
+            left -= len(pieces[count])
+            count += 1
+        stdout, stderr = b"".join(pieces[:count]), b"".join(pieces[count:])
+    return ExecResult(done.exit_status, stdout, stderr, done.timed_out, done.truncated)

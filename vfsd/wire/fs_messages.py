@@ -102,7 +102,8 @@ class FsWriteParams(Params):
 class FsExecParams(Params):
     """Parameters of `fs.exec`: run a command in the workspace's directory `cwd` and return its output.
 
-    The words of `argv` are encoded like paths.  `env` is added to the daemon's environment.
+    The words of `argv` are encoded like paths.  `env` is added to the daemon's environment.  With `stream`, large output
+    is sent before the response, in "output" notifications: standard output first, then standard error.
     """
 
     argv: Annotated[list[str], Meta(min_length=1)]
@@ -111,6 +112,7 @@ class FsExecParams(Params):
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 120.0
     output_limit_bytes: Annotated[int, Meta(ge=0, le=16 * 1024 * 1024)] = 256 * 1024
     stdin: bytes = b""
+    stream: bool = False
 
 
 class FsExecResult(msgspec.Struct):
@@ -118,6 +120,7 @@ class FsExecResult(msgspec.Struct):
 
     `exit_status` is negative if a signal killed the command.  `truncated`: the output exceeded the limit.  `snapshot`
     is the snapshot that was taken after the command, if any; `snapshot_error` is the reason if taking it failed.
+    `streamed_stdout_bytes`: the output was sent before, and so many bytes of it are standard output; None: it was not.
     """
 
     exit_status: int
@@ -127,6 +130,7 @@ class FsExecResult(msgspec.Struct):
     truncated: bool = False
     snapshot: str | None = None
     snapshot_error: str | None = None
+    streamed_stdout_bytes: int | None = None
 
 
 FS_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {

@@ -61,6 +61,7 @@ from vfsd.wire.options import WorkspaceOptions
 COMMANDS_AT_ONCE: Final = 16  # of all clients together; further ones wait
 _SHORT_LISTING: Final = 1_000  # entries; a longer listing takes turns with searches
 _SLICE: Final = 256  # entries of an answer that are encoded in one step: less than a millisecond
+_INLINE_BYTES: Final = 64 << 10  # of a command's output; more is sent before the answer, if the client asks for that
 _ANSWER_BYTES: Final = 16 << 20  # of an encoded list; a longer one is "truncated"
 
 P = TypeVar("P", EditFileParams, GlobParams, GrepParams, RmParams)
@@ -184,7 +185,7 @@ class FsMethods:
             return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- commands --------------------------------------------------------------------------------------
-    async def _exec(self, params: FsExecParams, _call: CallContext) -> FsExecResult:
+    async def _exec(self, params: FsExecParams, call: CallContext) -> FsExecResult:
         command = Command(
             list(map(host_text, params.argv)),
             cwd=working_directory(params.cwd),
@@ -199,14 +200,20 @@ class FsMethods:
                 on_output=output,
                 feed=feed_bytes(params.stdin),
             )
+        stdout, stderr, streamed = output.stdout, output.stderr, None
+        if params.stream and len(stdout) + len(stderr) > _INLINE_BYTES:
+            await call.output(stdout)
+            await call.output(stderr)
+            stdout, stderr, streamed = b"", b"", len(stdout)
         return FsExecResult(
             done.exit_status,
-            output.stdout,
-            output.stderr,
+            stdout,
+            stderr,
             done.timed_out,
             done.truncated,
             done.snapshot,
             done.snapshot_error,
+            streamed,
         )
 
 
