@@ -44,6 +44,8 @@ __all__ = [
     "ImportPreparation",
     "ImportStage",
     "InodeChange",
+    "JournalStatus",
+    "JournaledVolume",
     "OverlaidVolume",
     "PreparingVolume",
     "SnapshotInfo",
@@ -55,6 +57,7 @@ __all__ = [
     "checkable",
     "externally_changed",
     "forkable",
+    "journaled",
     "overlaid",
     "preparing",
     "snapshotable",
@@ -436,6 +439,34 @@ class ForkableVolume(SnapshotableVolume, Protocol):
         ...
 
 
+class JournalStatus(Value):
+    """The journal of a volume.
+
+    `fsync`: when it is synced, "always", "everysec" or "no".  `unsynced_bytes`: not known to be on disk.  `failure`:
+    why it records nothing any more, so that the volume refuses changes.
+    """
+
+    directory: str
+    fsync: str
+    size_bytes: int
+    unsynced_bytes: int
+    failure: str | None
+
+
+class JournaledVolume(SnapshotableVolume, Protocol):
+    """A volume whose changes a journal records (capability `journal`)."""
+
+    notes: Mapping[str, bytes]
+
+    def note(self, key: str, value: bytes) -> None:
+        """Keep a value with the state: `notes` has it, also after a crash.  OSError if it cannot be recorded."""
+        ...
+
+    def journal_status(self) -> JournalStatus:
+        """Describe the journal."""
+        ...
+
+
 def snapshotable(volume: Volume) -> SnapshotableVolume | None:
     """Return `volume` if it declares `snapshots`, else None."""
     return cast(SnapshotableVolume, volume) if volume.capabilities.snapshots else None
@@ -444,6 +475,11 @@ def snapshotable(volume: Volume) -> SnapshotableVolume | None:
 def forkable(volume: Volume) -> ForkableVolume | None:
     """Return `volume` if it declares `forkable`."""
     return cast(ForkableVolume, volume) if volume.capabilities.forkable else None
+
+
+def journaled(volume: Volume) -> JournaledVolume | None:
+    """Return `volume` if it declares `journal`."""
+    return cast(JournaledVolume, volume) if volume.capabilities.journal else None
 
 
 def overlaid(volume: Volume) -> OverlaidVolume | None:

@@ -25,7 +25,7 @@ from vfsd.wire.entry_points import ENGINES, is_engine, known_engines
 from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
-from vfsd.wire.options import CACHES, TRANSPORTS, WAKEUPS, MountOptions
+from vfsd.wire.options import CACHES, FSYNCS, TRANSPORTS, WAKEUPS, MountOptions
 
 
 class _MountOption(click.Option):
@@ -64,6 +64,7 @@ _option = functools.partial(click.option, cls=_MountOption)
     mkdir ~/work && vfsd mount ~/work
     vfsd mount ~/work --name demo --max-bytes 2GiB
     vfsd mount ~/work --from backup.zip --read-only
+    vfsd mount ~/work --name demo --persist
     vfsd mount ~/work --backend host:~/project --cache-timeout 5
     vfsd mount ~/work --backend overlay:~/project --exclude .env
     vfsd mount ~/work --backend overlay:~/release.zip
@@ -118,6 +119,25 @@ _option = functools.partial(click.option, cls=_MountOption)
     type=click.IntRange(min=1),
     metavar="N",
     help="Limit the number of files, directories and other inodes.",
+)
+@_option(
+    "--persist",
+    is_flag=True,
+    help="Keep a journal on disk: the next mount with this name continues with content, snapshots and undo history,"
+    " after an unmount and after a crash.  `vfsd persisted` lists and drops journals.",
+)
+@_option(
+    "--journal-dir",
+    metavar="DIRECTORY",
+    type=click.Path(),
+    help="Keep the journal in this directory, which nothing else uses.  [default: ~/.local/state/vfsd/journals/NAME]",
+)
+@_option(
+    "--fsync",
+    type=click.Choice(FSYNCS),
+    default="everysec",
+    show_default=True,
+    help="When the journal is synced without fsync(2): after every change, every second, or when the kernel does.",
 )
 @_option("--read-only", is_flag=True, help="Refuse all changes, including restore and import.")
 @_option(
@@ -245,7 +265,7 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: b
 
     MOUNTPOINT is an empty directory that you own.  The command returns when the mount answers; a daemon serves it in
     the background until `vfsd unmount`.  The unmount discards the content of a memory workspace, unless it was
-    exported.
+    exported or the workspace has a journal (--persist).
 
     Brackets after the description of an option name its default, and the backends and options that it goes with.
     """

@@ -70,7 +70,8 @@ def unmount_command(
     --discard or --export is given.  An earlier export of the same state is sufficient; it does not contain snapshots.
 
     WORKSPACE is a name, or a path in the workspace.  A workspace that programs use is not unmounted; the error names
-    them.  The mount of a dead daemon is removed.
+    them.  The mount of a dead daemon is removed.  A workspace with a journal (--persist) loses nothing, and --discard
+    does not change that: `vfsd persisted drop` removes a journal.
     """
     if every and (workspace_argument or app.workspace):
         raise click.UsageError("give --all or a workspace, not both")
@@ -279,5 +280,10 @@ def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, *, e
         )
     if answer.changed_late and not discarded:
         output.note("a program changed it during the unmount; that change is lost")
+    if answer.journal is not None:
+        output.note(
+            f"its content, snapshots and undo history are kept: `vfsd mount --persist --name {record.name}` continues"
+            f" it, `vfsd persisted drop {record.name}` removes it"
+        )
     if answer.holders:
         output.note(f"it is still in use by {', '.join(answer.holders)}")

@@ -16,7 +16,7 @@ from vfsd.client.requests import FilePath
 from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
 from vfsd.wire.backend_spec import BackendSpec, parse_backend
 from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
-from vfsd.wire.options import CacheChoice, MountOptions, TransportChoice, WakeupsChoice
+from vfsd.wire.options import CacheChoice, FsyncChoice, MountOptions, TransportChoice, WakeupsChoice
 
 
 def _host_directory(directory: str, mountpoint: str) -> str:
@@ -67,6 +67,14 @@ def _absolute_backend(spec: BackendSpec, mountpoint: str) -> BackendSpec:
     return replace(spec, argument=_host_directory(spec.argument, mountpoint)) if spec.is_path else spec
 
 
+def _check_journal_dir(directory: str | None, mountpoint: str) -> None:
+    """Raise OptionError for a directory of the journal that the mount would hide."""
+    if directory is not None:
+        real = os.path.realpath(mountpoint)
+        if os.path.commonpath((real, os.path.realpath(directory))) == real:
+            raise OptionError("{journal_dir} is inside the mountpoint: {path}", path=directory)
+
+
 def _check_patterns(name: str, patterns: tuple[str, ...]) -> None:
     """Raise OptionError for a pattern of the option `name` that is invalid."""
     if patterns:
@@ -87,6 +95,9 @@ class MountArguments(TypedDict, total=False):
     max_bytes: int | None
     max_inodes: int | None
     max_memory: int | None
+    persist: bool
+    journal_dir: FilePath | None
+    fsync: FsyncChoice
     read_only: bool
     allow_other: bool
     cache_timeout_s: float | None
@@ -123,13 +134,14 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
     given: dict[str, Any] = dict(arguments)
     if given.get("name") is None:
         given["name"] = unique_name(path)
-    for name in ("archive", "store"):
+    for name in ("archive", "store", "journal_dir"):
         if given.get(name) is not None:
             if not os.fspath(given[name]):
                 raise OptionError(f"{{{name}}} is an empty string")
             given[name] = os.path.abspath(given[name])
     if given.get("store") is not None and os.path.exists(given["store"]) and not os.path.isdir(given["store"]):
         raise OptionError("{store} is not a directory: {path}", path=given["store"])
+    _check_journal_dir(given.get("journal_dir"), path)
     for name in ("include", "exclude"):
         given[name] = tuple(given.get(name, ()))
         _check_patterns(name, given[name])

@@ -28,7 +28,7 @@ import trio
 
 import vfsd
 from protocol.linux.regular_file import open_regular
-from protocol.volume_extensions import snapshotable
+from protocol.volume_extensions import journaled, snapshotable
 from vfsd.daemon import preload
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.control.methods import Methods, Start
@@ -231,6 +231,7 @@ class _Daemon:
 
     def _record(self, socket: str, started_at: str) -> WorkspaceRecord:
         pid = os.getpid()
+        journal = journaled(self._backend.volume)
         return WorkspaceRecord(
             name=self._options.workspace.name,
             mountpoint=self._options.workspace.mountpoint,
@@ -241,6 +242,7 @@ class _Daemon:
             version=vfsd.__version__,
             socket=socket,
             forked_from=None if self._origin is None else self._origin.source,
+            journal=None if journal is None else journal.journal_status().directory,
         )
 
     # -- the end -------------------------------------------------------------------------------

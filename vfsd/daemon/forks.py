@@ -46,6 +46,7 @@ from vfsd.machine.daemon_log import log_path, open_log
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import ensure_socket_dir, read_records, remove_record
 from vfsd.wire.handshake import Failed, Ready, decode_report
+from vfsd.wire.options import JournalOptions
 
 if TYPE_CHECKING:
     from vfsd.daemon.backends import Backend
@@ -140,6 +141,7 @@ class Forks:
             self._options,
             workspace=replace(self._options.workspace, name=name, mountpoint=mountpoint),
             content=replace(self._options.content, archive=None),
+            journal=JournalOptions(),  # two daemons cannot append to one journal
         )
 
     def start(

@@ -101,6 +101,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     version: str
     socket: str
     forked_from: str | None = None  # the name of the workspace that this one is a fork of
+    journal: str | None = None  # the directory of its journal
 
     @property
     def alive(self) -> bool:
@@ -114,6 +115,10 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     @property
     def content_after_crash(self) -> str:
         """A clause that states where the content is after the daemon died."""
+        if self.journal is not None:
+            return (
+                f"its content is in the journal {self.journal}: `vfsd mount --persist --name {self.name}` continues it"
+            )
         backend = BackendSpec.split(self.backend)
         if backend.kind == "exec":
             return f"its content is at the other end of `{backend.argument}`"
@@ -130,12 +135,13 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
             )
 
 
-_PATH_FIELDS: Final = ("mountpoint", "backend", "socket")
+_PATH_FIELDS: Final = ("mountpoint", "backend", "socket", "journal")
 
 
 def write_record(record: WorkspaceRecord) -> None:
     """Write the record atomically: readers see the old one or the new one."""
-    as_wire = {field: wire_path(os.fsencode(getattr(record, field))) for field in _PATH_FIELDS}
+    paths = {field: getattr(record, field) for field in _PATH_FIELDS}
+    as_wire = {field: wire_path(os.fsencode(path)) for field, path in paths.items() if path is not None}
     data = msgspec.json.encode(msgspec.structs.replace(record, **as_wire))
     write_atomically(record_path(record.name), data + b"\n", durable=False)
 
@@ -175,7 +181,8 @@ def _read(path: str) -> WorkspaceRecord | None:
     try:
         record = msgspec.json.decode(read_regular(path, _RECORD_MAX_BYTES), type=WorkspaceRecord)
         _checked(record.name)
-        paths = {field: os.fsdecode(from_wire_path(getattr(record, field))) for field in _PATH_FIELDS}
+        as_wire = {field: getattr(record, field) for field in _PATH_FIELDS}
+        paths = {field: os.fsdecode(from_wire_path(path)) for field, path in as_wire.items() if path is not None}
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, ValueError) as error:

@@ -203,6 +203,12 @@ class StatusResult(msgspec.Struct, frozen=True):
     started_by: str | None = None  # "the fork server", or "a new interpreter" and why, ...
     engine_reason: str | None = None  # why the engine is not the preferred one
     wakeups: str | None = None  # what the engine does about slow wake-ups of idle CPUs
+    # The journal of a workspace with --persist.
+    journal: str | None = None  # its directory
+    fsync: str | None = None  # when it is synced: "always", "everysec" or "no"
+    journal_bytes: int | None = None  # its size on disk
+    journal_unsynced_bytes: int | None = None  # at the end of the journal, not known to be on disk
+    journal_failure: str | None = None  # why it records nothing any more; the workspace then refuses changes
     interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it
     commands: str | None = None  # where `vfsd exec` runs commands, such as "on this host"; None: it cannot
     # Backends container:NAME and image:REF only.
@@ -492,6 +498,7 @@ class UnmountResult(msgspec.Struct):
     holders: list[str]  # processes that still use the mount: "pid 12 (bash)", ...
     snapshots: int = 0  # the number of user snapshots that were lost with the daemon's memory
     changed_late: bool = False  # a change between the check for unsaved changes and the unmount was lost
+    journal: str | None = None  # the directory of the journal that keeps content, snapshots and undo history
 
 
 class UnsavedResult(msgspec.Struct):

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 from protocol.values import Value
 from vfsd.wire.backend_spec import BACKENDS, BackendSpec
 from vfsd.wire.entry_points import is_engine, known_engines
-from vfsd.wire.options import CACHES, DEFAULTS, NAME_PATTERN, TRANSPORTS, WAKEUPS, MountOptions
+from vfsd.wire.options import CACHES, DEFAULTS, FSYNCS, NAME_PATTERN, TRANSPORTS, WAKEUPS, MountOptions
 
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
@@ -74,6 +74,7 @@ _IN_MEMORY: Final = ("memory", "overlay")
 _ON_DISK: Final = ("host", "container", "image", "exec")
 _LIMITS: Final = Scope(_IN_MEMORY, "the other backends have the limits of their file system")
 _FILTER: Final = Scope(("overlay",), "only an overlay filters the directory below it")
+_JOURNAL: Final = Scope((), "without it there is no journal", ("persist",))
 _NEW_CONTAINER: Final = Scope(("image",), "it is for a container that vfsd creates", ("sandbox",))
 
 SCOPES: Final[Mapping[str, Scope]] = {
@@ -81,6 +82,9 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "max_bytes": _LIMITS,
     "max_inodes": _LIMITS,
     "max_memory": _LIMITS,
+    "persist": Scope(("memory",), "an overlay keeps no journal yet, and the other backends store their content"),
+    "journal_dir": _JOURNAL,
+    "fsync": _JOURNAL,
     "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes what is in memory, so it is cached without a time limit"),
     "cache": Scope(_IN_MEMORY, "other programs see the files of the other backends, so a write there must not wait"),
     "store": Scope((*_ON_DISK, _OVER_SNAPSHOT), "the other backends keep snapshots in memory"),
@@ -145,6 +149,8 @@ def _check_values(values: Mapping[str, Any]) -> None:
         _refuse_choice("wakeups", values["wakeups"], WAKEUPS)
     if values["cache"] not in CACHES:
         _refuse_choice("cache", values["cache"], CACHES)
+    if values["fsync"] not in FSYNCS:
+        _refuse_choice("fsync", values["fsync"], FSYNCS)
     _check_workdir(values["workdir"])
     timeout_s = values["cache_timeout_s"]
     if timeout_s is not None and not 0 <= timeout_s < math.inf:

@@ -23,6 +23,8 @@ WakeupsChoice = Literal["auto", "on", "off"]
 WAKEUPS: Final = ("auto", "on", "off")
 CacheChoice = Literal["writethrough", "writeback"]
 CACHES: Final = ("writethrough", "writeback")
+FsyncChoice = Literal["always", "everysec", "no"]
+FSYNCS: Final = ("always", "everysec", "no")
 # A name is a file name of the socket and a systemd instance name, so it contains no character to quote in either.
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -74,6 +76,17 @@ class ContentOptions(Value):
     exclude: tuple[str, ...] = ()
 
 
+class JournalOptions(Value):
+    """Whether a workspace in memory keeps a journal on disk, from which it continues after an unmount or a crash.
+
+    `journal_dir`: None for the user's directory of journals.  `fsync`: when records reach the disk.
+    """
+
+    persist: bool = False
+    journal_dir: str | None = None
+    fsync: FsyncChoice = "everysec"
+
+
 class CommandOptions(Value):
     """Where `vfsd exec` runs commands: on this host as the daemon's user, or in a new container of `sandbox`."""
 
@@ -110,6 +123,7 @@ class MountOptions(Value):
     kernel: KernelOptions = msgspec.field(default_factory=KernelOptions)
     limits: LimitOptions = msgspec.field(default_factory=LimitOptions)
     content: ContentOptions = msgspec.field(default_factory=ContentOptions)
+    journal: JournalOptions = msgspec.field(default_factory=JournalOptions)
     commands: CommandOptions = msgspec.field(default_factory=CommandOptions)
     container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)
@@ -153,6 +167,7 @@ _GROUPS: Final[Mapping[str, type[Value]]] = {
     "kernel": KernelOptions,
     "limits": LimitOptions,
     "content": ContentOptions,
+    "journal": JournalOptions,
     "commands": CommandOptions,
     "container": ContainerOptions,
     "log": LogOptions,

@@ -34,7 +34,7 @@ from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
 from protocol.volume import DirectoryEntry, StatFs, VolumeCapabilities
-from protocol.volume_extensions import PreparingVolume, SnapshotInfo, VolumeUsage
+from protocol.volume_extensions import JournalStatus, PreparingVolume, SnapshotInfo, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -233,12 +233,17 @@ class MemoryVolume:
         if is_new:
             write_image(self._state, self.notes, journal.log)
         self._recorder = self._history.recorder = Recorder(self, self._state, journal)
-        self.capabilities = replace(self.capabilities, durable=True)
+        self.capabilities = replace(self.capabilities, durable=True, journal=True)
 
     @property
     def journal(self) -> Journal | None:
         """The journal that records the changes."""
         return None if self._recorder is None else self._recorder.journal
+
+    def journal_status(self) -> JournalStatus:
+        """Describe the journal, which there is."""
+        assert self._recorder is not None
+        return self._recorder.status()
 
     def note(self, key: str, value: bytes) -> None:
         """Keep a value with the state: `notes` has it, after a crash too.  OSError."""
@@ -246,6 +251,11 @@ class MemoryVolume:
             if self._recorder is not None:
                 self._recorder.note(key, value)
             self.notes[key] = value
+
+    def flush_journal(self) -> None:
+        """Record what waits for the next record.  OSError."""
+        if self._recorder is not None:
+            self._recorder.flush()
 
     def end_journal(self) -> None:
         """Sync and close the journal, if there is one.  OSError if it cannot be synced."""
@@ -260,7 +270,7 @@ class MemoryVolume:
         recorder, self._recorder, self._history.recorder = self._recorder, None, None
         if recorder is not None:
             recorder.unbind()
-            self.capabilities = replace(self.capabilities, durable=False)
+            self.capabilities = replace(self.capabilities, durable=False, journal=False)
         return recorder
 
     # -- fork(2) -----------------------------------------------------------------------------------

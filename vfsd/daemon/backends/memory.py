@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory import MemoryVolume
@@ -18,8 +19,19 @@ def open_memory(options: MountOptions, progress: ByteProgress) -> Backend:
     """A `BackendOpener`."""
     limit = options.limits.max_memory or default_max_memory(options.limits.max_bytes)
     volume = MemoryVolume(options.limits.max_bytes or limit, options.limits.max_inodes, max_memory=limit)
-    if options.content.archive is not None:
-        unpack(archive(options.content.archive), volume, progress)
-    volume.mark_saved()
+
+    def begin() -> None:
+        if options.content.archive is not None:
+            unpack(archive(options.content.archive), volume, progress)
+
+    if not options.journal.persist:
+        begin()
+        volume.mark_saved()
+        volume.read_only = options.workspace.read_only
+        return Backend(volume)
+    # Deferred: few mounts have a journal.
+    from vfsd.daemon.backends.persistence import end_journal, keep_journal  # noqa: PLC0415
+
+    recovered = keep_journal(options, volume, begin)
     volume.read_only = options.workspace.read_only
-    return Backend(volume)
+    return Backend(volume, close=functools.partial(end_journal, volume), recovered=recovered)

@@ -14,7 +14,7 @@ import trio
 from msgspec.structs import asdict
 
 import vfsd
-from protocol.volume_extensions import VolumeUsage, checkable, snapshotable
+from protocol.volume_extensions import VolumeUsage, checkable, journaled, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.lost_container import with_advice
 from vfsd.daemon.exec.commands import Commands
@@ -107,6 +107,8 @@ class Methods:
         # Other volumes would have to walk the whole tree.
         usage = VolumeUsage() if volume is None else volume.usage()
         origin = self._start.origin
+        journaling = journaled(self._mounted.volume)
+        journal = None if journaling is None else journaling.journal_status()
         memory = await trio.to_thread.run_sync(_memory) if origin is not None or self._forks.count else {}
         return StatusResult(
             name=options.name,
@@ -127,6 +129,11 @@ class Methods:
             cache=self._mounted.cache,
             engine_reason=engine.fallback_reason,
             wakeups=engine.wakeups,
+            journal=None if journal is None else wire_path(os.fsencode(journal.directory)),
+            fsync=None if journal is None else journal.fsync,
+            journal_bytes=None if journal is None else journal.size_bytes,
+            journal_unsynced_bytes=None if journal is None else journal.unsynced_bytes,
+            journal_failure=None if journal is None else journal.failure,
             interrupted=None if snapshots is None else await snapshots.unfinished(),
             commands=self._commands.where,
             container=None if container is None or container is remote else await container.describe(),

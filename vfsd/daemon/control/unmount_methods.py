@@ -22,7 +22,7 @@ import trio
 from protocol.diff.tree_diff import Change, changes, count
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
-from protocol.volume_extensions import SnapshotableVolume, overlaid, snapshotable
+from protocol.volume_extensions import SnapshotableVolume, journaled, overlaid, snapshotable
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.changes import time_text
 from vfsd.daemon.exec.commands import Commands
@@ -69,7 +69,7 @@ class UnmountMethods:
     async def unsaved(self, _params: Empty, call: CallContext) -> UnsavedResult:
         """Report what an unmount would lose now, with a token to discard exactly that."""
         volume = self._volume
-        if volume is None:
+        if volume is None or self._journal() is not None:
             return UnsavedResult(unsaved=False, token="")
         await self._mounted.write_back()
         found = await self._find(volume, call)
@@ -125,7 +125,8 @@ class UnmountMethods:
     async def unmount(self, params: UnmountParams, call: CallContext) -> UnmountResult:
         """Unmount, and end the daemon."""
         mountpoint, volume = self._options.mountpoint, self._volume
-        checked = None if params.discard else volume
+        journal = self._journal()
+        checked = None if params.discard or journal is not None else volume
         mark = 0 if checked is None else await self._check(checked, params, call)
         await self._mounted.wait_unused()
         # What the kernel refuses itself need not be looked for, which takes long next to many processes.  But then the
@@ -144,12 +145,25 @@ class UnmountMethods:
         await self._commands.leave()
         if checked is not None:
             mark = await self._check_again(checked, mark, params, call)
-        named = () if volume is None else _named(volume)
+        named = () if volume is None or journal is not None else _named(volume)
         await trio.to_thread.run_sync(functools.partial(mounts.unmount, mountpoint, lazy=params.lazy))
         changed_late = checked is not None and checked.changed_since(mark)
         if not params.lazy:
             self._mounted.in_background(self._end_serving)
-        return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, held, len(named), changed_late)
+        return UnmountResult(
+            wire_path(os.fsencode(mountpoint)),
+            params.lazy,
+            held,
+            len(named),
+            changed_late,
+            None if journal is None else wire_path(os.fsencode(journal)),
+        )
+
+    def _journal(self) -> str | None:
+        """The directory of the journal that keeps the content; None if nothing does."""
+        volume = journaled(self._mounted.volume)
+        status = None if volume is None else volume.journal_status()
+        return None if status is None or status.failure is not None else status.directory
 
     async def _end_serving(self) -> None:
         """End the engine if it still serves shortly after the unmount.

@@ -26,11 +26,13 @@ from protocol.types import ChangeCounts
 from protocol.volume_extensions import (
     TAG_MAX_BYTES,
     CacheInvalidation,
+    JournaledVolume,
     OverlaidVolume,
     PreparingVolume,
     SnapshotableVolume,
     SnapshotInfo,
     SnapshotKind,
+    journaled,
     overlaid,
     preparing,
     staging,
@@ -63,8 +65,21 @@ from vfsd.wire.messages import CHANGES_LISTED
 _logger = logging.getLogger(__name__)
 _TAG_CHARACTERS: Final = TAG_MAX_BYTES // 4
 _PRUNED_NAMED: Final = 1000  # the newest pruned snapshots that one answer names
+_HISTORY_NOTE: Final = "undo"
 _SLICE_S: Final = 0.004  # a request through the mount waits for one slice at most
 _CLOCK_EVERY: Final = 16  # steps
+
+
+def _recorded_history(journal: JournaledVolume | None, volume: SnapshotableVolume) -> UndoHistory | None:
+    """Return the history that the journal recorded; None without one.
+
+    After a crash it may name snapshots that are gone, or lack the last step.
+    """
+    data = None if journal is None else journal.notes.get(_HISTORY_NOTE)
+    if data is None:
+        return None
+    history = UndoHistory.decoded(data) or UndoHistory.of_snapshots(volume.snapshots())
+    return history.among({info.serial for info in volume.snapshots()})
 
 
 class AppliedStep:
@@ -112,9 +127,25 @@ class VolumeSnapshots:
         self._volume = volume
         self._overlaid = overlaid(volume)
         volume.on_pruned = self._record_pruned
-        self._last_history = history or UndoHistory()  # after the last step; see `_history` for the drops since
+        self._journaled = journaled(mounted.volume)
+        # After the last step; see `_history` for the drops since.
+        self._history_after_step = history or _recorded_history(self._journaled, volume) or UndoHistory()
         self._pruned: deque[SnapshotInfo] = deque(maxlen=_PRUNED_NAMED)  # since the last answer that named them
         self._lost: set[int] = set()  # serials of the safety snapshots pruned since the last step
+
+    @property
+    def _last_history(self) -> UndoHistory:
+        return self._history_after_step
+
+    @_last_history.setter
+    def _last_history(self, history: UndoHistory) -> None:
+        self._history_after_step = history
+        if self._journaled is not None:
+            try:
+                self._journaled.note(_HISTORY_NOTE, history.encoded())
+            except OSError as error:
+                # The step itself is recorded: only its place in the history may be missing after a crash.
+                log_failure(_logger, "recording the undo history", error, level=logging.WARNING)
 
     @property
     def has_base(self) -> bool:

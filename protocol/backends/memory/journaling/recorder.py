@@ -29,6 +29,7 @@ from protocol.backends.memory.journaling.changes import changes_since
 from protocol.journal import effects
 from protocol.journal.records import Buffer, Kind
 from protocol.volume import SUPERUSER, AttributeChanges, Caller
+from protocol.volume_extensions import JournalStatus
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch
@@ -102,6 +103,17 @@ class Recorder:
         """Return when everything recorded is on disk.  OSError."""
         self.flush()
         self._log.sync()
+
+    def status(self) -> JournalStatus:
+        """Describe the journal."""
+        log = self._log
+        return JournalStatus(
+            self.journal.directory,
+            self.journal.policy,
+            self.journal.size_bytes(),
+            log.end - log.synced,
+            None if log.failure is None else str(log.failure.strerror or log.failure),
+        )
 
     @contextmanager
     def recording(self, epoch: Epoch) -> Iterator[None]:

@@ -64,7 +64,7 @@ def last(daemon: FakeDaemon, method: str) -> Any:
 
 # -- help -------------------------------------------------------------------------------------------
 # A -w would have no meaning in these commands.
-ON_NO_WORKSPACE = {"mount", "doctor", "completion", "store", "hooks", "run"}
+ON_NO_WORKSPACE = {"mount", "doctor", "completion", "store", "hooks", "run", "persisted"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -37,6 +37,8 @@ VALUES: dict[str, list[str]] = {
     "--max-bytes": ["64MiB", "", "0", "-1", "9" * 40, "nan", "\udcff"],
     "--max-inodes": ["100", "", "0", "-1", "9" * 40, "1.5"],
     "--wakeups": ["off", "auto", "on", "", "maybe"],
+    "--journal-dir": ["kept", "", "/proc/nothing"],
+    "--fsync": ["always", "everysec", "no", "", "sometimes"],
     "--cache-timeout": ["2", "0", "", "-1", "nan", "inf", "1e308"],
     "--cache": ["writeback", "writethrough", "", "later"],
     "--store": ["kept", "", "/proc/nothing"],

@@ -1,0 +1,187 @@
+"""`vfsd persisted`: list, check and drop the journals of workspaces that were mounted with --persist."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any, Final
+
+import click
+
+from protocol.backends.memory import MemoryVolume
+from protocol.journal.directory import JournalFiles, drop_journal, has_journal, is_locked, read_journal
+from protocol.journal.records import JournalDamagedError
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command, Group, did_you_mean
+from vfsd.cli.common.output import counted
+from vfsd.cli.common.values import NAME
+from vfsd.machine.journals import journal_directory, journal_names, journals_directory
+from vfsd.wire.messages import wire_path
+
+_EXAMPLES: Final = """
+vfsd persisted list
+vfsd persisted check demo
+vfsd persisted drop demo
+"""
+_DIRECTORY: Final = "The journal in this directory, which the mount named with --journal-dir."
+_USED: Final = "in use"
+_KEPT: Final = "kept"
+_DAMAGED: Final = "damaged"
+
+
+@click.group("persisted", cls=Group, acts_on_workspace=False, examples=_EXAMPLES)
+def persisted_command() -> None:
+    """Manage the journals of workspaces that were mounted with --persist.
+
+    A journal has the content, the snapshots and the undo history of a workspace; `vfsd mount --persist --name NAME`
+    continues it.  Journals are in $XDG_STATE_HOME/vfsd/journals, else ~/.local/state/vfsd/journals (for root
+    /var/lib/vfsd/journals), or where --journal-dir puts them.
+    """
+
+
+class _JournalCommand(Command):
+    """A command without -w."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params = [param for param in self.params if param.name != "workspace"]
+
+
+persisted_command.command_class = _JournalCommand
+
+
+# -- list -----------------------------------------------------------------------------------------
+_COLUMNS: Final = output.columns("NAME STATE SIZE:size DIRECTORY:path")
+
+
+@persisted_command.command(
+    "list",
+    examples="""
+    vfsd persisted list
+    vfsd persisted list --json
+    """,
+)
+@click.pass_obj
+def list_command(app: App) -> None:
+    """List the journals of this user, except for those that --journal-dir put elsewhere.
+
+    The state is "in use" by a running daemon, or "kept".  Only `vfsd persisted check` reads a journal.
+    """
+    rows = [_row(name) for name in journal_names() if has_journal(journal_directory(name))]
+    app.emit({"journals": rows}, lambda _: _show_list(rows))
+
+
+def _row(name: str) -> dict[str, Any]:
+    directory = journal_directory(name)
+    size = sum(os.stat(os.path.join(directory, each)).st_blocks * 512 for each in os.listdir(directory))
+    return {
+        "name": name,
+        "state": _USED if is_locked(directory) else _KEPT,
+        "size_bytes": size,
+        "directory": wire_path(os.fsencode(directory)),
+    }
+
+
+def _show_list(rows: list[dict[str, Any]]) -> None:
+    cells = [[row[key] for key in ("name", "state", "size_bytes", "directory")] for row in rows]
+    output.table(
+        _COLUMNS, cells, empty=f"there is no journal in {journals_directory()}; `vfsd mount --persist` keeps one"
+    )
+
+
+# -- check ----------------------------------------------------------------------------------------
+@persisted_command.command(
+    "check",
+    examples="""
+    vfsd persisted check demo
+    vfsd persisted check --journal-dir /srv/journals/demo
+    """,
+)
+@click.option("--journal-dir", metavar="DIRECTORY", type=click.Path(), help=_DIRECTORY)
+@click.argument("name", metavar="[NAME]", type=NAME, required=False)
+@click.pass_obj
+def check_command(app: App, name: str | None, journal_dir: str | None) -> None:
+    """Read a whole journal, verify its checksums, and rebuild the state in memory.
+
+    Changes nothing.  The journal must not be in use.  The exit status is 1 if it is damaged.  Then restore the
+    directory from a backup, or drop the journal with `vfsd persisted drop`.
+    """
+    directory = _directory(name, journal_dir)
+    try:
+        files = read_journal(directory)
+        volume = _rebuilt(files)
+    except JournalDamagedError as error:
+        place = os.path.basename(error.filename or directory)
+        advice = "restore the directory from a backup, or remove it with `vfsd persisted drop`"
+        raise OSError(
+            errno.EBADMSG, f"{place}: {(error.strerror or '').partition(': see')[0]}; {advice}", directory
+        ) from None
+    report, usage = files.report(), volume.usage()
+    facts = {
+        "directory": wire_path(os.fsencode(directory)),
+        "workspace": report.identity.get("workspace"),
+        "clean": report.is_clean,
+        "cut_bytes": report.cut_bytes,
+        "size_bytes": report.size_bytes,
+        "files": usage.files,
+        "content_bytes": usage.size_bytes,
+        "snapshots": len(volume.snapshots()),
+    }
+    app.emit(facts, lambda _: _show_check(facts))
+
+
+def _rebuilt(files: JournalFiles) -> MemoryVolume:
+    volume = MemoryVolume()
+    try:
+        volume.replay(files.batches())
+        volume.check_invariants()
+    except (KeyError, AssertionError) as error:
+        raise JournalDamagedError(files.directory, f"it does not describe a state ({error!r})") from error
+    return volume
+
+
+def _show_check(facts: dict[str, Any]) -> None:
+    content = f"{counted(facts['files'], 'file')} ({output.human_size(facts['content_bytes'])})"
+    output.say(f"the journal is complete: {content}, {counted(facts['snapshots'], 'snapshot')}")
+    if not facts["clean"]:
+        output.note("its last daemon was killed; everything that it had answered is in the journal")
+    if facts["cut_bytes"]:
+        output.note(f"an interrupted write of {facts['cut_bytes']} bytes at the end does not count")
+
+
+# -- drop -----------------------------------------------------------------------------------------
+@persisted_command.command(
+    "drop",
+    examples="""
+    vfsd persisted drop demo
+    vfsd persisted drop --journal-dir /srv/journals/demo
+    """,
+)
+@click.option("--journal-dir", metavar="DIRECTORY", type=click.Path(), help=_DIRECTORY)
+@click.argument("name", metavar="[NAME]", type=NAME, required=False)
+@click.pass_obj
+def drop_command(app: App, name: str | None, journal_dir: str | None) -> None:
+    """Remove a journal, with the content and the snapshots in it.  Asks on a terminal.
+
+    A journal that a daemon uses is not removed, and neither is any other file in its directory.
+    """
+    directory = _directory(name, journal_dir)
+    may_ask = not app.json and output.on_terminal(err=True)
+    if may_ask and not is_locked(directory):
+        size = output.human_size(sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory)))
+        app.interrupted = "interrupted: nothing was removed"
+        if not output.confirm(f"{directory} has a journal of {size}.  Remove it, with the content of the workspace?"):
+            raise OSError(errno.ECANCELED, "nothing was removed")
+    drop_journal(directory)
+    app.emit({"dropped": wire_path(os.fsencode(directory))}, lambda _: output.say(f"removed the journal {directory}"))
+
+
+def _directory(name: str | None, journal_dir: str | None) -> str:
+    """Return the directory of the journal that the arguments name.  FileNotFoundError if it has none."""
+    if (name is None) == (journal_dir is None):
+        raise click.UsageError("give the NAME of a workspace, or --journal-dir")
+    directory = journal_directory(name) if name is not None else os.path.abspath(journal_dir or "")
+    if not has_journal(directory):
+        close = did_you_mean(name, journal_names()) if name is not None else None
+        raise FileNotFoundError(errno.ENOENT, f"there is no journal{close or ''}", directory)
+    return directory

@@ -1,0 +1,100 @@
+"""The journal of a workspace in memory: begins it, or continues from it (`--persist`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from protocol.journal.directory import Journal, JournalFiles, JournalReport, has_journal
+from protocol.journal.records import JournalDamagedError
+from vfsd.machine.journals import journal_directory
+from vfsd.machine.logs import log_failure
+
+if TYPE_CHECKING:
+    from protocol.backends.memory import MemoryVolume
+    from vfsd.wire.options import MountOptions
+
+_logger = logging.getLogger(__name__)
+_KIND: Final = "backend"
+_WORKSPACE: Final = "workspace"
+
+
+def keep_journal(options: MountOptions, volume: MemoryVolume, begin: Callable[[], None]) -> str | None:
+    """Have `volume`, which is empty, continue from its journal, or call `begin` and begin a journal.
+
+    Return a sentence about the state that was found.  ValueError if the journal belongs to another backend; OSError.
+    """
+    directory = options.journal.journal_dir or journal_directory(options.workspace.name)
+    kind = options.workspace.backend.kind
+    if not has_journal(directory):
+        begin()
+        # The directories above are private, too, if they are made.
+        os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
+        identity = {_KIND: kind, _WORKSPACE: options.workspace.name}
+        journal = Journal.create(directory, identity, options.journal.fsync)
+        try:
+            volume.keep_journal(journal, is_new=True)
+        except BaseException:
+            journal.detach()
+            raise
+        found = None
+    else:
+        files, journal = Journal.resume(directory, options.journal.fsync)
+        try:
+            _replay(files, volume, kind)
+            volume.keep_journal(journal, is_new=False)
+        except BaseException:
+            journal.detach()
+            raise
+        found = _describe(volume, files.report(), has_archive=options.content.archive is not None)
+    _sync_in_thread(volume)
+    return found
+
+
+def _replay(files: JournalFiles, volume: MemoryVolume, kind: str) -> None:
+    """Rebuild the state.  ValueError if it is that of another backend."""
+    if files.identity.get(_KIND) != kind:
+        reason = f"the journal {files.directory} is of a workspace with the backend {files.identity.get(_KIND)}"
+        raise ValueError(f"{reason}: give this one another --name or --journal-dir")
+    try:
+        volume.replay(files.batches())
+    except (KeyError, AssertionError) as error:
+        reason = f"the journal does not describe a state ({error!r}): see `vfsd persisted check`"
+        raise JournalDamagedError(files.directory, reason) from error
+
+
+def _describe(volume: MemoryVolume, report: JournalReport, *, has_archive: bool) -> str:
+    usage = volume.usage()
+    text = f"continued from the journal: {usage.files} files, {len(volume.snapshots())} snapshots"
+    if not report.is_clean:
+        text += "; its daemon had died"
+    if report.cut_bytes:
+        text += f", and an interrupted write of {report.cut_bytes} bytes at the end does not count"
+    if has_archive:
+        text += "; --from was not read, because the workspace has content"
+    return text
+
+
+def _sync_in_thread(volume: MemoryVolume) -> None:
+    """Have fsync(2) wait for the disk in a thread, so that other requests do not wait with it."""
+
+    async def fsync(_inode: int, *, data_only: bool) -> None:  # noqa: ARG001 (one log has both)
+        journal = volume.journal
+        if journal is not None:
+            volume.flush_journal()
+            await trio.to_thread.run_sync(journal.log.sync)
+
+    volume.fsync = fsync  # type: ignore[assignment]
+
+
+def end_journal(volume: MemoryVolume) -> None:
+    """Sync and close the journal; log what fails."""
+    journal = volume.journal
+    try:
+        volume.end_journal()
+    except OSError as error:
+        log_failure(_logger, "closing the journal", error, path=None if journal is None else journal.directory)

@@ -1,0 +1,33 @@
+"""The journals of this user's workspaces: where they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+_FOR_ROOT: Final = "/var/lib/vfsd/journals"
+
+
+def journals_directory(environ: Mapping[str, str] = os.environ) -> str:
+    """$XDG_STATE_HOME/vfsd/journals, else /var/lib/vfsd/journals for root, else ~/.local/state/vfsd/journals."""
+    state = environ.get("XDG_STATE_HOME", "")
+    # The XDG base directory specification: a relative path is invalid and to be ignored.
+    if not os.path.isabs(state):
+        if os.geteuid() == 0:
+            return _FOR_ROOT
+        state = os.path.join(os.path.expanduser("~"), ".local", "state")
+    return os.path.join(state, "vfsd", "journals")
+
+
+def journal_directory(name: str) -> str:
+    """Return the directory of the journal of workspace `name`, unless it was mounted with another one."""
+    return os.path.join(journals_directory(), name)
+
+
+def journal_names() -> list[str]:
+    """Return the names of the directories in `journals_directory`."""
+    try:
+        return sorted(os.listdir(journals_directory()))
+    except FileNotFoundError:
+        return []
