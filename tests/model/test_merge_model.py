@@ -17,7 +17,7 @@ from protocol.backends.memory import MemoryVolume
 from protocol.diff.tree_diff import changes, is_below, outermost
 from protocol.merge.three_way import Merge, merge
 from protocol.tree import Tree, TreeEntry
-from tests.model.merge_trees import Edit, File, PlainTree, directory, edited, edits
+from tests.model.merge_trees import ALL_EDITS, Edit, File, PlainTree, directory, edited, edits
 
 Three = tuple[PlainTree, PlainTree, PlainTree]
 EXAMPLES = settings(max_examples=settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -166,6 +166,36 @@ def test_markers_lose_no_version(three: Three) -> None:
             assert (kept.mode, kept.size, kept.target) == (original.mode, original.size, original.target)
         elif conflict.reason in {"content", "created"}:
             assert b"<<<<<<< ours\n" in b"".join(result.tree.chunks(conflict.path))
+
+
+UNLINKED = st.lists(edits(*(kind for kind in ALL_EDITS if kind != "link")), max_size=6)
+
+
+@EXAMPLES
+@given(st.tuples(UNLINKED, UNLINKED, UNLINKED, UNLINKED, UNLINKED))
+def test_a_second_merge_brings_only_what_changed_since_the_first(steps: tuple[list[Edit], ...]) -> None:
+    """Its base is the state of `theirs` that was merged."""
+    before, here, there, later_here, later_there = steps
+    base = edited({}, before)
+    theirs = PlainTree(edited(base, there), 1000)
+    first = merged((PlainTree(base), PlainTree(edited(base, here)), theirs), "ours")
+    ours = PlainTree(edited(copied(first.tree), later_here))
+    later = PlainTree(edited(theirs.files, later_there), 1000)
+
+    second = merge(theirs, ours, later, policy="ours", now_ns=77)
+
+    since = {change.path for change in changes(theirs, later)}
+    above = {each for path in since for each in later.files if is_below(path, each)}
+    assert {change.path for change in second.changes} <= since | above
+    assert not merge(later, ours, later).paths
+
+
+def copied(tree: Tree) -> dict[bytes, File]:
+    found = {}
+    for entry in tree.walk():
+        content = b"".join(tree.chunks(entry.path)) if entry.is_file else entry.target
+        found[entry.path] = File(entry.mode, content, entry.uid, entry.gid, entry.mtime_ns, dict(entry.xattrs))
+    return found
 
 
 # --- memory volumes -------------------------------------------------------------------------------------------
