@@ -97,6 +97,8 @@ async def run_daemon(
     try:
         with _alone():
             recovered = _recover(options) or recovered
+            if origin is not None:
+                origin.family.join()
             engine = mount_engine(options.kernel.engine, backend.volume, settings, replay)
     except BaseException:
         backend.close()  # removes a container that was created for the workspace
