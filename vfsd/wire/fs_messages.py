@@ -102,8 +102,8 @@ class FsWriteParams(Params):
 class FsExecParams(Params):
     """Parameters of `fs.exec`: run a command in the workspace's directory `cwd` and return its output.
 
-    The words of `argv` are encoded like paths.  `env` is added to the daemon's environment.  With `stream`, large output
-    is sent before the response, in "output" notifications: standard output first, then standard error.
+    The words of `argv` are encoded like paths.  `env` is added to the daemon's environment.  With `stream`, large
+    output is sent before the response, in "output" notifications: standard output first, then standard error.
     """
 
     argv: Annotated[list[str], Meta(min_length=1)]
