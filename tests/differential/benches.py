@@ -7,6 +7,7 @@ import dataclasses
 import os
 import random
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import Final
 from tests.differential.calls import Call, random_calls
 from tests.differential.compare import MAX_BYTES, Bench
 from tests.differential.known import Difference
+from tests.support.lower_layers import Layer, make
 from vfsd.client.workspace import Workspace
 
+_LARGEST: Final = 16 << 20
+_ABOUT_HOLES: Final = frozenset({"seek_sparse"})
 __all__ = ["BENCHES", "HostBench", "OverlayBench"]
 
 _EPISODES: Final = 20_000  # that an overlay's bench has directories for
@@ -137,4 +141,78 @@ class OverlayBench(Bench):
         return self._reserved and difference.what.endswith(": blocks")
 
 
-BENCHES: Final[Mapping[str, type[Bench]]] = {"memory": Bench, "host": HostBench, "overlay": OverlayBench}
+class LayerBench(OverlayBench):
+    """The same over an archive or a stored snapshot of the directory, which each episode makes and mounts."""
+
+    layer: Layer
+
+    def _mount_vfsd(self, stack: contextlib.ExitStack) -> str:
+        self._under = _mounted_below(stack, self._directory)
+        (self._directory / "vfsd").mkdir()
+        self._mounts = stack.enter_context(contextlib.ExitStack())
+        self._mount_layer()
+        return str(self._directory / "vfsd")
+
+    def _mount_layer(self) -> None:
+        """Mount what is in the directory now."""
+        self._mounts.close()
+        self._layers = getattr(self, "_layers", 0) + 1
+        place = self._directory / f"layer-{self._layers}.zip"
+        make(self.layer, self._under, place)
+        backend, options = f"overlay:{place}", {}
+        if self.layer == "snapshot":
+            backend, options = "overlay:snapshot:below", {"store": place}
+        self.workspace = self._mounts.enter_context(
+            Workspace.mount(
+                self._directory / "vfsd", backend, engine=self.engine,  # type: ignore[arg-type]
+                name=f"diff-{self.layer}-{self._directory.name}-{os.getpid()}",
+                max_bytes=MAX_BYTES, allow_other=True, cache=self.cache, **options,  # type: ignore[arg-type]
+            )
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _roots(self) -> Iterator[list[str]]:
+        below = self._below(self._episodes + 1)
+        below.mkdir()
+        below.chmod(0o777)
+        self._mount_layer()
+        with super()._roots() as roots:
+            yield roots
+
+    def _make(self, root: str, calls: Sequence[Call]) -> None:
+        super()._make(root, calls)
+        _cut_files(root)
+        if not root.startswith(self.tmpfs):
+            self._mount_layer()
+
+    def _unknown(self, call: Call, difference: Difference) -> bool:
+        """Layers know no holes, and no times other than the mtime."""
+        of_holes = difference.what.endswith("blocks") or call.operation in _ABOUT_HOLES
+        return not of_holes and "time" not in difference.what and super()._unknown(call, difference)
+
+
+def _cut_files(root: str) -> None:
+    """Cut the files that are too large, if mostly holes, for an archive or for the file system of a store."""
+    for above, _, names in os.walk(os.fsencode(root)):
+        for name in names:
+            path = os.path.join(above, name)
+            seen = os.lstat(path)
+            if stat.S_ISREG(seen.st_mode) and seen.st_size > _LARGEST:
+                os.truncate(path, _LARGEST)
+
+
+class ArchiveBench(LayerBench):
+    """See `LayerBench`."""
+
+    layer = "archive"
+
+
+class SnapshotBench(LayerBench):
+    """See `LayerBench`."""
+
+    layer = "snapshot"
+
+
+BENCHES: Final[Mapping[str, type[Bench]]] = {
+    "memory": Bench, "host": HostBench, "overlay": OverlayBench, "archive": ArchiveBench, "snapshot": SnapshotBench
+}  # fmt: skip

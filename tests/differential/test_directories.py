@@ -16,6 +16,7 @@ from tests.differential.calls import Call
 from tests.differential.campaign import Campaign
 from tests.differential.compare import Bench
 from tests.differential.script import parse, script
+from tests.support.lower_layers import LAYERS
 from tests.support.seeds import campaign_seed
 
 pytestmark = [
@@ -26,6 +27,7 @@ pytestmark = [
 
 CALLS = 5_000
 LONG_CALLS = 100_000
+LAYER_CALLS = 1_200  # three mounts
 
 
 @pytest.fixture(params=("native", "pyfuse3"))
@@ -47,6 +49,18 @@ def test_random_calls_of_several_users_are_answered_as_tmpfs_answers_them(bench:
     for finding in Campaign(bench, seed).run(LONG_CALLS if runs_long else CALLS):
         if finding is not None:
             raise AssertionError(f"seed {seed}, {finding.difference}\n{script(finding.calls)}")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_an_archive_or_a_snapshot_below_is_answered_as_tmpfs_answers(
+    layer: str, session_dir: str, tmp_path: Path, runs_long: bool
+) -> None:
+    seed = campaign_seed()
+    with BENCHES[layer]("native", tmp_path, os.environ["VFSD_RUNTIME_DIR"]) as bench:
+        for finding in Campaign(bench, seed).run(LONG_CALLS if runs_long else LAYER_CALLS):
+            if finding is not None:
+                raise AssertionError(f"seed {seed}, {finding.difference}\n{script(finding.calls)}")
+        bench.check()
 
 
 class Lopsided(OverlayBench):

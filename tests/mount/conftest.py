@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.lower_layers import LAYERS, NAME, make
 from tests.support.unmounting import unmount_when_idle
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import log_path
@@ -21,7 +22,8 @@ ENGINES = ("native", "pyfuse3")
 BACKENDS = ("memory", "overlay", "host")
 WRITE_BACK = "native-writeback"  # the native engine with `--cache writeback`
 # The oracle first.
-PLACES = ("tmpfs", *(f"{engine}-{backend}" for engine in ENGINES for backend in BACKENDS), WRITE_BACK)
+OVER_LAYERS = tuple(f"native-{layer}" for layer in LAYERS)  # overlays over an empty archive or stored snapshot
+PLACES = ("tmpfs", *(f"{engine}-{backend}" for engine in ENGINES for backend in BACKENDS), WRITE_BACK, *OVER_LAYERS)
 # These modules run with a write-back cache in every session, the others with --runs-long.
 WRITE_BACK_MODULES = frozenset(
     {
@@ -29,6 +31,7 @@ WRITE_BACK_MODULES = frozenset(
         "test_undo",
     }
 )  # fmt: skip
+LAYER_MODULES = frozenset({"test_semantics_files"})  # run in OVER_LAYERS in every session, the others with --runs-long
 MountIt = Callable[..., Workspace]
 
 
@@ -40,6 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if here not in item.path.parents:
             continue
         item.add_marker(pytest.mark.fuse)
+        if item.path.stem not in LAYER_MODULES and _is_over_layer(item):
+            item.add_marker(pytest.mark.long)
         if not _is_write_back(item):
             continue
         if item.path.stem not in WRITE_BACK_MODULES:
@@ -55,6 +60,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_write_back(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and WRITE_BACK in getattr(item, "callspec", _NoCall).params.values()
+
+
+def _is_over_layer(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and getattr(item, "callspec", _NoCall).params.get("on") in OVER_LAYERS
 
 
 class _NoCall:
@@ -141,6 +150,13 @@ def provided(on: str, path: Path, *, max_bytes: int | None = None, max_inodes: i
         options: dict[str, Any] = {"max_bytes": max_bytes, "max_inodes": max_inodes}
         if on == WRITE_BACK:
             options["cache"] = "writeback"
+        if on in OVER_LAYERS:
+            below, place = (path.with_name(f"{path.name}-{name}") for name in ("below", "layer.zip"))
+            below.mkdir()
+            make("archive" if backend == "archive" else "snapshot", below, place)
+            options["backend"] = f"overlay:{place}"
+            if backend == "snapshot":
+                options |= {"backend": f"overlay:snapshot:{NAME}", "store": place}
         if backend in ("overlay", "host"):
             below = path.with_name(f"{path.name}-below")
             below.mkdir()
