@@ -466,6 +466,26 @@ class JournaledVolume(SnapshotableVolume, Protocol):
         """Describe the journal."""
         ...
 
+    @property
+    def wants_image(self) -> bool:
+        """Whether the journal has grown so much that an image of the state should replace it."""
+        ...
+
+    def begin_image(self) -> int:
+        """Begin the part of the journal that follows the present state, and return its number.  OSError.
+
+        No import is in preparation.  The next step is `write_image`, in a process that was forked in this state.
+        """
+        ...
+
+    def write_image(self, number: int) -> None:
+        """In the forked process: write the state that `begin_image` returned `number` for.  OSError."""
+        ...
+
+    def finish_image(self, number: int, *, is_complete: bool) -> None:
+        """Have the image replace the journal before it, or remove the incomplete image.  Any thread.  OSError."""
+        ...
+
 
 def snapshotable(volume: Volume) -> SnapshotableVolume | None:
     """Return `volume` if it declares `snapshots`, else None."""

@@ -48,6 +48,7 @@ Identity = dict[str, str | int]
 
 _NAME: Final = re.compile(r"(log|image)-(\d{8})(\.new)?")
 _LOCK: Final = "lock"
+_LARGE_BYTES: Final = 64 << 20
 
 
 class JournalReport(Value):
@@ -152,12 +153,25 @@ class JournalFiles:
 class Journal:
     """A journal that this process appends to.  Make one with `create` or `resume`."""
 
-    def __init__(self, directory: str, lock_fd: int, log: Log, header: FileHeader, policy: FsyncPolicy) -> None:
+    def __init__(
+        self,
+        directory: str,
+        lock_fd: int,
+        log: Log,
+        header: FileHeader,
+        policy: FsyncPolicy,
+        *,
+        image_bytes: int = 0,
+        older_bytes: int = 0,
+    ) -> None:
         self.directory = directory
         self.log = log
         self.policy = policy
         self._header = header
         self._lock_fd = lock_fd
+        self._image_bytes = image_bytes
+        self._older_bytes = older_bytes  # of the logs since the image, without the last
+        self._failed_at_bytes = 0  # the logs had this size when the last image could not be written
 
     # -- opening ---------------------------------------------------------------------------------
     @classmethod
@@ -197,7 +211,9 @@ class Journal:
                 os.close(descriptor)
                 raise
             log = Log(DescriptorFile(descriptor), last.header, last.extent, policy)
-            journal = cls(directory, lock_fd, log, last.header, policy)
+            older = sum(file.extent.end for file in files.all[:-1] if file.header.kind == "log")
+            image = sum(file.extent.end for file in files.all if file.header.kind == "image")
+            journal = cls(directory, lock_fd, log, last.header, policy, image_bytes=image, older_bytes=older)
             journal._remove_unused(files.image_number)
         except BaseException:
             os.close(lock_fd)
@@ -221,6 +237,12 @@ class Journal:
                 total += os.stat(os.path.join(self.directory, name)).st_blocks * 512
         return total
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the logs have outgrown 64 MB and their image, so that a new image would be worth its cost."""
+        logs = self._older_bytes + self.log.end
+        return logs > max(_LARGE_BYTES, self._image_bytes, 2 * self._failed_at_bytes)
+
     # -- compaction ------------------------------------------------------------------------------
     def rotate(self) -> int:
         """Begin the next log, which begins with the present state.  Return its number.  OSError: nothing changed."""
@@ -238,6 +260,7 @@ class Journal:
         old, self.log = self.log, log
         self._header = header
         log.on_failure = old.on_failure
+        self._older_bytes += old.end
         old.close()
         return header.number
 
@@ -255,6 +278,17 @@ class Journal:
         os.rename(path + ".new", path)
         _sync_directory(self.directory)
         self._remove_unused(number)
+        self._image_bytes, self._older_bytes, self._failed_at_bytes = os.stat(path).st_size, 0, 0
+
+    def abandon_image(self, number: int) -> None:
+        """Remove the image that could not be written; the logs before it stay, and `is_large` waits."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._image_path(number) + ".new")
+        self._failed_at_bytes = self._older_bytes + self.log.end
+
+    def unlock(self) -> None:
+        """Give up this process's part of the lock, in a process that was forked to write an image."""
+        os.close(self._lock_fd)
 
     def _image_path(self, number: int) -> str:
         return os.path.join(self.directory, f"image-{number:08}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import random
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from protocol.journal.directory import read_journal
+from tests.mount.conftest import check_invariants
 from tests.mount.programs import failed, succeeded, vfsd, wait_ended
 from tests.support.tree_hash import tree_hash
 from vfsd.client.workspace import Workspace
@@ -313,6 +315,52 @@ def test_journals_are_listed_checked_and_dropped_by_name(workdir: Path, monkeypa
     succeeded(vfsd("persisted", "drop", name))
     assert name not in succeeded(vfsd("persisted", "list"))
     assert "there is no journal" in failed(vfsd("persisted", "drop", name))
+
+
+def test_a_compacted_journal_is_small_and_complete(persistent: Persistent) -> None:
+    workspace = persistent.mount()
+    root = persistent.path
+    for number in range(40):
+        (root / "file").write_bytes(os.urandom(200_000))
+        if number == 20:
+            workspace.snapshot("middle")
+    with (root / "unlinked").open("wb", buffering=0) as file:
+        (root / "unlinked").unlink()
+        facts = json.loads(succeeded(vfsd("compact", "-w", persistent.name, "--json")))
+        file.write(b"a change of a file without a name, after the image")
+    assert facts["after_bytes"] < facts["before_bytes"] // 2
+    assert sorted(os.listdir(persistent.journal)) == ["image-00000002", "lock", "log-00000002"]
+    (root / "after").write_bytes(b"the image")
+    content = tree_hash(root)
+    persistent.kill()
+    workspace = persistent.mount()
+    assert tree_hash(root) == content
+    assert [each.name for each in workspace.snapshots()] == ["middle"]
+    check_invariants(workspace)
+
+
+def test_the_workspace_changes_while_its_journal_is_compacted(persistent: Persistent) -> None:
+    persistent.mount()
+    for number in range(300):
+        (persistent.path / f"f{number}").write_bytes(os.urandom(20_000))
+    command = ["vfsd", "compact", "-w", persistent.name]
+    with subprocess.Popen([sys.executable, "-m", "vfsd.cli.main", *command[1:]], stdout=subprocess.DEVNULL) as run:
+        count = 0
+        while run.poll() is None:
+            (persistent.path / f"f{count % 300}").write_bytes(os.urandom(5_000))
+            count += 1
+    assert run.returncode == 0
+    content = tree_hash(persistent.path)
+    persistent.kill()
+    persistent.mount()
+    assert tree_hash(persistent.path) == content
+
+
+def test_a_workspace_without_a_journal_cannot_be_compacted(workdir: Path) -> None:
+    place = workdir / "mount"
+    place.mkdir()
+    with Workspace.mount(place, name=f"{workdir.name}-plain"):
+        assert "mount it with --persist" in failed(vfsd("compact", "-w", f"{workdir.name}-plain"))
 
 
 @pytest.mark.parametrize("backend", ["host", "overlay"])

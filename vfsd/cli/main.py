@@ -60,6 +60,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "exec": ("exec", "Run a command in the workspace."),
     "run": ("run", "Run a command on an overlay of the current directory."),
     "store": ("store", "Manage the snapshots that are kept on disk."),
+    "compact": ("persisted", "Replace the journal of a workspace by an image of its state."),
     "persisted": ("persisted", "Manage the journals of workspaces that were mounted with --persist."),
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
     "hooks": ("hooks", "Take a snapshot after each step of an agent."),
@@ -71,7 +72,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 # Names of other programs' commands that do the same.
 _ALIASES: Final = {"umount": "unmount", "ls": "list", "rm": "drop"}
 _GROUPS: Final = {
-    "Workspaces": ("mount", "unmount", "list", "status", "persisted"),
+    "Workspaces": ("mount", "unmount", "list", "status", "compact", "persisted"),
     "Forks": ("fork", "merge", "adopt"),
     "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff", "store"),
     "Archives": ("export", "import"),

@@ -15,8 +15,9 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import NAME
+from vfsd.client.requests import RemoteCall
 from vfsd.machine.journals import journal_directory, journal_names, journals_directory
-from vfsd.wire.messages import wire_path
+from vfsd.wire.messages import CompactResult, wire_path
 
 _EXAMPLES: Final = """
 vfsd persisted list
@@ -48,6 +49,29 @@ class _JournalCommand(Command):
 
 
 persisted_command.command_class = _JournalCommand
+
+
+@click.command(
+    "compact",
+    cls=Command,
+    examples="""
+    vfsd compact
+    vfsd compact -w demo --json
+    """,
+)
+@click.pass_obj
+def compact_command(app: App) -> None:
+    """Replace the journal of a workspace by an image of its state.
+
+    It then takes less space on disk.  The workspace is served meanwhile.  It happens by itself when the journal exceeds 64 MB and twice the size of the
+    last image.  While the image is written, the disk holds it and the old journal.
+    """
+    app.emit(app.call(RemoteCall("compact"), label="compacting"), _show_compacted)
+
+
+def _show_compacted(answer: CompactResult) -> None:
+    before, after = output.human_size(answer.before_bytes), output.human_size(answer.after_bytes)
+    output.say(f"the journal took {before} and takes {after} now")
 
 
 # -- list -----------------------------------------------------------------------------------------

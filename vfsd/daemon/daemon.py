@@ -31,6 +31,7 @@ from protocol.linux.regular_file import open_regular
 from protocol.volume_extensions import journaled, snapshotable
 from vfsd.daemon import preload
 from vfsd.daemon.backends import Backend, open_backend
+from vfsd.daemon.compaction import Compaction
 from vfsd.daemon.control.methods import Methods, Start
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
@@ -176,7 +177,10 @@ class _Daemon:
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
+                compaction = Compaction.of(mounted)
                 nursery.start_soon(self._tidy)
+                if compaction is not None:
+                    nursery.start_soon(compaction.attend)
                 nursery.start_soon(self._serve, methods, nursery)
                 # Waits for an answer of the loop, which serves already.
                 await trio.to_thread.run_sync(os.stat, options.workspace.mountpoint, abandon_on_cancel=True)

@@ -301,8 +301,26 @@ def _check_memory() -> None:
         )
 
 
-def _fork(volume: ForkableVolume, child: Callable[[], int]) -> tuple[int, list[int]]:
+def fork_writer(volume: ForkableVolume, write: Callable[[], None], mountpoint: str) -> tuple[int, list[int]]:
+    """Fork a process that calls `write` with the present state, and ends with status 0 if that returns.
+
+    Return its process id and two descriptors of the process.  The caller awaited nothing since it chose the state.
+    """
+
+    def run() -> int:
+        gc.disable()
+        _reset_signals()
+        _replace_descriptors({0, 1, 2}, mountpoint)
+        write()
+        return 0
+
+    return _fork(volume, run, keeps_state=True)
+
+
+def _fork(volume: ForkableVolume, child: Callable[[], int], *, keeps_state: bool = False) -> tuple[int, list[int]]:
     """Call fork(2) in a thread while this one waits; run `child` in the new process.
+
+    With `keeps_state` the new process only reads the volume, which keeps what belongs to the old one's kernel.
 
     Return its process id and two descriptors of the process.  The new process waits until they are open: if they
     cannot be opened (EMFILE), or this process dies before, it ends without a trace.
@@ -330,7 +348,8 @@ def _fork(volume: ForkableVolume, child: Callable[[], int]) -> tuple[int, list[i
             if not os.read(child_go_fd, 1):
                 return  # to `os._exit`
             os.close(child_go_fd)
-            volume.forked()
+            if not keeps_state:
+                volume.forked()
             status = child()
         except BaseException:  # noqa: BLE001 (it must not return to the thread's end, which waits for other threads)
             traceback.print_exc()

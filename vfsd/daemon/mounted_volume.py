@@ -79,6 +79,7 @@ class MountedVolume:
         self.engine = engine
         self.mountpoint = mountpoint
         self.change_lock = trio.Lock()
+        self.compaction_lock = trio.Lock()  # taken before `change_lock`: one compaction of the journal at a time
         self._snapshotable = snapshotable(volume)
         self._replay = replay
         self._nursery = nursery

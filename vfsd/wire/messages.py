@@ -49,6 +49,7 @@ LONG_METHODS: Final = frozenset(
         "merge",
         "adopt",
         "changes",
+        "compact",
         "exec",
         "fs.ls",
         "fs.read",
@@ -501,6 +502,13 @@ class UnmountResult(msgspec.Struct):
     journal: str | None = None  # the directory of the journal that keeps content, snapshots and undo history
 
 
+class CompactResult(msgspec.Struct):
+    """Result of `compact`: the size of the journal on disk, in bytes, before and after."""
+
+    before_bytes: int
+    after_bytes: int
+
+
 class UnsavedResult(msgspec.Struct):
     """Result of `unsaved`: the state that an unmount would lose because it is only in the daemon's memory.
 
@@ -534,6 +542,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "import": (ImportParams, ImportResult),
     "apply": (ApplyParams, ApplyResult),
     "unsaved": (Empty, UnsavedResult),
+    "compact": (Empty, CompactResult),
     "unmount": (UnmountParams, UnmountResult),
     "fork": (ForkParams, ForkResult),
     # Runs the volume's check_invariants, for tests and bug reports.

@@ -252,6 +252,38 @@ class MemoryVolume:
                 self._recorder.note(key, value)
             self.notes[key] = value
 
+    @property
+    def wants_image(self) -> bool:
+        """See `JournaledVolume`."""
+        journal = self.journal
+        return journal is not None and journal.log.failure is None and journal.is_large
+
+    def begin_image(self) -> int:
+        """See `JournaledVolume`."""
+        assert self._recorder is not None
+        self._recorder.flush()
+        return self._recorder.journal.rotate()
+
+    def write_image(self, number: int) -> None:
+        """See `JournaledVolume`."""
+        from protocol.backends.memory.journaling.image import write_image  # noqa: PLC0415 (start-up: few mounts)
+
+        assert self._recorder is not None
+        journal = self._recorder.journal
+        journal.unlock()
+        log = journal.image_log(number)
+        write_image(self._state, self.notes, log)
+        log.close()
+
+    def finish_image(self, number: int, *, is_complete: bool) -> None:
+        """See `JournaledVolume`."""
+        journal = self.journal
+        if journal is not None:
+            if is_complete:
+                journal.finish_image(number)
+            else:
+                journal.abandon_image(number)
+
     def flush_journal(self) -> None:
         """Record what waits for the next record.  OSError."""
         if self._recorder is not None:

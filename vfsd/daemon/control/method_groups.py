@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vfsd.daemon.control.call_context import Handler
+from vfsd.daemon.control.compact_method import compact_method
 from vfsd.daemon.control.exec_methods import ExecMethods
 from vfsd.daemon.control.fork_method import ForkMethod
 from vfsd.daemon.control.fs_methods import FsMethods
@@ -42,6 +43,7 @@ class MethodGroups:
         self.handlers: Mapping[str, Handler] = {
             "unsaved": self._unmount.unsaved,
             "unmount": self._unmount.unmount,
+            "compact": compact_method(mounted),
             "fork": ForkMethod(mounted, snapshots, forks).fork,
             **SnapshotMethods(snapshots, options).handlers(),
             **TreeMethods(mounted, snapshots, options, forks.base, others).handlers(),

@@ -1,0 +1,81 @@
+"""Compaction: replaces the journal of a workspace by an image of its state.
+
+Steps: begin the next log; fork; the new process writes the image of the state at that moment, and this one serves on;
+when the image is complete, a rename makes it count, and the older files are removed.  If the new process fails, or this
+one dies, the older files count as before.
+
+Threading: the serving loop, except for waiting and for system calls that may wait for the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+from typing import Final, Self, cast
+
+import trio
+
+from protocol.volume_extensions import ForkableVolume, JournaledVolume, forkable, journaled
+from vfsd.daemon.forks import fork_writer
+from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.machine.logs import log_failure
+
+_logger = logging.getLogger(__name__)
+_CHECK_S: Final = 1.0
+
+
+class Compaction:
+    """The compaction of one workspace's journal."""
+
+    def __init__(self, mounted: MountedVolume, volume: JournaledVolume) -> None:
+        self._mounted = mounted
+        self._volume = volume
+
+    @classmethod
+    def of(cls, mounted: MountedVolume) -> Self | None:
+        """Return the compaction of a volume that has a journal and can be forked; None for others."""
+        volume = journaled(mounted.volume)
+        return None if volume is None or forkable(mounted.volume) is None else cls(mounted, volume)
+
+    async def attend(self) -> None:
+        """Compact the journal whenever it has grown enough, until cancelled."""
+        while True:
+            await trio.sleep(_CHECK_S)
+            if self._volume.wants_image:
+                try:
+                    before, after = await self.compact()
+                    _logger.info("compacted the journal from %d to %d bytes", before, after)
+                except OSError as error:
+                    log_failure(_logger, "compacting the journal", error, level=logging.WARNING)
+
+    async def compact(self) -> tuple[int, int]:
+        """Compact now; return the size of the journal on disk before and after, in bytes.
+
+        OSError if the image cannot be written; the journal then stays as it is.
+        """
+        async with self._mounted.compaction_lock:
+            before = self._volume.journal_status().size_bytes
+            async with self._mounted.change_lock:  # no import is in preparation
+                number = self._volume.begin_image()
+                write = functools.partial(self._volume.write_image, number)
+                forked = cast(ForkableVolume, self._volume)
+                pid, pidfds = fork_writer(forked, write, self._mounted.mountpoint)
+            with trio.CancelScope(shield=True):  # a process that is not waited for stays as a zombie
+                status = await _ended(pid, pidfds)
+                finish = functools.partial(self._volume.finish_image, number, is_complete=status == 0)
+                await trio.to_thread.run_sync(finish)
+            if status:
+                raise OSError(errno.EIO, "the image of the journal could not be written: the daemon's log says why")
+            return before, self._volume.journal_status().size_bytes
+
+
+async def _ended(pid: int, pidfds: list[int]) -> int:
+    """Wait until a child has ended; return its status, 0 for success.  Closes its descriptors."""
+    try:
+        await trio.lowlevel.wait_readable(pidfds[0])
+        return os.waitpid(pid, 0)[1]
+    finally:
+        for each in pidfds:
+            os.close(each)
