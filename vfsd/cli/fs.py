@@ -416,4 +416,5 @@ def exec_command(workspace: _Workspace, /, argv: tuple[str, ...], with_stdin: bo
     words = [wire_path(os.fsencode(word)) for word in argv]
     done = workspace.call("fs.exec", argv=words, stdin=stdin, **settings)
     streams = {name: text_or_base64(getattr(done, name), truncated=done.truncated) for name in ("stdout", "stderr")}
-    return {**msgspec.structs.asdict(done), **streams}
+    fields = {name: value for name, value in msgspec.structs.asdict(done).items() if value is not msgspec.UNSET}
+    return {**fields, **streams}

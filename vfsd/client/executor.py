@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult
 from vfsd.client.connection import ControlClient
 from vfsd.client.requests import RemoteCall
@@ -68,7 +70,7 @@ def exec_call(
 def _result(done: FsExecResult, pieces: list[bytes]) -> ExecResult:
     """Convert the answer, with the output that preceded it.  A piece is of one stream only."""
     stdout, stderr = done.stdout, done.stderr
-    if done.streamed_stdout_bytes is not None:
+    if not isinstance(done.streamed_stdout_bytes, msgspec.UnsetType):
         left, count = done.streamed_stdout_bytes, 0
         while left > 0:
             left -= len(pieces[count])

@@ -120,7 +120,7 @@ class FsExecResult(msgspec.Struct):
 
     `exit_status` is negative if a signal killed the command.  `truncated`: the output exceeded the limit.  `snapshot`
     is the snapshot that was taken after the command, if any; `snapshot_error` is the reason if taking it failed.
-    `streamed_stdout_bytes`: the output was sent before, and so many bytes of it are standard output; None: it was not.
+    `streamed_stdout_bytes` is set if the output was sent before: so many bytes of it are standard output.
     """
 
     exit_status: int
@@ -130,7 +130,7 @@ class FsExecResult(msgspec.Struct):
     truncated: bool = False
     snapshot: str | None = None
     snapshot_error: str | None = None
-    streamed_stdout_bytes: int | None = None
+    streamed_stdout_bytes: int | msgspec.UnsetType = msgspec.UNSET
 
 
 FS_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Final, TypeVar
 
+import msgspec
 import trio
 
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
@@ -200,7 +201,8 @@ class FsMethods:
                 on_output=output,
                 feed=feed_bytes(params.stdin),
             )
-        stdout, stderr, streamed = output.stdout, output.stderr, None
+        stdout, stderr = output.stdout, output.stderr
+        streamed: int | msgspec.UnsetType = msgspec.UNSET
         if params.stream and len(stdout) + len(stderr) > _INLINE_BYTES:
             await call.output(stdout)
             await call.output(stderr)
