@@ -337,7 +337,7 @@ PlainEntry: TypeAlias = tuple[bytes, int, int, int]  # the fields of `DirectoryE
 class ContentPiecesVolume(Volume, Protocol):
     """A volume that returns content without joining the buffers that hold it."""
 
-    def read_pieces(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
+    def read_pieces(self, inode: int, offset: int, size: int) -> Answer[Buffer | list[bytes | bytearray]]:
         """Like `read`; the result may be a list of buffers."""
         ...
 

@@ -8,7 +8,7 @@ Threading: as in `protocol.volume`; what other threads may do says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import (
     TYPE_CHECKING,
@@ -368,6 +368,9 @@ class OverlaidVolume(SnapshotableVolume, Protocol):
 
     on_change: Callable[[CacheInvalidation], None] | None
     """Called, from any thread, when a file of the lower layer changed; the caller invalidates the kernel's caches."""
+
+    in_thread: Callable[[Callable[[], object]], Awaitable[object]] | None
+    """Runs a function in a worker thread.  If it is set, `read_pieces` may return an awaitable, for a slow read."""
 
     def invalidation_done(self, invalidation: CacheInvalidation) -> None:
         """Serve the new content of what `on_change` was called with: the kernel's caches are invalidated."""

@@ -11,12 +11,13 @@ Threading: one thread at a time.
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple, cast
 
 from protocol.archive.check import Contents, read_outline
 from protocol.archive.limits import ArchiveLimits
@@ -99,7 +100,8 @@ class MountedArchive:
         except BaseException:
             self.close()
             raise
-        self._content = RandomAccess(io.BufferedReader(self._file, _BUFFER_BYTES), cache_bytes)
+        buffered = io.BufferedReader(self._file, _BUFFER_BYTES)
+        self._content = RandomAccess(buffered, self._another, cache_bytes)
         self.memory_bytes = cache_bytes + sum(_ENTRY_BYTES + len(path) for path in self._paths)
         self.total_bytes = contents.manifest.total_bytes
         self.file_count = contents.manifest.file_count
@@ -175,6 +177,19 @@ class MountedArchive:
         if self._modes[number] & TYPE_MASK != 0o100000:
             raise os_error(errno.EINVAL, shown(path))
         return self._content.read(self._member(number), offset, size, self._locate)
+
+    def preparation(self, path: bytes) -> Callable[[], object] | None:
+        number = self._number(path)
+        member = self._member(number)
+        if self._content.is_ready(member):
+            return None
+        return functools.partial(self._content.prepare, member, self._locate)
+
+    def stop(self) -> None:
+        self._content.stop()
+
+    def _another(self) -> BinaryIO:
+        return cast("BinaryIO", _PositionedFile(self._file.descriptor))
 
     def _number(self, path: bytes) -> int:
         number = self._numbers.get(path)

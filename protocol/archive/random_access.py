@@ -5,11 +5,13 @@ Of a larger one the CRC of each piece is kept, and the state of the decompressor
 reads start: they decompress a small part of the entry and verify each piece that they return.  So an archive that is
 truncated or overwritten meanwhile causes errors, not wrong bytes.
 
-Threading: one thread at a time.
+Threading: one thread at a time calls `read`; others may call `prepare` meanwhile, and `stop` ends those calls.
 """
 
 from __future__ import annotations
 
+import errno
+import threading
 import zlib
 from array import array
 from collections import OrderedDict
@@ -33,13 +35,19 @@ _PIECES_CACHED: Final = 8
 
 
 class RandomAccess:
-    """Reads entries of `file`.  `cache_bytes` bounds what it keeps, at least some MiB."""
+    """Reads entries of `file`.  `another` opens the file again, without a buffer.
 
-    def __init__(self, file: BinaryIO, cache_bytes: int) -> None:
+    `cache_bytes` bounds what is kept, at least some MiB.
+    """
+
+    def __init__(self, file: BinaryIO, another: Callable[[], BinaryIO], cache_bytes: int) -> None:
         self._file = file
+        self._another = another
+        self._lock = threading.Lock()  # of the entries
+        self._is_stopped = False
         self._small: OrderedDict[int, bytes] = OrderedDict()  # by the offset of the local header
         self._small_left = cache_bytes // 2
-        self._large: OrderedDict[int, _LargeEntry] = OrderedDict()
+        self._large: OrderedDict[int, LargeEntry] = OrderedDict()
         self._states_left = max(2, cache_bytes // 2 // _STATE_BYTES)
         self._most_states = min(_MOST_STATES, self._states_left // 2)
 
@@ -52,17 +60,38 @@ class RandomAccess:
             return b""
         if member.size <= _SMALL_BYTES:
             return self._small_entry(member, locate)[offset : offset + size]
-        entry = self._large.get(member.header)
+        with self._lock:
+            entry = self._large.get(member.header)
+            if entry is not None:
+                self._large.move_to_end(member.header)
         if entry is None:
-            locate(member)
-            entry = _LargeEntry(self._file, member, self._most_states)
+            entry = self.prepare(member, locate)
+        return entry.read(offset, min(size, member.size - offset))
+
+    def is_ready(self, member: Member) -> bool:
+        """Whether a read of the entry takes no longer than any other."""
+        with self._lock:
+            return member.size <= _SMALL_BYTES or member.header in self._large
+
+    def prepare(self, member: Member, locate: Callable[[Member], None]) -> LargeEntry:
+        """Verify a large entry, so that it is ready.  Any thread.  ArchiveError, OSError; ECANCELED after `stop`."""
+        locate(member)
+        entry = LargeEntry(self._another(), member, self._most_states, self._keep_going)
+        with self._lock:
+            replaced = self._large.pop(member.header, None)
             self._large[member.header] = entry
-            self._states_left -= len(entry.states)
+            self._states_left += (len(replaced.states) if replaced is not None else 0) - len(entry.states)
             while self._states_left < 0 and len(self._large) > 1:
                 self._states_left += len(self._large.popitem(last=False)[1].states)
-        else:
-            self._large.move_to_end(member.header)
-        return entry.read(offset, min(size, member.size - offset))
+        return entry
+
+    def stop(self) -> None:
+        """End the calls of `prepare`, soon."""
+        self._is_stopped = True
+
+    def _keep_going(self) -> None:
+        if self._is_stopped:
+            raise OSError(errno.ECANCELED, "the archive is closed")
 
     def _small_entry(self, member: Member, locate: Callable[[Member], None]) -> bytes:
         data = self._small.get(member.header)
@@ -78,10 +107,10 @@ class RandomAccess:
         return data
 
 
-class _LargeEntry:
+class LargeEntry:
     """An entry that was verified: the CRC of each piece, and the decompressor at the beginning of some pieces."""
 
-    def __init__(self, file: BinaryIO, member: Member, most_states: int) -> None:
+    def __init__(self, file: BinaryIO, member: Member, most_states: int, keep_going: Callable[[], None]) -> None:
         """Decompress and verify the entry.  ArchiveError, OSError."""
         self._file = file
         self._member = member
@@ -93,6 +122,7 @@ class _LargeEntry:
         crc = 0
         source = _Decompressor.of(file, member)
         for number in range(pieces):
+            keep_going()
             if not number % self._every:
                 self.states.append(source.copy())
             piece = source.read(self._length(number))

@@ -8,6 +8,7 @@ Threading: one thread at a time.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
@@ -54,6 +55,15 @@ class MountedSnapshot:
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._reading(self._tree.read, path, offset, size)
+
+    def preparation(self, path: bytes) -> Callable[[], object] | None:
+        row = self._reading(self._tree.row, path)
+        if self._blobs.large.is_ready(row.content, row.size):
+            return None
+        return functools.partial(self._blobs.large.prepare, row.content)
+
+    def stop(self) -> None:
+        """Nothing: `close` does not affect a preparation."""
 
     def _reading(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         for attempt in range(_ATTEMPTS):

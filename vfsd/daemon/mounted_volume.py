@@ -106,6 +106,9 @@ class MountedVolume:
                 token.run_sync_soon(self._nursery.start_soon, follow, invalidation)
 
         volume.on_change = on_change
+        # One at a time: several reads of a file wait for one preparation, and must not take all of trio's threads.
+        limiter = trio.CapacityLimiter(1)
+        volume.in_thread = functools.partial(trio.to_thread.run_sync, abandon_on_cancel=True, limiter=limiter)
 
     async def write_back(self) -> None:
         """Write to the volume the pages that are dirty now: of shared mappings, or all with `cache` writeback."""

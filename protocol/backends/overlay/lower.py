@@ -169,6 +169,14 @@ class LowerFile(ABC):
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield (start, end) of each run of data between two offsets, in order.  ChangedBelowError."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a read takes no longer than any other; otherwise the next one calls `prepare` first."""
+        return True
+
+    def prepare(self) -> None:  # noqa: B027 -- most files are always ready
+        """Make the file ready, which may take long.  Any thread; other files can be read meanwhile.  OSError."""
+
     @abstractmethod
     def keep(self) -> None:
         """Keep the present content readable after the path is removed or replaced.  See `apply`.  ChangedBelowError."""

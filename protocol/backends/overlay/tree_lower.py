@@ -33,8 +33,9 @@ _logger = logging.getLogger(__name__)
 _NUMBER_BYTES: Final = 6  # fewer than FIRST_NEW_NUMBER has
 _MOST_REPORTED: Final = 100  # damaged paths that are logged
 _SECTOR_BYTES: Final = 512
+_ALWAYS_READY_BYTES: Final = 1 << 20  # reading and verifying so much takes some milliseconds
 # Of this process and not of the tree, or no damage: an entry that was not readable when the snapshot was taken.
-_PASSED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EACCES})
+_PASSED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EACCES, errno.ECANCELED})
 NameRow: TypeAlias = tuple[bytes, int, int]
 """Name, mode, and a number that only the names of one file have in common (0: the file has one name)."""
 
@@ -55,6 +56,17 @@ class LowerTree(Protocol):
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         """Return `size` bytes of a regular file from `offset`, fewer only at its end.  They are verified."""
+        ...
+
+    def preparation(self, path: bytes) -> Callable[[], object] | None:
+        """Return a function that does what makes the first read of a large file slow; None if nothing does.
+
+        The function may be called in any thread, in parallel with all methods.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End preparations that are running, or let them run without the tree: it is about to be closed."""
         ...
 
 
@@ -110,14 +122,15 @@ class TreeLower(Lower):
         self._check = check
         self._close = close
         self._lock = threading.RLock()
+        self._preparing = threading.RLock()  # taken before `_lock`
         self._recent: tuple[bytes, TreeEntry] | None = None  # an inode is made with three calls for one path
         self._reported: set[bytes] = set()
 
     @contextmanager
-    def _reading(self, path: bytes) -> Iterator[None]:
-        """Hold the lock; turn damage into EIO, and log it once."""
+    def _reading(self, path: bytes, lock: AbstractContextManager[object] | None = None) -> Iterator[None]:
+        """Hold a lock (that of the tree); turn damage into EIO, and log it once."""
         try:
-            with self._lock:
+            with lock or self._lock:
                 yield
         except (FileNotFoundError, NotADirectoryError):
             raise
@@ -173,8 +186,26 @@ class TreeLower(Lower):
             found.append(LowerEntry(name, mode & TYPE_MASK, (1, link) if link else (0, number), number))
         return found
 
+    def is_ready(self, path: bytes) -> bool:
+        """Whether the file can be read without a preparation."""
+        with self._reading(path):
+            return self._tree.preparation(path) is None
+
+    def prepare(self, path: bytes) -> None:
+        """Verify a large file before its first read, which then takes no longer than others.  Any thread.
+
+        Other threads use the tree meanwhile.
+        """
+        with self._reading(path, self._preparing):
+            with self._lock:
+                prepare = self._tree.preparation(path)  # None if another thread was faster
+            if prepare is not None:
+                prepare()
+
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         """Return `size` bytes of the file at `path` from `offset`.  OSError (EIO) if it has fewer, or is damaged."""
+        if not self.is_ready(path):
+            self.prepare(path)
         with self._reading(path):
             data = self._tree.read(path, offset, size)
             if len(data) != size:
@@ -193,11 +224,14 @@ class TreeLower(Lower):
     def check(self) -> None:
         self._check()
 
-    def forking(self) -> AbstractContextManager[object]:
-        return self._lock
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        with self._preparing, self._lock:
+            yield
 
     def close(self) -> None:
-        with self._lock:
+        self._tree.stop()
+        with self._preparing, self._lock:
             self._close()
 
 
@@ -218,6 +252,13 @@ class TreeFile(LowerFile):
         end = min(end, self.size)
         if start < end:
             yield start, end
+
+    @property
+    def is_ready(self) -> bool:
+        return self.size <= _ALWAYS_READY_BYTES or self.lower.is_ready(self.path)
+
+    def prepare(self) -> None:
+        self.lower.prepare(self.path)
 
     def keep(self) -> None:
         """The content stays."""

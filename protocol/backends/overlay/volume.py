@@ -30,7 +30,7 @@ import itertools
 import logging
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
@@ -42,6 +42,7 @@ from protocol.backends.memory.history.snapshots import restore_epoch
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import Inode
 from protocol.backends.overlay.apply import Applied, OverlayApply
+from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.host_lower import HostLower
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.invariants import OverlayInvariants
@@ -108,6 +109,7 @@ class OverlayVolume(MemoryVolume):
         self._bind()
         self._base = self._overlay.open_epoch(None)
         self.on_change: Callable[[CacheInvalidation], None] | None = None
+        self.in_thread: Callable[[Callable[[], object]], Awaitable[object]] | None = None
         self.changed_below = 0
         self.identities: dict[bytes, Identity | None] = {}  # of the files that `apply` wrote, by path
         self._not_invalidated: set[int] = set()
@@ -132,7 +134,8 @@ class OverlayVolume(MemoryVolume):
     def _bind(self) -> None:
         """Replace the memory volume's methods that read the lower directory; lock those that change the state."""
         self._memory_find, self.find = self.find, self._find
-        self._memory_read_pieces, self.read_pieces = self.read_pieces, self._read_pieces
+        self._memory_read_pieces = self.read_pieces
+        self.read_pieces = self._read_pieces  # type: ignore[assignment]  # may return an awaitable
         self._memory_seek, self.seek = self.seek, self._seek
         self._memory_write, self.write = self.write, self._write
         self._memory_fallocate, self.fallocate = self.fallocate, self._fallocate
@@ -221,7 +224,26 @@ class OverlayVolume(MemoryVolume):
         return self._memory_find(parent, name)
 
     # -- content -----------------------------------------------------------------------------------
-    def _read_pieces(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
+    def read(self, inode: int, offset: int, size: int) -> Buffer:
+        found = self._read_now(inode, offset, size)
+        return b"".join(found) if isinstance(found, list) else found
+
+    def _read_pieces(
+        self, inode: int, offset: int, size: int
+    ) -> Buffer | list[bytes | bytearray] | Awaitable[Buffer | list[bytes | bytearray]]:
+        if self.in_thread is not None and not self.lower.can_change:
+            node = self._overlay.table.loaded(inode)
+            if node is not None and isinstance(node.content, LowerContent) and not node.content.lower.is_ready:
+                return self._read_later(self.in_thread(node.content.lower.prepare), inode, offset, size)
+        return self._read_now(inode, offset, size)
+
+    async def _read_later(
+        self, preparation: Awaitable[object], inode: int, offset: int, size: int
+    ) -> Buffer | list[bytes | bytearray]:
+        await preparation
+        return self._read_now(inode, offset, size)
+
+    def _read_now(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
         if inode in self._not_invalidated:
             raise ChangedBelowError(b"")
         try:

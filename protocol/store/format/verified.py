@@ -79,6 +79,19 @@ class VerifiedObjects:
         finally:
             os.close(descriptor)
 
+    def is_ready(self, digest: bytes, size: int) -> bool:
+        """Whether a read of a content of `size` bytes does not have to read all of it first."""
+        with self._lock:
+            return size <= CHUNK_BYTES or digest in self._verified
+
+    def prepare(self, digest: bytes) -> None:
+        """Verify a content, so that it is ready."""
+        descriptor = self._objects.open(digest)
+        try:
+            self._chunks(digest, descriptor)
+        finally:
+            os.close(descriptor)
+
     def verify(self, digest: bytes, done: Done = lambda _: None) -> None:
         """Read and compare a whole content.  `done` is called with the bytes of each read."""
         descriptor = self._objects.open(digest)

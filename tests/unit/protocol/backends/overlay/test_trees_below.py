@@ -9,12 +9,14 @@ import os
 import random
 import shutil
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.tree_lower import TreeLower
 from protocol.diff.tree_diff import changes
 from protocol.store import DirectorySource, Store
 from protocol.testing.volume.driver import Driver, fails
@@ -230,3 +232,46 @@ def test_a_collection_that_moves_contents_is_not_noticed(below: Path, place: Pat
         assert set(os.listdir(place / "packs")).isdisjoint(packs)
         with volume.tree() as tree:
             assert state_of_tree(tree) == state_of(below)
+
+
+def test_other_files_are_read_while_a_large_one_is_verified(
+    volume: OverlayVolume, fs: Driver, below: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    lower = volume.lower
+    assert isinstance(lower, TreeLower)
+    preparation = lower._tree.preparation
+
+    def slow(path: bytes) -> Callable[[], object] | None:
+        prepare = preparation(path)
+
+        def wait() -> None:
+            begun.set()
+            assert may_end.wait(60)
+            assert prepare is not None
+            prepare()
+
+        return None if prepare is None else wait
+
+    monkeypatch.setattr(lower._tree, "preparation", slow)
+    threads: list[threading.Thread] = []
+
+    async def joined(thread: threading.Thread) -> None:
+        thread.join(60)
+
+    def in_thread(run: Callable[[], object]) -> Awaitable[object]:
+        threads.append(threading.Thread(target=run))
+        threads[0].start()
+        return joined(threads[0])
+
+    volume.in_thread = in_thread
+    answer = volume.read_pieces(fs.at(b"large"), 300_000, 5)
+    assert isinstance(answer, Awaitable)
+    assert begun.wait(60)
+    assert volume.read_pieces(fs.at(b"src/main.c"), 0, 4) == b"main"
+    assert fs.names(b"src") == [b"deep", b"main.c", b"none"]
+    may_end.set()
+    with pytest.raises(StopIteration) as ended:
+        answer.__await__().send(None)
+    assert ended.value.value == (below / "large").read_bytes()[300_000:300_005]
+    assert volume.read_pieces(fs.at(b"large"), 0, 5) == (below / "large").read_bytes()[:5]
