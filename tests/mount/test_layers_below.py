@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -216,3 +217,21 @@ def test_a_layer_that_cannot_be_opened_is_one_line(
         launch(mount_options(workdir / "m", backend.format(workdir)))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_advice_for_a_workspace_that_cannot_be_forked_gives_a_copy_that_can(
+    workdir: Path, project: Path, store: Path
+) -> None:
+    for name in ("host", "copy"):
+        (workdir / name).mkdir()
+    with Workspace.mount(workdir / "host", f"host:{project}", name="not-forkable", store=store) as source:
+        with pytest.raises(OSError, match="cannot be forked") as refused:
+            source.fork(workdir / "fork")
+        (advised,) = re.findall(r"overlay:snapshot:NAME@[^ `]+", str(refused.value))
+        source.snapshot("now")
+        backend = advised.replace("NAME", "now")
+        with Workspace.mount(workdir / "copy", backend, name="copy", store=store, engine="native") as copy:
+            (project / "README").write_text("changed by the source")
+            assert (workdir / "copy" / "README").read_text() == "read me"
+            with copy.fork(workdir / "fork", name="copy-fork"):
+                assert (workdir / "fork" / "README").read_text() == "read me"

@@ -129,10 +129,16 @@ class Forks:
         """The volume.  OSError (EOPNOTSUPP) if this workspace cannot be forked."""
         volume = forkable(self._backend.volume)
         if volume is None:
-            kind = self._options.workspace.backend.kind
-            advice = "export it, mount the archive with `vfsd mount MOUNTPOINT --from FILE.zip`, and fork that"
-            if kind == "host":
-                advice = "mount a copy-on-write view of the directory with --backend overlay:DIR, and fork that"
+            workspace = self._options.workspace
+            kind = workspace.backend.kind
+            advice = "export it, mount it with `vfsd mount MOUNTPOINT --backend overlay:FILE.zip`, and fork that"
+            if self._backend.stored is not None:
+                at = f"@{workspace.backend.argument}" if kind == "host" else ""
+                given = f" --store {workspace.store}" if workspace.store else ""
+                advice = (
+                    f"take a snapshot with `vfsd snapshot -w {workspace.name} NAME`, mount it with"
+                    f" `vfsd mount MOUNTPOINT --backend overlay:snapshot:NAME{at}{given}`, and fork that"
+                )
             raise OSError(errno.EOPNOTSUPP, f"a workspace with the backend {kind} cannot be forked: {advice}")
         if self._engine != _NATIVE:
             raise OSError(
