@@ -20,7 +20,9 @@ from protocol.tree import Tree, TreeEntry
 from tests.model.merge_trees import ALL_EDITS, Edit, File, PlainTree, directory, edited, edits
 
 Three = tuple[PlainTree, PlainTree, PlainTree]
-EXAMPLES = settings(max_examples=settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(
+    max_examples=min(500, settings().max_examples), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 EDIT_LISTS = st.lists(edits(), max_size=6)
 
 
