@@ -9,12 +9,13 @@ Memory does not grow with the trees or the files: both sides are streamed, and n
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain, islice
 from stat import S_IFMT
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 from protocol.errors import os_error
 from protocol.tree import Tree, TreeEntry, unfiltered
@@ -54,6 +55,16 @@ class ComparesContent(Protocol):
         `other_path`: the path there; None: the same.  The file has the same size in both.
         """
         ...
+
+
+def comparer(tree: Tree) -> ComparesContent | None:
+    """Return `tree` if it can compare content.  isinstance() with a protocol takes longer than most comparisons."""
+    return cast(ComparesContent, tree) if _can_compare(type(tree)) else None
+
+
+@functools.cache
+def _can_compare(kind: type[Tree]) -> bool:
+    return hasattr(kind, "same_content")
 
 
 class Comparison(Value):
@@ -283,7 +294,8 @@ def content_differs(old: Tree, new: Tree, left: TreeEntry, right: TreeEntry, *, 
     if not contents:
         return left.mtime_ns != right.mtime_ns
     # Equal inode, size and mtime prove nothing: a program may set an mtime back.
-    is_same = new.same_content(right.path, old) if isinstance(new, ComparesContent) else None
+    comparing = comparer(new)
+    is_same = None if comparing is None else comparing.same_content(right.path, old)
     return not is_same if is_same is not None else not same_bytes(old.chunks(left.path), new.chunks(right.path))
 
 

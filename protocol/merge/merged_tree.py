@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from protocol.diff.tree_diff import ComparesContent
+from protocol.diff.tree_diff import comparer
 from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
 from protocol.values import Value
@@ -144,7 +144,8 @@ class MergedTree(LookupTree):
             return None
         if tree is other:
             return True
-        return tree.same_content(path, other) if isinstance(tree, ComparesContent) else None
+        comparing = comparer(tree)
+        return None if comparing is None else comparing.same_content(path, other)
 
 
 def _not_found(path: bytes) -> OSError:

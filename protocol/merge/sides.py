@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from protocol.diff.tree_diff import ComparesContent, same_bytes
+from protocol.diff.tree_diff import comparer, same_bytes
 from protocol.merge.outcome import Conflict, ConflictReason, names_shown
 from protocol.tree import CHUNK_BYTES, TYPE_MASK, Tree, TreeEntry
 from protocol.values import Value
@@ -58,8 +58,9 @@ class Trees(Value):
             return (old.target, old.rdev) == (new.target, new.rdev)
         if old_tree is new_tree and old.path == new.path:
             return True
-        if old.path == new.path and isinstance(new_tree, ComparesContent):
-            same = new_tree.same_content(new.path, old_tree)
+        comparing = comparer(new_tree)
+        if old.path == new.path and comparing is not None:
+            same = comparing.same_content(new.path, old_tree)
             if same is not None:
                 return same
         if old.size >= COMPARED_BYTES:

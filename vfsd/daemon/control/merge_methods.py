@@ -182,9 +182,6 @@ class MergeMethods:
 
     def _answer(self, other: Other, made: Plan, outcome: Outcome) -> MergeResult:
         answer = _result(other, made, applied=True)
-        answer.counts = outcome.counts
-        answer.changes = [change_record(change) for change in outcome.changes]
-        answer.truncated = outcome.truncated
         answer.safety_snapshot = outcome.safety
         answer.expired = expired_records(outcome.expired, self._snapshots.collect_pruned())
         answer.undo_steps = outcome.undo_steps
@@ -220,7 +217,7 @@ def _is_directory_metadata(change: Change) -> bool:
 def _new_state(made: Plan, source: str, merged: Sequence[MergedState]) -> NewState:
     directories = [change.path for change in made.changes if _is_directory_metadata(change)]
     paths = outermost([change.path for change in made.changes if not _is_directory_metadata(change)])
-    return NewState(made.tree, paths, directories, source, merged)
+    return NewState(made.tree, made.changes, paths, directories, source, merged)
 
 
 def _check_unchanged(old: Tree, live: Tree, replaced: Sequence[Change]) -> None:

@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from protocol.diff.tree_diff import ComparesContent, Comparison, compare, is_below
+from protocol.diff.tree_diff import Comparison, compare, comparer, is_below
 from protocol.errors import shown
 from protocol.tree import Tree, TreeEntry
 
@@ -131,7 +131,8 @@ def _has_same_content(old: Tree, new: Tree, one: Comparison, origin: bytes | Non
         return False
     if origin == one.path:
         return one.kind in (None, "metadata")
-    return isinstance(new, ComparesContent) and new.same_content(one.path, old, origin) is True
+    comparing = comparer(new)
+    return comparing is not None and comparing.same_content(one.path, old, origin) is True
 
 
 def _content(tree: Tree, entry: TreeEntry, keep_going: Callable[[], None]) -> Iterator[tuple[Data, bytes]]:

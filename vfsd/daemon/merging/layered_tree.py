@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
-from protocol.diff.tree_diff import ComparesContent
+from protocol.diff.tree_diff import comparer
 from protocol.errors import os_error, shown
 from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
 from vfsd.daemon.merging.delta import Delta, Entry, Extent
@@ -182,7 +182,8 @@ class LayeredTree(LookupTree):
             return True if extents is others else None
         if tree is other and at == other_at:
             return True
-        return tree.same_content(at, other, other_at) if isinstance(tree, ComparesContent) else None
+        comparing = comparer(tree)
+        return None if comparing is None else comparing.same_content(at, other, other_at)
 
     def bottom_source(self, path: bytes) -> tuple[Tree, bytes, list[Extent] | None]:
         """As `_source`; the tree is the lowest one, or has received the content."""

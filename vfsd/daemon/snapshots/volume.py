@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import trio
 
 from protocol.diff.tree_diff import Change, changes, summary
+from protocol.diff.tree_diff import count as count_changes
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree, TreeEntry
 from protocol.types import ChangeCounts
@@ -94,10 +95,12 @@ class AppliedStep:
 class NewState(NamedTuple):
     """A state to put in place: what `tree` has at and below `paths`, and the metadata of `directories`.
 
-    `source` is used in messages.  `merged` is what is merged into that state.
+    `changes` are its differences from the present state.  `source` is used in messages.  `merged` is what is merged
+    into that state.
     """
 
     tree: Tree
+    changes: Sequence[Change]
     paths: Sequence[bytes]
     directories: Sequence[bytes]
     source: str
@@ -278,11 +281,12 @@ class VolumeSnapshots:
         *,
         check: Callable[[], None] = lambda: None,
         merged: Sequence[MergedState] | None = None,
+        made: _Change | None = None,
     ) -> Outcome:
         """Make `change`, as a step of the history unless it changes nothing.
 
         `check` may raise; nothing happens between it and the change.  `merged` is what is merged into the state after
-        the change; None: what was before.
+        the change; None: what was before.  `made` is what the change does, if that is known.
         """
         async with self._mounted.change_lock:
             if prepare is not None:
@@ -298,7 +302,7 @@ class VolumeSnapshots:
                 self._drop_if_there(safety.name)
                 return self._outcome(source, None)
             self._last_history = before.stepped(safety.serial, step)
-            made = await self._invalidate(invalidation, safety, before, observer)
+            made = await self._invalidate(invalidation, safety, before, observer, made)
             if not (made.counts.total or invalidation.entries):
                 # Only times of directories, or ctimes: `protocol.diff.tree_diff` counts none of them as a change.
                 self._last_history = before
@@ -318,7 +322,8 @@ class VolumeSnapshots:
         # Staged, so that the step on the loop shares the content instead of copying it.
         async with self.staged(origin, observer) as staged:
             extent = {"replace": True, "paths": new.paths, "directories": new.directories}
-            return await self._put(staged, step, observer, extent, check=check, merged=new.merged)
+            made = _Change(count_changes(new.changes), new.changes[:CHANGES_LISTED])
+            return await self._put(staged, step, observer, extent, check=check, merged=new.merged, made=made)
 
     def note_merged(self, merged: Sequence[MergedState]) -> None:
         """Record what is merged into the live state, which a merge did not need to change."""
@@ -361,9 +366,14 @@ class VolumeSnapshots:
                 raise
 
     async def _invalidate(
-        self, invalidation: CacheInvalidation, safety: SnapshotInfo, before: UndoHistory, observer: CallObserver
+        self,
+        invalidation: CacheInvalidation,
+        safety: SnapshotInfo,
+        before: UndoHistory,
+        observer: CallObserver,
+        known: _Change | None = None,
     ) -> _Change:
-        """Invalidate the kernel's caches after a change, and find out what the change did.
+        """Invalidate the kernel's caches after a change, and find out what the change did, unless that is `known`.
 
         Call it directly after the change: the loop must not have served a request in between.
         """
@@ -377,7 +387,7 @@ class VolumeSnapshots:
                 await self._mounted.invalidate(invalidation)
                 return _estimate(invalidation)
             await self._mounted.invalidate(invalidation)
-            made = await trio.to_thread.run_sync(_compare, old, after, observer) or _estimate(invalidation)
+            made = known or await trio.to_thread.run_sync(_compare, old, after, observer) or _estimate(invalidation)
             for info in infos:
                 with volume.tree(info.name) as earlier:
                     if await trio.to_thread.run_sync(_is_same, earlier, old):
