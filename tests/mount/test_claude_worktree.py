@@ -47,7 +47,35 @@ def created(cwd: str, name: str) -> Path:
     return Path(done.stdout.rstrip("\n"))
 
 
-def test_a_sub_agent_gets_an_overlay_of_the_workspace(workspace: Workspace, root: Path, places: Path) -> None:
+def test_a_sub_agent_gets_a_fork_of_the_workspace(workspace: Workspace, root: Path, places: Path) -> None:
+    (root / "file").write_text("one\n")
+    first, second = created(workspace.path, "fix the bug/1"), created(workspace.path, "fix the bug/1")
+    assert first.parent == second.parent == places
+    assert [Workspace.attach(each.name).status().forked_from for each in (first, second)] == [workspace.name] * 2
+    (first / "file").write_text("two\n")
+    assert [(each / "file").read_text() for each in (first, second, root)] == ["two\n", "one\n", "one\n"]
+
+    assert hook("WorktreeRemove", worktree_path=str(second)).returncode == 0
+    assert not second.exists()
+    refused = hook("WorktreeRemove", worktree_path=str(first))
+    assert refused.returncode == 1
+    assert "holds changes" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert (first / "file").read_text() == "two\n"
+    succeeded(vfsd("merge", first.name, "-w", workspace.name))
+    assert (root / "file").read_text() == "two\n"
+
+
+def test_a_fork_whose_source_has_ended_is_kept(workdir: Path, places: Path) -> None:
+    with Workspace.mount(workdir / "source", name="source", engine="native") as source:
+        Path(source.path, "file").write_text("one\n")
+        copy = created(source.path, "agent")
+    assert hook("WorktreeRemove", worktree_path=str(copy)).returncode == 1
+    assert (copy / "file").read_text() == "one\n"
+
+
+@pytest.mark.parametrize("engine", ["pyfuse3"], indirect=True)
+def test_where_no_fork_can_be_made_it_is_an_overlay(workspace: Workspace, root: Path, places: Path) -> None:
     (root / "file").write_text("one\n")
     first, second = created(workspace.path, "fix the bug/1"), created(workspace.path, "fix the bug/1")
     assert first.parent == second.parent == places
@@ -76,8 +104,9 @@ def test_the_calls_of_a_sub_agent_are_kept_in_its_copy(
     for cwd, call in ((str(copy), "toolu_1"), (workspace.path, "toolu_2")):
         event = {"hook_event_name": "PostToolUse", "cwd": cwd, "tool_use_id": call, "session_id": "s"}
         subprocess.run(keep, input=json.dumps(event), text=True, check=True)
-    assert [each.name for each in workspace.snapshots()] == ["toolu_2"]
-    assert [each.name for each in Workspace.attach(copy.name).snapshots()] == ["toolu_1"]
+    fork = Workspace.attach(copy.name)
+    assert [each.name for each in workspace.snapshots()] == [fork.status().base, "toolu_2"]
+    assert [each.name for each in fork.snapshots()] == [fork.status().base, "toolu_1"]
 
 
 def test_outside_a_workspace_it_is_a_worktree_of_git(workdir: Path, places: Path) -> None:

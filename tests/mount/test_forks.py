@@ -371,6 +371,22 @@ def test_a_diff_is_since_the_newest_snapshot_or_since_the_fork(workdir: Path) ->
             assert [each.path for each in source.diff().changes] == ["file"]
 
 
+def test_an_unmount_of_a_fork_loses_its_own_changes_only(source: Workspace, fork: Fork) -> None:
+    fork("unchanged")
+    changed, with_snapshot = fork("changed"), fork("with-snapshot")
+    write(changed, "of the fork")
+    with_snapshot.snapshot("named")
+    for workspace in (changed, with_snapshot):
+        assert run("unmount", workspace.name).exit_code == 1
+    write(changed, "source")
+    assert run("unmount", "changed").exit_code == 1, "its times changed"
+    assert run("unmount", "unchanged").exit_code == 0
+    orphan = fork("orphan", of=changed)
+    unmount_when_idle(changed)
+    assert run("unmount", "orphan").exit_code == 1, "its source, which was in that state, has ended"
+    assert os.path.ismount(orphan.path)
+
+
 def test_a_fork_that_max_memory_does_not_allow_is_refused(workdir: Path) -> None:
     mib = 1 << 20
 

@@ -1,12 +1,13 @@
 """The hook of Claude Code that gives a sub-agent its own copy: `python -I -S .../claude_worktree.py`.
 
 Claude Code runs it for WorktreeCreate and WorktreeRemove instead of git (https://code.claude.com/docs/en/hooks).  In a
-workspace the copy is an overlay of it: another workspace, whose changes are in memory until `vfsd apply`.  Elsewhere
-the hook makes what Claude Code makes without it, a worktree of git.
+workspace the copy is a fork of it, whose changes `vfsd merge` takes over.  Where the workspace cannot be forked, the
+copy is an overlay of it, whose changes are in memory until `vfsd apply`.  Elsewhere the hook makes what Claude Code
+makes without it, a worktree of git.
 
 On WorktreeCreate it prints the path of the copy and nothing else.  A failure is one line on standard error and status
-1, with which Claude Code refuses the sub-agent.  WorktreeRemove never loses changes: an overlay with changes that were
-not applied stays, and so does a worktree of git with changes that were not committed.
+1, with which Claude Code refuses the sub-agent.  WorktreeRemove never loses changes: a fork that has changed stays, and
+so do an overlay with changes that were not applied and a worktree of git with changes that were not committed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import sys
 
 try:
+    import errno
     import os
     import re
     import subprocess
@@ -69,10 +71,10 @@ def create(event: Mapping[str, Any], environ: Mapping[str, str]) -> str:
         return _create_with_git(directory, name)
     # In `vfsd run` the workspace is mounted over the current directory, and only there for this process.
     source = record.mountpoint if os.path.isdir(record.mountpoint) else directory
-    return _mount_overlay(source, f"{record.name[: _NAME_LENGTH_MAX // 2]}-{name}")
+    return _mount_copy(record.name, source, f"{record.name[: _NAME_LENGTH_MAX // 2]}-{name}")
 
 
-def _mount_overlay(source: str, name: str) -> str:
+def _mount_copy(workspace: str, source: str, name: str) -> str:
     _add_installed_packages()
     from vfsd.client import launch  # noqa: PLC0415 after the packages are there
     from vfsd.client.mount_arguments import mount_options  # noqa: PLC0415
@@ -80,11 +82,36 @@ def _mount_overlay(source: str, name: str) -> str:
 
     place = make_place(name, source)
     try:
-        launch.launch(mount_options(place, f"overlay:{source}", name=os.path.basename(place)))
+        if not (_sees_mounts_of(workspace) and _fork(workspace, place)):
+            launch.launch(mount_options(place, f"overlay:{source}", name=os.path.basename(place)))
     except BaseException:
         remove_place(place)
         raise
     return place
+
+
+def _sees_mounts_of(workspace: str) -> bool:
+    """Return whether what the daemon of `workspace` mounts is visible here: it mounts the forks."""
+    from vfsd.machine.runtime import read_record  # noqa: PLC0415 after the packages are there
+
+    record = read_record(workspace)
+    try:
+        return record is not None and os.readlink(f"/proc/{record.pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        return False
+
+
+def _fork(workspace: str, place: str) -> bool:
+    """Fork the workspace to `place`.  Return False if it cannot be forked, or there is no memory for a fork."""
+    from vfsd.client.workspace import Workspace  # noqa: PLC0415 after the packages are there
+
+    try:
+        Workspace.attach(workspace).fork(place, name=os.path.basename(place))
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOMEM):
+            return False
+        raise
+    return True
 
 
 def _create_with_git(directory: str, name: str) -> str:

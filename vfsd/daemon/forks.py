@@ -80,6 +80,7 @@ class Origin(Value):
     ancestors: tuple[Ancestor, ...]
     merges: MergeLog
     family: ForkFamily
+    source_pid: int
 
 
 class Steps(NamedTuple):
@@ -115,6 +116,7 @@ class Forks:
         self._nursery = nursery
         self._run = run
         self.base = None if origin is None else origin.base
+        self._source_pid = None if origin is None else origin.source_pid
         self.ancestors = () if origin is None else origin.ancestors
         self.instance = secrets.token_hex(8)  # identifies this daemon in the lineage of its forks
         self.count = 0  # made since this daemon started
@@ -146,6 +148,11 @@ class Forks:
                 f"the engine {self._engine} cannot be forked: mount the workspace with --engine {_NATIVE}",
             )
         return volume
+
+    @property
+    def base_of_source(self) -> str | None:
+        """The base, if this is a fork whose source still runs: then what the fork started with is not only here."""
+        return self.base if self._source_pid == os.getppid() else None
 
     def options(self, name: str, mountpoint: str) -> MountOptions:
         """The options of a fork: those of this workspace."""
@@ -183,7 +190,9 @@ class Forks:
         ancestor = Ancestor(self.instance, source, StateId.of(volume.snapshot(base)))
         ancestors = (*self.ancestors, ancestor)
         history, merges = steps
-        origin = Origin(source, base, restores_base, self._backend, history, ancestors, merges, self._family)
+        origin = Origin(
+            source, base, restores_base, self._backend, history, ancestors, merges, self._family, os.getpid()
+        )
         log_fd, _ = open_log(log_path(name))
         try:
             report_fd, child_report_fd = os.pipe()

@@ -37,7 +37,7 @@ class MethodGroups:
         commands: Commands,
         forks: Forks,
     ) -> None:
-        self._unmount = UnmountMethods(mounted, options, commands)
+        self._unmount = UnmountMethods(mounted, options, commands, forks)
         source = MergeSource(mounted, snapshots, options, forks)
         others = OtherWorkspaces(mounted.volume, source.lineage)
         self.handlers: Mapping[str, Handler] = {

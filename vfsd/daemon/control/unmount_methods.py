@@ -5,6 +5,8 @@ were not applied.  If there are any, an unmount without `discard` is refused (EN
 an `unsaved` answer and nothing changed since that answer.  The check is repeated directly before umount(2).  If a
 program changes something after that check and closes its files before umount(2), the change is lost and the answer
 reports it (`changed_late`).
+
+A fork that has not changed since it was made loses nothing as long as its source runs: the source was in that state.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from protocol.volume_extensions import SnapshotableVolume, journaled, overlaid, 
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.changes import time_text
 from vfsd.daemon.exec.commands import Commands
+from vfsd.daemon.forks import Forks
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.machine import holders, mounts
 from vfsd.machine.logs import log_failure
@@ -57,12 +60,13 @@ class _Unsaved:
 class UnmountMethods:
     """The end of one workspace."""
 
-    def __init__(self, mounted: MountedVolume, options: WorkspaceOptions, commands: Commands) -> None:
+    def __init__(self, mounted: MountedVolume, options: WorkspaceOptions, commands: Commands, forks: Forks) -> None:
         self._mounted = mounted
         self._volume = snapshotable(mounted.volume)  # others keep their files
         self._overlaid = overlaid(mounted.volume)
         self._options = options
         self._commands = commands
+        self._forks = forks
         self.to_answer = 0  # unmounts that were made and whose answers are not sent yet
 
     # -- what would be lost ------------------------------------------------------------------------
@@ -88,7 +92,7 @@ class UnmountMethods:
     async def _find(self, volume: SnapshotableVolume, call: CallContext, at_most: int = _COUNTED) -> _Unsaved:
         """Find what the live state would lose, counting at most `at_most` changes of an overlay."""
         mark, named = volume.mark(), _named(volume)
-        if volume.is_saved:
+        if volume.is_saved or await self._is_as_forked(volume, named, call):
             return _Unsaved(mark, named)
         if self._overlaid is None:
             usage = volume.usage()
@@ -101,6 +105,20 @@ class UnmountMethods:
                 log_failure(_logger, "comparing with the directory below", error, level=logging.WARNING)
                 return _Unsaved(mark, named, is_any=True)
         return _Unsaved(mark, named, count(found[:at_most]), len(found) > at_most, is_any=bool(found or named))
+
+    async def _is_as_forked(self, volume: SnapshotableVolume, named: tuple[int, ...], call: CallContext) -> bool:
+        """Return whether this is a fork of a running workspace, and nothing changed here since it was made."""
+        base = self._forks.base_of_source
+        if base is None:
+            return False
+        try:
+            with volume.tree(base) as before, volume.tree() as live:
+                if any(serial > volume.snapshot(base).serial for serial in named):
+                    return False
+                return not await trio.to_thread.run_sync(_changes, before, live, call, 1)
+        except OSError as error:  # the base was dropped, or the lower directory cannot be read
+            log_failure(_logger, "comparing with the fork's base", error, level=logging.WARNING)
+            return False
 
     async def _check(self, volume: SnapshotableVolume, params: UnmountParams, call: CallContext) -> int:
         """OSError (ENOTEMPTY) if something would be lost; else return the mark of the state that was checked."""
