@@ -94,7 +94,7 @@ def first_text(request: Request) -> str:
     return json.dumps(request["messages"][0]["content"])
 
 
-def test_a_sub_agent_works_in_an_overlay_of_its_own(
+def test_a_sub_agent_works_in_a_fork_of_its_own(
     claude: str, model: ScriptedModel, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = Path(workspace.path)
@@ -126,9 +126,10 @@ def test_a_sub_agent_works_in_an_overlay_of_its_own(
     try:
         assert (Path(copy.mountpoint) / "place").read_text() == f"{copy.mountpoint}\n"
         assert copy.mountpoint in places[0]  # the main agent learns where it is
-        kept = [snapshot.name for snapshot in Workspace.attach(copy.name).snapshots()]
-        assert kept[0] == "toolu_sub"
-        vfsd("apply", "-w", copy.name)
+        fork = Workspace.attach(copy.name)
+        kept = [snapshot.name for snapshot in fork.snapshots()]
+        assert kept[:2] == [fork.status().base, "toolu_sub"]
+        vfsd("merge", copy.name, "-w", workspace.name)
         assert (root / "file").read_text() == "two\n"
     finally:
         vfsd("unmount", copy.name, "--discard")
