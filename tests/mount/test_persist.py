@@ -311,6 +311,9 @@ def test_journals_are_listed_checked_and_dropped_by_name(workdir: Path, monkeypa
         assert os.stat(journal_directory(name)).st_mode & 0o777 == 0o700
         workspace.unmount()
     assert f"{name}\tkept\t" in succeeded(vfsd("persisted", "list"))
+    done = vfsd("mount", place, "--name", name)
+    assert f"{name} has a journal" in done.stderr
+    succeeded(vfsd("unmount", name))
     assert "1 file" in succeeded(vfsd("persisted", "check", name))
     succeeded(vfsd("persisted", "drop", name))
     assert name not in succeeded(vfsd("persisted", "list"))

@@ -63,8 +63,8 @@ persisted_command.command_class = _JournalCommand
 def compact_command(app: App) -> None:
     """Replace the journal of a workspace by an image of its state.
 
-    It then takes less space on disk.  The workspace is served meanwhile.  It happens by itself when the journal exceeds 64 MB and twice the size of the
-    last image.  While the image is written, the disk holds it and the old journal.
+    It then takes less space on disk.  The workspace is served meanwhile.  It happens by itself when the journal exceeds
+    64 MB and twice the size of the last image.  While the image is written, the disk holds it and the old journal.
     """
     app.emit(app.call(RemoteCall("compact"), label="compacting"), _show_compacted)
 

@@ -69,7 +69,7 @@ def _replay(files: JournalFiles, volume: MemoryVolume, kind: str) -> None:
 
 def _describe(volume: MemoryVolume, report: JournalReport, *, has_archive: bool) -> str:
     usage = volume.usage()
-    text = f"continued from the journal: {usage.files} files, {len(volume.snapshots())} snapshots"
+    text = f"continued from the journal (files: {usage.files}, snapshots: {len(volume.snapshots())})"
     if not report.is_clean:
         text += "; its daemon had died"
     if report.cut_bytes:
