@@ -235,3 +235,15 @@ def test_the_advice_for_a_workspace_that_cannot_be_forked_gives_a_copy_that_can(
             assert (workdir / "copy" / "README").read_text() == "read me"
             with copy.fork(workdir / "fork", name="copy-fork"):
                 assert (workdir / "fork" / "README").read_text() == "read me"
+
+
+def test_a_layer_that_takes_too_much_of_the_memory_limit_is_refused(workdir: Path, project: Path, store: Path) -> None:
+    with Store(store) as opened:
+        opened.take(f"host:{project}", "v1", DirectorySource(str(project)))
+    (workdir / "m").mkdir()
+    with pytest.raises(OSError, match=r"use --max-memory \d+M") as refused:
+        launch(mount_options(workdir / "m", "overlay:snapshot:v1", max_memory=8 << 20))
+    (advised,) = re.findall(r"--max-memory (\d+)M", str(refused.value))
+    with Workspace.mount(workdir / "m", "overlay:snapshot:v1", max_memory=int(advised) << 20):
+        (workdir / "m" / "new").write_bytes(BIG)
+        assert (workdir / "m" / "src" / "big").read_bytes() == BIG

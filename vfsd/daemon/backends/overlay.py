@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.host_lower import HostLower
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.backends.recovery import recover_apply
@@ -16,25 +18,21 @@ if TYPE_CHECKING:
     from protocol.backends.overlay.lower import Lower
     from vfsd.wire.options import MountOptions
 
+_LOWER_SHARE: Final = 2  # the lower layer may take half of the memory limit
+_MIB: Final = 1 << 20
+
 
 def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
     """A `BackendOpener`."""
     limit = options.limits.max_memory or default_max_memory(options.limits.max_bytes)
     recovered = None
-    lower: Lower | bytes
-    # Start-up: a mount imports only the layer that it uses.
-    if options.workspace.backend.lower_layer == "snapshot":
-        from vfsd.daemon.backends.lower_snapshot import open_snapshot  # noqa: PLC0415
-
-        lower = open_snapshot(options)
-    elif options.workspace.backend.lower_layer == "archive":
-        from vfsd.daemon.backends.lower_archive import open_archive_below  # noqa: PLC0415
-
-        lower = open_archive_below(options.workspace.backend.argument, limit)
-    else:
-        directory = options.workspace.backend.argument
-        recovered = recover_apply(options, directory)
-        lower = os.fsencode(directory)
+    if options.workspace.backend.lower_layer == "directory":
+        recovered = recover_apply(options, options.workspace.backend.argument)
+    lower = _open_lower(options, limit)
+    if lower.memory_bytes > limit // _LOWER_SHARE:
+        lower.close()
+        least = f"--max-memory {_LOWER_SHARE * lower.memory_bytes // _MIB + 1}M"
+        raise OSError(errno.ENOMEM, f"the layer below the overlay takes {lower.memory_bytes // _MIB} MiB: use {least}")
     volume = OverlayVolume(
         lower,
         options.limits.max_bytes or limit,
@@ -49,3 +47,17 @@ def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
     volume.mark_saved()
     volume.read_only = options.workspace.read_only
     return Backend(volume, tidy=volume.tidy, close=volume.lower.close, recovered=recovered)
+
+
+def _open_lower(options: MountOptions, limit: int) -> Lower:
+    backend = options.workspace.backend
+    # Start-up: a mount imports only the layer that it uses.
+    if backend.lower_layer == "snapshot":
+        from vfsd.daemon.backends.lower_snapshot import open_snapshot  # noqa: PLC0415
+
+        return open_snapshot(options)
+    if backend.lower_layer == "archive":
+        from vfsd.daemon.backends.lower_archive import open_archive_below  # noqa: PLC0415
+
+        return open_archive_below(backend.argument, limit)
+    return HostLower(os.fsencode(backend.argument))
