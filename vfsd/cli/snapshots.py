@@ -196,10 +196,10 @@ def restore_command(
     files continue.  The state before the restore is kept as a safety snapshot, which `vfsd restore --undo` restores.
     A restore that changes nothing keeps none.
 
-    --undo goes back one step each time (a step is a restore, import, apply or discard), and --redo goes forward again,
-    up to 50 steps.  Both keep the state that they leave: changes made after a restore disappear with its --undo and
-    return with the --redo.  After a new step nothing can be redone; the states are still listed in `vfsd snapshots`
-    and can be restored by name.
+    --undo goes back one step each time, and --redo goes forward again, up to 50 steps.  A step is a restore, import,
+    merge, adoption, apply or discard.  Both keep the state that they leave: changes made after a restore disappear with
+    its --undo and return with the --redo.  After a new step nothing can be redone; the states are still listed in
+    `vfsd snapshots` and can be restored by name.
 
     The first argument is an archive if it is a file and contains "/" or ends in .zip; else it is a snapshot.
 
