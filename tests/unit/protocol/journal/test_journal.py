@@ -311,6 +311,23 @@ def test_an_image_replaces_the_logs_before_it(directory: str) -> None:
     assert sorted(os.listdir(directory)) == ["image-00000002", "lock", "log-00000002"]
 
 
+def test_an_image_that_was_not_completed_does_not_count(directory: str) -> None:
+    journal = Journal.create(directory, IDENTITY, "no")
+    append(journal, b"old")
+    number = journal.rotate()
+    journal.image_log(number).detach()
+    journal.abandon_image(number)
+    append(journal, b"new")
+    journal.image_log(journal.rotate()).detach()  # and one that a killed daemon leaves
+    append(journal, b"newer")
+    journal.detach()
+    assert "image-00000003.new" in os.listdir(directory)
+    files, journal = Journal.resume(directory, "no")
+    assert [b"".join(batch) for batch in files.batches()] == [b"old", b"new", b"newer"]
+    assert not [name for name in os.listdir(directory) if name.endswith(".new")]
+    journal.close()
+
+
 def test_a_missing_or_short_log_is_noticed(directory: str) -> None:
     journal = Journal.create(directory, IDENTITY, "no")
     append(journal, b"one")
