@@ -208,6 +208,24 @@ def test_a_state_is_found_by_its_id_and_is_portable(runner: Workspace, workdir: 
     run(main())
 
 
+def test_a_state_in_a_tar_file_leaves_one_snapshot_that_may_go(runner: Workspace, workdir: Path) -> None:
+    async def main() -> None:
+        client = VfsdSandboxClient(runner)
+        session = await started(client, snapshot=LocalSnapshotSpec(base_path=workdir / "saved"))
+        for content in (b"1", b"2"):
+            await write(session, "a", content)
+            await session.stop()
+        assert [each.kind for each in runner.snapshots(changes=False)] == ["automatic"]
+        inode = os.stat(f"{runner.path}/a").st_ino
+        await (await client.resume(session.state)).start()  # unchanged: the tar file is not read
+        assert os.stat(f"{runner.path}/a").st_ino == inode
+        runner.drop(*(each.name for each in runner.snapshots(changes=False)))
+        await (await client.resume(session.state)).start()
+        assert Path(f"{runner.path}/a").read_bytes() == b"2"
+
+    run(main())
+
+
 def test_a_failed_resume_changes_nothing(runner: Workspace, workdir: Path) -> None:
     async def main() -> None:
         client = VfsdSandboxClient(runner)

@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Final
 
+import anyio
 from agents.sandbox.errors import WorkspaceStartError
 from agents.sandbox.manifest import Manifest
 from agents.sandbox.session import Dependencies, Instrumentation, SandboxSession, SandboxSessionState
@@ -32,6 +33,8 @@ from vfsd.integrations.openai_agents.state import (
     running,
 )
 
+_END_S: Final = 30.0
+_POLL_S: Final = 0.05
 _DEFAULT_ROOT: Final[str] = Manifest.model_fields["root"].default
 
 
@@ -108,7 +111,7 @@ class VfsdSandboxClient(BaseSandboxClient[VfsdSandboxClientOptions | None]):
         if not isinstance(state, VfsdSandboxSessionState):
             raise TypeError(f"not a state of VfsdSandboxClient: {type(state).__name__}")
         state.assert_path_grants_rebound()
-        workspace = await abandon(lambda: running(state.workspace))
+        workspace = await _answering(state.workspace)
         preserved = workspace is not None and await abandon(lambda: instance_of(state.workspace)) == state.instance
         if not preserved and state.workspace_root_ready:
             await _check_saved(state)
@@ -206,6 +209,19 @@ async def _mounted(path: str | None, options: VfsdSandboxClientOptions, name: st
         Workspace.attach(workspace.name).unmount(lazy=True)
 
     return await finish(mount, undo=give_up)
+
+
+async def _answering(name: str) -> AsyncWorkspace | None:
+    """Return the running workspace with that name; None if there is none.  Waits for the end of one that is ending."""
+    with anyio.move_on_after(_END_S):
+        while (workspace := await abandon(lambda: running(name))) is not None:
+            try:
+                await workspace.status()
+            except ConnectionError:
+                await anyio.sleep(_POLL_S)
+            else:
+                return workspace
+    return None
 
 
 async def _check_saved(state: VfsdSandboxSessionState) -> None:

@@ -307,7 +307,12 @@ class VfsdSandboxSession(BaseSandboxSession):
     async def _compute_and_cache_snapshot_fingerprint(self, *, version: str | None = None) -> dict[str, str]:
         """Take the snapshot that `persist_workspace` is about to read, and identify it."""
         del version  # the SDK's own fingerprints are never written here
-        self._saving = await self.workspace.snapshot(tag=f"openai-agents {self.state.session_id} saved")
+        tag = f"openai-agents {self.state.session_id} saved"
+        earlier = [each.name for each in await self.workspace.snapshots(changes=False) if each.tag == tag]
+        # Automatic, so that it goes when memory is short: the state itself is in the tar stream.
+        self._saving = await self.workspace.snapshot(tag=tag, automatic=True)
+        if earlier:
+            await self.workspace.drop(*earlier)
         return {"fingerprint": self._identity(self._saving), "version": _FINGERPRINT}
 
     async def _delete_cached_snapshot_fingerprint_best_effort(self) -> None:
