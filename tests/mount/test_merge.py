@@ -237,6 +237,18 @@ def test_an_undone_merge_is_offered_again(target: Workspace, fork: Fork) -> None
     assert not exists(target, "new"), "the merge counts again after a redo"
 
 
+def test_an_undone_merge_is_offered_again_after_a_merge_the_other_way(target: Workspace, fork: Fork) -> None:
+    copy = fork()
+    put(copy, "new", "new\n")
+    target.merge(copy)
+    put(target, "of-target", "1\n")
+    copy.merge(target)
+    target.undo()
+    assert not exists(target, "new")
+    assert target.merge(copy).applied
+    assert (text(target, "new"), text(target, "of-target")) == ("new\n", "1\n")
+
+
 def test_merges_go_both_ways(target: Workspace, fork: Fork) -> None:
     copy = fork()
     put(copy, "of-fork", "1\n")

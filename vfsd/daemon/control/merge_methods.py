@@ -156,13 +156,13 @@ class MergeMethods:
         self, other: Other, plan: Callable[[Other, Tree], Plan], step: str, call: CallContext, *, dry_run: bool
     ) -> MergeResult:
         await self._mounted.write_back()
-        merged_before = self._snapshots.merges.now
+        merged_before = other.here.merged  # the base was chosen by this
         mark = self._volume.mark()
         with self._volume.tree() as view:
             made = await in_answer_thread(plan, other, LayeredTree(view))
             if dry_run or made.refuses:
                 raise _NotAppliedError(_result(other, made))
-            merged = with_merged(merged_before, other.lineage, other.state) if other.state is not None else None
+            merged = with_merged(other.here, other.lineage, other.state) if other.state is not None else None
             new = _new_state(made, other.lineage.name, merged_before if merged is None else merged)
 
             def check() -> None:

@@ -21,7 +21,7 @@ from vfsd.daemon.control.changes import OutputPieces
 from vfsd.daemon.control.snapshot_methods import required
 from vfsd.daemon.forks import Forks
 from vfsd.daemon.merging.delta import write_delta
-from vfsd.daemon.merging.lineage import Lineage, StateId
+from vfsd.daemon.merging.lineage import Lineage, MergedState, StateId
 from vfsd.daemon.merging.records import lineage_result, state_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import MERGED_PREFIX, MERGED_TAG, SnapshotService, free_name, is_merge_base
@@ -98,8 +98,14 @@ class MergeSource:
         snapshots = self.snapshots
         async with self._naming:
             await self._forget(target, keep)
-            name = free_name(MERGED_PREFIX, await snapshots.infos())
-            return await snapshots.take(name, f"{MERGED_TAG}{target}", call, kind="automatic")
+            infos = await snapshots.infos()
+            name = free_name(MERGED_PREFIX, infos)
+            taken = await snapshots.take(name, f"{MERGED_TAG}{target}", call, kind="automatic")
+            instance, existing = self._forks.instance, set(map(StateId.of, infos))
+            before = [each for each in snapshots.merges.now if each.instance != instance or each.state in existing]
+            own = MergedState(instance, self._options.name, StateId.of(taken))
+            snapshots.merges.record(taken.serial - 1, [*before, own])
+            return taken
 
     async def _forget_merged(self, params: ForgetMergedParams, _call: CallContext) -> Empty:
         await self._forget(params.target, params.keep)

@@ -10,8 +10,8 @@ The base of a merge is the newest state that is in the history of both:
 - a state of the other workspace that was merged into this one;
 - a state of this workspace that was merged into the other one.
 
-`MergeLog` records the second kind.  What was merged is a property of a state: after `restore --undo` of a merge, the
-merge does not count any more.
+`MergeLog` records the second and the third kind.  What was merged is a property of a state: after `restore --undo` of a
+merge, or of what followed a state of the third kind, these states do not count any more.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class MergedState(Value):
 class Lineage(Value):
     """What a workspace descends from, the first one first, and what was merged into its live state.
 
-    `states` are the identities of its snapshots.
+    `merged` also has the states of the workspace itself that were merged into others and that its live state comes
+    from.  `states` are the identities of its snapshots.
     """
 
     instance: str
@@ -96,7 +97,7 @@ def find_bases(here: Lineage, other: Lineage) -> Bases:
     for lineage in (here, other):
         _check_kept(fork_point, lineage, f"the state in which {here.name!r} and {other.name!r} parted")
     merged = _newest(each.state for each in here.merged if each.instance == other.instance)
-    given = _newest(each.state for each in other.merged if each.instance == here.instance)
+    given = _newest(each.state for each in other.merged if each.instance == here.instance and each in here.merged)
     newest = _newest([each for each in (fork_point, merged, given) if each is not None])
     assert newest is not None
     if newest == merged:
@@ -174,11 +175,15 @@ class MergeLog:
         return {each.state.serial for _, merged in self._events for each in merged if each.instance == instance}
 
 
-def with_merged(merged: Sequence[MergedState], other: Lineage, state: StateId) -> tuple[MergedState, ...]:
-    """Add to `merged` a state of `other`, and what was merged into that: the newest state of each workspace."""
-    newest: dict[str, MergedState] = {}
-    for each in (*merged, *other.merged, MergedState(other.instance, other.name, state)):
-        known = newest.get(each.instance)
+def with_merged(here: Lineage, other: Lineage, state: StateId) -> tuple[MergedState, ...]:
+    """Add to what is merged into `here` a state of `other`, and what was merged into that.
+
+    The newest state of each other workspace is kept, and all states of `here`.
+    """
+    newest: dict[tuple[str, int], MergedState] = {}
+    for each in (*here.merged, *other.merged, MergedState(other.instance, other.name, state)):
+        key = each.instance, each.state.serial if each.instance == here.instance else 0
+        known = newest.get(key)
         if known is None or known.state.created_ns <= each.state.created_ns:
-            newest[each.instance] = each
+            newest[key] = each
     return tuple(newest.values())

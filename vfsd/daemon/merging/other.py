@@ -31,12 +31,13 @@ _FORGET_S: Final = 5.0
 
 
 class Other(Value):
-    """The other workspace.
+    """The other workspace, and the lineages of both.
 
     `base` is the tree of the base of the merge, and `theirs` that of the other workspace's present state, which it
     keeps as the snapshot `state` if this was asked for.
     """
 
+    here: Lineage
     lineage: Lineage
     bases: Bases
     base: Tree
@@ -87,7 +88,7 @@ class OtherWorkspaces:
                 theirs = LayeredTree(lower, received[0], buffer.read)
                 if base is None and bases.base != bases.fork_point:
                     lower = LayeredTree(stack.enter_context(self._volume.tree(bases.base.name)))
-                yield Other(other, bases, lower, theirs, None if result.state is None else state_id(result.state))
+                yield Other(here, other, bases, lower, theirs, None if result.state is None else state_id(result.state))
             except BaseException:
                 if merges is not None:
                     await _forget(peer, here.name, params.keep)

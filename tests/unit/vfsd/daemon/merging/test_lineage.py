@@ -47,8 +47,10 @@ def test_the_state_that_was_merged_last_is_the_base() -> None:
     here = Lineage("s", "source", (), (MergedState("f", "f", state(9, "merged")),), SOURCE.states)
     found = find_bases(here, other)
     assert (found.base, found.fork_point, found.of_other) == (state(9, "merged"), state(5), True)
-    found = find_bases(other, Lineage("s", "source", (), (MergedState("f", "f", state(9, "merged")),), SOURCE.states))
+    own = fork("f", 5, state(7, "merged"), state(9, "merged"), merged=(MergedState("f", "f", state(9, "merged")),))
+    found = find_bases(own, here)
     assert (found.base, found.of_other) == (state(9, "merged"), False)
+    assert find_bases(other, here).base == state(5), "an undo went back to before the state that was merged"
 
 
 def test_there_is_no_base_without_a_common_state() -> None:
@@ -88,5 +90,7 @@ def test_a_snapshot_has_what_was_merged_when_it_was_taken() -> None:
 def test_what_was_merged_into_the_other_workspace_comes_with_it() -> None:
     old, new = (MergedState("g", "g", state(number)) for number in (2, 4))
     other = fork("f", 5, merged=(new,))
-    assert with_merged((old,), other, state(8)) == (new, MergedState("f", "f", state(8)))
-    assert with_merged((new,), fork("f", 5, merged=(old,)), state(8))[0] == new
+    here = Lineage("s", "source", (), (old,), ())
+    assert with_merged(here, other, state(8)) == (new, MergedState("f", "f", state(8)))
+    here = Lineage("s", "source", (), (new,), ())
+    assert with_merged(here, fork("f", 5, merged=(old,)), state(8))[0] == new
