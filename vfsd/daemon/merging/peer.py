@@ -16,7 +16,6 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from protocol.errors import os_error
 from vfsd.wire.base import Peer
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import METHODS, OUTPUT_METHOD, ErrorObject, Output, Request, from_wire_path
@@ -62,7 +61,7 @@ def _connected(peer: Peer) -> trio.socket.SocketType:
         raise OSError(errno.ECONNREFUSED, f"workspace {peer.name!r} is not running; nothing was changed") from None
     if peer_credentials(sock).uid != os.geteuid():
         sock.close()
-        raise os_error(errno.EPERM, f"workspace {peer.name!r} belongs to another user")
+        raise OSError(errno.EPERM, f"workspace {peer.name!r} belongs to another user, whose changes cannot be merged")
     sock.setblocking(False)
     return trio.socket.from_stdlib_socket(sock)
 
