@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
@@ -61,8 +60,7 @@ def merge_links(
     other paths than `scopes`, if there are any, `theirs` counts as unchanged.
     """
     paths = list(linked)
-    disputed = frozenset(conflict.path for conflict in conflicts)
-    return _Links(trees, nodes, disputed, policy, scopes).run(paths) if paths else []
+    return _Links(trees, nodes, conflicts, policy, scopes).run(paths) if paths else []
 
 
 class _File(Value):
@@ -80,13 +78,16 @@ class _Links:
         self,
         trees: Trees,
         nodes: dict[bytes, Node | None],
-        disputed: AbstractSet[bytes],
+        conflicts: Sequence[Conflict],
         policy: Policy,
         scopes: Sequence[bytes],
     ) -> None:
         self._trees = trees
         self._nodes = nodes
-        self._disputed = disputed
+        # In conflict; and those at or below which the policy decides what exists.
+        existence = ("delete/modify", "directory/file")
+        self._disputed = frozenset(conflict.path for conflict in conflicts if conflict.reason not in existence)
+        self._uncertain = frozenset(conflict.path for conflict in conflicts if conflict.reason in existence)
         self._policy = policy
         self._scopes = frozenset(scopes)
         self._whole = frozenset(path for path, node in nodes.items() if node is not None and node.below == "tree")
@@ -105,17 +106,40 @@ class _Links:
         conflicts: list[Conflict] = []
         groups: list[list[bytes]] = []
         for group in self._groups(list(files)):
-            value = self._value(group, files)
-            if value is not None:
-                self._give(group, files, value)
-                groups.append(group)
-                continue
-            detail = f"its other names ({names_shown(group[1:])}) would need different content or metadata"
-            conflicts.append(Conflict(group[0], "links", detail))
-            groups += self._resolved(group, files)
+            groups += self._decided(group, files, conflicts)
         for group in groups:
             self._number(group, files)
         return conflicts
+
+    def _decided(
+        self, group: Sequence[bytes], files: dict[bytes, _File], conflicts: list[Conflict]
+    ) -> list[list[bytes]]:
+        """The groups that the names in `group`, which should be names of one file, become; adds to `conflicts`.
+
+        A conflict must not depend on names that only some policies keep: these follow the others if they can.
+        """
+        certain = [path for path in group if not is_at_or_below(path, self._uncertain)]
+        rest = [path for path in group if is_at_or_below(path, self._uncertain)]
+        found: list[list[bytes]] = []
+        for part in self._groups(certain):
+            value = self._value(part, files)
+            if value is None:
+                detail = f"its other names ({names_shown(part[1:])}) would need different content or metadata"
+                conflicts.append(Conflict(part[0], "links", detail))
+                found += self._resolved([*part, *rest], files)
+                rest = []
+                continue
+            same = [path for path in rest if self._is_same(files[path], value)]
+            rest = [path for path in rest if not self._is_same(files[path], value)]
+            found.append([*part, *same])
+            self._give(found[-1], files, value)
+        if rest:
+            value = self._value(rest, files)
+            if value is None:
+                return [*found, *([path] for path in rest)]
+            self._give(rest, files, value)
+            found.append(rest)
+        return found
 
     # -- names -----------------------------------------------------------------------------------
     def _find_names(self, paths: Sequence[bytes]) -> None:

@@ -252,7 +252,8 @@ class _Merger:
         """One side has a directory, the other one something else."""
         path, trees = sides.path, self._trees
         if ours.is_dir:
-            if base is not None and base.is_dir and metadata_of(base) == metadata_of(ours) and not self._left(path):
+            is_same = base is not None and base.is_dir and metadata_of(base) == metadata_of(ours)
+            if is_same and path not in self._disputed and not self._left(path):
                 return _Decision(path, {path: self._taken(path, theirs)})
             if base is not None and trees.is_same(trees.base, base, trees.theirs, theirs):
                 return _Decision(path)  # only its mtime differs

@@ -298,3 +298,10 @@ def test_a_detail_is_one_line() -> None:
 
     assert conflict.detail.isprintable()
     assert conflict.detail.endswith(" and 6 more")
+
+
+@pytest.mark.parametrize("policy", ["fail", "ours", "theirs", "markers"])
+def test_a_directory_in_which_a_file_changed_does_not_become_a_file_silently(policy: Policy) -> None:
+    result = merged({b"d/a": b"1"}, {b"d/a": b"2"}, {b"d": b"a file"}, policy)
+
+    assert reasons(result) == {b"d": "directory/file"}
