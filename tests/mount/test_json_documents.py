@@ -67,6 +67,14 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
     for place in (forks / "1", fork, source):
         succeeded(vfsd("unmount", "--discard", str(place)))
     answers["unmount"] = json.loads(succeeded(vfsd("unmount", "--json", "--discard", str(second))))
+    journal = str(workdir / "journal")
+    succeeded(vfsd("mount", str(source), "--persist", "--journal-dir", journal))
+    answers["compact"] = json.loads(succeeded(vfsd("compact", "--json", "-w", str(source))))
+    succeeded(vfsd("unmount", str(source)))
+    answers["persisted list"] = json.loads(succeeded(vfsd("persisted", "list", "--json")))
+    for command in ("check", "drop"):
+        words = ("persisted", command, "--json", "--journal-dir", journal)
+        answers[f"persisted {command}"] = json.loads(succeeded(vfsd(*words)))
     key = f"host:{workdir / 'kept'}"
     (workdir / "kept").mkdir()
     Store(workdir / "store").take(key, "s", DirectorySource(workdir / "kept"))
