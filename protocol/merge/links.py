@@ -236,7 +236,8 @@ class _Links:
         """Join the names of one file of `base` that neither side separated."""
         files = {path: (self._file_of(path, "ours"), self._file_of(path, "theirs")) for path in names}
         first: dict[Hashable, bytes] = {}
-        for path, (ours, theirs) in files.items():
+        for path in sorted(files, key=lambda path: None in files[path]):  # names that both sides have come first
+            ours, theirs = files[path]
             for key in ((ours, theirs), ("ours", ours), ("theirs", theirs)):
                 first.setdefault(key, path)
         for path, (ours, theirs) in files.items():

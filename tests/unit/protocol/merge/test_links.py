@@ -129,3 +129,14 @@ def test_a_volume_is_not_walked_for_names() -> None:
 
         assert files(result.tree) == {("a b c", b"2"), ("other", b"x")}
         assert result.paths == (b"a", b"b", b"c")
+
+
+def test_a_name_that_only_some_policies_keep_follows_the_others() -> None:
+    both, changed = text(b"1"), text(b"2")
+
+    for policy, expected in (("ours", {("a b", b"2")}), ("theirs", {("b", b"2")}), ("markers", {("a b", b"2")})):
+        three = (tree(a=both, b=both), tree(a=changed, b=changed), tree(100, b=text(b"1")))
+        result = merged(*three, policy)  # type: ignore[arg-type]
+
+        assert [(conflict.path, conflict.reason) for conflict in result.conflicts] == [(b"a", "delete/modify")]
+        assert files(result.tree) == expected
