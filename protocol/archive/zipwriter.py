@@ -4,8 +4,8 @@ Not with `zipfile`, which spends more time on an entry of 4 KB than the compress
 in batches on worker threads (which releases the interpreter lock); only the caller's thread writes the file.
 
 Batches of many entries are compressed one at a time: for each entry a worker takes the interpreter lock, which the
-caller's thread then needs most of the time anyway.  In a daemon a second worker made the 99th percentile of a stat
-1.2 to 1.6 times as long, and the export no faster.
+caller's thread then needs most of the time anyway.  With a second worker the 99th percentile of a stat during an export
+was 5.5 instead of 4.7 times its idle value, and the export no faster (docs/performance.md).
 """
 
 from __future__ import annotations

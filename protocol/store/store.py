@@ -164,14 +164,18 @@ class Store:
 
     @contextlib.contextmanager
     def _naming_full_disk(self) -> Iterator[None]:
-        """Name the store in ENOSPC errors, whose system calls had only a descriptor."""
+        """Name the store in ENOSPC errors about its files, and say how to free space."""
         try:
             yield
         except OSError as error:
-            if error.errno not in NO_SPACE or error.filename is not None:
+            named = error.filename  # None: the system call had only a descriptor
+            if error.errno not in NO_SPACE or not (named is None or self._contains(named)):
                 raise
             what = f"{error.strerror} for the snapshot store; `vfsd store gc` frees the space of dropped snapshots"
             raise OSError(error.errno, what, self.directory) from None
+
+    def _contains(self, path: str | bytes) -> bool:
+        return os.fsdecode(path).startswith(os.path.join(self.directory, ""))
 
     def drop(self, workspace: str, name: str) -> None:
         """Drop a snapshot; others are not affected.  SnapshotNotFoundError."""
