@@ -17,6 +17,7 @@ from tests.support.unmounting import unmount_when_idle
 from vfsd import Workspace
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
+from vfsd.machine.daemon_log import log_path
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_record
 
@@ -88,8 +89,12 @@ def test_a_caller_that_is_killed_leaves_a_whole_fork_or_none(source: Workspace, 
         wait_until((workdir / "go.waits").exists, "the fork is about to mount")
         caller.kill()
     (workdir / "go").touch()
-    wait_until(lambda: read_record("late") is not None or nothing_is_left(place), "the fork has started, or ended")
-    if read_record("late") is None:
+
+    def is_reported() -> bool:  # until then the fork may still be undone
+        return "mounted, served" in Path(log_path("late")).read_text()
+
+    wait_until(lambda: is_reported() or nothing_is_left(place), "the fork has started, or ended")
+    if not is_reported():
         wait_until(lambda: source.snapshots() == [], "the base is dropped")
         return
     fork = Workspace.attach("late")
