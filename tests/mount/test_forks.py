@@ -415,7 +415,7 @@ def test_a_fork_that_max_memory_does_not_allow_is_refused(workdir: Path) -> None
 def test_what_cannot_be_forked_says_why(workdir: Path) -> None:
     (workdir / "served").mkdir()
     cases = [
-        ({"backend": f"host:{workdir}/served"}, "overlay:DIR"),
+        ({"backend": f"host:{workdir}/served"}, "overlay:snapshot:NAME@"),
         ({"backend": "exec:python3", "workdir": str(workdir / "served")}, "--from FILE.zip"),
         ({"engine": "pyfuse3"}, "--engine native"),
     ]
