@@ -110,12 +110,16 @@ class MergeMethods:
         return await self._run(params.fork, plan, f"merge {params.fork.name}", call, keep=keep, dry_run=params.dry_run)
 
     async def _adopt(self, params: AdoptParams, call: CallContext) -> MergeResult:
+        from protocol.merge.links import has_links  # noqa: PLC0415 (as above)
+
         keep_going = _keep_going(call)
 
         def plan(other: Other, ours: Tree) -> Plan:
             found = [
                 Change(one.path, one.kind or "metadata", one.old, one.new)
                 for one in differences(ours, other.theirs, keep_going)
+                # A file with one name that has only another inode number is the same file.
+                if one.kind is not None or has_links(one.old) or has_links(one.new)
             ]
             replaced = {change.path for change in found}
             lost = [change for change in changes(other.base, ours) if change.path in replaced]
