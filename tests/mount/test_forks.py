@@ -416,7 +416,7 @@ def test_what_cannot_be_forked_says_why(workdir: Path) -> None:
     (workdir / "served").mkdir()
     cases = [
         ({"backend": f"host:{workdir}/served"}, "overlay:snapshot:NAME@"),
-        ({"backend": "exec:python3", "workdir": str(workdir / "served")}, "--from FILE.zip"),
+        ({"backend": "exec:python3", "workdir": str(workdir / "served")}, "overlay:snapshot:NAME"),
         ({"engine": "pyfuse3"}, "--engine native"),
     ]
     for number, (options, advice) in enumerate(cases):
