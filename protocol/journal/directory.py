@@ -230,12 +230,23 @@ class Journal:
         return self._header.number
 
     def size_bytes(self) -> int:
-        """Return the disk space that the journal takes."""
+        """Return the disk space that the journal takes; 0 if its directory was removed."""
         total = 0
-        for name in os.listdir(self.directory):
-            with contextlib.suppress(FileNotFoundError):
-                total += os.stat(os.path.join(self.directory, name)).st_blocks * 512
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.directory):
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(os.path.join(self.directory, name)).st_blocks * 512
         return total
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether another program removed or replaced the files, so that the next mount would not find them."""
+        try:
+            lock_file = os.stat(os.path.join(self.directory, _LOCK))
+            os.stat(os.path.join(self.directory, f"log-{self.number:08}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        return not os.path.samestat(lock_file, os.fstat(self._lock_fd))
 
     @property
     def is_large(self) -> bool:

@@ -282,8 +282,19 @@ def test_an_unmount_asks_nothing_and_says_what_is_kept(persistent: Persistent) -
     done = vfsd("unmount", persistent.name)
     assert done.returncode == 0
     assert "are kept" in done.stderr
+    assert f"`vfsd mount --persist --name {persistent.name} --journal-dir {persistent.journal}`" in done.stderr
+    assert f"`vfsd persisted drop --journal-dir {persistent.journal}`" in done.stderr
     persistent.mount()
     assert (persistent.path / "f").read_bytes() == b"x"
+
+
+def test_a_workspace_whose_journal_was_removed_says_so_and_asks_at_the_unmount(persistent: Persistent) -> None:
+    workspace = persistent.mount()
+    (persistent.path / "f").write_bytes(b"x")
+    shutil.rmtree(persistent.journal)
+    assert "removed" in (workspace.status().journal_failure or "")
+    assert "not exported" in failed(vfsd("unmount", persistent.name))
+    assert "are kept" not in vfsd("unmount", persistent.name, "--discard").stderr
 
 
 def test_a_fork_writes_nothing_to_the_journal_of_its_source(persistent: Persistent, workdir: Path) -> None:

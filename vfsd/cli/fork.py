@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.interrupts import Interrupted
 from vfsd.cli.common.names import complete_snapshot
 from vfsd.cli.common.values import NAME
 from vfsd.client.mount_arguments import fork_target
@@ -65,6 +66,11 @@ def fork_command(app: App, mountpoint: str, snapshot: str | None, name: str | No
                     os.rmdir(parent)
             done = f"{len(made)} of {count} forks were made; the next: {error.strerror or error}"
             raise OSError(error.errno or errno.EIO, done, error.filename) from error
+        except Interrupted as end:
+            if not made or end.errno != errno.ECANCELED:
+                raise
+            done = f"stopped: {len(made)} of {count} forks were made, and stay; `vfsd list` shows them"
+            raise Interrupted(done, end.number, errno.EINTR) from None
         made.append(fork)
         snapshot = snapshot or fork.base
         if not app.json:

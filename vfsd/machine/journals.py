@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from typing import Final
 
@@ -23,6 +24,19 @@ def journals_directory(environ: Mapping[str, str] = os.environ) -> str:
 def journal_directory(name: str) -> str:
     """Return the directory of the journal of workspace `name`, unless it was mounted with another one."""
     return os.path.join(journals_directory(), name)
+
+
+def mount_command(name: str, directory: str) -> str:
+    """Return the command that continues the journal of workspace `name` in `directory`, without a mountpoint."""
+    elsewhere = directory != journal_directory(name)
+    option = f" --journal-dir {shlex.quote(directory)}" if elsewhere else ""
+    return f"vfsd mount --persist --name {name}{option}"
+
+
+def drop_command(name: str, directory: str) -> str:
+    """Return the command that removes the journal of workspace `name` in `directory`."""
+    elsewhere = directory != journal_directory(name)
+    return f"vfsd persisted drop {f'--journal-dir {shlex.quote(directory)}' if elsewhere else name}"
 
 
 def journal_names() -> list[str]:

@@ -18,6 +18,7 @@ from typing import Final, Literal
 import msgspec
 
 from protocol.linux.regular_file import read_regular, write_atomically
+from vfsd.machine.journals import mount_command
 from vfsd.machine.mountinfo import Mount, find_mount, vfsd_mounts
 from vfsd.machine.selection import (
     RECORD_SUFFIX,
@@ -117,7 +118,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
         """A clause that states where the content is after the daemon died."""
         if self.journal is not None:
             return (
-                f"its content is in the journal {self.journal}: `vfsd mount --persist --name {self.name}` continues it"
+                f"its content is in the journal {self.journal}: `{mount_command(self.name, self.journal)}` continues it"
             )
         backend = BackendSpec.split(self.backend)
         if backend.kind == "exec":

@@ -209,7 +209,7 @@ class StatusResult(msgspec.Struct, frozen=True):
     fsync: str | None = None  # when it is synced: "always", "everysec" or "no"
     journal_bytes: int | None = None  # its size on disk
     journal_unsynced_bytes: int | None = None  # at the end of the journal, not known to be on disk
-    journal_failure: str | None = None  # why it records nothing any more; the workspace then refuses changes
+    journal_failure: str | None = None  # why it does not keep the content any more
     interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it
     commands: str | None = None  # where `vfsd exec` runs commands, such as "on this host"; None: it cannot
     # Backends container:NAME and image:REF only.

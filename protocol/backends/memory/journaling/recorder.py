@@ -107,12 +107,15 @@ class Recorder:
     def status(self) -> JournalStatus:
         """Describe the journal."""
         log = self._log
+        failure = None if log.failure is None else str(log.failure.strerror or log.failure)
+        if failure is None and self.journal.is_removed:
+            failure = "its files were removed: the content is only in memory"
         return JournalStatus(
             self.journal.directory,
             self.journal.policy,
             self.journal.size_bytes(),
             log.end - log.synced,
-            None if log.failure is None else str(log.failure.strerror or log.failure),
+            failure,
         )
 
     @contextmanager

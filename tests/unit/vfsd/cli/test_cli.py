@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.fake_workspace import FakeDaemon
+from vfsd.cli.common.interrupts import Interrupted
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import in_home
 from vfsd.cli.main import COMMANDS, cli
@@ -871,3 +873,21 @@ def test_a_home_directory_is_expanded_after_a_backends_colon(monkeypatch: pytest
 def test_counts_have_the_right_number() -> None:
     assert [counted(number, "file") for number in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]
     assert counted(2, "path was", "paths were") == "2 paths were"
+
+
+def test_a_fork_command_that_is_stopped_says_how_many_forks_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([m.ForkResult("kids-1", str(tmp_path / "1"), "", 1, "native", "fork-1")])
+
+    def fork(*_: object) -> m.ForkResult:
+        answer = next(answers, None)
+        if answer is None:
+            raise Interrupted("stopped: no fork was made", signal.SIGINT, errno.ECANCELED)
+        return answer
+
+    monkeypatch.setattr("vfsd.cli.fork._fork", fork)
+    result = run("fork", str(tmp_path), "--count", "3")
+    assert result.exit_code == 130
+    assert "stopped: 1 of 3 forks were made, and stay" in result.stderr
+    assert "no fork was made" not in result.stderr
