@@ -168,7 +168,7 @@ def _show_check(facts: dict[str, Any]) -> None:
     content = f"{counted(facts['files'], 'file')} ({output.human_size(facts['content_bytes'])})"
     output.say(f"the journal is complete: {content}, {counted(facts['snapshots'], 'snapshot')}")
     if not facts["clean"]:
-        output.note("its last daemon was killed; everything that it had answered is in the journal")
+        output.note("its last daemon did not end cleanly; what is in the journal was verified")
     if facts["cut_bytes"]:
         output.note(f"an interrupted write of {facts['cut_bytes']} bytes at the end does not count")
 
