@@ -60,7 +60,7 @@ test-integrations: ## vfsd with the real Claude Code and other agents, against a
 
 # weakincentives needs Python 3.12, which .venv need not have.
 WINK := .venv-weakincentives
-PYTHON312 ?= $(shell for each in python3.13 python3.12 python3; do \
+PYTHON312 ?= $(shell for each in python3.13 python3.12 python3 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python3; do \
 if $$each -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then command -v $$each; break; fi; done)
 test-weakincentives: ## vfsd with weakincentives, and its own tests; needs Python 3.12 (PYTHON312=/path/to/python)
 ifeq ($(PYTHON312),)
