@@ -388,7 +388,13 @@ def lock(directory: str) -> int:
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         reason = "a journal needs a directory of its own that belongs to you, and that nobody else may write to"
         raise PermissionError(errno.EPERM, reason, directory)
-    descriptor = open_regular(os.path.join(directory, _LOCK), os.O_RDWR | os.O_CREAT)
+    path = os.path.join(directory, _LOCK)
+    try:
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        descriptor = open_regular(path)  # a backup on a read-only file system can be checked
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -145,7 +145,7 @@ def test_a_refused_apply_names_the_commands_that_take_either_side(mount: MountIt
         command = [sys.executable, "-m", "vfsd.cli.main", *words, "-w", workspace.name]
         return subprocess.run(command, check=False, capture_output=True, text=True)
 
-    assert "no earlier restore, import, apply or discard" in vfsd("restore", "--undo").stderr
+    assert "no earlier restore, import, merge, adoption, apply or discard" in vfsd("restore", "--undo").stderr
     mine.write_text("mine\n")
     theirs.write_text("theirs\n")
     refused = vfsd("apply")

@@ -271,6 +271,12 @@ def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent
         (root / "after").write_bytes(os.urandom(500_000))
         workspace = persistent.running or workspace
         workspace.unmount()
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        assert "journal is complete" in succeeded(vfsd("persisted", "check", "--journal-dir", str(persistent.journal)))
+        assert "Read-only" in failed(vfsd("persisted", "drop", "--journal-dir", str(persistent.journal)))
+        assert "Read-only" in failed(
+            vfsd("mount", persistent.path, "--persist", "--journal-dir", str(persistent.journal))
+        )
     finally:
         persistent.end()
         subprocess.run(["umount", "-l", disk], check=True)

@@ -271,9 +271,9 @@ def name_at(history: UndoHistory, infos: Sequence[SnapshotInfo], position: int) 
                 " can be restored by name"
             )
         elif position < 0:
-            reason = "there is no earlier restore, import, apply or discard: there is nothing to undo"
+            reason = "there is no earlier restore, import, merge, adoption, apply or discard: there is nothing to undo"
         else:
-            reason = "nothing was undone since the last restore, import, apply or discard: there is nothing to redo"
+            reason = "nothing was undone since the last step: there is nothing to redo"
         raise FileNotFoundError(errno.ENOENT, reason)
     return next(info.name for info in infos if info.serial == history.states[position].serial)
 
