@@ -267,6 +267,7 @@ class OverlayMachine(MemoryMachine):
             assert self.volume.read(node.number, 0, inode.size + 1) == node.data
             seen = {page for page in node.written if page < page_up(inode.size)}
             assert self.written(node.number, inode.size) == seen
+            assert bool(inode.blocks) == bool(node.pages)
         elif node.target:
             assert self.volume.readlink(node.number) == node.target
 

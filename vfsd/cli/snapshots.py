@@ -174,14 +174,16 @@ def _show_dropped(answer: messages.DropResult) -> None:
     vfsd restore before-refactor --dry-run # show what it would change
     vfsd restore backup.zip                # from an archive
     vfsd restore before --of host:~/project  # another directory's snapshot, into this workspace
-    vfsd restore --undo                    # undo the last restore; again: the one before it
+    vfsd restore --undo                    # undo the last step; again: the one before it
     vfsd restore --redo                    # redo it
     """,
 )
 @click.argument("arguments", metavar="NAME|ARCHIVE.zip [PATH]...", nargs=-1, shell_complete=complete_restore)
 @click.option("-n", "--dry-run", is_flag=True, help="Show the changes without making them.")
 @click.option(
-    "--undo", is_flag=True, help="Undo the last restore, import, apply or discard.  With PATHs, only below these."
+    "--undo",
+    is_flag=True,
+    help="Undo the last restore, import, merge, adoption, apply or discard.  With PATHs, only below these.",
 )
 @click.option("--redo", is_flag=True, help="Redo the last step that was undone.")
 @click.option("--of", metavar="host:DIR", help="Restore a snapshot of that directory into this workspace.")

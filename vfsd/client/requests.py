@@ -153,10 +153,11 @@ class Requests:
     def undo(
         self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, on_progress: OnProgress | None = None
     ) -> RemoteCall[Restored]:
-        """Undo the last restore, import, apply or discard that was not undone yet; with `paths`, only below these.
+        """Undo the last step that was not undone yet; with `paths`, only below these.
 
-        The state before the undo is kept for `redo`.  FileNotFoundError if there is nothing to undo.  Undoing an apply
-        does not change the directory that it wrote to.
+        A step is a restore, import, merge, adoption, apply or discard that changed something.  The state before the
+        undo is kept for `redo`.  FileNotFoundError if there is nothing to undo.  Undoing an apply does not change the
+        directory that it wrote to.
         """
         params = messages.RestoreParams(undo=True, paths=self._paths(paths), dry_run=dry_run)
         return RemoteCall("restore", params, _to("Restored"), on_progress)

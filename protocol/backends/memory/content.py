@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from protocol.volume import Buffer
 
 BLOCK_BYTES: Final = 128 * 1024
+SECTORS_PER_PAGE: Final = PAGE_BYTES // 512
 _PAGES_PER_BLOCK: Final = BLOCK_BYTES // PAGE_BYTES
 _BLOCK_SHIFT: Final = BLOCK_BYTES.bit_length() - 1
 _PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
@@ -127,6 +128,11 @@ class Content:
                 content.write(offset, chunk, growth)
             offset += len(chunk)
         return content, offset
+
+    @property
+    def sectors(self) -> int:
+        """Units of 512 bytes, as st_blocks counts them: whole pages written or reserved."""
+        return self.pages * SECTORS_PER_PAGE
 
     # -- memory ledger -----------------------------------------------------------------------
     @property

@@ -11,8 +11,7 @@ from __future__ import annotations
 import stat
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.memory.blocks import PAGE_BYTES
-from protocol.backends.memory.content import Content
+from protocol.backends.memory.content import SECTORS_PER_PAGE, Content
 
 if TYPE_CHECKING:
     from protocol.directory_cookies import DirectoryCookies
@@ -23,7 +22,6 @@ Links = tuple[Link, ...] | dict[Link, None]  # a dict (as an ordered set) beyond
 # The size that tmpfs shows for a directory (BOGO_DIRENT_SIZE, include/linux/shmem_fs.h).
 DIRECTORY_ENTRY_BYTES: Final = 20
 DIRECTORY_BASE_BYTES: Final = 40
-_SECTORS_PER_PAGE: Final = PAGE_BYTES // 512
 _SHORT_SYMLINK_BYTES: Final = 128  # shorter targets take no page in tmpfs (mm/shmem.c)
 _TUPLE_LINKS: Final = 16
 
@@ -108,10 +106,10 @@ class Inode:
 
     @property
     def blocks(self) -> int:
-        """Units of 512 bytes, as tmpfs counts them: whole pages written or reserved."""
+        """Units of 512 bytes, as tmpfs counts them: see `Content.sectors`, and a page for a symlink's long target."""
         if self.content is not None:
-            return self.content.pages * _SECTORS_PER_PAGE
-        return _SECTORS_PER_PAGE if self.target is not None and len(self.target) >= _SHORT_SYMLINK_BYTES else 0
+            return self.content.sectors
+        return SECTORS_PER_PAGE if self.target is not None and len(self.target) >= _SHORT_SYMLINK_BYTES else 0
 
     @property
     def pages(self) -> int:

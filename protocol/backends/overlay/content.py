@@ -19,7 +19,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.blocks import PAGE_BYTES, SparseBlock, page_bits, page_up
-from protocol.backends.memory.content import BLOCK_BYTES, Content
+from protocol.backends.memory.content import BLOCK_BYTES, SECTORS_PER_PAGE, Content
 from protocol.backends.overlay.lower import ChangedBelowError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from protocol.backends.overlay.lower import LowerFile
     from protocol.volume import Buffer
 
-_SECTOR_BYTES: Final = 512
 _COUNTED_BLOCKS: Final = 64  # with more changed blocks the visible size of the lower file is estimated
 _MASK_BYTES: Final = 96  # an integer in a set
 _NO_MASK: Final[frozenset[int]] = frozenset()
@@ -74,7 +73,7 @@ class LowerContent(Content):
     @property
     def sectors(self) -> int:
         """Units of 512 bytes: the pages in memory, and the part of the lower file that is still visible."""
-        above = self.pages * (PAGE_BYTES // _SECTOR_BYTES)
+        above = super().sectors
         count = -(-self.limit // BLOCK_BYTES)
         if not count:
             return above
@@ -83,7 +82,7 @@ class LowerContent(Content):
         if len(self.blocks) + len(self.masked) <= _COUNTED_BLOCKS:
             with contextlib.suppress(ChangedBelowError):
                 below = self._below_pages()
-                return above + below * (PAGE_BYTES // _SECTOR_BYTES)
+                return above + below * SECTORS_PER_PAGE
         seen = max(0, count - len(self.blocks.keys() | self.masked))
         return above + self.lower.sectors * seen // max(count, -(-self.lower.size // BLOCK_BYTES))
 

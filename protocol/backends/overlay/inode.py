@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.inode import Inode
-from protocol.backends.overlay.content import LowerContent
 
 if TYPE_CHECKING:
     from protocol.backends.overlay.lower import LowerFile
@@ -26,8 +25,3 @@ class OverlayInode(Inode):
         assert isinstance(twin, OverlayInode)
         twin.lower = self.lower
         return twin
-
-    @property
-    def blocks(self) -> int:
-        content = self.content
-        return content.sectors if isinstance(content, LowerContent) else super().blocks

@@ -1,7 +1,7 @@
 """UndoHistory: the steps that `restore --undo` and `--redo` walk, and the position of the live state among them.
 
-A step is one restore, import, apply or discard that changed something.  The history is a sequence of states, oldest
-first, with a step between each two, and a position: the state that the live one came from.
+A step is one restore, import, merge, adoption, apply or discard that changed something.  The history is a sequence of
+states, oldest first, with a step between each two, and a position: the state that the live one came from.
 
     state 0 --restore r1--> state 1 --restore r2--> state 2
                                ^ position: `--undo` goes to state 0, `--redo` to state 2

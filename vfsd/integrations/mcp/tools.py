@@ -135,7 +135,10 @@ def _size(snapshot: Snapshot) -> str:
 
 class RestoreToolParams(Params, frozen=True):
     snapshot: Annotated[_Name | None, Meta(description="The snapshot to restore.")] = None
-    undo: Annotated[bool, Meta(description="Undo the last restore instead; needs no snapshot.")] = False
+    undo: Annotated[
+        bool,
+        Meta(description="Undo the last restore, import, merge, adoption, apply or discard; needs no snapshot."),
+    ] = False
     paths: _Paths = ()
     dry_run: Annotated[bool, Meta(description="Only say what would change.")] = False
 

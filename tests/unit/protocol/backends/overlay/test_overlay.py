@@ -16,7 +16,7 @@ from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.lower import LowerEntry
 from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
-from protocol.testing.volume.driver import Driver, fails
+from protocol.testing.volume.driver import Clock, Driver, fails
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller
 from protocol.volume_extensions import CacheInvalidation
 
@@ -331,6 +331,21 @@ def test_a_file_held_in_part_is_never_a_mixture(below: Path) -> None:
     assert volume.changed_below == 1
     volume.discard([b"f"])
     assert fs.read(b"f", 0, 3 * BLOCK) == b"2" * (3 * BLOCK)
+    volume.check_invariants()
+
+
+def test_a_discarded_rename_makes_a_second_file_that_has_blocks(below: Path) -> None:
+    (below / "f").write_bytes(b"1" * (2 * BLOCK + 10))
+    clock = Clock()
+    volume, fs = over(below, clock=clock)
+    fs.rename(b"f", b"moved")
+    volume.discard([b"f"])
+    for name in (b"f", b"moved"):
+        assert fs.stat(name).blocks >= (2 * BLOCK + 10) // 512, name
+        assert fs.set(name, size=1).blocks == 8
+        now = clock.tick()
+        after = fs.set(name, size=1)  # truncate(2) to the size that a file with data has sets its times
+        assert (after.mtime_ns, after.ctime_ns) == (now, now), name
     volume.check_invariants()
 
 
