@@ -20,7 +20,7 @@ from tests.support.lower_layers import Layer, make
 from vfsd.client.workspace import Workspace
 
 _LARGEST: Final = 16 << 20
-_ABOUT_HOLES: Final = frozenset({"seek_sparse"})
+_ABOUT_HOLES: Final = frozenset({"seek_sparse", "map_read", "map_private"})  # sparse files are not mapped
 __all__ = ["BENCHES", "HostBench", "OverlayBench"]
 
 _EPISODES: Final = 20_000  # that an overlay's bench has directories for
@@ -165,7 +165,7 @@ class LayerBench(OverlayBench):
         self.workspace = self._mounts.enter_context(
             Workspace.mount(
                 self._directory / "vfsd", backend, engine=self.engine,  # type: ignore[arg-type]
-                name=f"diff-{self.layer}-{self._directory.name}-{os.getpid()}",
+                name=f"diff-{self.layer}-{self._directory.name}-{os.getpid()}-{self._layers}",
                 max_bytes=MAX_BYTES, allow_other=True, cache=self.cache, **options,  # type: ignore[arg-type]
             )
         )  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 
 from protocol.store import DirectorySource, Store
 from tests.mount.conftest import MountIt, check_invariants
+from tests.mount.programs import succeeded, vfsd
 from tests.support import lower_layers
 from tests.support.lower_layers import LAYERS, Layer
 from tests.support.unmounting import unmount_when_idle
@@ -169,7 +170,7 @@ def test_a_collection_frees_the_snapshot_of_a_daemon_that_was_killed(workdir: Pa
             os.kill(workspace.status().pid, signal.SIGKILL)
             end()
         assert opened.collect_garbage().kept_contents == 0
-    subprocess.run(["umount", "-l", workdir / "m"], check=False)
+    succeeded(vfsd("unmount", "killed-layer", "--discard"))
 
 
 def test_an_archive_that_fails_later_is_eio_in_the_log_and_the_changes_stay(workdir: Path, project: Path) -> None:

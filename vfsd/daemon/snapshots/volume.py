@@ -130,7 +130,7 @@ class VolumeSnapshots:
         self._volume = volume
         self._overlaid = overlaid(volume)
         volume.on_pruned = self._record_pruned
-        self._journaled = journaled(mounted.volume)
+        self._journaled = journaled(volume)
         # After the last step; see `_history` for the drops since.
         self._history_after_step = history or _recorded_history(self._journaled, volume) or UndoHistory()
         self._pruned: deque[SnapshotInfo] = deque(maxlen=_PRUNED_NAMED)  # since the last answer that named them
