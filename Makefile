@@ -23,7 +23,7 @@ REWIND_S ?= 120
 PAIRS ?= 20
 MATPLOTLIB := $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet -e '.[bench]'
 
-.PHONY: help setup demo test test-integrations test-weakincentives coverage coverage-report lint format bench bench-short clean
+.PHONY: help setup demo test test-integrations test-weakincentives coverage coverage-report lint format man bench bench-short clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,10 @@ format: ## let ruff format the code and mend what it can
 	@$(BOOTSTRAP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+man: ## the man pages in docs/man, from the help of the commands
+	@$(BOOTSTRAP)
+	$(BIN)/python -m vfsd.cli.man_pages docs/man
 
 bench: ## the tables of workloads and file systems, and two pictures; ARGS=--quick for two rounds
 	@$(BOOTSTRAP) fuse tests

@@ -20,6 +20,7 @@ def carried() -> dict[Path, Path]:
     return {
         path: Path(directory).relative_to("share/doc/vfsd") / path.name
         for directory, patterns in INSTALLED.items()
+        if directory.startswith("share/doc/vfsd")
         for pattern in patterns
         for path in REPOSITORY.glob(pattern)
     }

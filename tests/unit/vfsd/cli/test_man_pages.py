@@ -12,6 +12,9 @@ from vfsd.cli.main import COMMANDS
 from vfsd.cli.man_pages import main, pages
 
 
+REPOSITORY = Path(__file__).parents[4]
+
+
 @pytest.fixture(scope="module")
 def made() -> dict[str, str]:
     return pages()
@@ -22,6 +25,11 @@ def rendered(path: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert not done.stderr
     return done.stdout
+
+
+def test_the_pages_in_the_repository_are_those_of_the_commands(made: dict[str, str]) -> None:
+    kept = {path.name: path.read_text() for path in (REPOSITORY / "docs" / "man").glob("*.1")}
+    assert kept == made, "run `make man`"
 
 
 def test_each_command_and_subcommand_has_a_page(made: dict[str, str]) -> None:
