@@ -119,13 +119,13 @@ def _fork_point(here: Lineage, other: Lineage) -> StateId | None:
     while common < min(len(mine), len(its)) and mine[common] == its[common]:
         common += 1
     left = [_left(lineage, common) for lineage in (here, other)]
-    if None in left or left[0][0] != left[1][0]:  # type: ignore[index]
-        return None
-    states = [each[1] for each in left if each is not None and each[1] is not None]
+    if left[0][0] != left[1][0]:
+        return mine[common - 1].left_at if common else None  # forks that left their last common ancestor at one state
+    states = [state for _, state in left if state is not None]
     return min(states, key=lambda state: state.serial, default=None)
 
 
-def _left(lineage: Lineage, at: int) -> tuple[str, StateId | None] | None:
+def _left(lineage: Lineage, at: int) -> tuple[str, StateId | None]:
     """The workspace at position `at` of a lineage, and the state at which it was left (None: not at all)."""
     if at < len(lineage.ancestors):
         return lineage.ancestors[at].instance, lineage.ancestors[at].left_at

@@ -42,6 +42,15 @@ def test_forks_of_one_source_parted_at_the_older_fork_point() -> None:
     assert find_bases(fork("f", 5), grandchild).base == state(3)
 
 
+def test_forks_that_left_their_source_at_one_state_parted_there() -> None:
+    assert find_bases(fork("f", 5), fork("g", 5)).base == state(5)
+    grandchild = Lineage(
+        "h", "h", (Ancestor("s", "source", state(5)), Ancestor("g", "g", state(20))), (), fork("g", 5).states
+    )
+    assert find_bases(fork("f", 5), grandchild).base == state(5)
+    assert find_bases(grandchild, fork("f", 5)).base == state(5)
+
+
 def test_the_state_that_was_merged_last_is_the_base() -> None:
     other = fork("f", 5, state(7, "merged"), state(9, "merged"))
     here = Lineage("s", "source", (), (MergedState("f", "f", state(9, "merged")),), SOURCE.states)
