@@ -399,7 +399,9 @@ def lock(directory: str) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise BlockingIOError(errno.EWOULDBLOCK, "another daemon uses this journal", directory) from None
+        raise BlockingIOError(
+            errno.EWOULDBLOCK, "another daemon uses this journal: unmount its workspace first", directory
+        ) from None
     return descriptor
 
 

@@ -11,7 +11,7 @@ from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import show_changes, show_expired
 from vfsd.cli.common.names import complete_workspace
 from vfsd.cli.common.wording import count_words, outcome_lines
-from vfsd.wire.merge_messages import Conflicts, MergeResult
+from vfsd.wire.merge_messages import ConflictRecord, Conflicts, MergeResult
 
 if TYPE_CHECKING:
     from vfsd.client.requests import RemoteCall
@@ -62,7 +62,7 @@ def merge_command(app: App, fork: str, paths: tuple[str, ...], dry_run: bool, co
     the last one.
     """
     request = app.requests.merge(fork, paths, conflicts=conflicts, dry_run=dry_run)
-    _run(app, request, "merged", dry_run=dry_run, advice=_MERGE_ADVICE)
+    _run(app, request, "merged", dry_run=dry_run, advice=_MERGE_ADVICE, has_markers=conflicts == "markers")
 
 
 @click.command(
@@ -102,13 +102,13 @@ def _run(
     *,
     dry_run: bool,
     advice: str,
+    has_markers: bool = False,
 ) -> None:
     def show(answer: MergeResult) -> None:
         if dry_run:
             show_changes(answer.changes)
         for conflict in answer.conflicts[:_CONFLICTS_SHOWN]:
-            kept = f"; theirs is {output.show_path(conflict.kept_as)}" if conflict.kept_as and answer.applied else ""
-            output.note(f"conflict in {output.show_path(conflict.path)} ({conflict.reason}): {conflict.detail}{kept}")
+            output.note(_described(conflict, is_applied=answer.applied, has_markers=has_markers))
         if len(answer.conflicts) > _CONFLICTS_SHOWN:
             output.note(f"and {len(answer.conflicts) - _CONFLICTS_SHOWN:,} more conflicts, which --json lists")
         if answer.applied and answer.safety_snapshot is None:
@@ -127,6 +127,16 @@ def _run(
     app.emit(answer, show)
     if _is_refused(answer, dry_run=dry_run):
         click.get_current_context().exit(1)
+
+
+def _described(conflict: ConflictRecord, *, is_applied: bool, has_markers: bool) -> str:
+    path = output.show_path(conflict.path)
+    if is_applied and conflict.reason == "lost":  # by `vfsd adopt --force`
+        return f"replaced {path}, which was changed here"
+    text = f"conflict in {path} ({conflict.reason}): {conflict.detail}"
+    if is_applied and conflict.kept_as:
+        return f"{text}; theirs is {output.show_path(conflict.kept_as)}"
+    return f"{text}; the file has markers" if is_applied and has_markers and conflict.reason == "content" else text
 
 
 def _is_refused(answer: MergeResult, *, dry_run: bool) -> bool:

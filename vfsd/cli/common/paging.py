@@ -40,7 +40,13 @@ def _pager() -> str | None:
     given = next((os.environ[name] for name in _VARIABLES if name in os.environ), None)
     if given is None:
         return "less" if shutil.which("less") else None
-    return given if given.strip() not in {"", "cat"} else None
+    if given.strip() in {"", "cat"}:
+        return None
+    program = given.split()[0]
+    if program.replace("_", "").isalnum() and shutil.which(program) is None:
+        output.note(f"the pager {program} is not installed: $VFSD_PAGER or $PAGER names another")
+        return None
+    return given
 
 
 @contextmanager

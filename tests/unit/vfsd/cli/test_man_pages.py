@@ -11,7 +11,6 @@ import pytest
 from vfsd.cli.main import COMMANDS
 from vfsd.cli.man_pages import main, pages
 
-
 REPOSITORY = Path(__file__).parents[4]
 
 

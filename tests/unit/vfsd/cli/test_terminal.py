@@ -134,6 +134,13 @@ def test_no_pager_where_the_user_wants_none(daemon: FakeDaemon, variables: dict[
     assert on_a_terminal("diff", **variables) == "\x1b[32mA\x1b[0m new\n"
 
 
+def test_a_pager_that_is_not_installed_is_named_and_left_out(daemon: FakeDaemon) -> None:
+    on_a_terminal("snapshot")
+    daemon.live[b"new"] = b""
+    assert "the pager nosuchpager is not installed" in on_a_terminal("diff", PAGER="nosuchpager -x")
+    assert on_a_terminal("diff", PAGER="nosuchpager -x").endswith("\x1b[32mA\x1b[0m new\n")
+
+
 def test_a_dumb_terminal_has_no_pager(daemon: FakeDaemon) -> None:
     on_a_terminal("snapshot")
     daemon.live[b"new"] = b""
