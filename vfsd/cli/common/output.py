@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 Cell = str | int | None
 Kind = Literal["text", "size", "count", "time", "minute", "path"]
 
-# C0, DEL and C1: a file name must not move the cursor, or split a line of a script's input.
-_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
+# C0, DEL, C1, and what changes the direction of text (Unicode Standard Annex 9): a file name must not move the cursor,
+# split a line of a script's input, or make another name or the rest of the line look like something else.
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 _WIDEST_TABLE: Final = 100_000  # columns

@@ -68,6 +68,11 @@ def test_a_file_name_cannot_send_escapes_to_the_terminal(daemon: FakeDaemon) -> 
     assert text == "\\x1b]0;owned\\x07\\xc2\\x9b31m\n"
 
 
+def test_a_file_name_cannot_turn_the_text_around() -> None:
+    assert show_path("invoice\u202efdp.exe") == "invoice\\xe2\\x80\\xaefdp.exe"
+    assert show_path("\u05e9\u05dc\u05d5\u05dd \u2066x") == "\u05e9\u05dc\u05d5\u05dd \\xe2\\x81\\xa6x"
+
+
 def test_long_work_shows_progress_and_then_the_result(daemon: FakeDaemon, workdir: Path) -> None:
     text = on_a_terminal("export", str(workdir / "x.zip"))
     assert "exporting" in text
