@@ -702,6 +702,12 @@ def test_the_commands_say_what_they_did(target: Workspace, fork: Fork) -> None:
     answer = json.loads(run("merge", "copy", "-w", "target", "--json").stdout)
     assert answer["conflicts"][0]["path"] == "tree/file"
     assert answer["applied"] is False
+    marked = run("merge", "copy", "-w", "target", "--conflicts", "markers")
+    assert marked.exit_code == 0
+    assert "conflict in tree/file (content)" in marked.stderr
+    assert "; the file has markers" in marked.stderr
+    assert "<<<<<<< ours" in Path(target.path, "tree/file").read_text()
+    target.undo()
     merged = run("merge", copy.path, "-w", "target", "--conflicts", "theirs")
     assert merged.exit_code == 0, merged.output
     assert "merged copy: 1 added, 1 modified" in merged.stdout
@@ -710,7 +716,11 @@ def test_the_commands_say_what_they_did(target: Workspace, fork: Fork) -> None:
     refused = run("adopt", "copy", "-w", "target")
     assert refused.exit_code == 1
     assert "own" in refused.stderr
-    assert run("adopt", "copy", "-w", "target", "--force").exit_code == 0
+    assert "so it would be lost" in refused.stderr
+    forced = run("adopt", "copy", "-w", "target", "--force")
+    assert forced.exit_code == 0
+    assert "replaced own, which was changed here" in forced.stderr
+    assert "would be lost" not in forced.stderr
     assert run("diff", "-w", "target", "--against", "copy").stdout == ""
     wrong = run("diff", "-w", "target", "snap", "--against", "copy")
     assert wrong.exit_code == 2

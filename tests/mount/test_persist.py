@@ -282,6 +282,22 @@ def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+def test_after_a_crash_check_and_mount_say_once_that_the_daemon_had_died(persistent: Persistent) -> None:
+    persistent.mount()
+    (persistent.path / "f").write_bytes(b"x")
+    persistent.kill()
+    journal = ("--journal-dir", str(persistent.journal))
+    checked = vfsd("persisted", "check", *journal)
+    assert succeeded(checked).startswith("no damage found: 1 file")
+    assert "did not end cleanly" in checked.stderr
+    done = vfsd("mount", persistent.path, "--persist", "--name", persistent.name, *journal)
+    succeeded(done)
+    assert "continued from the journal" in done.stderr
+    assert done.stderr.count("its daemon had died") == 1
+    assert "continues it" not in done.stderr
+    assert (persistent.path / "f").read_bytes() == b"x"
+
+
 def test_an_unmount_asks_nothing_and_says_what_is_kept(persistent: Persistent) -> None:
     persistent.mount()
     (persistent.path / "f").write_bytes(b"x")
