@@ -408,7 +408,10 @@ class ExternallyChangedVolume(Volume, Protocol):
         ...
 
     def invalidation_of(self, changes: Iterable[Change]) -> CacheInvalidation:
-        """Take over `changes`, some of which may not have been made.  May be called repeatedly, each for a part."""
+        """Update the volume for `changes` below it, and return what the kernel has to invalidate.
+
+        A change that did not happen is ignored.  May be called repeatedly, each time with a part of the changes.
+        """
         ...
 
     def release(self) -> None:

@@ -1,6 +1,6 @@
 """Records of a journal file: their frames, reading them, and telling a torn tail from damage.
 
-A file is a header (`FileHeader`) and records, each of which begins at a multiple of 8 bytes:
+A file is a header (`FileHeader`), followed by records.  Every record starts at a multiple of 8 bytes:
 
     magic     4 bytes   of this file, random
     crc       4 bytes   of everything after it, the payload included, and seeded with the magic
@@ -20,8 +20,8 @@ Invariants:
 3. A record that cannot be read ends the file (a torn tail), unless it was synced.  It was synced if a later record is
    valid and says so; then the file is damaged, and reading it raises `JournalDamagedError`.
 
-The magic is random, so that content which a program writes in the workspace, and which is in payloads, cannot contain
-a valid record.
+The magic is random.  So a program cannot forge a record by writing one into a file of the workspace, whose content
+becomes a payload.
 """
 
 from __future__ import annotations

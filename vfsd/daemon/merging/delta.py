@@ -111,7 +111,7 @@ def write_delta(old: Tree, new: Tree, write: Callable[[bytes], object], keep_goi
 
 
 def differences(old: Tree, new: Tree, keep_going: Callable[[], None]) -> Iterator[Comparison]:
-    """What differs, including files that differ in nothing but the set of their names."""
+    """Compare two trees.  A file whose only difference is its set of hard links counts as changed."""
     for one in compare(old, new):
         keep_going()
         left, right = one.old, one.new

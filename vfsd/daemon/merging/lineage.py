@@ -1,8 +1,9 @@
 """Lineage: which states two workspaces have in common, and which changes of one are in the other already.
 
-A state has an identity, which a fork inherits with its snapshots: name, serial and time of the snapshot (`StateId`).  A
-workspace descends from a sequence of workspaces, each of which was left at one state: the fork point (`Ancestor`).  The
-fork point of two workspaces is the older of the states at which they left the last workspace that both descend from.
+A state has an identity, which a fork inherits with its snapshots: name, serial and time of the snapshot (`StateId`).
+The ancestors of a workspace are its source, the source of that, and so on; an `Ancestor` also has its state when the
+next workspace was forked from it.  The fork point of two workspaces is the older of the two states at which their lines
+left their last common ancestor.
 
 The base of a merge is the newest state that is in the history of both:
 
