@@ -39,7 +39,7 @@ def container(podman: PodmanService, python_image: str) -> Iterator[Container]:
 
 class TestAgentVolumeInAContainer(HelperContract):
     test_a_scan_lists_each_lasting_name_once_while_others_come_and_go = None  # type: ignore[assignment]
-    test_rm_rf_of_20_000_files_removes_each_while_listing = None  # type: ignore[assignment]
+    test_rm_rf_removes_each_file_while_listing = None  # type: ignore[assignment]
 
     @pytest.fixture
     def volume(self, container: Container) -> Iterator[MakeVolume]:  # type: ignore[override]
