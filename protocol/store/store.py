@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.linux.regular_file import sync_directory
@@ -34,6 +35,7 @@ from protocol.store.format.objects import NewObjects
 from protocol.store.format.packs import DamagedError, PackWriter
 from protocol.store.format.records import Record, encode_record, info_of
 from protocol.store.journal import InterruptedRestore, RestoreJournal
+from protocol.store.leases import leased
 from protocol.store.mounted import MountedSnapshot
 from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, RestoreRun, plan
 from protocol.store.trees import MerkleTree
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 _VERSION: Final = 1
 Kind = Literal["user", "safety"]
+# Called with a workspace, its snapshots (oldest first), and the names of those that are needed, with the reason.
+Choose: TypeAlias = Callable[[str, Sequence[SnapshotInfo], Mapping[str, str]], Iterable[str]]
 
 
 class Store:
@@ -181,10 +185,43 @@ class Store:
         """Drop a snapshot; others are not affected.  SnapshotNotFoundError."""
         self._require(name)
         with self.layout.shared(), self.layout.names_lock(workspace):
-            path = self._catalog.path(workspace, self._catalog.get(workspace, name).serial)
-            os.rename(path, path.removesuffix(".snap") + ".pack")
+            _unname(self._catalog.path(workspace, self._catalog.get(workspace, name).serial))
             sync_directory(self.layout.packs)
         self.blobs.packs.refresh()
+
+    def prune(self, choose: Choose, *, wait_s: float = 60.0) -> None:
+        """Drop the snapshots that `choose` returns, which is called for each workspace.
+
+        Nothing else uses the store meanwhile, so what `choose` is told stays true until its choice is dropped.  EBUSY
+        if snapshots, restores or readers take longer than `wait_s`.
+        """
+        if not self.layout.exists():
+            return
+        with self.layout.exclusive(wait_s):
+            held = set(leased(self.layout))
+            chosen = []
+            records = self._catalog.all()
+            for workspace, group in itertools.groupby(records, key=lambda record: record.workspace):
+                found = {record.name: record for record in group}
+                needed = {name: "mounted" for name, record in found.items() if record.root.content in held}
+                needed |= dict.fromkeys(self._needed_by_restore(workspace), "needed by an interrupted restore")
+                infos = [info_of(record) for record in found.values()]
+                chosen += [
+                    self._catalog.path(workspace, found[name].serial) for name in choose(workspace, infos, needed)
+                ]
+            for path in chosen:
+                _unname(path)
+            sync_directory(self.layout.packs)
+        self.blobs.packs.refresh()
+
+    def _needed_by_restore(self, workspace: str) -> Iterator[str]:
+        """Yield the snapshots that finish or undo a restore that was interrupted.  The store is not in use."""
+        half_done = RestoreJournal(self.layout, workspace).read()
+        while half_done is not None:
+            yield half_done.snapshot
+            if half_done.safety is not None:
+                yield half_done.safety
+            half_done = half_done.previous
 
     def _require(self, name: str) -> None:
         if not self.layout.exists():
@@ -339,3 +376,8 @@ class Store:
         yield scanned
         if scanned.directory is not None:
             cache.learn(scanned.directory, scanned.changed)
+
+
+def _unname(path: str) -> None:
+    """Make the pack of a snapshot one that belongs to no snapshot."""
+    os.rename(path, path.removesuffix(".snap") + ".pack")

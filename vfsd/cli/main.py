@@ -51,6 +51,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "snapshot": ("snapshots", "Take a snapshot of the workspace as it is now."),
     "snapshots": ("snapshots", "List the snapshots, oldest first."),
     "drop": ("snapshots", "Delete snapshots."),
+    "prune": ("prune", "Remove the snapshots that no rule keeps."),
     "restore": ("snapshots", "Restore the workspace, or some paths, from a snapshot or archive."),
     "diff": ("diff", "Show what changed between two snapshots, or since one."),
     "export": ("archive", "Write the workspace, or a snapshot, as a ZIP archive."),
@@ -74,7 +75,7 @@ _ALIASES: Final = {"umount": "unmount", "ls": "list", "rm": "drop"}
 _GROUPS: Final = {
     "Workspaces": ("mount", "unmount", "list", "status", "compact", "persisted"),
     "Forks": ("fork", "merge", "adopt"),
-    "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff", "store"),
+    "Snapshots": ("snapshot", "snapshots", "drop", "prune", "restore", "diff", "store"),
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),
     "Commands": ("exec", "run"),

@@ -241,12 +241,17 @@ def gc_command(app: App, store: Store, *, wait: float, repair: bool) -> None:
     paths, until a new snapshot stores the same content again.  `vfsd store check` names them until then, or until
     `vfsd store drop WORKSPACE NAME` drops them.
     """
+    app.emit(collect_with_progress(store, wait, repair=repair), show_gc)
+
+
+def collect_with_progress(store: Store, wait_s: float, *, repair: bool = False) -> GarbageReport:
+    """Collect the garbage of a store with a progress bar; see `Store.collect_garbage`."""
     with _progress("collecting") as progress:
-        report = store.collect_garbage(progress, wait_s=wait, repair=repair)
-    app.emit(report, _show_gc)
+        return store.collect_garbage(progress, wait_s=wait_s, repair=repair)
 
 
-def _show_gc(report: GarbageReport) -> None:
+def show_gc(report: GarbageReport) -> None:
+    """Print what a collection freed."""
     if report.damaged_contents:
         removed = counted(report.damaged_contents, "damaged content")
         output.say(f"removed {removed} ({output.human_size(report.damaged_bytes)})")
@@ -274,7 +279,7 @@ def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], dr
     """
     if names and drop_all:
         raise click.UsageError("--all drops every snapshot: give it, or names")
-    key = _key(key, store)
+    key = known_key(key, store)
     dropped: list[str] = []
     app.interrupted = "interrupted: nothing was dropped"
     for name in _to_drop(store, key, names, drop_all=drop_all, may_ask=not app.json):
@@ -285,19 +290,22 @@ def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], dr
     app.emit({"dropped": dropped}, lambda _: output.say(f"dropped {snapshots} of {key}: {_some(dropped)}"))
 
 
-def _key(argument: str, store: Store) -> str:
-    """Return the key of the workspace that `argument` names: a key of the store, or host:DIR as for --backend."""
-    if argument in store.workspaces():
-        return argument
-    return os.fsdecode(from_wire_path(workspace_key(in_home(argument))))
+def known_key(argument: str, store: Store) -> str:
+    """Return the key of the workspace that `argument` names: a key of the store, or host:DIR as for --backend.
+
+    FileNotFoundError if it has no snapshots.
+    """
+    workspaces = store.workspaces()
+    key = argument if argument in workspaces else os.fsdecode(from_wire_path(workspace_key(in_home(argument))))
+    if key not in workspaces:
+        close = did_you_mean(key, workspaces) or _FORM
+        raise FileNotFoundError(errno.ENOENT, f"the store has no snapshots of this workspace: {key}{close}")
+    return key
 
 
 def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, may_ask: bool) -> list[str]:
     """Return the snapshots to drop, which exist.  EBUSY for a snapshot that an interrupted restore needs."""
     there = [info.name for info in store.snapshots(key)]
-    if not there:
-        close = did_you_mean(key, store.workspaces()) or _FORM
-        raise FileNotFoundError(errno.ENOENT, f"the store has no snapshots of this workspace: {key}{close}")
     if drop_all:
         return there
     if not names:

@@ -121,6 +121,11 @@ class Requests:
         """
         return RemoteCall("drop", messages.DropParams(name=name, also=list(others)), lambda _: None)
 
+    def drop_unneeded(self, created_at: Mapping[str, str]) -> RemoteCall[None]:
+        """Delete the snapshots with these names and times, or none: see `messages.DropParams`.  At least one."""
+        name, *others = created_at
+        return RemoteCall("drop", messages.DropParams(name, others, dict(created_at)), lambda _: None)
+
     def restore(
         self,
         source: FilePath,

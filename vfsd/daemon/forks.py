@@ -154,6 +154,10 @@ class Forks:
         """The base, if this is a fork whose source still runs: then what the fork started with is not only here."""
         return self.base if self._source_pid == os.getppid() else None
 
+    def is_base(self, name: str) -> bool:
+        """Whether snapshot `name` is the last common state of this workspace and a running fork, or of its source."""
+        return name == self.base or self._bases.get(name, 0) > 0
+
     def options(self, name: str, mountpoint: str) -> MountOptions:
         """The options of a fork: those of this workspace."""
         return replace(

@@ -237,6 +237,7 @@ class SnapshotRecord(msgspec.Struct):
     # started from it; None if no number of steps leads to it.
     step: int | None = None
     expired: list[ExpiredRecord] = []  # in the result of `snapshot` only
+    needed: str | None = None  # why a running fork or a later merge needs it: "base of a fork", "merged into edit"
 
 
 class SnapshotParams(Params):
@@ -263,10 +264,15 @@ class SnapshotsResult(msgspec.Struct):
 
 
 class DropParams(Params):
-    """Parameters of `drop`: delete the snapshots `name` and `also`, or none of them if one does not exist."""
+    """Parameters of `drop`: delete the snapshots `name` and `also`, or none of them if one does not exist.
+
+    With `created_at`, none of them unless each is still the one that a client has seen: ENOENT if one was not taken at
+    the time that this maps its name to, as `SnapshotRecord` writes it, and EBUSY if one is needed now.
+    """
 
     name: str
     also: list[str] = []
+    created_at: dict[str, str] | None = None
 
 
 class DroppedStepRecord(msgspec.Struct):

@@ -45,7 +45,7 @@ class MethodGroups:
             "unmount": self._unmount.unmount,
             "compact": compact_method(mounted),
             "fork": ForkMethod(mounted, snapshots, forks).fork,
-            **SnapshotMethods(snapshots, options).handlers(),
+            **SnapshotMethods(snapshots, options, forks).handlers(),
             **TreeMethods(mounted, snapshots, options, forks.base, others).handlers(),
             **source.handlers(),
             **MergeMethods(mounted, source, options, others).handlers(),

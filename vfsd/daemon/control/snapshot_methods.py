@@ -21,8 +21,17 @@ from vfsd.daemon.control.changes import (
     time_text,
 )
 from vfsd.daemon.control.parameters import absolute_path, host_text, tree_paths
+from vfsd.daemon.forks import Forks
 from vfsd.daemon.snapshots.archives import Origin, archive, snapshot_of
-from vfsd.daemon.snapshots.base import BASE, SAFETY_PREFIX, Outcome, SnapshotService, is_reserved, name_at
+from vfsd.daemon.snapshots.base import (
+    BASE,
+    SAFETY_PREFIX,
+    Outcome,
+    SnapshotService,
+    is_merge_base,
+    is_reserved,
+    name_at,
+)
 from vfsd.wire.messages import (
     DropParams,
     DroppedStepRecord,
@@ -59,9 +68,10 @@ def required(snapshots: SnapshotService | None) -> SnapshotService:
 class SnapshotMethods:
     """The snapshot methods of one workspace."""
 
-    def __init__(self, snapshots: SnapshotService | None, options: WorkspaceOptions) -> None:
+    def __init__(self, snapshots: SnapshotService | None, options: WorkspaceOptions, forks: Forks) -> None:
         self._optional = snapshots
         self._options = options
+        self._forks = forks
 
     @property
     def _snapshots(self) -> SnapshotService:
@@ -94,14 +104,33 @@ class SnapshotMethods:
         for info in await snapshots.infos():
             at = history.position_of(info.serial)
             step = None if at is None else at - history.position
-            records.append(_record(info, counts.get(info.name), step))
+            record = _record(info, counts.get(info.name), step)
+            record.needed = self._needed(info)
+            records.append(record)
         return SnapshotsResult(records)
+
+    def _needed(self, info: SnapshotInfo) -> str | None:
+        """Return why a fork or a later merge needs a snapshot; None: it does not."""
+        if self._forks.is_base(info.name):
+            return "base of a fork"
+        return info.tag if is_merge_base(info) else None
 
     async def _drop(self, params: DropParams, _call: CallContext) -> DropResult:
         names = list(dict.fromkeys([params.name, *params.also]))
+        if params.created_at is not None:
+            await self._check_unneeded(names, params.created_at)
         done = await self._snapshots.drop(names)
         steps = [DroppedStepRecord(name, step) for name, step in done.steps.items()]
         return DropResult(names, steps, done.history.undo_steps, done.history.redo_steps)
+
+    async def _check_unneeded(self, names: Sequence[str], created_at: Mapping[str, str]) -> None:
+        """Raise the errors that `DropParams` describes."""
+        infos = {info.name: info for info in await self._snapshots.infos()}
+        for name in names:
+            _check_created(list(infos.values()), name, created_at.get(name, ""))
+            reason = self._needed(infos[name])
+            if reason is not None:
+                raise OSError(errno.EBUSY, f"needed now ({reason}); nothing was dropped", name)
 
     # -- restore -------------------------------------------------------------------------------------
     async def _restore(self, params: RestoreParams, call: CallContext) -> RestoreResult:

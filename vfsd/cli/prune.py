@@ -1,0 +1,266 @@
+"""`vfsd prune`: remove snapshots by a policy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from protocol.store import Store, default_directory
+from protocol.store.retention import Candidate, Period, Policy, judge
+from protocol.store.upkeep import GarbageReport
+from protocol.volume_extensions import SnapshotInfo
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.output import counted
+from vfsd.cli.common.values import Seconds
+from vfsd.cli.store import collect_with_progress, known_key, show_gc
+from vfsd.client.requests import workspace_key
+from vfsd.daemon.snapshots.base import is_staged
+from vfsd.wire.backend_spec import BackendSpec
+from vfsd.wire.messages import SnapshotRecord, SnapshotsResult, from_wire_path, wire_path
+
+_SAFETY: Final = "safety snapshot"
+_COLUMNS: Final = output.columns("WORKSPACE ACTION NAME TIME:time TAG REASONS")
+_NARROW: Final = output.columns("ACTION NAME TIME:minute TAG REASONS")
+
+
+if TYPE_CHECKING:
+    _Parameter = click.ParamType[Period]
+else:  # generic only in newer versions of click than the oldest supported one
+    _Parameter = click.ParamType
+
+
+class _PeriodType(_Parameter):
+    name = "period"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Period:
+        try:
+            return value if isinstance(value, Period) else Period.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _policy_options(function: Callable[..., None]) -> Callable[..., None]:
+    spans = {"hourly": "hours", "daily": "days", "weekly": "weeks", "monthly": "months", "yearly": "years"}
+    options = [
+        click.option("--keep-last", metavar="N", type=click.IntRange(min=1), help="Keep the last N snapshots."),
+        *(
+            click.option(
+                f"--keep-{name}",
+                metavar="N",
+                type=click.IntRange(min=1),
+                help=f"Keep the newest snapshot of each of the last N {spans[name]} that have any.",
+            )
+            for name in spans
+        ),
+        click.option("--keep-within", metavar="PERIOD", type=_PeriodType(), help="Keep all of that period: 1y5m7d2h."),
+        *(
+            click.option(
+                f"--keep-within-{name}",
+                metavar="PERIOD",
+                type=_PeriodType(),
+                help=f"Keep the newest of each {spans[name][:-1]} of that period.",
+            )
+            for name in spans
+        ),
+        click.option(
+            "--keep-tag",
+            metavar="PATTERN",
+            multiple=True,
+            help="Keep those whose tag matches (*, ? and [...]); may be repeated.",
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@click.command(
+    "prune",
+    cls=Command,
+    interrupted="interrupted: some of the snapshots may be removed; `vfsd store list` shows those that are left",
+    examples="""
+    vfsd prune --keep-last 10 --keep-daily 7 --dry-run         # show what would be kept, and why
+    vfsd prune --keep-last 10 --keep-daily 7
+    vfsd prune --keep-within 14d --keep-tag 'release*' host:~/project
+    vfsd prune --keep-last 20 -w scratch                       # a workspace in memory
+    """,
+)
+@_policy_options
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would be kept and removed, and remove nothing.")
+@click.option("--gc", "collect", is_flag=True, help="Then free the disk space, as `vfsd store gc` does.")
+@click.option(
+    "--store", "directory", metavar="DIR", type=click.Path(file_okay=False), help="Use this store, not the default one."
+)
+@click.option(
+    "--wait",
+    metavar="SECONDS",
+    type=Seconds(min=0),
+    default=60.0,
+    show_default=True,
+    help="How long to wait for snapshots, restores and readers to end.",
+)
+@click.argument("keys", metavar="[host:DIR]...", nargs=-1)
+@click.pass_obj
+def prune_command(
+    app: App,
+    /,
+    *,
+    keys: tuple[str, ...],
+    keep_tag: tuple[str, ...],
+    dry_run: bool,
+    collect: bool,
+    directory: str | None,
+    wait: float,
+    **rules: Any,
+) -> None:
+    """Remove the snapshots that no rule keeps.
+
+    The command works on the store: on all its workspaces, mounted or not, or on those that are named as
+    `vfsd store list` prints them.  With -w it works on the snapshots in the memory of a running workspace.  It
+    applies the rules to each workspace by itself, prints which snapshots it keeps and why, and removes the others.
+    At least one --keep option is needed.  Run it with --dry-run first.
+
+    The rules are those of `restic forget`.  A snapshot is kept if any rule keeps it.  "The newest snapshot of each of
+    the last 7 days" counts only days that have snapshots, in the time zone of this machine.  Periods count back from
+    the newest snapshot of the workspace, not from now.
+
+    Never removed: safety snapshots (`vfsd restore --undo` needs them), snapshots that are mounted or the base of a
+    running fork or of a later merge, and snapshots that an interrupted restore needs.  The rules do not count safety
+    snapshots.
+
+    Only names are removed.  `vfsd store gc` frees the disk space, and --gc does both.
+    """
+    policy = Policy(**{name.removeprefix("keep_"): rule for name, rule in rules.items() if rule}, tags=keep_tag)
+    if policy.is_empty:
+        raise click.UsageError("this would remove every snapshot: add a rule, such as --keep-last 10")
+    if app.workspace is not None:
+        if keys or directory is not None or collect:
+            raise click.UsageError("-w goes with neither host:DIR nor --store nor --gc")
+        _prune_running(app, policy, dry_run=dry_run)
+        return
+    _prune_store(app, policy, keys, directory, wait_s=wait, dry_run=dry_run, collect=collect)
+
+
+# -- the store ------------------------------------------------------------------------------------
+def _prune_store(
+    app: App,
+    policy: Policy,
+    keys: Sequence[str],
+    directory: str | None,
+    *,
+    wait_s: float,
+    dry_run: bool,
+    collect: bool,
+) -> None:
+    with Store(default_directory() if directory is None else directory) as store:
+        if directory is not None and not store.layout.exists():
+            raise FileNotFoundError(errno.ENOENT, f"no snapshot store at {directory}")
+        chosen = {known_key(key, store) for key in keys}
+        found: list[dict[str, Any]] = []
+        now_ns = time.time_ns()
+
+        def choose(key: str, infos: Sequence[SnapshotInfo], needed: Mapping[str, str]) -> Iterable[str]:
+            if chosen and key not in chosen:
+                return ()
+            # `vfsd export` and `import` have temporary snapshots.
+            shown = [info for info in infos if not is_staged(info.name)]
+            workspace = _judged(wire_path(os.fsencode(key)), policy, shown, needed, now_ns)
+            found.append(workspace)
+            return () if dry_run else [each["name"] for each in workspace["remove"]]
+
+        store.prune(choose, wait_s=wait_s)
+        freed = collect_with_progress(store, wait_s) if collect and not dry_run else None
+        place = wire_path(os.fsencode(store.directory))
+    answer = {"store": place, "dry_run": dry_run, "workspaces": found, "freed": freed}
+    app.emit(answer, lambda answer: _show(answer, freed))
+
+
+# -- a running workspace --------------------------------------------------------------------------
+def _prune_running(app: App, policy: Policy, *, dry_run: bool) -> None:
+    record = app.record()
+    spec = BackendSpec.split(record.backend)
+    if spec.kind not in ("memory", "overlay"):
+        key = os.fsdecode(from_wire_path(workspace_key(record.backend)))
+        advice = f"name it as `vfsd store list` does, without -w: vfsd prune ... {key}"
+        raise OSError(errno.EOPNOTSUPP, f"the snapshots of {record.name} are in the store: {advice}")
+    listed: SnapshotsResult = app.call(app.requests.snapshots(changes=False))
+    infos = [_info(each, serial) for serial, each in enumerate(listed.snapshots)]
+    needed = {each.name: each.needed for each in listed.snapshots if each.needed}
+    workspace = _judged(record.name, policy, infos, needed, time.time_ns())
+    if workspace["remove"] and not dry_run:
+        app.call(app.requests.drop_unneeded({each["name"]: each["created_at"] for each in workspace["remove"]}))
+    app.emit({"store": None, "dry_run": dry_run, "workspaces": [workspace], "freed": None}, _show)
+
+
+def _info(record: SnapshotRecord, serial: int) -> SnapshotInfo:
+    created_us = round(datetime.fromisoformat(record.created_at).timestamp() * 1e6)
+    return SnapshotInfo(
+        record.name, serial, created_us * 1000, record.files, record.directories, record.size_bytes, record.tag,
+        record.kind,
+    )  # fmt: skip
+
+
+# -- both -----------------------------------------------------------------------------------------
+def _judged(
+    workspace: str, policy: Policy, infos: Sequence[SnapshotInfo], needed: Mapping[str, str], now_ns: int
+) -> dict[str, Any]:
+    """Return what the answer says of one workspace: what is kept, with the reasons, and what is removed."""
+    # Newest first: `judge` keeps this order for snapshots with the same time.
+    judged = judge(
+        policy,
+        [Candidate(info.name, info.created_ns, info.tag) for info in reversed(infos) if info.kind != "safety"],
+        now_ns,
+    )
+    reasons = {verdict.name: verdict.reasons for verdict in judged}
+    keep, remove = [], []
+    for info in reversed(infos):
+        why = [_SAFETY] if info.kind == "safety" else list(reasons[info.name])
+        if info.name in needed:
+            why.append(needed[info.name])
+        created_at = datetime.fromtimestamp(info.created_ns / 1e9, UTC).isoformat(timespec="milliseconds")
+        shown = {"name": info.name, "created_at": created_at, "kind": info.kind, "tag": info.tag}
+        if why:
+            keep.append({**shown, "reasons": why})
+        else:
+            remove.append(shown)
+    return {"workspace": workspace, "keep": keep, "remove": remove}
+
+
+def _show(answer: dict[str, Any], freed: GarbageReport | None = None) -> None:
+    workspaces, dry_run = answer["workspaces"], answer["dry_run"]
+    verb = "would remove" if dry_run else "removed"
+    on_terminal = output.on_terminal()
+    rows = []
+    for workspace in workspaces:
+        name = output.show_path(workspace["workspace"])
+        group = [("keep", each) for each in workspace["keep"]]
+        group += [("remove" if dry_run else "removed", each) for each in workspace["remove"]]
+        shown = [
+            (action, each["name"], each["created_at"], each["tag"], ", ".join(each.get("reasons", ())))
+            for action, each in group
+        ]
+        if on_terminal:
+            output.say(click.style(name, bold=True))
+            output.table(_NARROW, [tuple(cell or "" for cell in row) for row in shown], empty="")
+            output.say("")
+        rows += [(workspace["workspace"], *row) for row in shown]
+    if not rows:
+        output.note("no snapshots; nothing was removed")
+        return
+    if not on_terminal:
+        output.table(_COLUMNS, rows, empty="")
+    removed = sum(len(workspace["remove"]) for workspace in workspaces)
+    kept = sum(len(workspace["keep"]) for workspace in workspaces)
+    tail = ""
+    if removed and not dry_run and answer["store"] is not None and freed is None:
+        tail = "; `vfsd store gc` frees their disk space"
+    output.note(f"{verb} {counted(removed, 'snapshot')}, {'would keep' if dry_run else 'kept'} {kept:,}{tail}")
+    if freed is not None:
+        show_gc(freed)
