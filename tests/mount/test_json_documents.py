@@ -78,6 +78,8 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
     key = f"host:{workdir / 'kept'}"
     (workdir / "kept").mkdir()
     Store(workdir / "store").take(key, "s", DirectorySource(workdir / "kept"))
+    words = ("prune", "--json", "--store", str(workdir / "store"), "--keep-last", "1")
+    answers["prune"] = json.loads(succeeded(vfsd(*words)))
     for command, *rest in (("list",), ("check",), ("gc",), ("drop", key, "s")):
         words = ("store", command, "--json", "--store", str(workdir / "store"), *rest)
         answers[f"store {command}"] = json.loads(succeeded(vfsd(*words)))
