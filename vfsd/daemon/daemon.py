@@ -30,6 +30,7 @@ import vfsd
 from protocol.linux.regular_file import open_regular
 from protocol.volume_extensions import journaled, snapshotable
 from vfsd.daemon import preload
+from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.compaction import Compaction
 from vfsd.daemon.control.methods import Methods, Start
@@ -64,11 +65,17 @@ _LOST: Final = "the content and the snapshots of that workspace are lost"
 
 
 async def run_daemon(
-    options: MountOptions, *, ready: Callable[[Ready], None], started_by: str, origin: Origin | None = None
+    options: MountOptions,
+    *,
+    ready: Callable[[Ready], None],
+    started_by: str,
+    starter: int = 0,
+    origin: Origin | None = None,
 ) -> None:
     """Mount a workspace and serve it until it is unmounted; call `ready` when the mount answers.
 
-    `started_by` is what `vfsd status` says.  `origin`: what a fork starts with; else the backend is opened.
+    `started_by` is what `vfsd status` says, `starter` the id of the process that started this one.
+    `origin`: what a fork starts with; else the backend is opened.
 
     If the start fails, everything is undone: OSError, ArchiveError, ValueError, or a group of them.
     """
@@ -96,6 +103,7 @@ async def run_daemon(
     )
     replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
+        audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
         with _alone():
             recovered = _recover(options) or recovered
             if origin is not None:
@@ -104,7 +112,8 @@ async def run_daemon(
     except BaseException:
         backend.close()  # removes a container that was created for the workspace
         raise
-    daemon = _Daemon(options, engine, backend, replay, started_by, origin)
+    audit.observe(engine)
+    daemon = _Daemon(options, engine, backend, replay, started_by, origin, audit, starter)
     try:
         await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
     finally:
@@ -114,6 +123,7 @@ async def run_daemon(
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(engine.unmount)
         backend.close()
+        audit.close()
 
 
 class _Daemon:
@@ -127,8 +137,12 @@ class _Daemon:
         replay: Replay,
         started_by: str,
         origin: Origin | None,
+        audit: Audit,
+        starter: int,
     ) -> None:
+        self._run_fork = functools.partial(run_daemon, starter=starter)
         self._options = options
+        self._audit = audit
         self._started_by = started_by
         self._origin = origin
         self._engine = engine
@@ -172,13 +186,16 @@ class _Daemon:
                 snapshots = open_snapshots(mounted, self._backend.stored, history, merges)
                 self._commands = commands = choose_commands(options, self._backend.container, snapshots)
                 start = Start(started_at, self._started_by, self._origin)
-                forks = Forks(options, self._backend, engine.name, nursery, run_daemon, self._origin)
-                methods = Methods(mounted, snapshots, options.workspace, start, commands, forks, self._imported.wait)
+                forks = Forks(options, self._backend, engine.name, nursery, self._run_fork, self._origin)
+                methods = Methods(
+                    mounted, snapshots, options.workspace, start, commands, forks, self._imported.wait, self._audit
+                )
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
                 compaction = Compaction.of(mounted)
                 nursery.start_soon(self._tidy)
+                nursery.start_soon(self._audit.attend)
                 if compaction is not None:
                     nursery.start_soon(compaction.attend)
                 nursery.start_soon(self._serve, methods, nursery)
@@ -314,6 +331,7 @@ class _Daemon:
         while True:
             await trio.sleep(_TIDY_S)
             self._backend.tidy()
+            self._audit.tidy()
             await memory.check()
 
     async def _feed_watchdog(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from protocol.types import ChangeCounts as ChangeCounts  # noqa: PLC0414 (part of several messages)
+from vfsd.wire.audit_messages import AUDIT_METHODS
 from vfsd.wire.base import ChangeRecord as ChangeRecord  # noqa: PLC0414 (here and below: part of several messages)
 from vfsd.wire.base import Empty as Empty  # noqa: PLC0414
 from vfsd.wire.base import ExpiredRecord as ExpiredRecord  # noqa: PLC0414
@@ -56,6 +57,8 @@ LONG_METHODS: Final = frozenset(
         "fs.glob",
         "fs.grep",
         "fs.exec",
+        "log",
+        "watch",
     }
 )
 
@@ -553,6 +556,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "fork": (ForkParams, ForkResult),
     # Runs the volume's check_invariants, for tests and bug reports.
     "check": (Empty, Empty),
+    **AUDIT_METHODS,
     **MERGE_METHODS,
     **FS_METHODS,
     **EXEC_METHODS,

@@ -116,6 +116,13 @@ class LogOptions(Value):
     log_format: Literal["text", "json", "journal"] = "text"
 
 
+class AuditOptions(Value):
+    """Whether the daemon logs who changes what, and the absolute path of a file that keeps all of the log."""
+
+    audit: bool = True
+    audit_file: str | None = None
+
+
 class MountOptions(Value):
     """All options of one mount."""
 
@@ -127,6 +134,7 @@ class MountOptions(Value):
     commands: CommandOptions = msgspec.field(default_factory=CommandOptions)
     container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)
+    audit: AuditOptions = msgspec.field(default_factory=AuditOptions)
 
     @classmethod
     def of(cls, mountpoint: str, name: str, **values: Any) -> MountOptions:
@@ -171,6 +179,7 @@ _GROUPS: Final[Mapping[str, type[Value]]] = {
     "commands": CommandOptions,
     "container": ContainerOptions,
     "log": LogOptions,
+    "audit": AuditOptions,
 }
 
 

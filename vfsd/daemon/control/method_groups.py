@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vfsd.daemon.audit.service import Audit
+from vfsd.daemon.control.audit_methods import AuditMethods
 from vfsd.daemon.control.call_context import Handler
 from vfsd.daemon.control.compact_method import compact_method
 from vfsd.daemon.control.exec_methods import ExecMethods
@@ -36,6 +38,7 @@ class MethodGroups:
         options: WorkspaceOptions,
         commands: Commands,
         forks: Forks,
+        audit: Audit,
     ) -> None:
         self._unmount = UnmountMethods(mounted, options, commands, forks)
         source = MergeSource(mounted, snapshots, options, forks)
@@ -49,6 +52,7 @@ class MethodGroups:
             **TreeMethods(mounted, snapshots, options, forks.base, others).handlers(),
             **source.handlers(),
             **MergeMethods(mounted, source, options, others).handlers(),
+            **AuditMethods(audit, snapshots).handlers(),
             **FsMethods(mounted, options, commands).handlers(),
             **ExecMethods(commands).handlers(),
         }

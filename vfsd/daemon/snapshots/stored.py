@@ -286,7 +286,7 @@ class StoreSnapshots:
         finally:
             # Even if the restore failed or was cancelled: some files may have changed.
             with trio.CancelScope(shield=True):
-                await self._mounted.invalidate(await update.finish())
+                await self._mounted.invalidate(await update.finish(), [change.path for change in update.changes])
         return await self._outcome(name, step, done)
 
     async def _outcome(self, name: str, step: Step, done: RestoredChanges) -> Outcome:
