@@ -1,1 +1,0 @@
-"""The audit log: which process changed what in the workspace, and when."""
