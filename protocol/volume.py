@@ -47,6 +47,7 @@ __all__ = [
     "ContentPiecesVolume",
     "DirectoryEntry",
     "FlushingVolume",
+    "NamedVolume",
     "PlainAttributes",
     "PlainEntriesVolume",
     "PlainEntry",
@@ -186,6 +187,7 @@ class VolumeCapabilities(Value):
     acls: bool = False  # stores POSIX ACLs and applies them, and the umask, to modes and to new entries
     flush: bool = False  # FlushingVolume: wants a request for each close(2)
     durable: bool = True  # fsync has something to do; without, an engine need not forward it
+    paths: bool = False  # NamedVolume: tells a path of an inode
     # Shortcuts for engines, each of which avoids work in the most frequent requests.
     content_pieces: bool = False  # ContentPiecesVolume
     quiet_lookups: bool = False  # QuietLookupsVolume
@@ -328,6 +330,18 @@ class FlushingVolume(Volume, Protocol):
 
     def flush(self, inode: int) -> Answer[None]:
         """Handle the close(2) of a descriptor of `inode`; close(2) fails with the error that this raises."""
+        ...
+
+
+@runtime_checkable
+class NamedVolume(Volume, Protocol):
+    """A volume that can tell a path of an inode (capability `paths`)."""
+
+    def path_of(self, inode: int) -> bytes | None:
+        """Return a path of `inode` relative to the root (b"" is the root), or None if no name of it is known.
+
+        For an inode with several names it is one of them.  Adds no lookup.
+        """
         ...
 
 

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from typing import Any, Final
 
     from vfsd.client.async_workspace import AsyncWorkspace as AsyncWorkspace
+    from vfsd.client.log_results import LoggedChange as LoggedChange
+    from vfsd.client.log_results import LoggedProcess as LoggedProcess
+    from vfsd.client.log_results import Missed as Missed
     from vfsd.client.results import Applied as Applied
     from vfsd.client.results import Change as Change
     from vfsd.client.results import Conflict as Conflict
@@ -44,6 +47,7 @@ _MODULES: Final = {
         "Status",
         "Unmounted",
     ),
+    "vfsd.client.log_results": ("LoggedChange", "LoggedProcess", "Missed"),
     "vfsd.client.async_workspace": ("AsyncWorkspace",),
     "vfsd.client.workspace": ("Workspace",),
 }

@@ -38,6 +38,7 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
         ("snapshots",),
         ("diff",),
         ("diff --patch",),
+        ("log",),
         ("export", archive),
         ("restore", "s"),
         ("import", archive),

@@ -53,6 +53,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "drop": ("snapshots", "Delete snapshots."),
     "prune": ("prune", "Remove the snapshots that no rule keeps."),
     "restore": ("snapshots", "Restore the workspace, or some paths, from a snapshot or archive."),
+    "log": ("log", "Show which program changed what, and when."),
     "diff": ("diff", "Show what changed between two snapshots, or since one."),
     "export": ("archive", "Write the workspace, or a snapshot, as a ZIP archive."),
     "import": ("archive", "Add the content of a ZIP archive to the workspace."),
@@ -75,7 +76,7 @@ _ALIASES: Final = {"umount": "unmount", "ls": "list", "rm": "drop"}
 _GROUPS: Final = {
     "Workspaces": ("mount", "unmount", "list", "status", "compact", "persisted"),
     "Forks": ("fork", "merge", "adopt"),
-    "Snapshots": ("snapshot", "snapshots", "drop", "prune", "restore", "diff", "store"),
+    "Snapshots": ("snapshot", "snapshots", "drop", "prune", "restore", "diff", "log", "store"),
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),
     "Commands": ("exec", "run"),

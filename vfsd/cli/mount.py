@@ -246,6 +246,21 @@ _option = functools.partial(click.option, cls=_MountOption)
 )
 @_option("--foreground", is_flag=True, help="Run the daemon in the foreground, and log to standard error.")
 @_option(
+    "--audit",
+    "audit_file",
+    metavar="FILE.jsonl",
+    type=click.Path(dir_okay=False),
+    help="Keep the log of all changes in this file, one JSON object per line.  Without it `vfsd log` shows the newest"
+    " changes, which the daemon keeps in memory.",
+)
+@_option(
+    "--no-audit",
+    "audit",
+    flag_value=False,
+    default=True,
+    help="Do not log which process changes what.",
+)
+@_option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import inspect
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final, TypeVar
 
 import anyio
@@ -69,6 +69,19 @@ class AsyncControlClient:
         """As `ControlClient.call`; awaits a callback that returns an awaitable."""
         answer, _ = await self._call(method, params, on_progress, on_output)
         return answer
+
+    async def stream(self, call: RemoteCall[Any]) -> AsyncGenerator[bytes]:
+        """As `ControlClient.stream`."""
+        pieces: list[bytes] = []
+        exchange = Exchange(0, call.method, call.params, None, pieces.append)
+        with await self._connected() as sock:
+            conversation = _Conversation(sock, exchange, self._timeout_s, self._path)
+            await conversation.send(exchange.request)
+            while not exchange.done:
+                await conversation.receive_line()
+                for piece in pieces:
+                    yield piece
+                pieces.clear()
 
     async def _call(
         self,
@@ -161,13 +174,17 @@ class _Conversation:
     async def receive_answer(self) -> None:
         """Receive until the exchange is done."""
         while not self.exchange.done:
-            line = await self._next_line()
-            if len(line) < _LARGE_BYTES:
-                answered = self.exchange.take(line)
-            else:
-                answered = await anyio.to_thread.run_sync(self.exchange.take, line)
-            if inspect.isawaitable(answered):
-                await answered
+            await self.receive_line()
+
+    async def receive_line(self) -> None:
+        """Receive one message, and interpret it."""
+        line = await self._next_line()
+        if len(line) < _LARGE_BYTES:
+            answered = self.exchange.take(line)
+        else:
+            answered = await anyio.to_thread.run_sync(self.exchange.take, line)
+        if inspect.isawaitable(answered):
+            await answered
 
     async def _next_line(self) -> bytes:
         while (line := self._lines.next_line()) is None:

@@ -21,9 +21,9 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from types import TracebackType
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
 
 import anyio
 
@@ -47,6 +47,12 @@ from vfsd.client.workspace import (
 )
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire.handshake import Ready
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from vfsd.client.log_results import LoggedChange, Missed
+    from vfsd.client.paths import UserPath
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -208,7 +214,38 @@ class AsyncWorkspace(WorkspaceBase):
     patch = _awaitable(Requests.patch)
     export = _awaitable(Requests.export)
     import_archive = _awaitable(Requests.import_archive)
+    log = _awaitable(Requests.log)
     status = _awaitable(Requests.status)
+
+    @contextlib.asynccontextmanager
+    async def follow(
+        self, *paths: UserPath, since: str | datetime | None = None, by: int | str | None = None
+    ) -> AsyncGenerator[AsyncIterator[LoggedChange | Missed]]:
+        """As `Workspace.follow`, for `async with` and `async for`."""
+        from vfsd.client.log_results import WatchedLines, watched_changes  # noqa: PLC0415 start-up: few programs follow
+
+        request = await abandon(lambda: self._requests.watch(paths, since, by))  # resolves absolute paths
+        async with contextlib.aclosing(self._client.stream(request)) as lines:
+            await anext(lines)  # the watch has begun
+
+            async def changes() -> AsyncGenerator[LoggedChange | Missed]:
+                whole = WatchedLines()
+                async for piece in lines:
+                    for change in watched_changes([piece], whole):
+                        yield change
+
+            async with contextlib.aclosing(changes()) as found:
+                yield found
+
+    @contextlib.asynccontextmanager
+    async def label(self, label: str) -> AsyncGenerator[None]:
+        """As `Workspace.label`, for `async with`.  It applies to the whole process, so to its other tasks as well."""
+        await self._client.run(self._requests.label(label))
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._client.run(self._requests.label(None))
 
     async def unmount(self, *, lazy: bool = False) -> Unmounted:
         """As `Workspace.unmount`."""

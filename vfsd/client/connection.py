@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
@@ -291,6 +291,24 @@ class ControlClient:
         """Send `call` and return its converted answer.  Errors as for `call`."""
         answer = self.call(call.method, call.params, on_progress=call.on_progress, on_output=call.on_output)
         return call.result(answer)
+
+    def stream(self, call: RemoteCall[Any]) -> Generator[bytes]:
+        """Send `call` and yield its output as it arrives, until it is answered.  Errors as for `call`.
+
+        Closing the iterator closes the connection, so the daemon cancels the call.
+        """
+        pieces: list[bytes] = []
+        self._last_id += 1
+        exchange = Exchange(self._last_id, call.method, call.params, None, pieces.append)
+        try:
+            sock = self._connected()
+            self._send(sock, exchange)
+            while not exchange.done:
+                exchange.take(self._next_line(sock, exchange))
+                yield from pieces
+                pieces.clear()
+        finally:
+            self.close()
 
     def cancel(self) -> None:
         """Ask the daemon to stop the running call.

@@ -67,12 +67,12 @@ def _absolute_backend(spec: BackendSpec, mountpoint: str) -> BackendSpec:
     return replace(spec, argument=_host_directory(spec.argument, mountpoint)) if spec.is_path else spec
 
 
-def _check_journal_dir(directory: str | None, mountpoint: str) -> None:
-    """Raise OptionError for a directory of the journal that the mount would hide."""
-    if directory is not None:
+def _check_outside(name: str, path: str | None, mountpoint: str) -> None:
+    """Raise OptionError if `path`, the value of the option `name`, is in the directory that the mount covers."""
+    if path is not None:
         real = os.path.realpath(mountpoint)
-        if os.path.commonpath((real, os.path.realpath(directory))) == real:
-            raise OptionError("{journal_dir} is inside the mountpoint: {path}", path=directory)
+        if os.path.commonpath((real, os.path.realpath(path))) == real:
+            raise OptionError(f"{{{name}}} is inside the mountpoint: {{path}}", path=path)
 
 
 def _check_patterns(name: str, patterns: tuple[str, ...]) -> None:
@@ -118,6 +118,8 @@ class MountArguments(TypedDict, total=False):
     memory_bytes: int | None
     log_level: Literal["debug", "info", "warning", "error"]
     log_format: Literal["text", "json", "journal"]
+    audit: bool
+    audit_file: FilePath | None
 
 
 def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Unpack[MountArguments]) -> MountOptions:
@@ -134,14 +136,15 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
     given: dict[str, Any] = dict(arguments)
     if given.get("name") is None:
         given["name"] = unique_name(path)
-    for name in ("archive", "store", "journal_dir"):
+    for name in ("archive", "store", "journal_dir", "audit_file"):
         if given.get(name) is not None:
             if not os.fspath(given[name]):
                 raise OptionError(f"{{{name}}} is an empty string")
             given[name] = os.path.abspath(given[name])
     if given.get("store") is not None and os.path.exists(given["store"]) and not os.path.isdir(given["store"]):
         raise OptionError("{store} is not a directory: {path}", path=given["store"])
-    _check_journal_dir(given.get("journal_dir"), path)
+    for name in ("journal_dir", "audit_file"):
+        _check_outside(name, given.get(name), path)
     for name in ("include", "exclude"):
         given[name] = tuple(given.get(name, ()))
         _check_patterns(name, given[name])

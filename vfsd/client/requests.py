@@ -9,16 +9,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar, overload
 
 import msgspec
 
 from vfsd.client.paths import UserPath, wire_paths
-from vfsd.wire import merge_messages, messages
+from vfsd.wire import audit_messages, merge_messages, messages
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.base import Peer
 
 if TYPE_CHECKING:
+    from vfsd.client.log_results import LoggedChange
     from vfsd.client.results import (
         Applied,
         Diff,
@@ -114,18 +116,17 @@ class Requests:
             lambda answer: [to_snapshot(record) for record in answer.snapshots],
         )
 
-    def drop(self, name: str, *others: str, force: bool = False) -> RemoteCall[None]:
+    def drop(self, name: str, *others: str) -> RemoteCall[None]:
         """Delete snapshots: all of the named ones or, if one does not exist (FileNotFoundError), none.
 
-        OSError(EBUSY) if one of them is the base of a merge with a running workspace, such as a fork that was made from
-        it; `force` drops it nevertheless.  An export or diff that is reading a snapshot completes.
+        An export or diff that is reading a snapshot completes.
         """
-        return RemoteCall("drop", messages.DropParams(name=name, also=list(others), force=force), lambda _: None)
+        return RemoteCall("drop", messages.DropParams(name=name, also=list(others)), lambda _: None)
 
     def drop_unneeded(self, created_at: Mapping[str, str]) -> RemoteCall[None]:
         """Delete the snapshots with these names and times, or none: see `messages.DropParams`.  At least one."""
         name, *others = created_at
-        return RemoteCall("drop", messages.DropParams(name, others, created_at=dict(created_at)), lambda _: None)
+        return RemoteCall("drop", messages.DropParams(name, others, dict(created_at)), lambda _: None)
 
     def restore(
         self,
@@ -325,6 +326,53 @@ class Requests:
         OSError (EINVAL) says why an archive was rejected.  `undo` takes the import back.
         """
         return RemoteCall("import", messages.ImportParams(path=_absolute(path)), _to("Imported"), on_progress)
+
+    # -- the log --------------------------------------------------------------------------------------
+    def log(
+        self, *paths: UserPath, since: str | datetime | None = None, by: int | str | None = None
+    ) -> RemoteCall[list[LoggedChange]]:
+        """Return the changes that the log holds, the oldest first.
+
+        `paths`: only changes of these paths and below them.  `since`: the name of a snapshot, or an aware time.  `by`:
+        the id of a process or the name of a program; changes by what it started count.  FileNotFoundError if there is
+        no such snapshot; OSError (EOPNOTSUPP) if the workspace keeps no log.
+        """
+        pieces: list[bytes] = []
+
+        def changes(_: Any) -> list[LoggedChange]:
+            # Start-up: the command line does not need these classes.
+            from vfsd.client.log_results import logged_changes  # noqa: PLC0415
+
+            return logged_changes(b"".join(pieces))
+
+        params = audit_messages.LogParams(**self.selected_changes(paths, since, by))
+        return RemoteCall("log", params, changes, on_output=pieces.append)
+
+    def watch(
+        self, paths: Iterable[UserPath] = (), since: str | datetime | None = None, by: int | str | None = None
+    ) -> RemoteCall[None]:
+        """Send the changes from now on, or with `since` from then on, as output, until the call is cancelled."""
+        return RemoteCall("watch", audit_messages.WatchParams(**self.selected_changes(paths, since, by)))
+
+    def selected_changes(
+        self, paths: Iterable[UserPath], since: str | datetime | None, by: int | str | None
+    ) -> dict[str, Any]:
+        """The parameters that `log` and `watch` have in common.  ValueError for a time without a time zone."""
+        since_ns = None
+        if isinstance(since, datetime):
+            if since.tzinfo is None:
+                raise ValueError("since needs a time zone: datetime.now(UTC), for example")
+            since_ns = int(since.timestamp() * 1e9)
+        return {
+            "paths": self._paths(paths),
+            "since": since if isinstance(since, str) else None,
+            "since_ns": since_ns,
+            "by": None if by is None else str(by),
+        }
+
+    def label(self, label: str | None, pid: int | None = None) -> RemoteCall[None]:
+        """Give process `pid` (None: this one) a label in the log, which what it starts from now on inherits."""
+        return RemoteCall("label", audit_messages.LabelParams(label=label, pid=pid))
 
     # -- the workspace itself ---------------------------------------------------------------------
     def status(self) -> RemoteCall[Status]:

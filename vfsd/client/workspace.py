@@ -26,7 +26,7 @@ import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
 
@@ -44,8 +44,12 @@ from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from protocol.filesystem import Filesystem
     from vfsd.client.filesystem import WorkspaceFilesystem
+    from vfsd.client.log_results import LoggedChange, Missed
+    from vfsd.client.paths import UserPath
     from vfsd.kernel.in_process import MountedFilesystem
 
 P = ParamSpec("P")
@@ -273,11 +277,9 @@ class Workspace(WorkspaceBase):
         the snapshots of this one, a daemon of its own, and `name` (None: made from `path`).  A missing directory `path`
         is made; its parent must exist.  The end of a `with` block unmounts the fork.
 
-        A fork of a directory or a container is an overlay in memory over a snapshot in the store: see docs/forks.md.
-
-        OSError: EOPNOTSUPP for a memory or overlay workspace whose engine is not native; ENOMEM; FileExistsError or
-        OSError(EBUSY, ENOTEMPTY, ...) if nothing can be mounted at `path`.  FileNotFoundError if there is no such
-        snapshot.
+        OSError: EOPNOTSUPP if the backend is neither memory nor an overlay, or the engine is not native; ENOMEM;
+        FileExistsError or OSError(EBUSY, ENOTEMPTY, ...) if nothing can be mounted at `path`.  FileNotFoundError if
+        there is no such snapshot.
         """
         with fork_target(path, name) as (chosen, mountpoint):
             ready = self._run(self._requests.fork(chosen, mountpoint, snapshot))
@@ -297,7 +299,39 @@ class Workspace(WorkspaceBase):
     patch = _blocking(Requests.patch)
     export = _blocking(Requests.export)
     import_archive = _blocking(Requests.import_archive)
+    log = _blocking(Requests.log)
     status = _blocking(Requests.status)
+
+    @contextlib.contextmanager
+    def follow(
+        self, *paths: UserPath, since: str | datetime | None = None, by: int | str | None = None
+    ) -> Generator[Iterator[LoggedChange | Missed]]:
+        """Return a context manager for an iterator over the changes from now on, or with `since` from then on.
+
+        The arguments are those of `log`.  The iterator waits for the next change; ConnectionError when the workspace is
+        unmounted.  A write is yielded when no further write to the file has followed for a second or two.  Instead of
+        changes that this program reads too slowly, it yields `Missed`.
+        """
+        # Start-up: few programs follow.
+        from vfsd.client.log_results import watched_changes  # noqa: PLC0415
+
+        client = ControlClient(self._daemon.socket)
+        with contextlib.closing(client.stream(self._requests.watch(paths, since, by))) as lines:
+            next(lines)  # the watch has begun
+            yield watched_changes(lines)
+
+    @contextlib.contextmanager
+    def label(self, label: str) -> Generator[None]:
+        """Return a context manager: in its block, changes in the log have `label`.
+
+        It applies to changes by this process and by what it starts in the block, which keeps it.  `label` has at most
+        200 characters.  A block inside another one replaces its label, and removes it at the end.
+        """
+        self._run(self._requests.label(label))
+        try:
+            yield
+        finally:
+            self._run(self._requests.label(None))
 
     def unmount(self, *, lazy: bool = False) -> Unmounted:
         """Unmount the workspace and wait until its daemon has exited.

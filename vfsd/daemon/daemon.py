@@ -30,6 +30,7 @@ import vfsd
 from protocol.linux.regular_file import open_regular
 from protocol.volume_extensions import journaled, snapshotable
 from vfsd.daemon import preload
+from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.compaction import Compaction
 from vfsd.daemon.control.methods import Methods, Start
@@ -37,7 +38,6 @@ from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
 from vfsd.daemon.forks import Forks, Origin
 from vfsd.daemon.memory_trim import MemoryTrim
-from vfsd.daemon.merging.records import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
@@ -65,11 +65,17 @@ _LOST: Final = "the content and the snapshots of that workspace are lost"
 
 
 async def run_daemon(
-    options: MountOptions, *, ready: Callable[[Ready], None], started_by: str, origin: Origin | None = None
+    options: MountOptions,
+    *,
+    ready: Callable[[Ready], None],
+    started_by: str,
+    starter: int = 0,
+    origin: Origin | None = None,
 ) -> None:
     """Mount a workspace and serve it until it is unmounted; call `ready` when the mount answers.
 
-    `started_by` is what `vfsd status` says.  `origin`: what a fork starts with; else the backend is opened.
+    `started_by` is what `vfsd status` says, `starter` the id of the process that started this one.
+    `origin`: what a fork starts with; else the backend is opened.
 
     If the start fails, everything is undone: OSError, ArchiveError, ValueError, or a group of them.
     """
@@ -78,11 +84,6 @@ async def run_daemon(
     recovered = await trio.to_thread.run_sync(_recover, options) if origin is None else None
     if origin is None:
         backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
-        if options.origin is not None:
-            # Start-up: few mounts are forks.
-            from vfsd.daemon.stored_forks import opened_origin  # noqa: PLC0415
-
-            origin = opened_origin(options.origin, backend)
     else:
         backend = origin.backend
         volume = snapshotable(backend.volume)
@@ -102,15 +103,17 @@ async def run_daemon(
     )
     replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
+        audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
         with _alone():
             recovered = _recover(options) or recovered
-            if origin is not None and origin.family is not None:
+            if origin is not None:
                 origin.family.join()
             engine = mount_engine(options.kernel.engine, backend.volume, settings, replay)
     except BaseException:
         backend.close()  # removes a container that was created for the workspace
         raise
-    daemon = _Daemon(options, engine, backend, replay, started_by, origin)
+    audit.observe(engine)
+    daemon = _Daemon(options, engine, backend, replay, started_by, origin, audit, starter)
     try:
         await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
     finally:
@@ -120,11 +123,7 @@ async def run_daemon(
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(engine.unmount)
         backend.close()
-        if options.origin is not None:
-            from vfsd.daemon.stored_forks import drop_base  # noqa: PLC0415 (as above)
-
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(drop_base, options)
+        audit.close()
 
 
 class _Daemon:
@@ -138,8 +137,12 @@ class _Daemon:
         replay: Replay,
         started_by: str,
         origin: Origin | None,
+        audit: Audit,
+        starter: int,
     ) -> None:
+        self._run_fork = functools.partial(run_daemon, starter=starter)
         self._options = options
+        self._audit = audit
         self._started_by = started_by
         self._origin = origin
         self._engine = engine
@@ -183,22 +186,23 @@ class _Daemon:
                 snapshots = open_snapshots(mounted, self._backend.stored, history, merges)
                 self._commands = commands = choose_commands(options, self._backend.container, snapshots)
                 start = Start(started_at, self._started_by, self._origin)
-                forks = Forks(options, self._backend, engine.name, nursery, run_daemon, self._origin)
-                if snapshots is not None:
-                    snapshots.needed_by_others = forks.needed
-                methods = Methods(mounted, snapshots, options.workspace, start, commands, forks, self._imported.wait)
+                forks = Forks(options, self._backend, engine.name, nursery, self._run_fork, self._origin)
+                methods = Methods(
+                    mounted, snapshots, options.workspace, start, commands, forks, self._imported.wait, self._audit
+                )
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
                 compaction = Compaction.of(mounted)
                 nursery.start_soon(self._tidy)
+                nursery.start_soon(self._audit.attend)
                 if compaction is not None:
                     nursery.start_soon(compaction.attend)
                 nursery.start_soon(self._serve, methods, nursery)
                 # Waits for an answer of the loop, which serves already.
                 await trio.to_thread.run_sync(os.stat, options.workspace.mountpoint, abandon_on_cancel=True)
                 await nursery.start(commands.attend)
-                record = self._record(socket, started_at, forks)
+                record = self._record(socket, started_at)
                 runtime.write_record(record)
                 # Raises if the starter is gone.  An error up to here undoes the mount; a later one is a crash.
                 ready(
@@ -216,8 +220,6 @@ class _Daemon:
                 for warning in self._engine.warnings:
                     _logger.warning("%s", warning, extra={"operation": "mount"})
                 nursery.start_soon(self._import_rest)
-                if self._backend.stored is not None and snapshots is not None:
-                    nursery.start_soon(snapshots.drop_unused_bases)  # of forks that were killed
                 self._notifier.ready(f"serving {options.workspace.mountpoint}")
                 _logger.info(
                     "mounted, served by the %s engine", self._engine.name,
@@ -250,7 +252,7 @@ class _Daemon:
                 await trio.sleep(_ANSWER_POLL_S)
         nursery.cancel_scope.cancel()
 
-    def _record(self, socket: str, started_at: str, forks: Forks) -> WorkspaceRecord:
+    def _record(self, socket: str, started_at: str) -> WorkspaceRecord:
         pid = os.getpid()
         journal = journaled(self._backend.volume)
         return WorkspaceRecord(
@@ -264,8 +266,6 @@ class _Daemon:
             socket=socket,
             forked_from=None if self._origin is None else self._origin.source,
             journal=None if journal is None else journal.journal_status().directory,
-            instance=forks.instance,
-            ancestors=tuple(map(ancestor_record, forks.ancestors)),
         )
 
     # -- the end -------------------------------------------------------------------------------
@@ -331,6 +331,7 @@ class _Daemon:
         while True:
             await trio.sleep(_TIDY_S)
             self._backend.tidy()
+            self._audit.tidy()
             await memory.check()
 
     async def _feed_watchdog(self) -> None:

@@ -27,7 +27,7 @@ def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None =
     from vfsd.daemon.daemon import run_daemon  # noqa: PLC0415 (a test runs this module without an engine)
 
     started_by = "systemd" if os.environ.get("NOTIFY_SOCKET") else "vfsd mount --foreground"
-    run(options, ready or (lambda _: None), functools.partial(run_daemon, started_by=started_by))
+    run(options, ready or (lambda _: None), functools.partial(run_daemon, started_by=started_by, starter=os.getppid()))
 
 
 def main(arguments: list[str], run_daemon: RunDaemon) -> int:
@@ -43,4 +43,4 @@ if __name__ == "__main__":
 
     *_, why = sys.argv
     started_by = f"a new interpreter: {why}" if why else "a new interpreter"
-    sys.exit(main(sys.argv[1:], functools.partial(run_daemon, started_by=started_by)))
+    sys.exit(main(sys.argv[1:], functools.partial(run_daemon, started_by=started_by, starter=os.getppid())))

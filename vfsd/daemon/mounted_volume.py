@@ -26,6 +26,8 @@ import trio
 from protocol.linux.syscalls import syncfs
 from protocol.volume import Volume
 from protocol.volume_extensions import CacheInvalidation, OverlaidVolume, overlaid, snapshotable
+from vfsd.daemon.audit import calls
+from vfsd.daemon.audit.log import changed_paths
 from vfsd.kernel.engines.base import Engine, PruningEngine
 from vfsd.kernel.inotify import FileState, Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches, known_inodes, split_moved_directories
@@ -130,12 +132,15 @@ class MountedVolume:
             level = logging.INFO if error.errno == errno.ENOSPC else logging.WARNING
             log_failure(_logger, "syncfs", error, path=self.mountpoint, level=level)
 
-    async def invalidate(self, invalidation: CacheInvalidation) -> None:
+    async def invalidate(self, invalidation: CacheInvalidation, changed: Sequence[bytes] | None = None) -> None:
         """Return when no program can see the state before the change; inotify events follow in the background.
+
+        `changed`: the paths that were changed, for the log; None if `invalidation` has all of them.
 
         The change is committed and the answer must say so, so this raises nothing but Cancelled, and only after the
         invalidation, which only the daemon's end interrupts.  A step that fails is logged, and the next ones are done.
         """
+        calls.record(changed_paths(invalidation) if changed is None else changed)
         # Computed now: by the end of the invalidation, programs may have removed some of these inodes.
         open_paths = self._open_paths(invalidation)
         files = self._known_files(invalidation)

@@ -120,6 +120,8 @@ def check_options(options: MountOptions) -> None:
             raise OptionError(template, kind=values["backend"].form, why=scope.why)
     if values["cache"] == "writeback" and values["engine"] not in {"auto", "native"}:
         raise OptionError("{cache} writeback needs {engine} native, not {value}", value=values["engine"])
+    if values["audit_file"] is not None and not values["audit"]:
+        raise OptionError("{audit_file} and {audit} exclude each other: without the log there is nothing to keep")
     if values["sandbox"] is not None and values["exec_on_host"]:
         raise OptionError(
             "{sandbox} and {exec_on_host} exclude each other: commands run in a container or on this host"

@@ -16,7 +16,6 @@ import msgspec
 
 from protocol.values import Value
 from vfsd.wire.backend_spec import MEMORY, BackendSpec
-from vfsd.wire.merge_messages import AncestorRecord
 
 TransportChoice = Literal["auto", "rootfs", "agent"]
 TRANSPORTS: Final = ("auto", "rootfs", "agent")
@@ -117,20 +116,15 @@ class LogOptions(Value):
     log_format: Literal["text", "json", "journal"] = "text"
 
 
-class StoredOrigin(Value):
-    """What a fork over a stored snapshot comes from; set by the daemon that makes the fork.
+class AuditOptions(Value):
+    """Whether the daemon logs who changes what, and the absolute path of a file that keeps all of the log."""
 
-    `source`: the source, and the snapshot, which is below the fork.  `workspace`: the key of the source in the store.
-    `merged`: what was merged into that state.
-    """
-
-    source: AncestorRecord
-    workspace: str
-    merged: tuple[AncestorRecord, ...] = ()
+    audit: bool = True
+    audit_file: str | None = None
 
 
 class MountOptions(Value):
-    """All options of one mount.  `origin` is no option: only a fork has one."""
+    """All options of one mount."""
 
     workspace: WorkspaceOptions
     kernel: KernelOptions = msgspec.field(default_factory=KernelOptions)
@@ -140,7 +134,7 @@ class MountOptions(Value):
     commands: CommandOptions = msgspec.field(default_factory=CommandOptions)
     container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)
-    origin: StoredOrigin | None = None
+    audit: AuditOptions = msgspec.field(default_factory=AuditOptions)
 
     @classmethod
     def of(cls, mountpoint: str, name: str, **values: Any) -> MountOptions:
@@ -185,6 +179,7 @@ _GROUPS: Final[Mapping[str, type[Value]]] = {
     "commands": CommandOptions,
     "container": ContainerOptions,
     "log": LogOptions,
+    "audit": AuditOptions,
 }
 
 

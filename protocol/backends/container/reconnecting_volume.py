@@ -69,7 +69,9 @@ class ReconnectingVolume:
 
     def __init__(self, *, read_only: bool = False, supports_acl: bool = False) -> None:
         self.read_only = read_only
-        self.capabilities: Final = VolumeCapabilities(external_changes=True, self_check=True, acls=supports_acl)
+        self.capabilities: Final = VolumeCapabilities(
+            external_changes=True, self_check=True, acls=supports_acl, paths=True
+        )
         self._volume: Volume | None = None
         self._next_volume: Volume | None = None  # while `connect` looks up files in it
         self._map = InodeMap()
@@ -148,6 +150,18 @@ class ReconnectingVolume:
         files = list(self._map)
         entries = [EntryChange(*dentry, file.number, file.number) for file in files for dentry in file.dentries]
         return CacheInvalidation(entries=entries, inodes=[InodeChange(file.number, content=True) for file in files])
+
+    def path_of(self, inode: int) -> bytes | None:
+        """See `protocol.volume.NamedVolume`: the path at which the inode was seen last."""
+        names = []
+        file = self._map.get(inode)
+        while file is not self._map.root:
+            if file is None or not file.dentries:
+                return None
+            number, name = file.dentries[-1]
+            names.append(name)
+            file = self._map.get(number)
+        return b"/".join(reversed(names))
 
     # -- translation -----------------------------------------------------------------------
     def _connected(self) -> Volume:

@@ -182,6 +182,16 @@ class HostInodeTable:
         parent.children -= 1
         self._release_if_unused(parent)
 
+    def path(self, node: HostInode) -> bytes | None:
+        """The path of the dentry at which `node` was seen last; None if it has no name."""
+        names = []
+        while node is not self.root:
+            if node.parent is None:
+                return None
+            names.append(node.name)
+            node = node.parent
+        return b"/".join(reversed(names))
+
     # -- names -------------------------------------------------------------------------------
     def add_dentry(self, node: HostInode, parent: HostInode, name: bytes) -> None:
         """Record that `node` is `name` in `parent`.  A directory has one dentry, other inodes may have several."""

@@ -73,7 +73,9 @@ class HostVolume:
         self._creator = InodeCreator(self._descriptors)
         self._read_directories: dict[HostInode, None] = {}  # those with `entries`, the one read last at the end
         self._external_changes = ExternalChanges(self._table, self._descriptors, self._forget_entries)
-        self.capabilities = VolumeCapabilities(external_changes=True, self_check=True, acls=_keeps_acls(root))
+        self.capabilities = VolumeCapabilities(
+            external_changes=True, self_check=True, acls=_keeps_acls(root), paths=True
+        )
 
     def close(self) -> None:
         """Close every descriptor.  The volume cannot be used after that."""
@@ -126,6 +128,11 @@ class HostVolume:
     def getattr(self, inode: int) -> HostAttributes:
         node = self._node(inode)
         return self._attributes(node, self._stat(node))
+
+    def path_of(self, inode: int) -> bytes | None:
+        """See `protocol.volume.NamedVolume`: the path at which the inode was seen last."""
+        node = self._table.get(inode)
+        return None if node is None else self._table.path(node)
 
     def setattr(self, inode: int, changes: AttributeChanges) -> HostAttributes:
         self._check_writable()

@@ -501,6 +501,11 @@ class MemoryState:
             return self.link_path(link)
         return None
 
+    def path_of(self, number: int) -> bytes | None:
+        """See `protocol.volume.NamedVolume`."""
+        inode = self.inodes.get(number)
+        return None if inode is None else self.path(inode)
+
     def link_path(self, link: Link) -> bytes:
         """Return the path of one name of a live inode."""
         number, name = link

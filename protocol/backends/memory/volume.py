@@ -69,6 +69,7 @@ class MemoryVolume:
         prepared_imports=True,
         self_check=True,
         forkable=True,
+        paths=True,
     )
 
     _recorder: Recorder | None = None  # while a journal records the changes
@@ -142,6 +143,10 @@ class MemoryVolume:
         self.mark_saved = history.mark_saved
         self.keeping = limits.keeping
         self.reserving = state.ledger.reserving
+
+    def path_of(self, inode: int) -> bytes | None:
+        """See `protocol.volume.NamedVolume`."""
+        return self._state.path_of(inode)
 
     # -- settings and statistics -----------------------------------------------------------------
     @property

@@ -40,6 +40,7 @@ from protocol.tool_messages import (
 from protocol.tools import ToolContext
 from protocol.types import WriteResult
 from protocol.volume_extensions import snapshotable
+from vfsd.daemon.audit.calls import acting_through_mount
 from vfsd.daemon.control import fs_calls
 from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
 from vfsd.daemon.control.parameters import host_text, working_directory
@@ -180,7 +181,8 @@ class FsMethods:
         root, read_only = self._options.mountpoint, self._options.read_only
 
         def run() -> T:
-            return work(fs_calls.directory_context(root, read_only=read_only, keep_going=keep_going))
+            with acting_through_mount():
+                return work(fs_calls.directory_context(root, read_only=read_only, keep_going=keep_going))
 
         with self._mounted.using_mount():
             return await trio.to_thread.run_sync(run, limiter=threads)

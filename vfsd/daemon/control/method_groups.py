@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vfsd.daemon.audit.service import Audit
+from vfsd.daemon.control.audit_methods import AuditMethods
 from vfsd.daemon.control.call_context import Handler
 from vfsd.daemon.control.compact_method import compact_method
 from vfsd.daemon.control.exec_methods import ExecMethods
@@ -36,10 +38,11 @@ class MethodGroups:
         options: WorkspaceOptions,
         commands: Commands,
         forks: Forks,
+        audit: Audit,
     ) -> None:
         self._unmount = UnmountMethods(mounted, options, commands, forks)
         source = MergeSource(mounted, snapshots, options, forks)
-        others = OtherWorkspaces(mounted.volume, source.lineage, source.tree, forks.temporary)
+        others = OtherWorkspaces(mounted.volume, source.lineage)
         self.handlers: Mapping[str, Handler] = {
             "unsaved": self._unmount.unsaved,
             "unmount": self._unmount.unmount,
@@ -48,7 +51,8 @@ class MethodGroups:
             **SnapshotMethods(snapshots, options, forks).handlers(),
             **TreeMethods(mounted, snapshots, options, forks.base, others).handlers(),
             **source.handlers(),
-            **MergeMethods(source, options, others).handlers(),
+            **MergeMethods(mounted, source, options, others).handlers(),
+            **AuditMethods(audit, snapshots).handlers(),
             **FsMethods(mounted, options, commands).handlers(),
             **ExecMethods(commands).handlers(),
         }

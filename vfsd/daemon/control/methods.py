@@ -15,6 +15,8 @@ from msgspec.structs import asdict
 
 import vfsd
 from protocol.volume_extensions import VolumeUsage, checkable, journaled, snapshotable
+from vfsd.daemon.audit.calls import audited
+from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.lost_container import with_advice
 from vfsd.daemon.exec.commands import Commands
@@ -52,8 +54,10 @@ class Methods:
         commands: Commands,
         forks: Forks,
         wait_imported: Callable[[], Awaitable[None]],
+        audit: Audit,
     ) -> None:
         self._mounted = mounted
+        self._audit = audit
         self._commands = commands
         self._snapshots = snapshots
         self._options = options
@@ -71,6 +75,8 @@ class Methods:
         """The handler of each method of `messages.METHODS`."""
         here: dict[str, Handler] = {"ping": self._ping, "status": self._status, "check": self._check}
         handlers = {name: here.get(name) or self._in_group(name) for name in METHODS}
+        if self._audit.log is not None:
+            handlers = audited(handlers, self._audit.log)
         return with_advice(handlers, self._mounted)
 
     def _in_group(self, name: str) -> Handler:
@@ -88,7 +94,9 @@ class Methods:
         from vfsd.daemon.control.method_groups import MethodGroups  # noqa: PLC0415
 
         if self._groups is None:  # several calls may have waited
-            self._groups = MethodGroups(self._mounted, self._snapshots, self._options, self._commands, self._forks)
+            self._groups = MethodGroups(
+                self._mounted, self._snapshots, self._options, self._commands, self._forks, self._audit
+            )
         return self._groups
 
     async def _ping(self, _params: Empty, _call: CallContext) -> Empty:
@@ -98,6 +106,8 @@ class Methods:
         volume = checkable(self._mounted.volume)
         if volume is not None:
             volume.check_invariants()
+        if self._audit.log is not None:
+            self._audit.log.check_invariants()
         return Empty()
 
     async def _status(self, _params: Empty, _call: CallContext) -> StatusResult:
@@ -109,7 +119,7 @@ class Methods:
         origin = self._start.origin
         journaling = journaled(self._mounted.volume)
         journal = None if journaling is None else journaling.journal_status()
-        memory = await trio.to_thread.run_sync(_memory) if self._forks.shares_memory else {}
+        memory = await trio.to_thread.run_sync(_memory) if origin is not None or self._forks.count else {}
         return StatusResult(
             name=options.name,
             mountpoint=wire_path(os.fsencode(options.mountpoint)),

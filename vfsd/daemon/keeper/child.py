@@ -24,6 +24,7 @@ from vfsd.daemon.starting import serve_starter
 from vfsd.wire import fork_messages
 from vfsd.wire.fork_messages import Forked, Go, Refused, Start
 from vfsd.wire.handshake import decode_options
+from vfsd.wire.sockets import peer_credentials
 
 _run_daemon = functools.partial(run_daemon, started_by="the fork server")
 _GO_TIMEOUT_S: Final = 30.0  # the mount answers at once, or has ended
@@ -34,6 +35,7 @@ def run(forked: ForkedStart) -> int:
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(forked.connection)
         connection.settimeout(_GO_TIMEOUT_S)
+        starter = peer_credentials(connection).pid
         try:
             _take_over(forked)
         except (OSError, ValueError) as error:
@@ -51,7 +53,9 @@ def run(forked: ForkedStart) -> int:
             return 1
         finally:
             os.close(pidfd)
-    return serve_starter(decode_options(forked.start.options.encode()), forked.report_fd, _run_daemon)
+    return serve_starter(
+        decode_options(forked.start.options.encode()), forked.report_fd, functools.partial(_run_daemon, starter=starter)
+    )
 
 
 def _take_over(forked: ForkedStart) -> None:

@@ -162,3 +162,59 @@ class EngineFactory(Protocol):
         loop or before it starts.
         """
         ...
+
+
+class ChangeObserver(Protocol):
+    """Is called on the loop with each change that the mount has made, in order, before the program gets its answer.
+
+    `thread` is the id of the calling thread, in the daemon's pid namespace: 0 if the kernel itself sends the request
+    (pages that it writes back) or the thread is not visible from there.  A method must neither raise nor wait for long.
+    """
+
+    def identify(self, thread: int) -> object:
+        """Return the process of `thread` as it is now, to be given back as `opener`."""
+        ...
+
+    def entry_changed(self, change: str, thread: int, parent: int, name: bytes) -> None:
+        """`name` in directory `parent` was made or removed: create, mknod, mkdir, symlink, tmpfile, unlink, rmdir."""
+        ...
+
+    def linked(self, thread: int, inode: int, parent: int, name: bytes) -> None:
+        """`inode` got another name."""
+        ...
+
+    def renamed(
+        self, thread: int, parent: int, name: bytes, new_parent: int, new_name: bytes, *, exchange: bool
+    ) -> None:
+        """An entry was renamed, or two were exchanged."""
+        ...
+
+    def inode_changed(self, change: str, thread: int, inode: int) -> None:
+        """An inode was changed: truncate, chmod, chown, utime, allocate, setxattr, removexattr."""
+        ...
+
+    def written(self, thread: int, inode: int, size_bytes: int, opener: object = None) -> None:
+        """Content was written.  `opener`: the process that opened the file, if requests do not tell who writes."""
+        ...
+
+
+@runtime_checkable
+class ObservableEngine(Protocol):
+    """An engine that reports the changes that it makes."""
+
+    def observe(self, observer: ChangeObserver) -> None:
+        """Report every change from now on.  Call it after `mount` and before `serve`."""
+        ...
+
+
+def attribute_change(
+    *, size: bool = False, owner: bool = False, mode: bool = False, times: bool = False, kill: bool = False
+) -> str | None:
+    """Name the change that a SETATTR of these attributes is; None for one that changes nothing a user sees."""
+    if size:
+        return "truncate"
+    if owner:
+        return "chown"
+    if mode or kill:
+        return "chmod"
+    return "utime" if times else None

@@ -3,7 +3,8 @@
 Threading: the handlers run on the trio loop, `invalidate_inode` and `invalidate_entry` on any other thread
 (`vfsd.kernel.engines.base` says why).  pyfuse3 keeps its session in globals, so a process serves one mount.
 
-An inode is its own file handle (`fh`); one more bit says who opened it: see `_CLEARS_SET_ID`.
+A file handle (`fh`) of a file is a key of `_Handlers._opened`, which has the inode and the opener; that of a directory
+is its inode.
 
 Differences from tmpfs and from the native engine, because pyfuse3 or libfuse lacks the feature:
 
@@ -14,6 +15,8 @@ Differences from tmpfs and from the native engine, because pyfuse3 or libfuse la
   write through a descriptor that root opened does not.  tmpfs goes by the writer's CAP_FSETID.
 - libfuse negotiates FUSE_AUTO_INVAL_DATA: the kernel drops a file's pages when the mtime changes, by its own writes
   too.  The first read after a write requests attributes and data again.
+- A write is attributed to the process that opened the file (`_OpenFile.opener`), because the request does not say who
+  writes.
 - The kernel's readdir cache (FOPEN_CACHE_DIR) and opens without a request are not available.
 - libfuse negotiates neither FUSE_DONT_MASK nor FUSE_SETXATTR_EXT: the umask applies even if a default ACL is inherited,
   and setting an access ACL does not clear S_ISGID if the caller is not in the file's group.
@@ -34,15 +37,30 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
 
 import pyfuse3
 import trio
 
 from protocol.errors import errno_of, os_error
-from protocol.volume import Answer, AttributeChanges, Attributes, Caller, FlushingVolume, Volume
+from protocol.volume import (
+    RENAME_EXCHANGE,
+    Answer,
+    AttributeChanges,
+    Attributes,
+    Caller,
+    FlushingVolume,
+    Volume,
+)
 from vfsd.kernel.engines import policy
-from vfsd.kernel.engines.base import EngineSettings, Impersonator, invalidate_attributes, mount_options
+from vfsd.kernel.engines.base import (
+    ChangeObserver,
+    EngineSettings,
+    Impersonator,
+    attribute_change,
+    invalidate_attributes,
+    mount_options,
+)
 from vfsd.kernel.engines.libfuse import capture_standard_error, mount_error
 from vfsd.kernel.engines.markers import Markers
 
@@ -50,9 +68,6 @@ _logger = logging.getLogger(__name__)
 
 # Stands for no limit: about 30 years.  The kernel takes seconds as u64 and caps them at MAX_SEC_IN_JIFFIES.
 _FOREVER_S: Final = 1e9
-# Set in an `fh` whose opener's writes clear set-id bits.  Inode numbers stay below 2**63.
-_CLEARS_SET_ID: Final = 1 << 63
-_INODE_MASK: Final = _CLEARS_SET_ID - 1
 _STOP_GRACE_S: Final = 5.0  # how long handlers may run on after the engine is stopped
 _BLOCK_BYTES: Final = 4096  # st_blksize: a page, the unit of the kernel's cache
 _MAX_REQUESTS_BEFORE_RETRY: Final = 64
@@ -105,6 +120,15 @@ def _fuse_error(error: Exception, operation: str) -> pyfuse3.FUSEError:
     return pyfuse3.FUSEError(code)
 
 
+class _OpenFile(NamedTuple):
+    """What a file handle stands for.  `clears_set_id`: writes through it clear set-id bits."""
+
+    inode: int
+    clears_set_id: bool
+    thread: int  # of the opener
+    opener: object  # as the observer identified it
+
+
 class _Handlers(pyfuse3.Operations):
     """Maps pyfuse3's handlers to a volume."""
 
@@ -119,6 +143,9 @@ class _Handlers(pyfuse3.Operations):
         # Set by the engine: whether the device holds requests, and the invalidation of cached attributes.
         self.is_readable: Callable[[], bool] = lambda: False
         self.invalidate_attributes: Callable[[int], None] = lambda _inode: None
+        self.observer: ChangeObserver | None = None  # set by the engine
+        self._opened: dict[int, _OpenFile] = {}
+        self._last_handle = 0
         self._volume = volume
         self._flush = cast("FlushingVolume", volume).flush if volume.capabilities.flush else None
         self._xattrs = settings.xattrs
@@ -140,6 +167,10 @@ class _Handlers(pyfuse3.Operations):
         if other is not None and ctx.pid and ctx.pid == other.thread_id:
             return other.volume, 0.0
         return self._volume, self._timeout_s
+
+    def _observer_of(self, volume: Volume) -> ChangeObserver | None:
+        """The observer, for a change of `volume`; None if an impersonator's volume only pretends to make it."""
+        return self.observer if volume is self._volume else None
 
     @staticmethod
     def _fill(attributes: Attributes, timeout_s: float) -> pyfuse3.EntryAttributes:
@@ -222,7 +253,17 @@ class _Handlers(pyfuse3.Operations):
             # chown(2) clears set-id bits for every caller, truncate(2) only without CAP_FSETID (fs/open.c).
             kill_privileges=chown or (fields.update_size and not policy.may_keep_set_id(ctx.uid)),
         )
-        return self._fill(await _result(volume.setattr(inode, changes)), timeout_s)
+        filled = self._fill(await _result(volume.setattr(inode, changes)), timeout_s)
+        change = attribute_change(
+            size=fields.update_size,
+            owner=chown,
+            mode=fields.update_mode,
+            times=fields.update_atime or fields.update_mtime,
+        )
+        observer = self._observer_of(volume)
+        if observer is not None and change is not None:
+            observer.inode_changed(change, ctx.pid, inode)
+        return filled
 
     @_handler
     async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:  # noqa: ARG002
@@ -234,36 +275,60 @@ class _Handlers(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         volume, timeout_s = self._volume_for(ctx)
-        return self._fill(await _result(volume.mknod(parent_inode, name, mode, rdev, _caller(ctx))), timeout_s)
+        made = self._fill(await _result(volume.mknod(parent_inode, name, mode, rdev, _caller(ctx))), timeout_s)
+        observer = self._observer_of(volume)
+        if observer is not None:
+            observer.entry_changed("create" if stat.S_ISREG(mode) else "mknod", ctx.pid, parent_inode, name)
+        return made
 
     @_handler
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         volume, timeout_s = self._volume_for(ctx)
-        return self._fill(await _result(volume.mkdir(parent_inode, name, mode, _caller(ctx))), timeout_s)
+        made = self._fill(await _result(volume.mkdir(parent_inode, name, mode, _caller(ctx))), timeout_s)
+        observer = self._observer_of(volume)
+        if observer is not None:
+            observer.entry_changed("mkdir", ctx.pid, parent_inode, name)
+        return made
 
     @_handler
     async def symlink(
         self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         volume, timeout_s = self._volume_for(ctx)
-        return self._fill(await _result(volume.symlink(parent_inode, name, target, _caller(ctx))), timeout_s)
+        made = self._fill(await _result(volume.symlink(parent_inode, name, target, _caller(ctx))), timeout_s)
+        observer = self._observer_of(volume)
+        if observer is not None:
+            observer.entry_changed("symlink", ctx.pid, parent_inode, name)
+        return made
 
     @_handler
     async def link(
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         volume, timeout_s = self._volume_for(ctx)
-        return self._fill(await _result(volume.link(inode, new_parent_inode, new_name)), timeout_s)
+        made = self._fill(await _result(volume.link(inode, new_parent_inode, new_name)), timeout_s)
+        observer = self._observer_of(volume)
+        if observer is not None:
+            observer.linked(ctx.pid, inode, new_parent_inode, new_name)
+        return made
 
     @_handler
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        await _result(self._volume_for(ctx)[0].unlink(parent_inode, name))
+        volume = self._volume_for(ctx)[0]
+        await _result(volume.unlink(parent_inode, name))
+        observer = self._observer_of(volume)
+        if observer is not None:
+            observer.entry_changed("unlink", ctx.pid, parent_inode, name)
 
     @_handler
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        await _result(self._volume_for(ctx)[0].rmdir(parent_inode, name))
+        volume = self._volume_for(ctx)[0]
+        await _result(volume.rmdir(parent_inode, name))
+        observer = self._observer_of(volume)
+        if observer is not None:
+            observer.entry_changed("rmdir", ctx.pid, parent_inode, name)
 
     @_handler
     async def rename(
@@ -277,6 +342,10 @@ class _Handlers(pyfuse3.Operations):
     ) -> None:
         volume = self._volume_for(ctx)[0]
         await _result(volume.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, _caller(ctx)))
+        observer = self._observer_of(volume)
+        if observer is not None:
+            exchange = bool(flags & RENAME_EXCHANGE)
+            observer.renamed(ctx.pid, parent_inode_old, name_old, parent_inode_new, name_new, exchange=exchange)
 
     @_handler
     async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:  # noqa: ARG002
@@ -320,9 +389,14 @@ class _Handlers(pyfuse3.Operations):
             await _result(self._volume.setattr(inode, changes))
             if kill:
                 self.invalidate_attributes(inode)
+            if self.observer is not None:
+                self.observer.inode_changed("truncate", ctx.pid, inode)
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         clears = writes and not policy.may_keep_set_id(ctx.uid)
-        return pyfuse3.FileInfo(fh=inode | _CLEARS_SET_ID if clears else inode, keep_cache=True)
+        opener = self.observer.identify(ctx.pid) if writes and self.observer is not None else None
+        self._last_handle += 1
+        self._opened[self._last_handle] = _OpenFile(inode, clears, ctx.pid, opener)
+        return pyfuse3.FileInfo(fh=self._last_handle, keep_cache=True)
 
     @_handler
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
@@ -341,26 +415,30 @@ class _Handlers(pyfuse3.Operations):
             # which this handler cannot, and opens what it finds (do_filp_open, fs/namei.c).
             raise pyfuse3.FUSEError(errno.ESTALE) from None
         entry = self._fill(made, self._timeout_s)
+        if self.observer is not None:
+            self.observer.entry_changed("create", ctx.pid, parent_inode, name)
         return await self._open(entry.st_ino, flags & ~os.O_TRUNC, ctx), entry
 
     @_handler
     async def read(self, fh: int, off: int, size: int) -> bytes:
         self.background_requests += 1
-        data = self._volume.read(fh & _INODE_MASK, off, size)
+        data = self._volume.read(self._opened[fh].inode, off, size)
         # pyfuse3 takes any contiguous buffer; its annotation says bytes.
         return cast("bytes", await data if isinstance(data, Awaitable) else data)
 
     @_handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         self.background_requests += 1
-        inode = fh & _INODE_MASK
-        kill = bool(fh & _CLEARS_SET_ID) and await self._has_set_id(inode)
+        inode, clears_set_id, thread, opener = self._opened[fh]
+        kill = clears_set_id and await self._has_set_id(inode)
         written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
         if written < len(buf):
             await self._wait_for_forgets()  # as after ENOSPC: see `_handler`
             written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
         if kill:
             self.invalidate_attributes(inode)
+        if self.observer is not None:
+            self.observer.written(thread, inode, written, opener)
         return written
 
     @_handler
@@ -368,16 +446,16 @@ class _Handlers(pyfuse3.Operations):
         if self._flush is None:
             # The kernel then stops sending FLUSH, which saves a request for each close(2).
             raise pyfuse3.FUSEError(errno.ENOSYS)
-        await _result(self._flush(fh & _INODE_MASK))
+        await _result(self._flush(self._opened[fh].inode))
 
     @_handler
-    async def release(self, fh: int) -> None:  # noqa: ARG002
-        """Nothing: a handle carries no state."""
+    async def release(self, fh: int) -> None:
+        del self._opened[fh]
         self.background_requests += 1
 
     @_handler
     async def fsync(self, fh: int, datasync: bool) -> None:
-        await _result(self._volume.fsync(fh & _INODE_MASK, data_only=datasync))
+        await _result(self._volume.fsync(self._opened[fh].inode, data_only=datasync))
 
     # -- the rest ------------------------------------------------------------------------------
     @_handler
@@ -399,10 +477,12 @@ class _Handlers(pyfuse3.Operations):
         return await _result(self._volume.getxattr(inode, name))
 
     @_handler
-    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:  # noqa: ARG002
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
         self._check_xattrs()
         # pyfuse3 handles XATTR_CREATE and XATTR_REPLACE itself, with a getxattr before this.
         await _result(self._volume.setxattr(inode, name, value, 0))
+        if self.observer is not None:
+            self.observer.inode_changed("setxattr", ctx.pid, inode)
 
     @_handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
@@ -410,9 +490,11 @@ class _Handlers(pyfuse3.Operations):
         return policy.visible_xattrs(await _result(self._volume.listxattr(inode)), ctx.uid)
 
     @_handler
-    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:  # noqa: ARG002
+    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         self._check_xattrs()
         await _result(self._volume.removexattr(inode, name))
+        if self.observer is not None:
+            self.observer.inode_changed("removexattr", ctx.pid, inode)
 
     def _check_xattrs(self) -> None:
         if not self._xattrs:  # the kernel then stops sending xattr requests
@@ -484,6 +566,10 @@ class Pyfuse3Engine:
         self._handlers.is_readable = self._readable
         self._handlers.invalidate_attributes = functools.partial(invalidate_attributes, self)
         self._closed = False
+
+    def observe(self, observer: ChangeObserver) -> None:
+        """See `vfsd.kernel.engines.base.ObservableEngine`."""
+        self._handlers.observer = observer
 
     async def serve(self) -> None:
         with trio.CancelScope() as scope:

@@ -51,6 +51,7 @@ VALUES: dict[str, list[str]] = {
     "--workdir": ["/srv", "", "srv", "/srv/../etc", "/\udcff"],
     "--transport": ["agent", "rootfs", "", "pigeon"],
     "--network": ["web", ""],
+    "--audit": ["log.jsonl", ""],
     "--log-level": ["debug", "", "loud"],
     "--log-format": ["json", "", "xml"],
     "--max-memory": ["64MiB", "", "0", "-1"],

@@ -29,9 +29,9 @@ import trio
 from protocol.errors import errno_of
 from protocol.volume import Volume
 from vfsd.kernel.engines import base, policy
-from vfsd.kernel.engines.base import EngineSettings, Impersonator
+from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator
 from vfsd.kernel.engines.markers import Markers
-from vfsd.kernel.engines.native import mounting, wire
+from vfsd.kernel.engines.native import mounting, observation, wire
 from vfsd.kernel.engines.native.negotiation import (
     MAX_BACKGROUND,
     MAX_REQUEST_BYTES,
@@ -183,6 +183,10 @@ class NativeEngine:
         if self._barrier is not None:
             self._barrier.add_to(operations)
         return operations
+
+    def observe(self, observer: ChangeObserver) -> None:
+        """See `vfsd.kernel.engines.base.ObservableEngine`."""
+        observation.observe(self._operations, observer)
 
     def unmount(self) -> None:
         self._wakeups.close()

@@ -1,0 +1,513 @@
+"""The audit log: every change of a mount once, in order, by the process that made it."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import ENGINES, MountIt
+from tests.mount.programs import failed, succeeded, vfsd
+from vfsd.client.connection import ControlClient
+from vfsd.client.log_results import LoggedChange, Missed, watched_changes
+from vfsd.client.workspace import Workspace
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    """An engine's name.  With a write-back cache it is the kernel that writes."""
+    return str(request.param)
+
+
+def kinds(changes: list[LoggedChange]) -> list[tuple[str, str | None]]:
+    return [(change.change, change.path) for change in changes]
+
+
+def run(workspace: Workspace, *command: str) -> int:
+    """Run a command in the workspace's root; return its process id."""
+    program = subprocess.Popen(command, cwd=workspace.path)
+    assert program.wait() == 0
+    return program.pid
+
+
+def test_each_kind_of_change_is_one_entry_in_order(workspace: Workspace, root: Path) -> None:
+    def change() -> None:
+        (root / "d").mkdir()
+        (root / "d" / "f").write_bytes(b"x" * 3_000_000)  # several requests
+        os.link(root / "d" / "f", root / "g")
+        os.rename(root / "d" / "f", root / "h")
+        os.truncate(root / "h", 7)
+        os.chmod(root / "h", 0o600)
+        os.chown(root / "h", 1, 1)
+        os.utime(root / "h", (1, 1))
+        os.symlink("h", root / "s")
+        os.mkfifo(root / "p")
+        os.setxattr(root / "h", "user.a", b"1")
+        os.removexattr(root / "h", "user.a")
+        os.unlink(root / "s")
+        os.rmdir(root / "d")
+
+    change()
+    found = workspace.log()
+    assert kinds(found) == [
+        ("mkdir", "d"),
+        ("create", "d/f"),
+        ("write", "d/f"),
+        ("link", "g"),
+        ("rename", "d/f"),
+        *((kind, found[5].path) for kind in ("truncate", "chmod", "chown", "utime")),
+        ("symlink", "s"),
+        ("mknod", "p"),
+        ("setxattr", found[5].path),
+        ("removexattr", found[5].path),
+        ("unlink", "s"),
+        ("rmdir", "d"),
+    ]
+    assert [change.number for change in found] == list(range(1, len(found) + 1))
+    assert found[2].bytes_written == 3_000_000
+    assert (found[3].of, found[3].links) == ("d/f", 2)
+    assert found[4].to == "h"
+    assert found[5].path in {"g", "h"}, "one of its two names"
+    for each in found:
+        assert each.process is not None
+        assert each.process.pid == os.getpid()
+        assert each.process.command[0] == Path("/proc/self/cmdline").read_bytes().split(b"\0")[0].decode()
+
+
+def test_a_file_without_a_name_has_no_path(workspace: Workspace, root: Path) -> None:
+    with (root / "f").open("wb", buffering=0) as file:
+        file.write(b"named")
+        (root / "f").unlink()
+        file.write(b"not any more")
+    assert kinds(workspace.log()) == [("create", "f"), ("write", "f"), ("unlink", "f"), ("write", None)]
+
+
+def test_writes_before_and_after_a_rename_are_two_entries(workspace: Workspace, root: Path) -> None:
+    (root / "d").mkdir()
+    with (root / "d" / "f").open("wb", buffering=0) as file:
+        file.write(b"1")
+        (root / "d").rename(root / "e")
+        file.write(b"2")
+        (root / "e" / "f").rename(root / "g")
+        file.write(b"3")
+    writes = [change.path for change in workspace.log() if change.change == "write"]
+    assert writes == ["d/f", "e/f", "g"]
+
+
+def test_a_program_that_ends_at_once_is_named(workspace: Workspace) -> None:
+    pids = {}
+    for number in range(40):
+        pids[f"f{number}"] = run(workspace, "sh", "-c", f"echo x > f{number}")
+    found = workspace.log()
+    assert kinds(found) == [(kind, f"f{number}") for number in range(40) for kind in ("create", "write")]
+    for change in found:
+        assert change.process is not None
+        assert change.path is not None
+        assert change.process.pid == pids[change.path]
+        assert change.process.command == ("sh", "-c", f"echo x > {change.path}")
+        assert change.ancestors[0].pid == os.getpid()
+
+
+def test_a_process_that_executes_another_program_is_named_by_it(workspace: Workspace) -> None:
+    pid = run(workspace, "bash", "-c", "echo 1 > a; exec touch b")
+    found = [(change.path, change.process and change.process.command[0]) for change in workspace.log()]
+    assert [name for name in found if name[0] == "a"] == [("a", "bash")] * 2
+    assert ("b", "touch") in found
+    assert {change.process and change.process.pid for change in workspace.log()} == {pid}
+
+
+_THREAD = """
+import sys, threading
+def write():
+    with open(sys.argv[1], "w") as file:
+        file.write("x")
+    print(threading.get_native_id())
+thread = threading.Thread(target=write)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_thread_is_attributed_to_its_process(workspace: Workspace, root: Path) -> None:
+    program = subprocess.Popen([sys.executable, "-c", _THREAD, str(root / "f")], stdout=subprocess.PIPE, text=True)
+    thread = int(program.communicate()[0])
+    records = json.loads(succeeded(vfsd("log", "-w", workspace.name, "--json")))["entries"]
+    assert thread != program.pid
+    assert [(one["change"], one["pid"], one["thread"]) for one in records] == [
+        ("create", program.pid, thread),
+        ("write", program.pid, thread),
+    ]
+
+
+def test_a_program_of_another_user_is_named(mount: MountIt) -> None:
+    workspace = mount(allow_other=True)
+    Path(workspace.path).chmod(0o777)
+    run(workspace, "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "touch", "f")
+    created = workspace.log("f")[0]
+    assert created.process is not None
+    assert created.process.command == ("touch", "f")
+    assert created.process.uid == 65534
+
+
+def test_a_process_of_an_inner_pid_namespace_has_the_id_that_the_daemon_sees(workspace: Workspace) -> None:
+    run(workspace, "unshare", "--pid", "--fork", "sh", "-c", "echo x > $$")
+    created = workspace.log("1")[0]
+    assert created.process is not None
+    assert created.process.pid != 1
+    assert created.process.command[0] == "sh"
+    assert created.ancestors[0].command[0] == "unshare"
+
+
+_MAPPED = """
+import mmap, os, sys
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+os.ftruncate(file, 4096)
+with mmap.mmap(file, 4096) as pages:
+    pages[:5] = b"hello"
+    pages.flush()
+"""
+
+
+def test_pages_that_the_kernel_writes_back_have_no_process(mount: MountIt) -> None:
+    workspace = mount()
+    run(workspace, sys.executable, "-c", _MAPPED, "f")
+    written = [change for change in workspace.log("f") if change.change == "write"]
+    if engine_of(workspace) == "native":
+        assert [change.process for change in written] == [None]
+        assert "(the kernel, or another pid namespace)" in succeeded(vfsd("log", "-w", workspace.name))
+    else:
+        # libfuse writes through the handle of whoever opened the file.
+        assert [change.process and change.process.command[0] for change in written] == [sys.executable]
+
+
+def engine_of(workspace: Workspace) -> str:
+    return workspace.status().engine
+
+
+def test_thirty_two_writers_at_once_are_told_apart(workspace: Workspace, root: Path) -> None:
+    script = 'for i in $(seq 12); do echo "$i" > "$0-$i"; mv "$0-$i" "$0.$i"; done; rm "$0".*'
+    programs = [subprocess.Popen(["sh", "-c", script, f"w{number}"], cwd=root) for number in range(32)]
+    assert [program.wait() for program in programs] == [0] * 32
+    found = workspace.log()
+    assert [change.number for change in found] == list(range(1, 32 * 12 * 4 + 1))
+    by_name = {f"w{number}": programs[number].pid for number in range(32)}
+    counts: Counter[tuple[str, str]] = Counter()
+    for change in found:
+        assert change.path is not None
+        assert change.process is not None
+        writer = re.split("[-.]", change.path)[0]
+        counts[writer, change.change] += 1
+        if change.change in {"create", "write"}:
+            assert change.process.pid == by_name[writer]
+        else:
+            assert change.ancestors[0].pid == by_name[writer]
+            assert change.process.name == {"rename": "mv", "unlink": "rm"}[change.change]
+    assert set(counts.values()) == {12}
+
+
+_CALLS = {
+    "mkdir": "mkdir", "mkdirat": "mkdir", "rename": "rename", "renameat": "rename", "renameat2": "rename",
+    "unlink": "unlink", "unlinkat": "unlink", "rmdir": "rmdir", "link": "link", "linkat": "link",
+    "symlink": "symlink", "symlinkat": "symlink", "chmod": "chmod", "fchmod": "chmod", "fchmodat": "chmod",
+    "utimensat": "utime", "ftruncate": "truncate", "truncate": "truncate",
+}  # fmt: skip
+
+
+def test_the_log_of_git_is_that_of_strace(workspace: Workspace, workdir: Path) -> None:
+    (workdir / "trace").mkdir()
+    script = (
+        "git init -q . && mkdir -p src/deep && for i in 1 2 3; do echo $i > src/deep/f$i; done && git add . &&"
+        " git -c user.name=a -c user.email=a@b commit -qm one && git mv src/deep/f1 g && git gc -q && chmod 600 g"
+    )
+    options = ["-ff", "-qq", "-y", "-s4096", "-o", f"{workdir}/trace/of", "-e", f"trace={','.join(_CALLS)}"]
+    run(workspace, "strace", *options, "sh", "-c", script)
+    seen: Counter[tuple[int, str]] = Counter()
+    outside = rf'"/(?!{re.escape(workspace.path[1:])})'
+    for trace in (workdir / "trace").iterdir():
+        for line in trace.read_text(errors="replace").splitlines():
+            match = re.match(r"(\w+)\((.*)\) += 0$", line)
+            # A change of something outside the workspace has an absolute path.
+            if match and not re.search(outside, match[2]):
+                name = "rmdir" if "AT_REMOVEDIR" in match[2] else _CALLS[match[1]]
+                seen[int(trace.suffix[1:]), name] += 1
+    logged = Counter(
+        (change.process.pid, change.change)
+        for change in workspace.log()
+        if change.process is not None and change.change in _CALLS.values()
+    )
+    assert sum(seen.values()) > 20
+    assert logged == seen
+
+
+# -- changes that do not come through the mount ---------------------------------------------------------
+def test_calls_of_the_control_socket_are_entries(workspace: Workspace, root: Path, workdir: Path) -> None:
+    (root / "f").write_text("1")
+    workspace.snapshot("before")
+    workspace.export(workdir / "a.zip")
+    (root / "f").write_text("2")
+    (root / "g").write_text("2")
+    workspace.restore("before")
+    vfsd("fs", "write", "h", "-w", workspace.name, input="3")
+    workspace.import_archive(workdir / "a.zip")
+    vfsd("fs", "rm", "h", "-w", workspace.name)
+    found = [change for change in workspace.log() if change.change not in {"create", "write", "truncate"}]
+    assert [change.change for change in found] == ["restore", "fs.write", "fs.rm"], "the import changed nothing"
+    assert found[0].count == 2
+    assert set(found[0].paths) == {"f", "g"}
+    assert found[1].path == "h"
+    assert found[0].process is not None
+    assert found[0].process.pid == os.getpid()
+    assert found[2].process is not None
+    assert found[2].process.pid != os.getpid()
+    assert os.getpid() in [process.pid for process in found[2].ancestors]
+
+
+def test_fs_on_a_host_directory_is_attributed_to_its_client(mount: MountIt, workdir: Path) -> None:
+    (workdir / "below").mkdir()
+    workspace = mount(backend=f"host:{workdir}/below")
+    vfsd("fs", "write", "f", "-w", workspace.name, input="text")
+    found = workspace.log()
+    assert found
+    for change in found:
+        assert change.label == "vfsd fs.write"
+        assert os.getpid() in [process.pid for process in change.ancestors]
+    assert {"f"} <= {change.to or change.path for change in found}
+
+
+def test_merge_and_adopt_are_entries(mount: MountIt, workdir: Path) -> None:
+    workspace = mount(engine="native")  # only this one forks
+    with workspace.fork(workdir / "fork") as fork:
+        (Path(fork.path) / "f").write_text("1")
+        assert [change.change for change in fork.log()] == ["create", "write"]
+        workspace.merge(fork)
+        (Path(fork.path) / "g").write_text("1")
+        workspace.adopt(fork)
+    assert kinds(workspace.log()) == [("merge", "f"), ("adopt", "g")]
+
+
+# -- selections ------------------------------------------------------------------------------------------
+def test_paths_programs_and_times_select_entries(workspace: Workspace, root: Path) -> None:
+    (root / "src").mkdir()
+    (root / "src" / "a").write_text("1")
+    (root / "srcs").write_text("1")
+    workspace.snapshot("before")
+    run(workspace, "sh", "-c", "touch src/b; mv srcs src/c")
+    assert {change.path for change in workspace.log("src")} == {"src", "src/a", "src/b", "srcs"}
+    assert {change.path for change in workspace.log(since="before")} == {"src/b", "srcs"}
+    assert {change.path for change in workspace.log(by="touch")} == {"src/b"}
+    assert {change.path for change in workspace.log(by="sh")} == {"src/b", "srcs"}, "and what it started"
+    assert workspace.log(by=os.getpid()) == workspace.log()
+    with pytest.raises(FileNotFoundError):
+        workspace.log(since="never")
+
+
+def test_the_command_line_takes_ages_times_and_snapshots(workspace: Workspace, root: Path) -> None:
+    (root / "f").write_text("1")
+    workspace.snapshot("before")
+    select = ["log", "-w", workspace.name, "--since"]
+    assert len(succeeded(vfsd(*select, "10m")).splitlines()) == 2
+    assert len(succeeded(vfsd(*select, "2026-01-01")).splitlines()) == 2
+    assert succeeded(vfsd(*select, "before")) == ""
+    assert "no such snapshot: befor; did you mean before?" in failed(vfsd(*select, "befor"))
+
+
+def test_a_hostile_command_line_cannot_change_the_terminal(workspace: Workspace, root: Path) -> None:
+    subprocess.run([b"sh", b"-c", b"echo > f", b"\x1b]0;owned\x07\n\xff\xe2\x80\xae"], cwd=root, check=True)
+    shown = succeeded(vfsd("log", "-w", workspace.name))
+    assert len(shown.splitlines()) == 2
+    assert re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202e]", shown) is None
+    process = workspace.log()[0].process
+    assert process is not None
+    assert os.fsencode(process.command[-1]) == b"\x1b]0;owned\x07\n\xff\xe2\x80\xae", "Python gets it as it is"
+
+
+def test_a_long_command_line_is_cut(workspace: Workspace) -> None:
+    run(workspace, "sh", "-c", "echo > f", "x" * 100_000)
+    process = workspace.log()[0].process
+    assert process is not None
+    assert process.truncated
+    assert sum(map(len, process.command)) < 1024
+
+
+_UNREADABLE = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+page = int(fields[45]) & ~4095  # of the start of the command line
+file = os.open("page", os.O_RDWR | os.O_CREAT)
+os.write(file, ctypes.string_at(page, 4096))
+os.fsync(file)
+os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+assert libc.mmap(page, 4096, 3, 0x12, file, 0) == page  # MAP_PRIVATE | MAP_FIXED
+os.mkdir("made")
+"""
+
+
+def test_a_command_line_that_is_a_file_of_the_mount_does_not_block_it(workspace: Workspace) -> None:
+    # Reading it makes the kernel ask the daemon for the file.
+    run(workspace, sys.executable, "-c", _UNREADABLE)
+    made = workspace.log("made")[0]
+    assert made.process is not None
+    assert made.process.name.startswith("python")
+
+
+# -- labels ----------------------------------------------------------------------------------------------
+def test_a_label_is_inherited_by_what_is_started_below_it(workspace: Workspace, root: Path) -> None:
+    with workspace.label("turn 1"):
+        (root / "a").mkdir()
+        late = subprocess.Popen(["sh", "-c", "mkdir b; read line; mkdir c"], cwd=root, stdin=subprocess.PIPE)
+        while not (root / "b").exists():
+            time.sleep(0.01)
+    (root / "d").mkdir()
+    late.communicate(b"\n")
+    assert {change.path: change.label for change in workspace.log()} == {
+        "a": "turn 1",
+        "b": "turn 1",
+        "c": "turn 1",
+        "d": None,
+    }
+
+
+def test_what_exec_runs_belongs_to_it(mount: MountIt) -> None:
+    workspace = mount(exec_on_host=True)
+    workspace.executor.run(["sh", "-c", "mkdir a; (setsid mkdir b)"])
+    assert {change.path: change.label for change in workspace.log()} == dict.fromkeys(
+        ("a", "b"), "exec: sh -c mkdir a; (setsid mkdir b)"
+    )
+
+
+# -- following -------------------------------------------------------------------------------------------
+def test_follow_yields_changes_as_they_are_made(workspace: Workspace, root: Path) -> None:
+    with workspace.follow("d") as changes:
+        (root / "other").mkdir()
+        (root / "d").mkdir()
+        (root / "d" / "f").write_text("12345")
+        found = [next(changes) for _ in range(3)]
+    assert [isinstance(one, LoggedChange) and (one.change, one.path) for one in found] == [
+        ("mkdir", "d"),
+        ("create", "d/f"),
+        ("write", "d/f"),
+    ]
+
+
+def test_follow_since_a_snapshot_yields_everything_after_it_once(workspace: Workspace, root: Path) -> None:
+    (root / "a").mkdir()
+    workspace.snapshot("s")
+    (root / "b").mkdir()
+    with workspace.follow(since="s") as changes:
+        (root / "c").mkdir()
+        found = [next(changes) for _ in range(2)]
+    assert [isinstance(one, LoggedChange) and one.path for one in found] == ["b", "c"]
+
+
+def test_a_follower_that_reads_nothing_misses_changes_and_delays_nobody(workspace: Workspace, root: Path) -> None:
+    with ControlClient(workspace.socket) as client:
+        call = workspace._requests.watch()
+        stream = client.stream(call)
+        next(stream)
+        for number in range(3000):
+            (root / f"{number}{'x' * 200}").mkdir()
+        (root / "last").mkdir()
+        total = 0
+        missed = 0
+        for change in watched_changes(stream):
+            if isinstance(change, Missed):
+                missed += change.count
+            else:
+                total += 1
+            if total + missed >= 3001:
+                break
+            if total + missed == 3000:
+                (root / "end").mkdir()
+        stream.close()
+    assert missed > 0
+    assert total > 100
+
+
+@pytest.fixture
+def alone(engine: str, workdir: Path) -> Callable[..., Workspace]:
+    """Mounts a workspace that its test unmounts."""
+    return functools.partial(Workspace.mount, workdir / "alone", name=workdir.name, engine=engine)
+
+
+def test_the_command_follows_until_the_workspace_is_unmounted(alone: Callable[..., Workspace]) -> None:
+    workspace = alone()
+    program = subprocess.Popen(
+        [sys.executable, "-m", "vfsd.cli.main", "log", "-w", workspace.name, "--follow", "--json", "--since", "1h"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    (Path(workspace.path) / "d").mkdir()
+    assert program.stdout is not None
+    assert json.loads(program.stdout.readline())["path"] == "d"
+    workspace.unmount()
+    _, errors = program.communicate(timeout=30)
+    assert program.returncode == 0
+    assert "was unmounted" in errors
+
+
+# -- limits, the file, off -------------------------------------------------------------------------------
+def test_without_audit_there_is_no_log(mount: MountIt) -> None:
+    workspace = mount(audit=False)
+    with pytest.raises(OSError, match="--no-audit") as caught:
+        workspace.log()
+    assert caught.value.errno == errno.EOPNOTSUPP
+
+
+def test_the_file_has_every_entry(alone: Callable[..., Workspace], workdir: Path) -> None:
+    workspace = alone(audit_file=workdir / "log.jsonl")
+    root = Path(workspace.path)
+    for number in range(200):
+        (root / f"f{number}").write_text("1")
+    expected = [change.number for change in workspace.log()]
+    workspace.unmount()
+    lines = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
+    assert sorted(line["number"] for line in lines) == expected
+    assert (workdir / "log.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.fixture
+def full_disk(workdir: Path) -> Iterator[Path]:
+    place = workdir / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_stops_nothing_and_the_file_says_what_is_missing(
+    alone: Callable[..., Workspace], full_disk: Path
+) -> None:
+    workspace = alone(audit_file=full_disk / "log.jsonl")
+    root = Path(workspace.path)
+    for number in range(100):
+        (root / f"d{number}").mkdir()
+    deadline = time.monotonic() + 20
+    while "the audit file lacks" not in (said := vfsd("log", "-w", workspace.name).stderr):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "No space left on device" in said
+    subprocess.run(["mount", "-o", "remount,size=1m", full_disk], check=True)
+    (root / "after").mkdir()
+    workspace.unmount()
+    lines = [json.loads(line) for line in (full_disk / "log.jsonl").read_text().splitlines()]
+    missing = sum(line.get("missing", 0) for line in lines)
+    kept = [line["number"] for line in lines if "number" in line]
+    assert missing + len(kept) == 101
+    assert kept == sorted(kept)
+    assert kept[-1] == 101

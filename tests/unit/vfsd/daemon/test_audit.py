@@ -1,0 +1,131 @@
+"""The audit log without a mount: its limits under the worst content, its invariants, and hostile processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import subprocess
+import sys
+
+import pytest
+import trio
+
+from protocol.backends.memory.volume import MemoryVolume
+from protocol.volume import ROOT_INODE, Caller
+from vfsd.daemon.audit.log import FOLLOWERS_MAX, AuditLog
+from vfsd.daemon.audit.processes import Processes
+from vfsd.wire.audit_messages import Overflow
+
+CALLER = Caller(0, 0)
+
+
+def make(volume: MemoryVolume, parent: int, name: bytes) -> int:
+    return volume.mknod(parent, name, stat.S_IFREG | 0o644, 0, CALLER).inode
+
+
+def test_the_log_keeps_the_newest_entries_within_its_limit() -> None:
+    volume = MemoryVolume()
+    log = AuditLog(volume, limit_bytes=200_000)
+    below = ROOT_INODE
+    for number in range(60):  # a path of 15,000 bytes
+        name = b"%04d" % number + b"x" * 250
+        below = volume.mkdir(below, name, 0o755, CALLER).inode
+        log.entry_changed("mkdir", os.getpid(), below, name)
+        log.check_invariants()
+    for number in range(2000):
+        log.entry_changed("mkdir", os.getpid(), ROOT_INODE, b"%d" % number)
+    log.check_invariants()
+    assert log.dropped > 0
+    entries = list(log.entries())
+    assert entries[-1].path == b"1999"
+    assert entries[0].number == log.dropped + 1
+    log.close()
+
+
+def test_random_changes_keep_the_invariants() -> None:
+    chosen = random.Random(7)
+    volume = MemoryVolume()
+    log = AuditLog(volume, limit_bytes=60_000)
+    files = {b"f%d" % number: make(volume, ROOT_INODE, b"f%d" % number) for number in range(20)}
+    for step in range(3000):
+        name = chosen.choice(list(files))
+        thread = chosen.choice((os.getpid(), os.getppid(), 0))
+        match chosen.randrange(6):
+            case 0 | 1 | 2:
+                volume.write(files[name], 0, b"x")
+                log.written(thread, files[name], 1)
+            case 3:
+                other = b"f%d" % chosen.randrange(40)
+                if other != name:
+                    volume.rename(ROOT_INODE, name, ROOT_INODE, other)
+                    files[other] = files.pop(name)
+                    log.renamed(thread, ROOT_INODE, name, ROOT_INODE, other, exchange=False)
+            case 4:
+                log.inode_changed("chmod", thread, files[name])
+            case 5:
+                if len(files) > 5:
+                    volume.unlink(ROOT_INODE, name)
+                    log.entry_changed("unlink", thread, ROOT_INODE, name)
+                    del files[name]
+        if step % 50 == 0:
+            log.check_invariants()
+    log.close_writes()
+    log.check_invariants()
+    log.close()
+
+
+def test_a_follower_holds_a_bounded_number_of_bytes_and_marks_what_it_misses() -> None:
+    log = AuditLog(MemoryVolume())
+    follower = log.follow(limit_bytes=50_000)
+    for number in range(1000):
+        log.entry_changed("mkdir", 0, ROOT_INODE, b"%d" % number)
+    found = follower.take_nowait()
+    last = found.pop()
+    assert isinstance(last, Overflow)
+    assert last.missing + len(found) == 1000
+    log.entry_changed("mkdir", 0, ROOT_INODE, b"after")
+    (after,) = trio.run(follower.take)
+    assert not isinstance(after, Overflow)
+    assert after.path == b"after"
+    log.unfollow(follower)
+    log.close()
+
+
+def test_there_are_only_so_many_followers() -> None:
+    log = AuditLog(MemoryVolume())
+    for _ in range(FOLLOWERS_MAX):
+        log.follow()
+    with pytest.raises(BlockingIOError, match="end one of them"):
+        log.follow()
+    log.close()
+
+
+def test_a_process_that_ends_is_not_taken_for_the_next_one_with_its_id() -> None:
+    processes = Processes()
+    program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    seen = processes.find(program.pid)
+    assert processes.find(program.pid) is seen
+    program.communicate(b"\n")
+    gone = processes.find(program.pid)
+    assert gone is not seen
+    assert gone.command == b""
+    processes.check_invariants()
+    processes.close()
+
+
+def test_many_processes_take_a_bounded_number_of_descriptors() -> None:
+    processes = Processes()
+    before = len(os.listdir("/proc/self/fd"))
+    programs = [subprocess.Popen(["sleep", "60"]) for _ in range(150)]
+    try:
+        for program in programs:
+            assert processes.find(program.pid).words == [b"sleep", b"60"]
+        processes.check_invariants()
+        assert len(os.listdir("/proc/self/fd")) <= before + 256
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+        processes.close()
+    assert len(os.listdir("/proc/self/fd")) <= before

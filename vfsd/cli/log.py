@@ -1,0 +1,166 @@
+"""`vfsd log`: who changed what, and when."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import click
+import msgspec
+
+from vfsd.cli.common import output
+from vfsd.cli.common.app import INTERRUPTED, App, Command
+from vfsd.cli.common.streamed import PatientOutput
+from vfsd.client.connection import ControlClient
+from vfsd.wire.audit_messages import LogEntry, LogResult, Overflow, ProcessRecord
+
+_AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])(?:\s+ago)?")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_COMMAND_CHARACTERS: Final = 100  # of a command line that is shown
+_COLUMNS: Final = output.columns("TIME:time PID CHANGE PATH:path SIZE:size COMMAND BELONGS-TO")
+_entries: Final = msgspec.json.Decoder(LogEntry)
+
+
+@click.command(
+    "log",
+    cls=Command,
+    interrupted="stopped following the log",
+    examples="""
+    vfsd log                               # all changes that the log holds
+    vfsd log src --since 10m               # below src, in the last ten minutes
+    vfsd log --since before                # since the snapshot before
+    vfsd log --by npm                      # by npm and what it started
+    vfsd log --follow --json | jq .path
+    """,
+)
+@click.argument("paths", metavar="[PATH]...", nargs=-1)
+@click.option("-f", "--follow", is_flag=True, help="Go on, and print each change when it is made.")
+@click.option(
+    "--since",
+    metavar="WHEN|SNAPSHOT",
+    help="Only changes since then: a snapshot, 90s, 10m, 2h or 3d ago, or a time such as 2026-01-31T12:00.",
+)
+@click.option("--by", metavar="PID|COMMAND", help="Only changes by this process or program, and by what it started.")
+@click.pass_obj
+def log_command(app: App, paths: tuple[str, ...], follow: bool, since: str | None, by: str | None) -> None:
+    """Show which program changed what, and when.
+
+    With PATHs, only changes of these paths and of what is below them.  Consecutive writes of a program to a file are
+    one line, with the number of bytes.  The log holds the newest changes, about ten thousand of them; `vfsd mount
+    --audit FILE.jsonl` keeps all.
+
+    PID is 0 for pages that the kernel wrote back, and for programs that the daemon cannot see.  BELONGS-TO is the
+    tool's call, the command of `vfsd exec`, or the container that a program belongs to.
+
+    In a pipe the columns are separated by tabs.  --json prints one document with all of them and the ancestors of each
+    process; with --follow it prints one line for each change.
+    """
+    selected = app.requests.selected_changes(paths, None, by)
+    selected["since"], selected["since_ns"] = since, None if since is None else _since_ns(since)
+    if follow:
+        _follow(app, selected)
+    else:
+        _show(app, selected)
+
+
+def _since_ns(text: str) -> int | None:
+    """Parse a time or an age; None if it is neither."""
+    age = _AGO.fullmatch(text.strip())
+    try:
+        if age is not None:
+            time = datetime.now(UTC) - timedelta(seconds=float(age[1]) * _SECONDS[age[2]])
+        else:
+            time = datetime.fromisoformat(text.strip()).astimezone()  # without a zone: local time
+        return int(time.timestamp() * 1e9)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _show(app: App, selected: dict[str, Any]) -> None:
+    from vfsd.client.requests import RemoteCall  # noqa: PLC0415 start-up: `vfsd log --help` needs none of it
+    from vfsd.wire.audit_messages import LogParams  # noqa: PLC0415
+
+    pieces: list[bytes] = []
+    answer: LogResult = app.call(RemoteCall("log", LogParams(**selected)), on_output=pieces.append)
+    lines = b"".join(pieces)
+    with app.writing():
+        if app.json:
+            with PatientOutput() as out:
+                out.write(b'{"entries":[' + b",".join(lines.splitlines()) + b'],"dropped":%d' % answer.dropped)
+                out.write(b',"complete_since":' + msgspec.json.encode(answer.since))
+                out.write(b',"file_missing":%d' % answer.file_missing)
+                out.write(b',"file_problem":' + msgspec.json.encode(answer.file_problem) + b"}\n")
+            return
+        output.table(_COLUMNS, [_row(entry) for entry in _entries.decode_lines(lines)], empty="no change is logged")
+    if answer.dropped:
+        reach = output.show_time(answer.since)
+        output.note(f"{output.counted(answer.dropped, 'older change')} up to {reach} are not in the log any more")
+    if answer.file_missing:
+        output.note(f"the audit file lacks {output.counted(answer.file_missing, 'change')}: {answer.file_problem}")
+
+
+def _follow(app: App, selected: dict[str, Any]) -> None:
+    from vfsd.client.log_results import WatchedLines, decode_watched  # noqa: PLC0415 start-up
+    from vfsd.client.requests import RemoteCall  # noqa: PLC0415
+    from vfsd.wire.audit_messages import WatchParams  # noqa: PLC0415
+
+    record = app.record()
+    record.check_alive()
+    client = ControlClient(record.socket)
+    try:
+        with closing(client.stream(RemoteCall("watch", WatchParams(**selected)))) as pieces:
+            lines = WatchedLines()
+            for line in itertools.chain.from_iterable(map(lines.feed, pieces)):
+                if app.json:
+                    output.write_bytes(line + b"\n")
+                else:
+                    _say(decode_watched(line))
+                    sys.stdout.flush()
+    except ConnectionResetError:
+        output.note(f"workspace {record.name} was unmounted")
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None  # the usual end
+
+
+def _say(record: LogEntry | Overflow) -> None:
+    if isinstance(record, Overflow):
+        output.note(f"{output.counted(record.missing, 'change')} missing here: they came faster than they were read")
+        return
+    cells = [output.show_time(record.time) if output.on_terminal() else record.time, *_row(record)[1:]]
+    separator = "  " if output.on_terminal() else "\t"
+    output.say(separator.join("-" if cell is None else output.show_path(str(cell)) for cell in cells))
+
+
+def _row(entry: LogEntry) -> list[str | int | None]:
+    return [
+        entry.time,
+        entry.pid,
+        entry.change,
+        _place(entry),
+        entry.bytes,
+        "(the kernel, or another pid namespace)" if entry.process is None else _command(entry.process),
+        entry.label or (entry.container and f"container {entry.container}"),
+    ]
+
+
+def _place(entry: LogEntry) -> str:
+    if entry.count != 1 or entry.paths:
+        shown = ", ".join(entry.paths[:3])
+        return f"{output.counted(entry.count, 'path')}: {shown}{', ...' if entry.count > 3 else ''}"
+    path = "(a file without a name)" if entry.path is None else entry.path or "."
+    if entry.to is not None:
+        return f"{path} -> {entry.to}"
+    if entry.of is not None:
+        return f"{path} = {entry.of}"
+    return f"{path} (one of {entry.links} names)" if entry.links > 1 else path
+
+
+def _command(process: ProcessRecord) -> str:
+    """The command line in one line, shortened; the name in brackets, as ps(1) writes it, if it is not known."""
+    text = " ".join(process.command) or f"[{process.name}]"
+    shown = text[:_COMMAND_CHARACTERS]
+    return shown + "..." if shown != text or process.truncated else shown

@@ -1,0 +1,1 @@
+"""The audit log: which process changed what in the workspace, and when."""

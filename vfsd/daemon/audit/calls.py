@@ -1,0 +1,75 @@
+"""Which call of the control socket the current task works for, so that its changes are attributed to its client.
+
+Threading: the serving loop.  A worker thread that trio starts for a call works for that call, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+if TYPE_CHECKING:
+    from vfsd.daemon.audit.log import AuditLog
+    from vfsd.daemon.audit.processes import Process
+    from vfsd.daemon.control.call_context import CallContext, Handler
+
+# The methods that change the workspace.
+_CHANGING: Final = frozenset({"restore", "import", "merge", "adopt", "fs.write", "fs.edit", "fs.rm"})
+
+
+class _Call:
+    """A running call: its method, its client, and the log."""
+
+    def __init__(self, log: AuditLog, method: str, client: Process) -> None:
+        self.log = log
+        self.method = method
+        self.client = client
+
+
+_current: ContextVar[_Call | None] = ContextVar("audited call", default=None)
+
+
+def audited(handlers: Mapping[str, Handler], log: AuditLog) -> dict[str, Handler]:
+    """Wrap the handlers of methods that change the workspace, so that `log` learns for whom they do."""
+    return {name: _audited(name, handler, log) if name in _CHANGING else handler for name, handler in handlers.items()}
+
+
+def _audited(method: str, handler: Handler, log: AuditLog) -> Handler:
+    @functools.wraps(handler)
+    async def answer(params: Any, call: CallContext) -> Any:
+        client = log.processes.find(call.client) if isinstance(call.client, int) else log.processes.unknown
+        token = _current.set(_Call(log, method, client))
+        try:
+            return await handler(params, call)
+        finally:
+            _current.reset(token)
+
+    return answer
+
+
+def record(paths: Iterable[bytes]) -> None:
+    """Add an entry for the running call, which changed `paths` and did not go through the mount."""
+    call = _current.get()
+    if call is not None:
+        call.log.applied(call.method, call.client, paths)
+
+
+@contextlib.contextmanager
+def acting_through_mount() -> Iterator[None]:
+    """Inside the block, attribute what this worker thread changes through the mount to the call that it works for."""
+    call = _current.get()
+    if call is None:
+        yield
+        return
+    thread = threading.get_native_id()
+    trio.from_thread.run_sync(call.log.set_acting, thread, (f"vfsd {call.method}", call.client))
+    try:
+        yield
+    finally:
+        trio.from_thread.run_sync(call.log.set_acting, thread, None)

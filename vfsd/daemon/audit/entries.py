@@ -1,0 +1,122 @@
+"""Entry: one change of the workspace, and its record on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from vfsd.daemon.audit.processes import Process
+from vfsd.wire.audit_messages import LogEntry, ProcessRecord
+from vfsd.wire.messages import wire_path
+
+_OBJECT_BYTES: Final = 640  # of an `Entry` with its numbers and without its texts, and its places in the log
+_TEXT_BYTES: Final = 64  # of a string, without its characters
+PATHS_LISTED: Final = 100  # of one entry for many changes at once, such as a restore
+
+
+class Entry:
+    """One change, or consecutive writes to one file by one process.
+
+    `number` counts the changes in the order in which they were made.  `paths`: of one entry for many changes, the first
+    PATHS_LISTED of their paths; `count` counts all.
+    """
+
+    __slots__ = (
+        "bytes", "change", "count", "inode", "label", "links", "number", "other", "path", "paths", "process", "thread",
+        "time_ns", "until_ns", "writes",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, time_ns: int, change: str, process: Process, thread: int, path: bytes | None
+    ) -> None:
+        self.number = number
+        self.time_ns = self.until_ns = time_ns
+        self.change = change
+        self.process = process
+        self.thread = thread
+        self.label: str | None = None
+        self.path = path
+        self.other: bytes | None = None  # the new name of a rename, the older name of a link
+        self.inode = 0
+        self.links = 1
+        self.bytes = 0
+        self.writes = 0
+        self.paths: Sequence[bytes] = ()
+        self.count = 1
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that it takes, without that of its process."""
+        label = 0 if self.label is None else 4 * len(self.label)
+        return (
+            _OBJECT_BYTES
+            + len(self.path or b"")
+            + len(self.other or b"")
+            + label
+            + sum(map(len, self.paths))
+            + _TEXT_BYTES * len(self.paths)
+        )
+
+    def is_below(self, path: bytes) -> bool:
+        """Whether the change concerns `path` or something below it (b"" is the root)."""
+        if not path:
+            return True
+        if self.count > len(self.paths) > 0:
+            return True  # not all of its paths are known
+        named = self.paths or (self.path, self.other)
+        return any(one is not None and (one == path or one.startswith(path + b"/")) for one in named)
+
+    def is_by(self, who: str) -> bool:
+        """Whether its process, or an ancestor, has the process id or the program's name `who`."""
+        return any(_is_called(process, who) for process in (self.process, *self.process.ancestors()))
+
+    def record(self) -> LogEntry:
+        process = self.process
+        ancestors = [_record(above) for above in process.ancestors()]
+        return LogEntry(
+            number=self.number,
+            time=time_text(self.time_ns),
+            change=self.change,
+            path=None if self.path is None else wire_path(self.path),
+            pid=process.pid,
+            until=time_text(self.until_ns) if self.until_ns != self.time_ns else None,
+            to=wire_path(self.other) if self.other is not None and self.change in _TWO_NAMES else None,
+            of=wire_path(self.other) if self.other is not None and self.change == "link" else None,
+            links=self.links,
+            inode=self.inode if self.path is None else None,
+            bytes=self.bytes if self.writes else None,
+            writes=self.writes or None,
+            paths=[wire_path(path) for path in self.paths],
+            count=self.count,
+            process=_record(process) if process.pid else None,
+            thread=self.thread if self.thread not in {0, process.pid} else None,
+            ancestors=ancestors,
+            container=process.container,
+            label=self.label,
+        )
+
+
+_TWO_NAMES: Final = frozenset({"rename", "exchange"})
+
+
+def _is_called(process: Process, who: str) -> bool:
+    if who.isdigit():
+        return process.pid == int(who)
+    name = who.encode("utf-8", "surrogateescape")
+    return process.name == name[:15] or any(word.rpartition(b"/")[2] == name for word in process.words[:1])
+
+
+def _record(process: Process) -> ProcessRecord:
+    return ProcessRecord(
+        pid=process.pid,
+        name=wire_path(process.name),
+        command=list(map(wire_path, process.words)),
+        truncated=process.is_cut,
+        uid=process.uid,
+    )
+
+
+def time_text(time_ns: int) -> str:
+    """Format a time in nanoseconds since the epoch for the wire (ISO 8601, UTC), with microseconds."""
+    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="microseconds")

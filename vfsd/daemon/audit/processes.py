@@ -1,0 +1,408 @@
+"""Find the process of a request: its command line, its ancestors, its container, and the work that it belongs to.
+
+A request's header names a thread.  `Processes.find` looks its process up before the request is answered, because the
+program may end right after.  What was found is kept by the thread's id, and is checked each time with one system call
+that takes no lock: pread(2) on an open /proc/PID/pagemap returns EINVAL for an odd offset, and nothing once the process
+has executed another program or has ended (pagemap_read, fs/proc/task_mmu.c).
+
+A command line is memory of that process.  Reading it can wait for a lock that another thread of the process holds while
+it waits for the mount, or for a page that is itself a file of the mount.  So a thread reads /proc, and the loop waits
+for it for at most `_PATIENCE_S`, not counting the time in which that thread waits for a CPU.  Without an answer the
+process is known by its name only.
+
+Threading: the serving loop, and the threads of `_Reader`, which touch nothing but their own question.
+
+Invariants (`check_invariants`): at most `_KEPT` threads are kept, each with at most two descriptors; a process holds at
+most COMMAND_BYTES of its command line, and at most `_DEPTH` ancestors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import select
+import threading
+from queue import SimpleQueue
+from typing import Final, NamedTuple
+
+COMMAND_BYTES: Final = 1024  # of a command line; the rest is cut off
+_KEPT: Final = 128
+_DEPTH: Final = 16
+_PATIENCE_S: Final = 0.05
+_STUCK_MAX: Final = 4  # threads of `_Reader` that wait; then processes are known by their names until one returns
+_OBJECT_BYTES: Final = 400  # of a `Process` and its strings without their text
+# Podman, Docker, containerd and CRI-O put the container's id into the cgroup's name.
+_CONTAINER: Final = re.compile(rb"[0-9a-f]{64}")
+_SUPERVISOR: Final = b"/protocol/execution/supervisor.py"
+_SUPERVISOR_ARGUMENTS: Final = 4  # its own name, the directory and two descriptors
+
+
+class Process:
+    """A process, while it runs one program.
+
+    `command`: its command line, the first COMMAND_BYTES of it.  `label`: what it belongs to, from when it was seen
+    first.  `is_starter`: it started the daemon.  `size_bytes` is its memory, `held` the number of entries and processes
+    that refer to it.
+    """
+
+    __slots__ = (
+        "command", "container", "held", "is_cut", "is_starter", "label", "name", "parent", "pid", "session", "uid",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        pid: int,
+        name: bytes = b"",
+        command: bytes = b"",
+        *,
+        uid: int | None = None,
+        parent: Process | None = None,
+        container: str | None = None,
+        session: int = 0,
+        is_starter: bool = False,
+    ) -> None:
+        self.pid = pid
+        self.name = name
+        self.is_cut = len(command) > COMMAND_BYTES
+        self.command = command[:COMMAND_BYTES]
+        self.uid = uid
+        self.parent = parent
+        self.container = container
+        self.session = session
+        self.is_starter = is_starter
+        self.label: str | None = None
+        self.held = 0
+
+    @property
+    def words(self) -> list[bytes]:
+        """The command line; [] if it could not be read."""
+        return self.command.removesuffix(b"\0").split(b"\0") if self.command else []
+
+    @property
+    def size_bytes(self) -> int:
+        return _OBJECT_BYTES + len(self.command) + len(self.name)
+
+    def parents(self) -> list[Process]:
+        """Its parent, the parent of that, and so on."""
+        found = []
+        above = self.parent
+        while above is not None:
+            found.append(above)
+            above = above.parent
+        return found
+
+    def ancestors(self) -> list[Process]:
+        """Those of `parents` that belong in the log: up to the program that started the daemon.
+
+        If that program is not among them: those of the same session.
+        """
+        chain = [self, *self.parents()]
+        for at, process in enumerate(chain):
+            if process.is_starter:
+                return chain[1 : at + 1]
+        return list(itertools.takewhile(lambda process: process.session == self.session, chain[1:]))
+
+
+class _Facts(NamedTuple):
+    """What /proc tells about a thread."""
+
+    session: int
+    pid: int
+    parent: int
+    uid: int
+    name: bytes
+    command: bytes
+    container: str | None
+
+
+class _Kept:
+    """A process that was looked up, and what shows that it still is the same."""
+
+    __slots__ = ("memory", "name", "process")
+
+    def __init__(self, process: Process, memory: int, name: int) -> None:
+        self.process = process
+        self.memory = memory  # descriptor of its pagemap; -1 if it may not be opened
+        self.name = name  # descriptor of its name, if the memory alone does not identify it; else -1
+
+    @property
+    def is_current(self) -> bool:
+        if self.name >= 0:
+            try:
+                if os.pread(self.name, 64, 0).rstrip(b"\n") != self.process.name:
+                    return False
+            except OSError:  # ESRCH: the thread has ended
+                return False
+            if self.memory < 0:
+                return True
+        try:
+            os.pread(self.memory, 1, 0)
+        except OSError:
+            return self.memory >= 0
+        return False
+
+    def close(self) -> None:
+        for descriptor in (self.memory, self.name):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+class Processes:
+    """The processes that use the mount.
+
+    `starter`: the process that started the daemon, 0 if it is not known.  It may be a command that ends at once, so its
+    parent counts, too.
+    """
+
+    def __init__(self, starter: int = 0) -> None:
+        self._kept: dict[int, _Kept] = {}  # by thread
+        self._reader = _Reader()
+        self._daemon = os.getpid()
+        self._labels: dict[int, tuple[int, str]] = {}  # by process id: a pidfd, and the label that it was given
+        self.unknown: Final = Process(0)
+        self._starters: dict[int, int] = {}  # by process id: a pidfd
+        facts = self._reader.ask(starter) if starter else None
+        for pid in () if facts is None else (facts.pid, facts.parent):
+            with contextlib.suppress(OSError):
+                if pid > 1:
+                    self._starters[pid] = os.pidfd_open(pid)
+
+    def close(self) -> None:
+        """Close all descriptors, and forget the labels."""
+        _close(*self._starters.values())
+        self._starters.clear()
+        for pid in tuple(self._labels):
+            self._remove_label(pid)
+        for kept in self._kept.values():
+            kept.close()
+        self._kept.clear()
+
+    def find(self, thread: int, depth: int = _DEPTH) -> Process:
+        """Return the process of `thread` as it is now.  For thread 0, and one that has ended, a process without facts.
+
+        Looks up at most `depth` of its ancestors.
+        """
+        kept = self._kept.get(thread)
+        if kept is not None:
+            if kept.is_current:
+                return kept.process
+            del self._kept[thread]
+            kept.close()
+        return self._look_up(thread, depth) if thread else self.unknown
+
+    def _look_up(self, thread: int, depth: int) -> Process:
+        # Opened first: if the process executes another program meanwhile, the next check notices.
+        memory, name = _opened(thread, "pagemap"), _opened(thread, "comm")
+        facts = self._reader.ask(thread)
+        if facts is None:
+            process = Process(thread, _read_name(name))
+            _close(memory, name)
+            return process
+        parent = self.find(facts.parent, depth - 1) if facts.parent and depth > 1 else None
+        process = Process(
+            facts.pid,
+            facts.name,
+            facts.command,
+            uid=facts.uid,
+            parent=parent,
+            container=facts.container,
+            session=facts.session,
+            is_starter=facts.pid in self._starters and not _has_ended(self._starters[facts.pid]),
+        )
+        process.label = self._inherited_label(process)
+        # The memory is not enough for a thread, whose process may outlive it, nor for a child that shares the memory of
+        # its parent until it executes its program (vfork(2)): such a child still has its parent's command line.
+        is_like_parent = parent is not None and parent.command == process.command
+        if memory >= 0 and facts.pid == thread and not is_like_parent:
+            _close(name)
+            name = -1
+        if memory >= 0 or name >= 0:
+            if len(self._kept) >= _KEPT:
+                self._kept.pop(next(iter(self._kept))).close()
+            self._kept[thread] = _Kept(process, memory, name)
+        return process
+
+    # -- labels ----------------------------------------------------------------------------------------
+    def set_label(self, pid: int, label: str | None) -> None:
+        """Give process `pid` a label, which all processes that it starts from now on inherit; None removes it.
+
+        ProcessLookupError if there is no such process.
+        """
+        self._remove_label(pid)
+        if label is None:
+            return
+        handle = os.pidfd_open(pid)
+        if len(self._labels) >= _KEPT:
+            self._remove_label(next(iter(self._labels)))
+        self._labels[pid] = handle, label
+
+    def _remove_label(self, pid: int) -> None:
+        handle, _ = self._labels.pop(pid, (-1, ""))
+        _close(handle)
+
+    def label_of(self, process: Process) -> str | None:
+        """The label that applies to a change of `process` now."""
+        return self._own_label(process) or process.label or self._label_above(process)
+
+    def _own_label(self, process: Process) -> str | None:
+        given = self._labels.get(process.pid)
+        if given is None:
+            return None
+        if not _has_ended(given[0]):
+            return given[1]
+        self._remove_label(process.pid)  # another process may get the id
+        return None
+
+    def _label_above(self, process: Process) -> str | None:
+        if not self._labels:
+            return None
+        return next(filter(None, map(self._own_label, process.parents())), None)
+
+    def _inherited_label(self, process: Process) -> str | None:
+        above = process.parents()
+        for parent in above:
+            label = self._own_label(parent) or parent.label
+            if label is not None:
+                return label
+        chain = [process, *above]
+        for supervisor, parent in zip(chain, above, strict=False):
+            if parent.pid == self._daemon:
+                return _command_label(supervisor)
+        return None
+
+    def check_invariants(self) -> None:
+        """AssertionError if an invariant of the module's docstring does not hold."""
+        assert len(self._kept) <= _KEPT
+        assert len(self._labels) <= _KEPT
+        for kept in self._kept.values():
+            assert len(kept.process.command) <= COMMAND_BYTES
+            assert len(kept.process.parents()) <= _DEPTH
+
+
+def _command_label(supervisor: Process) -> str | None:
+    """The label of what `vfsd exec` runs: the command of its supervisor (`protocol.execution.supervisor`)."""
+    words = supervisor.words
+    for at, word in enumerate(words):
+        if word.endswith(_SUPERVISOR):
+            return "exec: " + b" ".join(words[at + _SUPERVISOR_ARGUMENTS :]).decode("utf-8", "backslashreplace")
+    return None
+
+
+# -- /proc ------------------------------------------------------------------------------------------
+def _opened(thread: int, name: str) -> int:
+    try:
+        return os.open(f"/proc/{thread}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _read_name(descriptor: int) -> bytes:
+    with contextlib.suppress(OSError):
+        if descriptor >= 0:
+            return os.pread(descriptor, 64, 0).rstrip(b"\n")
+    return b""
+
+
+def _read(thread: int, name: str, size: int) -> bytes:
+    descriptor = os.open(f"/proc/{thread}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _facts(thread: int) -> _Facts | None:
+    """Read what /proc tells about a thread; None if it has ended."""
+    try:
+        status = _read(thread, "status", 2048)
+        fields = dict(line.split(b":", 1) for line in status.split(b"\n") if b":" in line)
+        pid = int(fields[b"Tgid"])
+        facts = _Facts(
+            os.getsid(pid),
+            pid,
+            int(fields[b"PPid"]),
+            int(fields[b"Uid"].split()[0]),
+            _read(thread, "comm", 64).rstrip(b"\n"),
+            _read(thread, "cmdline", COMMAND_BYTES + 1),
+            None,
+        )
+        with contextlib.suppress(OSError):
+            container = _CONTAINER.search(_read(thread, "cgroup", 4096))
+            if container is not None:
+                return facts._replace(container=container[0][:12].decode())
+    except (OSError, KeyError, ValueError):
+        return None
+    return facts
+
+
+class _Question:
+    __slots__ = ("answer", "answered", "reader", "thread")
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self.reader = 0  # the thread that reads, while it does
+        self.answer: _Facts | None = None
+        self.answered = threading.Lock()
+        self.answered.acquire()
+
+
+class _Reader:
+    """Reads /proc in a thread, and lets nobody wait for a process that keeps its memory locked."""
+
+    def __init__(self) -> None:
+        self._questions: SimpleQueue[_Question] | None = None
+        self._stuck: list[_Question] = []
+
+    def ask(self, thread: int) -> _Facts | None:
+        """Return the facts about `thread`; None if it has ended, or cannot be read in time."""
+        self._stuck = [question for question in self._stuck if not question.answered.acquire(blocking=False)]
+        if len(self._stuck) >= _STUCK_MAX:
+            return None
+        if self._questions is None:
+            self._questions = SimpleQueue()
+            # A daemon thread, because one that waits for such a process must not keep this one from ending.
+            threading.Thread(target=_answer_all, args=(self._questions,), name="audit", daemon=True).start()
+        question = _Question(thread)
+        self._questions.put(question)
+        while not question.answered.acquire(timeout=_PATIENCE_S):
+            if question.reader and not _is_running(question.reader):
+                break
+        else:
+            return question.answer
+        # The thread goes on alone, and ends when it has answered: nobody asks it again.
+        self._stuck.append(question)
+        self._questions.put(_LAST)
+        self._questions = None
+        return None
+
+
+_LAST: Final = _Question(0)
+
+
+def _is_running(thread: int) -> bool:
+    """Whether a thread of this process runs or waits for a CPU, rather than for something in the kernel."""
+    with open(f"/proc/self/task/{thread}/stat", "rb") as file:
+        return file.read().rpartition(b") ")[2].startswith(b"R")
+
+
+def _answer_all(questions: SimpleQueue[_Question]) -> None:
+    reader = threading.get_native_id()
+    while (question := questions.get()) is not _LAST:
+        question.reader = reader
+        question.answer = _facts(question.thread)
+        question.reader = 0
+        question.answered.release()

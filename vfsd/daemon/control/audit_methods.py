@@ -1,0 +1,132 @@
+"""The methods `log`, `watch` and `label` of the control socket.
+
+Threading: handlers run on the serving loop; entries are filtered and encoded in worker threads.  The log holds closed
+entries, which do not change, and those of writes that go on, whose numbers may grow while they are encoded.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+import trio
+
+from protocol.errors import SnapshotNotFoundError
+from vfsd.daemon.audit.entries import Entry, time_text
+from vfsd.daemon.audit.log import AuditLog
+from vfsd.daemon.audit.service import Audit
+from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.changes import OutputPieces
+from vfsd.daemon.control.parameters import tree_paths
+from vfsd.daemon.snapshots.base import SnapshotService
+from vfsd.wire.audit_messages import LabelParams, LogParams, LogResult, Overflow, WatchParams
+from vfsd.wire.messages import Empty, InvalidParamsError
+
+_LABEL_CHARACTERS: Final = 200
+_AT_ONCE: Final = 256  # entries that are encoded before a watch sends them
+
+
+class AuditMethods:
+    """The methods of one workspace."""
+
+    def __init__(self, audit: Audit, snapshots: SnapshotService | None) -> None:
+        self._log = audit.log
+        self._file = audit.file
+        self._snapshots = snapshots
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """The handler of each method of `audit_messages.AUDIT_METHODS`."""
+        return {"log": self._show, "watch": self._watch, "label": self._label}
+
+    def _kept(self) -> AuditLog:
+        if self._log is None:
+            raise OSError(errno.EOPNOTSUPP, "this workspace keeps no log: it was mounted with --no-audit")
+        return self._log
+
+    async def _show(self, params: LogParams, call: CallContext) -> LogResult:
+        log = self._kept()
+        wanted = await self._filter(params)
+        entries, dropped, since = list(log.entries()), log.dropped, log.complete_since_ns
+        pieces = OutputPieces(call.output_from_thread)
+
+        def send() -> int:
+            count = 0
+            for entry in entries:
+                if wanted(entry):
+                    call.raise_if_cancelled()
+                    pieces.write(msgspec.json.encode(entry.record()) + b"\n")
+                    count += 1
+            pieces.flush()
+            return count
+
+        count = await trio.to_thread.run_sync(send)
+        file = self._file
+        return LogResult(
+            count,
+            dropped,
+            time_text(since),
+            0 if file is None else file.missing,
+            None if file is None else file.problem,
+        )
+
+    async def _watch(self, params: WatchParams, call: CallContext) -> Empty:
+        log = self._kept()
+        wanted = await self._filter(params)
+        has_start = params.since is not None or params.since_ns is not None
+        # No await between the two: an entry is in one of them.  Those of writes that go on follow when they end.
+        follower = log.follow(wanted)
+        going_on = {id(entry) for entry in log.going_on()}
+        earlier = [entry for entry in log.entries() if id(entry) not in going_on] if has_start else []
+        try:
+            await call.output(b"\n")
+            for start in range(0, len(earlier), _AT_ONCE):
+                await self._send([one for one in earlier[start : start + _AT_ONCE] if wanted(one)], call)
+            while True:
+                await self._send(await follower.take(), call)
+        finally:
+            log.unfollow(follower)
+
+    async def _send(self, found: Sequence[Entry | Overflow], call: CallContext) -> None:
+        for start in range(0, len(found), _AT_ONCE):
+            lines = await trio.to_thread.run_sync(_encoded, found[start : start + _AT_ONCE])
+            if lines:
+                await call.output(lines)
+
+    async def _filter(self, params: LogParams) -> Callable[[Entry], bool]:
+        """Return a function that tells whether a client asked for an entry.  SnapshotNotFoundError."""
+        since_ns = params.since_ns
+        if params.since is not None:
+            taken = await self._taken_ns(params.since)
+            if taken is None and since_ns is None:
+                raise SnapshotNotFoundError(params.since)
+            since_ns = since_ns if taken is None else taken
+        paths, by = tree_paths(params.paths), params.by
+
+        def wanted(entry: Entry) -> bool:
+            return (
+                (since_ns is None or entry.until_ns >= since_ns)
+                and (not paths or any(map(entry.is_below, paths)))
+                and (by is None or entry.is_by(by))
+            )
+
+        return wanted
+
+    async def _taken_ns(self, name: str) -> int | None:
+        """When the snapshot `name` was taken; None if there is none."""
+        infos = () if self._snapshots is None else await self._snapshots.infos()
+        return next((info.created_ns for info in infos if info.name == name), None)
+
+    async def _label(self, params: LabelParams, call: CallContext) -> Empty:
+        pid = params.pid if params.pid is not None else call.client
+        if not isinstance(pid, int):
+            raise InvalidParamsError("label: the caller is in another pid namespace; give `pid`")
+        label = None if params.label is None else " ".join(params.label.split())[:_LABEL_CHARACTERS]
+        self._kept().processes.set_label(pid, label or None)
+        return Empty()
+
+
+def _encoded(found: Iterable[Entry | Overflow]) -> bytes:
+    records = (one.record() if isinstance(one, Entry) else one for one in found)
+    return b"".join(msgspec.json.encode(record) + b"\n" for record in records)

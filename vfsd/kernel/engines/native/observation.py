@@ -1,0 +1,152 @@
+"""Reports each change of the mount to an observer (`vfsd.kernel.engines.base.ChangeObserver`).
+
+`observe` replaces the handlers of the changing opcodes by ones that call the observer once the volume has made the
+change.  Without an observer the table of handlers stays as it is, so a request costs no more.
+
+Threading: the loop.  A request whose answer is awaited is reported when it is complete, so in the order in which the
+volume completed the changes.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from protocol.volume import RENAME_EXCHANGE
+from vfsd.kernel.engines.base import ChangeObserver, attribute_change
+from vfsd.kernel.engines.native import wire
+from vfsd.kernel.engines.native.operations import BODY, Method, Operations, Request
+from vfsd.kernel.engines.native.wire import Opcode
+from vfsd.kernel.engines.native.write_back import BARRIER_INODE
+
+# Takes the inode of the request, its message, the message's length and the volume's answer.
+Report = Callable[[int, Request, int, Any], None]
+
+_TIMES: Final = wire.FATTR_ATIME | wire.FATTR_MTIME | wire.FATTR_ATIME_NOW | wire.FATTR_MTIME_NOW
+_OWNER: Final = wire.FATTR_UID | wire.FATTR_GID
+
+
+def observe(operations: Operations, observer: ChangeObserver) -> None:
+    """Have `operations` report changes to `observer`."""
+    for opcode, report in _Reports(observer).by_opcode.items():
+        handler = operations.table.get(opcode)
+        if handler is not None:
+            operations.table[opcode] = handler._replace(method=_reporting(handler.method, report))
+
+
+def _reporting(method: Method, report: Report) -> Method:
+    def handle(node: int, message: Request, length: int) -> object:
+        answer = method(node, message, length)
+        if hasattr(answer, "__await__"):
+            # The next request overwrites the buffer.  No report reads the data of a write.
+            return _later(answer, report, node, bytearray(message[: min(length, _HEAD_BYTES)]), length)
+        report(node, message, length, answer)
+        return answer
+
+    return handle
+
+
+# Of a message with names, which have 255 bytes, or for SYMLINK a target of 4,095 after the name.
+_HEAD_BYTES: Final = 8192
+
+
+async def _later(answer: Awaitable[Any], report: Report, node: int, message: bytearray, length: int) -> object:
+    result = await answer
+    report(node, message, length, result)
+    return result
+
+
+def _thread(message: Request) -> int:
+    thread: int = wire.IN_HEADER_ROUTE.unpack_from(message, 0)[3]
+    return thread
+
+
+class _Reports:
+    """Decode the requests that changed something, and report them to `observer`."""
+
+    def __init__(self, observer: ChangeObserver) -> None:
+        self._observer = observer
+        self.by_opcode: Final[dict[Opcode, Report]] = {
+            Opcode.WRITE: _write(observer),
+            Opcode.COPY_FILE_RANGE: self._copy,
+            Opcode.COPY_FILE_RANGE_64: self._copy,
+            Opcode.SETATTR: self._setattr,
+            Opcode.MKNOD: self._mknod,
+            Opcode.MKDIR: self._mkdir,
+            Opcode.SYMLINK: self._symlink,
+            Opcode.TMPFILE: self._tmpfile,
+            Opcode.LINK: self._link,
+            Opcode.UNLINK: self._removed("unlink"),
+            Opcode.RMDIR: self._removed("rmdir"),
+            Opcode.RENAME: self._rename,
+            Opcode.RENAME2: self._rename2,
+            Opcode.FALLOCATE: self._changed("allocate"),
+            Opcode.SETXATTR: self._changed("setxattr"),
+            Opcode.REMOVEXATTR: self._changed("removexattr"),
+        }
+
+    def _copy(self, _node: int, message: Request, _length: int, count: int) -> None:
+        target = wire.FUSE_COPY_FILE_RANGE_IN.unpack_from(message, BODY)[2]
+        self._observer.written(_thread(message), target, count)
+
+    def _setattr(self, node: int, message: Request, _length: int, _: object) -> None:
+        valid = wire.FUSE_SETATTR_IN.unpack_from(message, BODY)[0]
+        change = attribute_change(
+            size=bool(valid & wire.FATTR_SIZE),
+            owner=bool(valid & _OWNER),
+            mode=bool(valid & wire.FATTR_MODE),
+            times=bool(valid & _TIMES),
+            kill=not valid & ~(wire.FATTR_FH | wire.FATTR_CTIME),
+        )
+        if change is not None and node != BARRIER_INODE:
+            self._observer.inode_changed(change, _thread(message), node)
+
+    def _mknod(self, node: int, message: Request, length: int, _: object) -> None:
+        mode, _, _, name = wire.MKNOD_NAME[length](message, BODY)
+        change = "create" if stat.S_ISREG(mode) or not stat.S_IFMT(mode) else "mknod"
+        self._observer.entry_changed(change, _thread(message), node, name)
+
+    def _mkdir(self, node: int, message: Request, length: int, _: object) -> None:
+        self._observer.entry_changed("mkdir", _thread(message), node, wire.MKDIR_NAME[length](message, BODY)[2])
+
+    def _symlink(self, node: int, message: Request, _length: int, _: object) -> None:
+        name = bytes(message[BODY : message.find(b"\0", BODY)])
+        self._observer.entry_changed("symlink", _thread(message), node, name)
+
+    def _tmpfile(self, node: int, message: Request, _length: int, _: object) -> None:
+        self._observer.entry_changed("tmpfile", _thread(message), node, b"")
+
+    def _link(self, node: int, message: Request, length: int, _: object) -> None:
+        inode, name = wire.LINK_NAME[length](message, BODY)
+        self._observer.linked(_thread(message), inode, node, name)
+
+    def _rename(self, node: int, message: Request, length: int, _: object) -> None:
+        self._renamed(node, message, *wire.RENAME_NAMES[length](message, BODY))
+
+    def _rename2(self, node: int, message: Request, length: int, _: object) -> None:
+        new_parent, flags, names = wire.RENAME2_NAMES[length](message, BODY)
+        self._renamed(node, message, new_parent, names, exchange=bool(flags & RENAME_EXCHANGE))
+
+    def _renamed(self, node: int, message: Request, new_parent: int, names: bytes, *, exchange: bool = False) -> None:
+        name, _, new_name = names.partition(b"\0")
+        self._observer.renamed(_thread(message), node, name, new_parent, new_name, exchange=exchange)
+
+    def _removed(self, change: str) -> Report:
+        def remove(node: int, message: Request, length: int, _: object) -> None:
+            self._observer.entry_changed(change, _thread(message), node, wire.NAME[length](message, BODY)[0])
+
+        return remove
+
+    def _changed(self, change: str) -> Report:
+        return lambda node, message, _length, _: self._observer.inode_changed(change, _thread(message), node)
+
+
+def _write(observer: ChangeObserver) -> Report:
+    written, route = observer.written, wire.IN_HEADER_ROUTE.unpack_from
+
+    def write(node: int, message: Request, _length: int, count: int) -> None:
+        if node != BARRIER_INODE:
+            written(route(message, 0)[3], node, count)
+
+    return write
