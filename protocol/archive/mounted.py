@@ -105,6 +105,7 @@ class MountedArchive:
         self.memory_bytes = cache_bytes + sum(_ENTRY_BYTES + len(path) for path in self._paths)
         self.total_bytes = contents.manifest.total_bytes
         self.file_count = contents.manifest.file_count
+        self.created_at = contents.manifest.created_at
 
     def _index(self, contents: Contents) -> None:
         """Copy the entries into arrays, which take a quarter of the memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from bisect import bisect_right
 from collections.abc import Iterator
 from datetime import datetime
 from itertools import islice
@@ -11,7 +12,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta
 
 from protocol.filesystem import Filesystem
-from protocol.paths import normalise
+from protocol.paths import encode, normalise
 from protocol.tool_messages import (
     EditFileParams,
     EditFileResult,
@@ -90,21 +91,27 @@ def _ls(params: LsParams, context: ToolContext) -> LsResult:
     return LsResult(path=normalise(params.path), entries=first, truncated=next(entries, None) is not None)
 
 
-def entries_of(path: str, context: ToolContext) -> Iterator[Entry]:
-    """Yield the entries of a directory, sorted by name, one stat at a time; calls `context.keep_going` for each."""
-    return _entries(path, context) if context.tree is None else _tree_entries(path, context)
+def entries_of(path: str, context: ToolContext, *, after: bytes = b"") -> Iterator[Entry]:
+    """Yield the entries of a directory whose names follow `after`, sorted by the bytes of their names.
+
+    One stat at a time; calls `context.keep_going` for each entry.
+    """
+    return _entries(path, context, after) if context.tree is None else _tree_entries(path, context, after)
 
 
-def _entries(directory: str, context: ToolContext) -> Iterator[Entry]:
+def _entries(directory: str, context: ToolContext, after: bytes) -> Iterator[Entry]:
     for one in context.filesystem.list(directory):
         context.keep_going()
+        if encode(one.path).rpartition(b"/")[2] <= after:
+            continue
         yield _entry(one.path, context, is_symlink=one.is_symlink)
 
 
-def _tree_entries(asked: str, context: ToolContext) -> Iterator[Entry]:
+def _tree_entries(asked: str, context: ToolContext, after: bytes) -> Iterator[Entry]:
     """`_entries` on the context's tree: one lookup for each entry, where a path needs one for each of its parts."""
     with below(asked, context) as (tree, directory, shown):
-        for name in tree.children(directory):
+        names = tree.children(directory)
+        for name in islice(names, bisect_right(names, after), None):
             context.keep_going()
             found = tree.entry(directory + b"/" + name if directory else name)
             path = shown(found.path)

@@ -583,3 +583,37 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+@pytest.mark.parametrize("backend", ["memory", "overlay", "host"])
+def test_ls_goes_on_after_a_name_and_reads_snapshots(mount: MountIt, workdir: Path, backend: str) -> None:
+    (workdir / "below").mkdir()
+    workspace = mount(**({} if backend == "memory" else {"backend": f"{backend}:{workdir / 'below'}"}))
+    root = os.fsencode(workspace.path)
+    for name in ODD_NAMES:
+        with open(os.path.join(root, name), "wb") as file:
+            file.write(b"old " + name)
+    workspace.snapshot("one")
+    for name in ODD_NAMES[1:]:
+        os.unlink(os.path.join(root, name))
+    with ControlClient(socket_of(workspace)) as client:
+
+        def listed(snapshot: str | None) -> list[str]:
+            names: list[str] = []
+            while True:
+                page = client.call(
+                    "fs.ls", fs.FsLsParams(limit=2, after=names[-1] if names else None, snapshot=snapshot)
+                )
+                names += [entry.path for entry in page.entries]
+                if not page.truncated:
+                    return names
+
+        assert listed("one") == [wire_path(name) for name in sorted(ODD_NAMES)]
+        assert listed(None) == [wire_path(ODD_NAMES[0])]
+        for name in ODD_NAMES:
+            pieces: list[bytes] = []
+            client.call("fs.read", fs.FsReadParams(wire_path(name), snapshot="one"), on_output=pieces.append)
+            assert b"".join(pieces) == b"old " + name
+            assert client.call("fs.stat", fs.FsStatParams(wire_path(name), "one")).size_bytes == 4 + len(name)
+        with pytest.raises(FileNotFoundError):
+            client.call("fs.ls", fs.FsLsParams(snapshot="none"))

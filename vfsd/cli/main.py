@@ -67,6 +67,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
     "hooks": ("hooks", "Take a snapshot after each step of an agent."),
     "rewind": ("rewind", "Return to a state that the hooks of an agent kept."),
+    "web": ("web", "Show the workspaces in a browser: timeline, files, differences, restore."),
     "mcp": ("mcp", "Serve a running workspace to agents, as an MCP server."),
     "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),

@@ -91,8 +91,8 @@ def _records(output: bytes) -> Iterator[messages.ChangeRecord]:
 
 
 def _diff(answer: messages.DiffResult, output: bytes) -> results.Diff:
-    changes = _changes(_records(output))
-    return results.Diff(a=answer.a, b=answer.b, counts=answer.counts, changes=changes)
+    changes = _changes(_records(output)) if output else _changes(answer.changes)
+    return results.Diff(a=answer.a, b=answer.b, counts=answer.counts, changes=changes, truncated=answer.truncated)
 
 
 def _patch(answer: messages.DiffResult, output: bytes) -> results.Patch:

@@ -202,15 +202,17 @@ class Requests:
         include: Iterable[str] = (),
         exclude: Iterable[str] = (),
         against: AnyWorkspace | str | None = None,
+        complete: bool = True,
     ) -> RemoteCall[Diff]:
         """List the changes from snapshot `a` (None: the newest) to snapshot `b` (None: the live state).
 
         With `against`, list the changes from this workspace's live state to that of another workspace, which is given
         as for `merge`; then `a` and `b` are None.
         `include` and `exclude` are patterns in gitignore's syntax: with `include` only files that match are compared,
-        and paths that match `exclude` are left out.
+        and paths that match `exclude` are left out.  Without `complete`, only the first 10,000 changes are listed, and
+        `Diff.truncated` says that there are more; `Diff.counts` counts all of them.
         """
-        return self._compared("Diff", a, b, paths, include, exclude, against=_peer(against), stream=True)
+        return self._compared("Diff", a, b, paths, include, exclude, against=_peer(against), stream=complete)
 
     def patch(
         self,

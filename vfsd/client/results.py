@@ -70,7 +70,7 @@ class Snapshot:
 class Diff:
     """The changes from state `a` to state `b` (None: the live state).  False if nothing differs.
 
-    `changes` is complete; `truncated` is always False.
+    `changes` lists all changes or, with `complete=False`, the first 10,000; `truncated` says that there are more.
     """
 
     a: str

@@ -46,10 +46,15 @@ class FsEntry(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class FsLsParams(Params):
-    """Parameters of `fs.ls`: list the directory `path`."""
+    """Parameters of `fs.ls`: list the directory `path`, sorted by the bytes of the names.
+
+    `after`: list only names that follow this one.  `snapshot`: list it as it was in that snapshot.
+    """
 
     path: str = ""
     limit: Positive = DEFAULT_ENTRIES
+    after: str | None = None
+    snapshot: str | None = None
 
 
 class FsLsResult(msgspec.Struct):
@@ -61,21 +66,24 @@ class FsLsResult(msgspec.Struct):
 
 
 class FsStatParams(Params):
-    """Parameters of `fs.stat`: describe the file at `path`."""
+    """Parameters of `fs.stat`: describe the file at `path`, as it is now or was in `snapshot`."""
 
     path: str
+    snapshot: str | None = None
 
 
 class FsReadParams(Params):
     """Parameters of `fs.read`: read `limit` lines from line `offset` (0 is the first), or bytes with `as_bytes`.
 
     Without a `limit`: 2,000 lines, or all bytes.  A binary file is returned as bytes if no page was requested.
+    `snapshot`: read it as it was in that snapshot.
     """
 
     path: str
     offset: NotNegative = 0
     limit: Positive | None = None
     as_bytes: bool = False
+    snapshot: str | None = None
 
 
 class FsReadResult(msgspec.Struct, omit_defaults=True):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import binascii
 import codecs
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
+from vfsd.machine.text import counted as counted  # noqa: PLC0414 (here and below: commands use them as part of this module)
+from vfsd.machine.text import human_size as human_size  # noqa: PLC0414
+from vfsd.machine.text import show_path as show_path  # noqa: PLC0414
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
@@ -28,11 +31,6 @@ if TYPE_CHECKING:
 
 Cell = str | int | None
 Kind = Literal["text", "size", "count", "time", "minute", "path"]
-
-# C0, DEL, C1, and what changes the direction of text (Unicode Standard Annex 9): a file name must not move the cursor,
-# split a line of a script's input, or make another name or the rest of the line look like something else.
-_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
 
 _WIDEST_TABLE: Final = 100_000  # columns
 
@@ -57,32 +55,6 @@ def on_terminal(*, err: bool = False) -> bool:
 def has_colours() -> bool:
     """Return whether a terminal supports colours, and NO_COLOR (https://no-color.org) does not forbid them."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") not in {"", "dumb"}
-
-
-def show_path(path: str) -> str:
-    """Escape the control characters of a wire path as `\\xNN`.  The result is a wire path of the same file."""
-
-    def escape(match: re.Match[str]) -> str:
-        return "".join(f"\\x{byte:02x}" for byte in match[0].encode())
-
-    return _CONTROL.sub(escape, path)
-
-
-def human_size(size_bytes: int) -> str:
-    """Format a size: 512 B, 1.5 KiB, 20 MiB, ..."""
-    if size_bytes < 1024:
-        return f"{size_bytes} B"
-    size = float(size_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):  # noqa: B007 the unit is used below
-        size /= 1024
-        if size < 1023.95:
-            break
-    return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
-
-
-def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Format a count: "1 file", "2 files", "1,000 files".  `plural` is for nouns with an irregular plural."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def show_time(iso: str) -> str:

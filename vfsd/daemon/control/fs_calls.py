@@ -52,7 +52,7 @@ from vfsd.wire.fs_messages import (
     FsStatParams,
     FsWriteParams,
 )
-from vfsd.wire.messages import InvalidParamsError, wire_path
+from vfsd.wire.messages import InvalidParamsError, from_wire_path, wire_path
 
 _SLICE: Final = 256  # entries of an answer that are encoded in one step: less than a millisecond
 _ANSWER_BYTES: Final = 16 << 20  # of an encoded list; a longer one is "truncated"
@@ -74,7 +74,8 @@ def directory_context(root: str, *, read_only: bool = False, keep_going: CancelC
 def list_directory(params: FsLsParams, context: ToolContext) -> Encoded:
     """`fs.ls`, encoded."""
     path = filesystem_path(params.path)
-    entries = (_entry(entry) for entry in entries_of(path, context))
+    after = b"" if params.after is None else from_wire_path(params.after)
+    entries = (_entry(entry) for entry in entries_of(path, context, after=after))
     return _encoded_list(FsLsResult(_wire(normalise(path)), []), "entries", entries, params.limit, context.keep_going)
 
 

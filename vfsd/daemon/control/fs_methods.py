@@ -1,4 +1,5 @@
-"""The `fs.` methods of the control socket: the agent's tools, on the state that the mount shows.
+"""The `fs.` methods of the control socket: the agent's tools, on the state that the mount shows or, for `fs.ls`,
+`fs.stat` and `fs.read`, on that of a snapshot.
 
 Threading: a method that reads runs in a worker thread, on an immutable tree of the live state, so the mount stays
 responsive.  Clients take turns (`vfsd.daemon.control.turns`); long answers are encoded in slices, and between two
@@ -38,15 +39,18 @@ from protocol.tool_messages import (
     RmResult,
 )
 from protocol.tools import ToolContext
+from protocol.tree import Tree
 from protocol.types import WriteResult
 from protocol.volume_extensions import snapshotable
 from vfsd.daemon.audit.calls import acting_through_mount
 from vfsd.daemon.control import fs_calls
 from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
 from vfsd.daemon.control.parameters import host_text, working_directory
+from vfsd.daemon.control.snapshot_methods import required
 from vfsd.daemon.control.turns import Slices, Turns
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.wire.fs_messages import (
     FsEntry,
     FsExecParams,
@@ -73,8 +77,16 @@ T = TypeVar("T")
 class FsMethods:
     """The `fs.` verbs of one workspace."""
 
-    def __init__(self, mounted: MountedVolume, options: WorkspaceOptions, commands: Commands) -> None:
+    def __init__(
+        self,
+        mounted: MountedVolume,
+        options: WorkspaceOptions,
+        commands: Commands,
+        snapshots: SnapshotService | None = None,
+    ) -> None:
+        """`snapshots` is None if the backend has none."""
         self._mounted = mounted
+        self._snapshots = snapshots
         self._volume = snapshotable(mounted.volume)
         self._options = options
         self._commands = commands
@@ -122,9 +134,15 @@ class FsMethods:
     async def _read_in_turn(
         self, read: Callable[[Any, ToolContext], T], params: Any, call: CallContext, turns: Turns
     ) -> T:
-        """Call `read` in a worker thread when it is the client's turn, on the state of that moment."""
+        """Call `read` in a worker thread when it is the client's turn, on the state of that moment or a snapshot."""
+        name: str | None = getattr(params, "snapshot", None)
         async with turns.turn(call):
-            found = await self._read_tree(functools.partial(read, params), call, turns.threads)
+            bound = functools.partial(read, params)
+            if name is None:
+                found = await self._read_tree(bound, call, turns.threads)
+            else:
+                async with required(self._snapshots).tree(name, call) as tree:
+                    found = await self._in_thread(bound, tree, call, turns.threads)
         if isinstance(found, Encoded):
             turns.hold(call, sum(map(len, found)))
         return found
@@ -133,6 +151,14 @@ class FsMethods:
         volume = self._volume
         if volume is None:
             return await self._on_mount(read, call.raise_if_cancelled, threads)
+        await self._mounted.write_back_cached()
+        with volume.tree() as tree:
+            return await self._in_thread(read, tree, call, threads)
+
+    async def _in_thread(
+        self, read: Callable[[ToolContext], T], tree: Tree, call: CallContext, threads: trio.CapacityLimiter
+    ) -> T:
+        """Call `read` on `tree` in a worker thread.  A cancelled call waits for the thread, which uses the tree."""
         root = self._options.mountpoint
 
         def run() -> T:
@@ -140,10 +166,7 @@ class FsMethods:
                 files = PathFilesystem(TreeFiles(tree, root=root, keep_going=keep_going))
                 return read(ToolContext(files, tree=lambda: nullcontext(tree), keep_going=keep_going))
 
-        await self._mounted.write_back_cached()
-        with volume.tree() as tree:
-            # A cancelled call waits for the thread, which uses the tree.
-            return await trio.to_thread.run_sync(run, limiter=threads)
+        return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- changing: one step on the loop --------------------------------------------------------------
     async def _write(self, params: FsWriteParams, call: CallContext) -> WriteResult:

@@ -53,7 +53,7 @@ class MethodGroups:
             **source.handlers(),
             **MergeMethods(mounted, source, options, others).handlers(),
             **AuditMethods(audit, snapshots).handlers(),
-            **FsMethods(mounted, options, commands).handlers(),
+            **FsMethods(mounted, options, commands, snapshots).handlers(),
             **ExecMethods(commands).handlers(),
         }
 

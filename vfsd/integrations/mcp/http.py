@@ -16,6 +16,7 @@ from mcp.server.lowlevel import Server
 from mcp.server.transport_security import TransportSecuritySettings
 
 from vfsd.integrations.mcp.access import PATH, Address, TokenRequired
+from vfsd.machine import loopback
 
 _SESSIONS: Final = 64
 _BODY_BYTES: Final = 64 << 20  # a request that writes a file of 32 MiB, with room for what JSON escapes
@@ -25,14 +26,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 def listen(address: Address) -> tuple[socket.socket, Address]:
     """Listen at `address`.  Return the socket, and the address with the port that was chosen.  OSError."""
-    sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((address.host, address.port))
-        sock.listen()
-    except OSError as error:
-        sock.close()
-        raise OSError(error.errno, f"cannot listen at {address.authority}: {error.strerror}") from None
+    sock = loopback.listen(address.host, address.port)
     return sock, Address(address.host, sock.getsockname()[1])
 
 

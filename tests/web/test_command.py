@@ -1,0 +1,76 @@
+"""`vfsd web` as a program: its URL, its end, and wrong use."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from click.testing import CliRunner, Result
+
+from vfsd.cli.main import cli
+from vfsd.client.workspace import Workspace
+
+
+def run(*words: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["web", *map(str, words)])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_a_signal(workspace: Workspace, number: signal.Signals) -> None:
+    words = [sys.executable, "-m", "vfsd.cli.main", "-w", "demo", "--json", "web"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        url = urlsplit(json.loads(program.stdout.readline())["url"])
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=20)
+        try:
+            connection.request("GET", f"{url.path}?{url.query}")
+            answer = connection.getresponse()
+            assert answer.status == 200
+            assert b"url=/w/demo/" in answer.read()
+            # An open connection for events does not delay the end.
+            connection.request("GET", "/events", headers={"cookie": (answer.headers["set-cookie"] or "").split(";")[0]})
+            assert connection.getresponse().readline() == b"event: ready\n"
+            os.kill(program.pid, number)
+            assert program.wait(20) == 128 + number
+        finally:
+            connection.close()
+            program.kill()
+        assert program.stderr is not None
+        assert program.stderr.read() == ""
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = run("--port", str(other.getsockname()[1]))
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "cannot listen at 127.0.0.1" in result.stderr
+
+
+def test_a_file_that_is_no_archive_is_one_line(workdir: Path) -> None:
+    (workdir / "no.zip").write_text("no archive")
+    for name in ("no.zip", "missing.zip", "missing.jsonl"):
+        result = run(workdir / name)
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.stderr
+        assert name.split(".")[0] in result.stderr
+
+
+def test_a_workspace_that_does_not_run_is_one_line() -> None:
+    result = run("-w", "none")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+
+
+def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("vfsd.web")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "hypercorn.config", None)
+    result = run()
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "vfsd[web]" in result.stderr

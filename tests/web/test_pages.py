@@ -1,0 +1,397 @@
+"""What the pages show and do, without a browser."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import time
+import zipfile
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from click.testing import CliRunner
+
+from tests.mount.conftest import mounted
+from tests.web.conftest import Site, serving
+from vfsd.cli.main import cli
+from vfsd.client.workspace import Workspace
+from vfsd.web import api, pages
+from vfsd.wire.messages import wire_path
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 40
+HOSTILE = (
+    b"<script>alert(1)<",
+    b"\"><img src=x onerror='alert(1)'>",
+    "\u202egnp.exe".encode(),
+    b"caf\xe9 \xff",
+    b"new\nline",
+    b"back\\slash",
+    b"a?b=c&d#e%20",
+    b"{{ 7 * 7 }}",
+    b"n" * 255,
+)
+
+
+def test_the_first_page_lists_the_workspaces(site: Site, workspace: Workspace, workdir: Path) -> None:
+    words = site.get("/").words
+    assert "demo memory" in words
+    assert str(workdir / "m") in words
+
+
+def test_without_a_workspace_it_says_how_to_start_one(site: Site) -> None:
+    assert "vfsd mount" in site.get("/").words
+
+
+def test_the_timeline_has_each_state_with_what_it_changed(site: Site, root: Path, story: None) -> None:
+    (root / "later").touch()
+    words = site.get("/w/demo/").words
+    assert words.index("now") < words.index("two") < words.index("one")
+    assert "before" in words
+    assert "+2 ~1 &minus;1" in words
+    assert "+1 ~0 &minus;0" in words
+
+
+def test_a_long_timeline_is_paged(site: Site, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "STEPS", 3)
+    for number in range(7):
+        workspace.snapshot(f"s{number}")
+    first = site.get("/w/demo/").text
+    assert "s6" in first
+    assert ">s3<" not in first
+    second = site.get("/w/demo/", before="s5").text
+    assert ">s4<" in second.replace("<bdi>", "").replace("</bdi>", "")
+
+
+def test_a_directory_marks_what_changed(site: Site, story: None) -> None:
+    text = site.get("/w/demo/tree", snapshot="two").text
+    assert 'title="modified">M' in text
+    assert 'title="added">A' in text
+    assert "<del><bdi>gone</bdi></del>" in text
+    assert "1 change" in text
+    assert "gone" in site.get("/w/demo/tree", snapshot="one").words
+
+
+def test_a_directory_of_many_names_is_paged(site: Site, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "ENTRIES", 10)
+    names = sorted(f"f{number}" for number in range(25))
+    for name in names:
+        (root / name).touch()
+    seen: list[str] = []
+    after: dict[str, str] = {}
+    while True:
+        text = site.get("/w/demo/tree", **after).text
+        found = [name for name in names if f"<bdi>{name}</bdi>" in text]
+        assert len(found) <= 10
+        seen += found
+        if 'rel="next"' not in text:
+            break
+        after = {"after": found[-1]}
+    assert seen == names
+
+
+def test_a_file_is_shown_as_it_was(site: Site, story: None) -> None:
+    assert "second" in site.get("/w/demo/file", path="a.txt", snapshot="one").words
+    assert "SECOND" in site.get("/w/demo/file", path="a.txt").words
+    assert site.get("/api/filesystem/file", path="a.txt", snapshot="one").body == b"first\nsecond\nthird\n"
+
+
+def test_a_long_file_is_paged_and_downloaded_whole(site: Site, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_CHUNK_BYTES", 4096)
+    content = b"".join(b"line %d\n" % number for number in range(40_000))
+    (root / "long").write_bytes(content)
+    first = site.get("/w/demo/file", path="long")
+    assert "line 0" in first.text
+    assert 'rel="next"' in first.text
+    assert "line 39999" in site.get("/w/demo/file", path="long", offset=str(len(content) - 100)).text
+    answer = site.get("/api/filesystem/file", path="long")
+    assert answer.body == content
+    assert answer.headers["content-length"] == str(len(content))
+
+
+def test_binary_files_and_special_files_are_named(site: Site, root: Path) -> None:
+    (root / "bin").write_bytes(b"\0\1\2")
+    (root / "picture").write_bytes(PNG)
+    os.mkfifo(root / "fifo")
+    (root / "nowhere").symlink_to("missing")
+    assert "not text" in site.get("/w/demo/file", path="bin").words
+    assert "special file" in site.get("/w/demo/file", path="fifo").words
+    assert "leads nowhere" in site.get("/w/demo/tree", path="").text or "symlink" in site.get("/w/demo/tree").words
+    assert "<img" in site.get("/w/demo/file", path="picture").text
+    image = site.get("/api/filesystem/file", path="picture", **{"as": "image"})
+    assert image.headers["content-type"] == "image/png"
+    assert image.body == PNG
+
+
+def test_two_states_side_by_side(site: Site, story: None) -> None:
+    text = site.get("/w/demo/compare", a="one", b="two", path="a.txt").text
+    assert '<td class="old"><code>second</code></td>' in text
+    assert '<td class="new"><code>SECOND</code></td>' in text
+    assert '<tr class="added">' in text
+    assert "the same in both" in site.get("/w/demo/compare", a="two", path="a.txt").words
+    words = site.get("/w/demo/changes", a="one", b="two").words
+    assert "a.txt" in words
+    assert "src/new" in words
+
+
+def test_two_images_side_by_side(site: Site, workspace: Workspace, root: Path) -> None:
+    (root / "p.png").write_bytes(PNG)
+    workspace.snapshot("one")
+    (root / "p.png").write_bytes(PNG + b"more")
+    assert site.get("/w/demo/compare", a="one", path="p.png").text.count("<img") == 2
+
+
+def test_a_restore_shows_what_it_would_change_and_can_be_undone(site: Site, root: Path, story: None) -> None:
+    page = site.get("/w/demo/restore", snapshot="one")
+    assert "a.txt" in page.words
+    assert (root / "a.txt").read_text().startswith("first\nSECOND")
+    done = site.post("/w/demo/restore", **site.form("/w/demo/restore", snapshot="one"))
+    assert "Restored everything from one: 1 added, 1 modified, 2 removed" in done.words
+    assert "safety-1" in done.words
+    assert (root / "gone").exists()
+    undone = site.post("/w/demo/restore", kind="undo")
+    assert "Undid restore one" in undone.words
+    assert not (root / "gone").exists()
+    assert "Redo" in site.get("/w/demo/").words
+    site.post("/w/demo/restore", **site.form("/w/demo/restore", kind="redo"))
+    assert (root / "gone").exists()
+
+
+def test_one_path_is_restored(site: Site, root: Path, story: None) -> None:
+    site.post("/w/demo/restore", **site.form("/w/demo/restore", snapshot="one", path="gone"))
+    assert (root / "gone").exists()
+    assert (root / "src/new").exists()
+
+
+def test_a_snapshot_that_took_over_the_name_is_not_restored_or_dropped(
+    site: Site, workspace: Workspace, root: Path, story: None
+) -> None:
+    restore, drop = site.form("/w/demo/restore", snapshot="one"), site.form("/w/demo/drop", snapshot="one")
+    workspace.drop("one")
+    gone = site.post("/w/demo/restore", **restore)
+    assert (gone.status, "no snapshot one" in gone.words) == (404, True)
+    workspace.snapshot("one")
+    assert "another one of the same name" in site.post("/w/demo/restore", **restore).words
+    assert "another one of the same name" in site.post("/w/demo/drop", **drop).words
+    assert (root / "src/new").exists()
+
+
+def test_snapshots_are_taken_and_dropped(site: Site, workspace: Workspace, story: None) -> None:
+    assert "Snapshot three was taken" in site.post("/w/demo/snapshot", name="three", tag="<b>remark").words
+    assert "&lt;b&gt;remark" in site.get("/w/demo/").text
+    taken = site.post("/w/demo/snapshot", name="three")
+    assert (taken.status, "three" in taken.words) == (409, True)
+    assert "cannot be undone" in site.get("/w/demo/drop", snapshot="three").words
+    assert "was dropped" in site.post("/w/demo/drop", **site.form("/w/demo/drop", snapshot="three")).words
+    assert [each.name for each in workspace.snapshots()] == ["one", "two"]
+    assert site.post("/w/demo/snapshot", name="a/b").status == 400
+
+
+def test_a_fork_is_made_and_merged(site: Site, workdir: Path, root: Path, story: None) -> None:
+    made = site.post("/w/demo/fork", mountpoint=str(workdir / "f"), name="try")
+    assert "The fork try is mounted" in made.words
+    with Workspace.attach("try") as fork:
+        try:
+            (workdir / "f" / "of-fork").touch()
+            page = site.get("/w/demo/merge", fork="try")
+            assert "of-fork" in page.words
+            assert not (root / "of-fork").exists()
+            merged = site.post("/w/demo/merge", **site.form("/w/demo/merge", fork="try"))
+            assert "Merged try: 1 added" in merged.words
+            assert (root / "of-fork").exists()
+            (root / "both").write_text("here")
+            (workdir / "f" / "both").write_text("there")
+            assert "both" in site.get("/w/demo/merge", fork="try").words.partition("Conflicts")[2]
+            assert "Nothing was changed" in site.post("/w/demo/merge", fork="try").words
+        finally:
+            fork.unmount()
+    refused = site.post("/w/demo/fork", mountpoint="relative")
+    assert (refused.status, "absolute" in refused.words) == (400, True)
+
+
+def test_a_failed_fork_leaves_no_directory(site: Site, workdir: Path, story: None) -> None:
+    assert site.post("/w/demo/fork", mountpoint=str(workdir / "f"), snapshot="none").status == 404
+    assert not (workdir / "f").exists()
+
+
+@pytest.mark.parametrize(
+    "page", ["", "tree", "file?path=a.txt", "changes", "restore?snapshot=one", "drop?snapshot=one"]
+)
+def test_a_workspace_that_ended_is_a_clear_page(site: Site, page: str) -> None:
+    answer = site.get(f"/w/gone/{page}")
+    assert answer.status == 404
+    assert "no workspace gone" in answer.words
+
+
+def test_a_daemon_that_died_is_a_clear_page(site: Site, workdir: Path) -> None:
+    workspace = Workspace.mount(workdir / "d", name="dying")
+    try:
+        os.kill(workspace.status().pid, signal.SIGKILL)
+        while "dead" not in site.get("/").words:
+            time.sleep(0.02)
+        answer = site.get("/w/dying/")
+        assert answer.status == 503
+        assert "dead" in answer.words
+        assert site.get("/api/filesystem/meta", workspace="dying").status == 503
+    finally:
+        assert CliRunner().invoke(cli, ["unmount", "dying"]).exit_code == 0
+
+
+def test_what_does_not_exist_or_is_wrong_is_a_clear_page(site: Site, story: None) -> None:
+    for path, status in (
+        ("/w/demo/tree?path=none", 404),
+        ("/w/demo/tree?snapshot=none", 404),
+        ("/w/demo/file?path=none&snapshot=one", 404),
+        ("/w/demo/file?path=a.txt&offset=x", 400),
+        ("/w/demo/tree?path=%5Cq", 400),
+        ("/w/demo/tree?path=..%2F..%2Fetc", 404),
+        ("/w/demo/restore?kind=other", 400),
+        ("/w/demo/restore?snapshot=none", 404),
+        ("/w/demo/merge?fork=none", 404),
+        ("/w/demo/nowhere", 404),
+        ("/w/..%2F..%2Fetc/", 404),
+    ):
+        answer = site.get(path)
+        assert answer.status == status, path
+        assert "Traceback" not in answer.text
+        assert len(answer.words) < 400
+
+
+def test_hostile_names_are_shown_and_reached(site: Site, root: Path, workspace: Workspace) -> None:
+    for number, name in enumerate(HOSTILE):
+        Path(os.fsdecode(os.fsencode(root) + b"/" + name)).write_text(f"content {number}")
+    workspace.snapshot("all")
+    for path in ("/w/demo/tree", "/w/demo/tree?snapshot=all"):
+        text = site.get(path).text
+        assert "<script>alert" not in text
+        assert "<img" not in text
+        assert "\u202e" not in text
+        assert "\\xe2\\x80\\xae" in text
+        assert "caf\\xe9 \\xff" in text
+    for number, name in enumerate(HOSTILE):
+        path = wire_path(name)
+        assert f"content {number}" in site.get("/w/demo/file", path=path, snapshot="all").words
+        answer = site.get("/api/filesystem/file", path=path)
+        assert answer.body == f"content {number}".encode()
+        assert quote(path, safe="") in answer.headers["content-disposition"]
+        assert f"path={quote(path, safe='')}" in site.get("/w/demo/tree").text.replace("+", "%20")
+
+
+def test_hostile_content_is_text(site: Site, root: Path) -> None:
+    (root / "f").write_text("</pre><script>alert(1)</script>\u202e\x1b[31m")
+    text = site.get("/w/demo/file", path="f").text
+    assert "<script>alert" not in text
+    assert "\\u202e\\u001b[31m" in text
+
+
+@pytest.mark.parametrize("backend", ["overlay", "host"])
+def test_the_states_of_other_backends(site: Site, workdir: Path, backend: str) -> None:
+    (workdir / "below").mkdir()
+    (workdir / "below" / "old").write_text("old")
+    with mounted(workdir / "o", name="other", backend=f"{backend}:{workdir / 'below'}") as workspace:
+        root = Path(workspace.path)
+        workspace.snapshot("one")
+        (root / "old").write_text("changed")
+        (root / "new").touch()
+        assert "+1" in site.get("/w/other/").words
+        assert "old" in site.get("/w/other/file", path="old", snapshot="one").words
+        assert "changed" in site.get("/w/other/file", path="old").words
+        assert "new" not in site.get("/w/other/tree", snapshot="one").words.partition("Mode")[2]
+        assert 'title="modified">M' in site.get("/w/other/tree").text
+        assert "code" in site.get("/w/other/compare", a="one", path="old").text
+        site.post("/w/other/restore", **site.form("/w/other/restore", snapshot="one"))
+        assert (root / "old").read_text() == "old"
+
+
+def test_the_api_is_as_its_description_says(site: Site, workspace: Workspace, root: Path, story: None) -> None:
+    described = json.loads(site.get("/api/openapi.json").body)
+    assert described["openapi"].startswith("3.")
+    for path, methods in described["paths"].items():
+        assert set(methods) == {"get"}
+        assert site.get(path, path="a.txt" if path.endswith("file") else "").status == 200
+    schemas = described["components"]["schemas"]
+    meta = json.loads(site.get("/api/filesystem/meta", workspace="demo", snapshot="one").body)
+    assert set(meta) == set(schemas["Meta"]["required"])
+    assert set(meta["manifest"]) == set(schemas["Manifest"]["required"])
+    assert meta["manifest"]["file_count"] == 2
+    assert meta["summary"]["tag"] == "before"
+    tree = json.loads(site.get("/api/filesystem/tree", snapshot="two", limit="2").body)
+    assert [each["path"] for each in tree["entries"]] == ["a.txt", "src"]
+    assert tree["truncated"] is False
+    assert all(
+        set(schemas["Entry"]["required"]) <= set(each) <= set(schemas["Entry"]["properties"])
+        for each in tree["entries"]
+    )
+    assert [each["path"] for each in json.loads(site.get("/api/filesystem/tree", after="a.txt").body)["entries"]] == [
+        "src"
+    ]
+    error = json.loads(site.get("/api/filesystem/file", path="none").body)["error"]
+    assert error["errno"] == "ENOENT"
+    assert site.get("/api/filesystem/file", path="src").status == 400
+
+
+def test_a_state_is_downloaded_as_an_archive(site: Site, story: None) -> None:
+    answer = site.get("/api/filesystem/archive", workspace="demo", snapshot="one")
+    assert answer.headers["content-disposition"] == "attachment; filename*=UTF-8''demo-one.zip"
+    with zipfile.ZipFile(io.BytesIO(answer.body)) as archive:
+        assert archive.read("files/a.txt") == b"first\nsecond\nthird\n"
+    assert site.get("/api/filesystem/archive", snapshot="none").status == 404
+
+
+def test_a_file_that_changes_while_it_is_downloaded_is_not_mixed(
+    site: Site, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "_CHUNK_BYTES", 1000)
+    (root / "f").write_bytes(b"a" * 5000)
+    pieces = api._pieces
+
+    def changed_meanwhile(source: object, path: str, *others: object) -> object:
+        (root / "f").write_bytes(b"b" * 5000)
+        return pieces(source, path, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(api, "_pieces", changed_meanwhile)
+    connection_fails = False
+    try:
+        body = site.get("/api/filesystem/file", path="f").body
+    except Exception:
+        connection_fails = True
+    assert connection_fails or len(body) < 5000
+
+
+def test_archives_are_shown_without_a_mount(workdir: Path, story: None, workspace: Workspace) -> None:
+    workspace.export(workdir / "session.fs.zip", snapshot="one")
+    (workdir / "session.jsonl").write_text("{}\n")
+    with serving(str(workdir / "session.jsonl")) as site:
+        assert "session.fs.zip" in site.get("/").words
+        key = "archive:1"
+        assert "gone" in site.get(f"/w/{key}/tree").words
+        assert "second" in site.get(f"/w/{key}/file", path="a.txt").words
+        assert site.get(f"/w/{key}/").status == 303
+        meta = json.loads(site.get("/api/filesystem/meta", workspace=key).body)
+        assert meta["manifest"]["file_count"] == 2
+        assert meta["manifest"]["created_at"]
+        assert site.get("/api/filesystem/file", workspace=key, path="gone").body == b"x"
+        assert site.get("/api/filesystem/archive", workspace=key).body == (workdir / "session.fs.zip").read_bytes()
+        assert site.get(f"/w/{key}/restore", snapshot="one").status == 404
+        assert site.get(f"/w/{key}/tree", snapshot="one").status == 404
+
+
+def test_an_open_page_is_told_about_changes(site: Site, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import http.client
+
+    from vfsd.web import events
+
+    monkeypatch.setattr(events, "PERIOD_S", 0.02)
+    connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=20)
+    try:
+        connection.request("GET", "/events?workspace=demo", headers=site.headers)
+        stream = connection.getresponse()
+        assert stream.readline() == b"event: ready\n"
+        (root / "new").touch()
+        while stream.readline() != b"event: change\n":
+            pass
+    finally:
+        connection.close()
+    assert site.get("/events", workspace="none").status == 404

@@ -1,0 +1,1 @@
+"""The page: a timeline of snapshots, the files of every state, and restores, in a browser on this machine."""

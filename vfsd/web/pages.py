@@ -1,0 +1,317 @@
+"""The pages that only read: the workspaces, the timeline, the files of a state, and what differs between two states.
+
+A page is built in bounded time and size: a directory is one level and `ENTRIES` entries, a list of changes `CHANGES`
+lines.  What may take long (counting changes) gets `SOON_S`; then the page appears without it, and a link waits for it.
+
+Threading: the event loop.  No state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Mapping
+from itertools import islice
+from typing import Final, TypeVar
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from vfsd.client.results import Change, Counts, Diff, Patch, Snapshot
+from vfsd.client.timeline import Mark, Step, marks, timeline
+from vfsd.web.comparison import ROWS, side_by_side
+from vfsd.web.images import HEAD_BYTES, image_type
+from vfsd.web.problems import WrongRequestError
+from vfsd.web.rendering import href, page
+from vfsd.web.sources import Source, Sources, WorkspaceSource
+from vfsd.wire.backend_spec import BackendSpec
+from vfsd.wire.fs_messages import FsEntry
+from vfsd.wire.messages import wire_path
+
+ENTRIES: Final = 500
+CHANGES: Final = 500
+STEPS: Final = 100
+VIEW_BYTES: Final = 128 * 1024
+COMPARED_BYTES: Final = 2 << 20  # of a file whose lines are compared
+SOON_S: Final = 0.4
+T = TypeVar("T")
+
+
+def sources_of(request: Request) -> Sources:
+    """Return the sources of the application."""
+    sources: Sources = request.app.state.sources
+    return sources
+
+
+def source_of(request: Request) -> Source:
+    """Return the source that the URL names."""
+    return sources_of(request).find(request.path_params["key"])
+
+
+def workspace_of(request: Request) -> WorkspaceSource:
+    """Return the workspace that the URL names."""
+    return sources_of(request).workspace(request.path_params["key"])
+
+
+def given(request: Request, name: str) -> str | None:
+    """Return a parameter of the query; None if it is missing or empty."""
+    return request.query_params.get(name) or None
+
+
+def number(request: Request, name: str) -> int:
+    """Return a parameter of the query that is a number; 0 if it is missing."""
+    text = given(request, name) or "0"
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise WrongRequestError(f"{name} is not a number.")
+    return int(text)
+
+
+async def _soon(request: Request, awaitable: Awaitable[T]) -> T | None:
+    """Return the result, or None if it takes longer than `SOON_S` and the user has not asked to wait for it."""
+    with anyio.move_on_after(None if given(request, "wait") else SOON_S):
+        return await awaitable
+    return None
+
+
+async def home(request: Request) -> Response:
+    """`/`: the workspaces and the archives."""
+    sources = sources_of(request)
+    return page(request, "home.html", records=sources.records(), archives=sources.archives, live="/events")
+
+
+# -- the timeline -----------------------------------------------------------------------------------
+async def show_timeline(request: Request) -> Response:
+    """`/w/KEY/`: the states, newest first, each with what it changed."""
+    key = request.path_params["key"]
+    if not isinstance(source_of(request), WorkspaceSource):
+        return RedirectResponse(href(key, "tree"), 303)
+    source = workspace_of(request)
+    status = await source.status()
+    steps = timeline(await source.snapshots(changes=False))
+    before = given(request, "before")
+    start = next((at for at, step in enumerate(steps) if before is not None and step.name == before), 0)
+    counted = await _soon(request, source.snapshots(changes=True))
+    counts = {} if counted is None else {each.name: each.changes for each in counted}
+    live = await _soon(request, _live_counts(source, steps[0]))
+    return page(
+        request,
+        "timeline.html",
+        source=source,
+        status=status,
+        steps=steps[start : start + STEPS],
+        older=steps[start + STEPS - 1].name if len(steps) > start + STEPS else None,
+        first=start == 0,
+        counts=counts,
+        live_counts=live,
+        is_counted=counted is not None and (live is not None or steps[0].before is None),
+        can_fork=BackendSpec.split(status.backend).kind in ("memory", "overlay"),
+        is_overlay=_is_overlay(source),
+        undo=any(each.step == -1 for each in counted or ()),
+        redo=any(each.step == 1 for each in counted or ()),
+        others=_family(source, sources_of(request)),
+        live="/events?workspace=" + key,
+        up="/",
+    )
+
+
+def _family(source: WorkspaceSource, sources: Sources) -> list[str]:
+    """Return the workspaces that may have a state in common with `source`: its forks, its source, forks of that."""
+    own = {source.key, source.record.forked_from} - {None}
+    records = [record for record in sources.records() if record.alive and record.name != source.key]
+    return [record.name for record in records if record.name in own or record.forked_from in own]
+
+
+async def _live_counts(source: WorkspaceSource, live: Step) -> Counts | None:
+    if live.before is None and not _is_overlay(source):
+        return None
+    found = await source.run(source.requests.diff(live.before, None, complete=False))
+    return found.counts
+
+
+def _is_overlay(source: WorkspaceSource) -> bool:
+    return BackendSpec.split(source.record.backend).kind == "overlay"
+
+
+async def _step(source: WorkspaceSource, name: str | None) -> tuple[Step, list[Snapshot]]:
+    snapshots = await source.snapshots(changes=False)
+    for step in timeline(snapshots):
+        if step.name == name:
+            return step, snapshots
+    raise FileNotFoundError(2, f"there is no snapshot {name} (any more)")
+
+
+# -- files --------------------------------------------------------------------------------------------
+async def show_tree(request: Request) -> Response:
+    """`/w/KEY/tree`: one directory of a state, with what changed since another state (`base`)."""
+    source, path, snapshot = source_of(request), request.query_params.get("path", ""), given(request, "snapshot")
+    after = given(request, "after")
+    entry = await source.stat(path, snapshot)
+    if entry.type != "directory":
+        return RedirectResponse(href(source.key, "file", path=path, snapshot=snapshot), 303)
+    listing = await source.listing(path, snapshot, after, ENTRIES)
+    found: Mapping[str, Mark] | None = {}
+    base, names = None, []
+    if isinstance(source, WorkspaceSource):
+        step, snapshots = await _step(source, snapshot)
+        names = [each.name for each in snapshots]
+        base = given(request, "base") or step.before
+        if base is not None or _is_overlay(source):
+            found = await _soon(request, _marks(source, base, snapshot, path))
+    here = {_name(each): each for each in listing.entries}
+    removed = [name for name, mark in (found or {}).items() if mark.change == "removed" and name not in here]
+    first, last = after or "", next(reversed(here), None) if listing.truncated else None
+    shown_removed = [name for name in sorted(removed) if name > first and (last is None or name <= last)]
+    return page(
+        request,
+        "tree.html",
+        source=source,
+        path=path,
+        snapshot=snapshot,
+        base=base,
+        names=names,
+        entries=here,
+        marks=found or {},
+        is_marked=found is not None,
+        removed=shown_removed[:ENTRIES],
+        after=last,
+        live=_live(source, snapshot),
+        up=_parent(source.key, "tree", path, snapshot),
+        is_workspace=isinstance(source, WorkspaceSource),
+    )
+
+
+async def _marks(source: WorkspaceSource, base: str | None, snapshot: str | None, path: str) -> Mapping[str, Mark]:
+    try:
+        return await source.run(marks(base, snapshot, path))
+    except FileNotFoundError:  # the directory does not exist in `base`
+        return {}
+
+
+def _name(entry: FsEntry) -> str:
+    return entry.path.rpartition("/")[2]
+
+
+def _live(source: Source, snapshot: str | None) -> str | None:
+    is_live = isinstance(source, WorkspaceSource) and snapshot is None
+    return f"/events?workspace={source.key}" if is_live else None
+
+
+def _parent(key: str, name: str, path: str, snapshot: str | None) -> str:
+    if not path:
+        return href(key, "")
+    return href(key, name, path=path.rpartition("/")[0] or None, snapshot=snapshot)
+
+
+async def show_file(request: Request) -> Response:
+    """`/w/KEY/file`: a part of a text file, or an image."""
+    source, path, snapshot = source_of(request), request.query_params.get("path", ""), given(request, "snapshot")
+    offset = number(request, "offset")
+    entry = await source.stat(path, snapshot)
+    if entry.type == "directory":
+        return RedirectResponse(href(source.key, "tree", path=path, snapshot=snapshot), 303)
+    text, image, size_bytes = None, None, entry.size_bytes
+    if entry.type == "file":
+        content, size_bytes = await source.read(path, snapshot, offset, VIEW_BYTES)
+        image = image_type(content[:HEAD_BYTES]) if offset == 0 else None
+        if image is None and b"\0" not in content:
+            text = content.decode("utf-8", "replace")
+    base = None
+    if isinstance(source, WorkspaceSource):
+        base = (await _step(source, snapshot))[0].before
+    return page(
+        request,
+        "file.html",
+        source=source,
+        path=path,
+        snapshot=snapshot,
+        entry=entry,
+        text=text,
+        image=image,
+        size_bytes=size_bytes,
+        offset=offset,
+        following=offset + VIEW_BYTES if offset + VIEW_BYTES < size_bytes else None,
+        previous=max(0, offset - VIEW_BYTES) if offset else None,
+        base=base,
+        live=_live(source, snapshot),
+        up=_parent(source.key, "tree", path, snapshot),
+        is_workspace=isinstance(source, WorkspaceSource),
+    )
+
+
+# -- two states ---------------------------------------------------------------------------------------
+async def show_changes(request: Request) -> Response:
+    """`/w/KEY/changes`: what differs from state `a` to state `b`, at or below `path`."""
+    source, path = workspace_of(request), request.query_params.get("path", "")
+    a, b, start = given(request, "a"), given(request, "b"), number(request, "start")
+    step, snapshots = await _step(source, b)
+    a = a or step.before
+    found: Diff | None = None
+    if a is not None or _is_overlay(source):
+        call = source.requests.diff(a, b, complete=False)
+        call.params.paths = [path] if path else []
+        found = await source.run(call)
+    listed = () if found is None else found.changes
+    return page(
+        request,
+        "changes.html",
+        source=source,
+        path=path,
+        a=a,
+        b=b,
+        names=[each.name for each in snapshots],
+        counts=None if found is None else found.counts,
+        changes=[(_wire(each), each) for each in islice(listed, start, start + CHANGES)],
+        start=start,
+        following=start + CHANGES if start + CHANGES < len(listed) else None,
+        listed=len(listed),
+        truncated=found is not None and found.truncated,
+        live=_live(source, b),
+        up=href(source.key, ""),
+    )
+
+
+def _wire(change: Change) -> str:
+    return wire_path(os.fsencode(change.path))
+
+
+async def show_comparison(request: Request) -> Response:
+    """`/w/KEY/compare`: one path in two states, side by side."""
+    source, path = workspace_of(request), request.query_params.get("path", "")
+    a, b = given(request, "a"), given(request, "b")
+    call = source.requests.diff(a, b, complete=False)
+    call.params.paths = [path]
+    found = await source.run(call)
+    change = next((each for each in found.changes if _wire(each) == path), None)
+    images = [await _image(source, path, state) for state in (a, b)] if change is not None else [None, None]
+    sizes = [] if change is None else [size for size in (change.old_size, change.new_size) if size is not None]
+    rows = None
+    is_small = all(size <= COMPARED_BYTES for size in sizes)
+    if change is not None and change.type != "directory" and images == [None, None] and is_small:
+        call_for_patch = source.requests.patch(a, b, include_git=True)
+        call_for_patch.params.paths = [path]
+        patch: Patch = await source.run(call_for_patch)
+        rows = list(islice(side_by_side(patch), ROWS + 1))
+    return page(
+        request,
+        "compare.html",
+        source=source,
+        path=path,
+        a=a,
+        b=b,
+        change=change,
+        images=images,
+        rows=None if rows is None else rows[:ROWS],
+        is_cut=rows is not None and len(rows) > ROWS,
+        is_large=not is_small,
+        live=_live(source, b),
+        up=href(source.key, "changes", a=a, b=b),
+    )
+
+
+async def _image(source: WorkspaceSource, path: str, state: str | None) -> str | None:
+    """Return the media type of an image; None if the path is something else, or does not exist in that state."""
+    try:
+        head, _ = await source.read(path, state, 0, HEAD_BYTES)
+    except OSError:
+        return None
+    return image_type(head)

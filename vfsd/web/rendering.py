@@ -1,0 +1,74 @@
+"""Rendering: the templates, and how names, sizes and times look on a page.
+
+Jinja2 escapes every value.  File names and contents can have characters that hide or reorder text; the filters `name`
+and `visible` show them as escapes.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from functools import cache
+from typing import Any, Final
+from urllib.parse import quote, urlencode
+
+import jinja2
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+import vfsd
+from vfsd.machine.text import counted, human_size, show_path
+from vfsd.web.access import Credentials
+
+# Controls other than tab and newline, and what changes the direction of text (Unicode Standard Annex 9).
+_HIDDEN: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """Show the control characters in the content of a file, other than tab and newline, as escapes."""
+    return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text.replace("\r\n", "\n"))
+
+
+def href(key: str, page: str, **query: object) -> str:
+    """Return the URL of a page of the source `key`.  Members of `query` that are None are left out."""
+    given = {name: str(value) for name, value in query.items() if value is not None}
+    return f"/w/{quote(key)}/{page}" + (f"?{urlencode(given)}" if given else "")
+
+
+def api(page: str, **query: object) -> str:
+    """Return the URL of a route of the API."""
+    return f"/api/filesystem/{page}?" + urlencode({name: str(v) for name, v in query.items() if v is not None})
+
+
+def local_time(when: datetime | str) -> str:
+    """Format a time in the time zone of this machine."""
+    found = datetime.fromisoformat(when) if isinstance(when, str) else when
+    return found.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def crumbs(path: str) -> list[tuple[str, str]]:
+    """Return the name and the path of each directory that leads to `path`, and of `path` itself."""
+    names = path.split("/") if path else []
+    return [(name, "/".join(names[: at + 1])) for at, name in enumerate(names)]
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("vfsd.web"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters.update(name=show_path, visible=visible, size=human_size, time=local_time)
+    made.globals.update(href=href, api=api, counted=counted, crumbs=crumbs, version=vfsd.__version__)
+    return made
+
+
+def page(request: Request, template: str, code: int = 200, **values: Any) -> HTMLResponse:
+    """Render a template as the answer to `request`, with the status `code`."""
+    credentials: Credentials = request.app.state.credentials
+    common = {"source": None, "form_token": credentials.form_token, "live": None, "up": None}
+    text = _environment().get_template(template).render({**common, **values})
+    return HTMLResponse(text, code)

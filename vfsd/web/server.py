@@ -1,0 +1,58 @@
+"""The server: Hypercorn under trio, at a loopback address.
+
+Threading: the thread that runs the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final, cast
+
+import trio
+from hypercorn.config import Config
+from hypercorn.trio import serve as hypercorn_serve
+from starlette.types import ASGIApp
+
+from vfsd.machine.loopback import listen
+
+if TYPE_CHECKING:
+    from hypercorn.typing import ASGIFramework
+
+HOST: Final = "127.0.0.1"
+_GRACE_S: Final = 0.5  # for running requests, when the server ends
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def listening(port: int) -> socket.socket:
+    """Listen at a loopback port; 0 is any free one.  OSError."""
+    return listen(HOST, port)
+
+
+async def serve(app: ASGIApp, sock: socket.socket, ended: Callable[[], Awaitable[None]]) -> None:
+    """Serve `app` on a listening socket until `ended` returns.  Runs under trio."""
+    config = Config()
+    config.bind = [f"fd://{os.dup(sock.fileno())}"]  # Hypercorn closes it
+    config.graceful_timeout = _GRACE_S
+    config.include_server_header = False
+    config.accesslog = None
+    config.errorlog = logging.getLogger("vfsd.web.server")
+    # Starlette describes the messages of ASGI as dicts, Hypercorn as TypedDicts.
+    await hypercorn_serve(cast("ASGIFramework", app), config, shutdown_trigger=ended, mode="asgi")
+
+
+def serve_until_signal(app: ASGIApp, sock: socket.socket) -> int:
+    """Serve `app` until SIGINT or SIGTERM arrives, and return the signal's number.  Main thread."""
+    ended_by: list[int] = []
+
+    async def ended() -> None:
+        with trio.open_signal_receiver(*_SIGNALS) as signals:
+            async for number in signals:
+                ended_by.append(number)
+                return
+
+    trio.run(serve, app, sock, ended)
+    return ended_by[0]
