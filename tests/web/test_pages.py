@@ -225,7 +225,8 @@ def test_a_workspace_that_ended_is_a_clear_page(site: Site, page: str) -> None:
     assert "no workspace gone" in answer.words
 
 
-def test_a_daemon_that_died_is_a_clear_page(site: Site, workdir: Path) -> None:
+def test_a_daemon_that_died_is_a_clear_page(site: Site, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workdir)  # `vfsd unmount` changes the directory
     workspace = Workspace.mount(workdir / "d", name="dying")
     try:
         os.kill(workspace.status().pid, signal.SIGKILL)

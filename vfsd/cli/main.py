@@ -81,6 +81,7 @@ _GROUPS: Final = {
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),
     "Commands": ("exec", "run"),
+    "Browser": ("web",),
     "Agents": ("fs", "mcp", "hooks", "rewind"),
     "This machine": ("doctor", "completion"),
 }
