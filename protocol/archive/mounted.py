@@ -17,6 +17,7 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any, BinaryIO, Final, NamedTuple, cast
 
 from protocol.archive.check import Contents, read_outline
@@ -141,6 +142,15 @@ class MountedArchive:
         for number, path in enumerate(self._paths):
             if path:
                 self._children[path.rpartition(b"/")[0]].append(number)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all entries, with the CRC of each content."""
+        hashed = blake2b(b"\0".join(self._paths), digest_size=16)
+        for column in (self._modes, self._sizes, self._uids, self._gids, self._crcs):
+            hashed.update(column.tobytes())
+        hashed.update(repr((list(self._mtimes), sorted(self._rare.items()))).encode())
+        return f"archive {hashed.hexdigest()}"
 
     # -- LowerTree ---------------------------------------------------------------------------------
     def entry(self, path: bytes) -> TreeEntry:

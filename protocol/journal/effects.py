@@ -33,6 +33,18 @@ SNAPSHOT: Final = 16  # the present state is kept
 DROP: Final = 17  # a snapshot is dropped
 NOTE: Final = 18  # a value that the user of the volume keeps with it
 NEXT: Final = 19  # the number that the next inode gets, at least
+# Of overlays; `protocol.backends.overlay.journaling.values` describes the values.
+LOWER: Final = 40  # an inode of the lower layer, as it was before its first change
+LISTING: Final = 41  # the entries of a directory of the lower layer, as they were before its first change
+KIND: Final = 42  # a listed name has become another type of file below; 0: it is gone there
+FOLLOWED: Final = 43  # the file of the lower layer that a version of an inode belongs to
+CONTENT: Final = 44  # the content is that of a file of the lower layer, or empty
+VISIBLE: Final = 45  # the parts of that file that are read
+KEPT: Final = 46  # content of a file of the lower layer that an apply replaced
+BASE: Final = 47  # the present state is what changes are compared with
+IDENTITIES: Final = 48  # of files that an apply wrote
+RENEWED: Final = 49  # files of the lower layer whose ctime an apply changed
+DEVICE: Final = 50  # the device number of the lower layer, which can be another one after a reboot
 
 _NS: Final = 10**9
 _INODE: Final = struct.Struct("<BQIQIIQQqIqIqIqIQ")
@@ -178,6 +190,12 @@ def next_inode(number: int) -> bytes:
     return _NUMBER.pack(NEXT, number)
 
 
+def of_overlay(code: int, number: int, value: object) -> bytes:
+    """Return one of the effects of overlays."""
+    encoded = msgspec.msgpack.encode(value)
+    return _NUMBER_AND_LENGTH.pack(code, number, len(encoded)) + encoded
+
+
 def note(key: str, value: bytes) -> bytes:
     """Return the effect of keeping a value."""
     encoded = key.encode()
@@ -190,7 +208,8 @@ Effect = tuple[Any, ...]  # the code, and the fields in the order of the functio
 _OF_RANGE: Final = frozenset({PUNCH, RESERVE})
 _WITH_OFFSET: Final = frozenset({TRUNCATE, NO_BLOCK})
 _WITH_DATA: Final = frozenset({WRITE, BLOCK, SPARSE_BLOCK})
-_WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT})
+_OF_OVERLAY: Final = frozenset(range(LOWER, DEVICE + 1))
+_WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT}) | _OF_OVERLAY
 _WITH_NUMBER: Final = frozenset({FREE, RESET, DROP, NEXT})
 
 

@@ -25,7 +25,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal, Protocol, get_args
 
 from protocol.journal.records import FRAME_BYTES, Buffer, Extent, FileHeader, Kind, frame, padding
@@ -41,6 +41,7 @@ _MAX_ALLOCATION_BYTES: Final = 64 << 20
 _MARGIN_BYTES: Final = 256 << 10
 _SMALLEST_BYTES: Final = 64 << 10
 _MARK_BYTES: Final = 4096  # allocated beyond every grant, for marks
+_PART_BYTES: Final = 1 << 20
 _MAX_PIECES: Final = 512  # pwritev(2) takes 1,024
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -85,6 +86,41 @@ class DescriptorFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+class Batch:
+    """Appends effects to `log` as one batch, in pieces of about a megabyte."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._is_begun = False
+
+    def add(self, pieces: Iterable[bytes]) -> None:
+        """Add effects.  OSError: call `abort`."""
+        for piece in pieces:
+            self._parts.append(piece)
+            self._size += len(piece)
+            if self._size >= _PART_BYTES:
+                self._append(Kind.PART)
+                self._is_begun = True
+
+    def end(self) -> None:
+        """Make the batch count, unless it is empty.  OSError: call `abort`."""
+        if self._parts or self._is_begun:
+            self._append(Kind.COMMIT)
+
+    def _append(self, kind: Kind) -> None:
+        self._log.require(self._size)
+        self._log.append(self._parts, kind)
+        self._parts, self._size = [], 0
+
+    def abort(self) -> None:
+        """Have what was appended not count."""
+        if self._is_begun and self._log.failure is None:
+            self._log.require(0, removes=True)
+            self._log.append([], Kind.ABORT)
 
 
 class Log:

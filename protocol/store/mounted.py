@@ -43,6 +43,11 @@ class MountedSnapshot:
         self._lease = Lease(layout, root.content)
 
     @property
+    def fingerprint(self) -> str:
+        """The identity of the snapshot's content."""
+        return f"snapshot {self._tree.root.content.hex()}"
+
+    @property
     def memory_bytes(self) -> int:
         """The memory that the store's index and the caches take."""
         return _CACHES_BYTES + _INDEX_FACTOR * sum(len(pack.index) for pack in self._blobs.packs.all())

@@ -8,6 +8,9 @@ from typing import Any, cast
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.inode import Inode
+from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.content import LowerContent
+from protocol.backends.overlay.lower import Lower
 from protocol.journal.directory import Journal
 from protocol.journal.log import Log, LogFile
 from protocol.journal.records import (
@@ -90,6 +93,46 @@ def replayed(batches: list[list[bytes]]) -> MemoryVolume:
     volume = MemoryVolume(uid=77, gid=78, clock=lambda: 0)
     volume.replay(batches)
     return volume
+
+
+def replayed_over(lower: Lower | bytes, batches: list[list[bytes]]) -> OverlayVolume:
+    """Return a new overlay over `lower` after the batches."""
+    volume = OverlayVolume(lower, clock=lambda: 0)
+    volume.replay(batches)
+    return volume
+
+
+def assert_same_changes(first: OverlayVolume, second: OverlayVolume) -> None:
+    """Compare what a journal of `first` has: every inode that ever changed, and those above.  Load nothing."""
+    ours, theirs = first._overlay, second._overlay
+    assert ours.recorded.keys() == theirs.recorded.keys()
+    assert ours.listed == theirs.listed
+    for number in ours.recorded:
+        mine, its = ours.table.loaded(number), theirs.table.loaded(number)
+        if mine is None or not mine.nlink:
+            assert its is None or not its.nlink
+            continue
+        assert its is not None
+        names = ("mode", "uid", "gid", "size", "mtime_ns", "ctime_ns", "birth_ns", "generation", "target", "xattrs")
+        assert {name: getattr(mine, name) for name in names} == {name: getattr(its, name) for name in names}, number
+        if number in ours.listed or mine.children is None:
+            assert mine.nlink == its.nlink
+        if number in ours.listed:
+            assert mine.children == its.children
+        if isinstance(mine.content, LowerContent):
+            assert isinstance(its.content, LowerContent)
+            # The second value is the device, which can be another one.
+            assert mine.content.source[2:] == its.content.source[2:]
+            assert mine.content.visible == its.content.visible
+            assert mine.content.pages == its.content.pages
+            assert mine.content.reserved == its.content.reserved
+
+
+def load_all(volume: OverlayVolume) -> None:
+    """Load every entry and inode of an overlay."""
+    volume._overlay._load_all()
+    for number in [*volume._overlay._waiting]:
+        volume._overlay.table.get(number)
 
 
 def assert_same_volume(first: MemoryVolume, second: MemoryVolume) -> None:

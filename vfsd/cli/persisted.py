@@ -9,6 +9,8 @@ from typing import Any, Final
 import click
 
 from protocol.backends.memory import MemoryVolume
+from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.journaling.absent import AbsentLower
 from protocol.journal.directory import JournalFiles, drop_journal, has_journal, is_locked, read_journal
 from protocol.journal.records import JournalDamagedError
 from vfsd.cli.common import output
@@ -144,6 +146,7 @@ def check_command(app: App, name: str | None, journal_dir: str | None) -> None:
     facts = {
         "directory": wire_path(os.fsencode(directory)),
         "workspace": report.identity.get("workspace"),
+        "backend": report.identity.get("backend"),
         "clean": report.is_clean,
         "cut_bytes": report.cut_bytes,
         "size_bytes": report.size_bytes,
@@ -155,7 +158,7 @@ def check_command(app: App, name: str | None, journal_dir: str | None) -> None:
 
 
 def _rebuilt(files: JournalFiles) -> MemoryVolume:
-    volume = MemoryVolume()
+    volume = OverlayVolume(AbsentLower()) if files.identity.get("backend") == "overlay" else MemoryVolume()
     try:
         volume.replay(files.batches())
         volume.check_invariants()
@@ -166,6 +169,8 @@ def _rebuilt(files: JournalFiles) -> MemoryVolume:
 
 def _show_check(facts: dict[str, Any]) -> None:
     content = f"{counted(facts['files'], 'file')} ({output.human_size(facts['content_bytes'])})"
+    if facts["backend"] == "overlay":
+        content += " that the workspace changed"
     # Without the mark of a clean end, nothing shows whether records at the end are missing.
     verdict = "the journal is complete" if facts["clean"] else "no damage found"
     output.say(f"{verdict}: {content}, {counted(facts['snapshots'], 'snapshot')}")

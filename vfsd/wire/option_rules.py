@@ -82,7 +82,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "max_bytes": _LIMITS,
     "max_inodes": _LIMITS,
     "max_memory": _LIMITS,
-    "persist": Scope(("memory",), "an overlay keeps no journal yet, and the other backends store their content"),
+    "persist": Scope(_IN_MEMORY, "the other backends store their content"),
     "journal_dir": _JOURNAL,
     "fsync": _JOURNAL,
     "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes what is in memory, so it is cached without a time limit"),

@@ -130,6 +130,16 @@ class Content:
         return content, offset
 
     @property
+    def source(self) -> object:
+        """For a journal: what the parts that `blocks` lack are read from; None: they are zeros."""
+        return None
+
+    @property
+    def visible(self) -> object:
+        """For a journal: the parts of `source` that are read; None without a source."""
+        return None
+
+    @property
     def sectors(self) -> int:
         """Units of 512 bytes, as st_blocks counts them: whole pages written or reserved."""
         return self.pages * SECTORS_PER_PAGE

@@ -112,6 +112,11 @@ class Inode:
         return SECTORS_PER_PAGE if self.target is not None and len(self.target) >= _SHORT_SYMLINK_BYTES else 0
 
     @property
+    def followed(self) -> object:
+        """For a journal: the file of the lower layer that this version belongs to; None without a lower layer."""
+        return None
+
+    @property
     def pages(self) -> int:
         return self.content.pages if self.content is not None else 0
 

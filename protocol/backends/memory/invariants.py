@@ -59,6 +59,10 @@ class Invariants:
         """Return the entries of a directory; None for other inodes, and for entries that are not loaded."""
         return directory.children
 
+    def named(self, directory: Inode) -> dict[bytes, int]:
+        """Return the entries of a directory that are known."""
+        return self.entries(directory) or {}
+
     def may_miss_links(self, file: Inode) -> bool:  # noqa: ARG002
         """Return whether `file` may have names that are not among its links."""
         return False
@@ -71,9 +75,8 @@ class Invariants:
     def _check_links(self, inode: Inode) -> None:
         assert len(set(inode.links)) == len(inode.links)
         for directory, name in inode.links:
-            children = self._inodes[directory].children
-            assert children is not None
-            assert children[name] == inode.inode, f"inode {inode.inode}: a link that its directory does not have"
+            found = self.named(self._inodes[directory]).get(name)
+            assert found == inode.inode, f"inode {inode.inode}: a link that its directory does not have"
         if inode.inode == ROOT_INODE:
             assert not inode.links
         elif inode.children is not None:
@@ -104,7 +107,7 @@ class Invariants:
         seen = {ROOT_INODE}
         todo = [ROOT_INODE]
         while todo:
-            found = set((self.entries(self._inodes[todo.pop()]) or {}).values()) & self._inodes.keys() - seen
+            found = set(self.named(self._inodes[todo.pop()]).values()) & self._inodes.keys() - seen
             seen |= found
             todo += found
         named = {ROOT_INODE, *(number for number, inode in self._inodes.items() if inode.links)}

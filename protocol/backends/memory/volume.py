@@ -38,7 +38,9 @@ from protocol.volume_extensions import JournalStatus, PreparingVolume, SnapshotI
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.journaling.image import Image
     from protocol.backends.memory.journaling.recorder import Recorder
+    from protocol.backends.memory.journaling.replay import Replay
     from protocol.journal.directory import Journal
     from protocol.volume import Buffer
 
@@ -220,12 +222,11 @@ class MemoryVolume:
 
         ValueError if a batch has an effect of a later version.
         """
-        from protocol.backends.memory.journaling.replay import Replay  # noqa: PLC0415 (start-up: see `keep_journal`)
-
-        replay = Replay(self._state, self.notes)
+        replay = self._new_replay()
         for batch in batches:
             replay.apply(batch)
         replay.finish()
+        self._replayed(replay)
 
     def keep_journal(self, journal: Journal, *, is_new: bool) -> None:
         """Record every change in `journal` from now on; in a new one, the present state first.  OSError.
@@ -233,12 +234,30 @@ class MemoryVolume:
         From now on the volume is durable: see `fsync`.
         """
         from protocol.backends.memory.journaling.image import write_image  # noqa: PLC0415 (start-up: few mounts)
-        from protocol.backends.memory.journaling.recorder import Recorder  # noqa: PLC0415
 
         if is_new:
-            write_image(self._state, self.notes, journal.log)
-        self._recorder = self._history.recorder = Recorder(self, self._state, journal)
+            write_image(self._new_image(), journal.log)
+        self._recorder = self._history.recorder = self._new_recorder(journal)
         self.capabilities = replace(self.capabilities, durable=True, journal=True)
+
+    def _replayed(self, replay: Replay) -> None:
+        """Take over what a replay found, apart from state and notes."""
+
+    # Start-up: few mounts have a journal.
+    def _new_replay(self) -> Replay:
+        from protocol.backends.memory.journaling.replay import Replay  # noqa: PLC0415
+
+        return Replay(self._state, self.notes)
+
+    def _new_image(self) -> Image:
+        from protocol.backends.memory.journaling.image import Image  # noqa: PLC0415
+
+        return Image(self._state, self.notes)
+
+    def _new_recorder(self, journal: Journal) -> Recorder:
+        from protocol.backends.memory.journaling.recorder import Recorder  # noqa: PLC0415
+
+        return Recorder(self, self._state, journal)
 
     @property
     def journal(self) -> Journal | None:
@@ -277,7 +296,7 @@ class MemoryVolume:
         journal = self._recorder.journal
         journal.unlock()
         log = journal.image_log(number)
-        write_image(self._state, self.notes, log)
+        write_image(self._new_image(), log)
         log.close()
 
     def finish_image(self, number: int, *, is_complete: bool) -> None:

@@ -14,7 +14,7 @@ Threading: any thread may read a version that a snapshot holds; nothing is cache
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -24,7 +24,7 @@ from protocol.backends.overlay.lower import ChangedBelowError
 
 if TYPE_CHECKING:
     from protocol.backends.memory.ledger import Ledger
-    from protocol.backends.overlay.lower import LowerFile
+    from protocol.backends.overlay.lower import FileRecord, LowerFile
     from protocol.volume import Buffer
 
 _COUNTED_BLOCKS: Final = 64  # with more changed blocks the visible size of the lower file is estimated
@@ -60,6 +60,40 @@ class LowerContent(Content):
         twin.masked = self.masked
         self._share_with(twin)
         return twin
+
+    @property
+    def source(self) -> FileRecord:
+        return self.lower.record
+
+    @property
+    def visible(self) -> tuple[int, tuple[int, ...]]:
+        """The limit, and the masked blocks as the first and the number of each run."""
+        runs: list[int] = []
+        for index in sorted(self.masked):
+            if runs and index == runs[-2] + runs[-1]:
+                runs[-1] += 1
+            else:
+                runs += (index, 1)
+        return self.limit, tuple(runs)
+
+    def set_visible(self, limit: int, runs: Sequence[int]) -> None:
+        """Set what `visible` returns.  The caller counts the change of the charge."""
+        self.limit = limit
+        pairs = zip(runs[::2], runs[1::2], strict=True)
+        self.masked = frozenset(chain.from_iterable(range(first, first + count) for first, count in pairs))
+
+    def copied_up_by(self, offset: int, length: int) -> list[int]:
+        """Return the blocks that a write would copy up from the lower file."""
+        if not length:
+            return []
+        end = offset + length
+        found = []
+        for index in {offset // BLOCK_BYTES, (end - 1) // BLOCK_BYTES}:
+            visible = self._visible(index)
+            base = index * BLOCK_BYTES
+            if visible and (offset > base or end < base + visible):
+                found.append(index)
+        return found
 
     @property
     def charge(self) -> int:
@@ -183,14 +217,10 @@ class LowerContent(Content):
 
     def _stage(self, offset: int, length: int) -> dict[int, _Staged]:
         """Return the blocks of the lower file that a write covers in part, as they are copied up."""
-        end = offset + length
-        staged = {}
-        for index in {offset // BLOCK_BYTES, (end - 1) // BLOCK_BYTES}:
-            visible = self._visible(index)
-            base = index * BLOCK_BYTES
-            if visible and (offset > base or end < base + visible):
-                staged[index] = self._staged.get(index) or self._load(index, visible)
-        return staged
+        return {
+            index: self._staged.get(index) or self._load(index, self._visible(index))
+            for index in self.copied_up_by(offset, length)
+        }
 
     def _load(self, index: int, visible: int) -> _Staged:
         base = index * BLOCK_BYTES
@@ -224,6 +254,10 @@ class LowerContent(Content):
         self._staged = {}
         if offset < self.limit:
             self._punch_below(offset, offset + length)
+        self.punch_blocks(offset, length)
+
+    def punch_blocks(self, offset: int, length: int) -> None:
+        """Punch the blocks in memory, after the lower file was masked."""
         before = set(self.blocks)
         super().punch(offset, length)
         self._mask(before)

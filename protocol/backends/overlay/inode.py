@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from protocol.backends.memory.inode import Inode
 
 if TYPE_CHECKING:
-    from protocol.backends.overlay.lower import LowerFile
+    from protocol.backends.overlay.lower import FileRecord, LowerFile
 
 
 class OverlayInode(Inode):
@@ -19,6 +19,10 @@ class OverlayInode(Inode):
     __slots__ = ("lower",)
 
     lower: LowerFile
+
+    @property
+    def followed(self) -> FileRecord:
+        return self.lower.record
 
     def clone(self, epoch: int) -> OverlayInode:
         twin = super().clone(epoch)

@@ -41,6 +41,11 @@ class OverlayInvariants(Invariants):
     def entries(self, directory: Inode) -> dict[bytes, int] | None:
         return None if isinstance(directory.children, UnfilledChildren) else directory.children
 
+    def named(self, directory: Inode) -> dict[bytes, int]:
+        if isinstance(directory.children, UnfilledChildren):
+            return self._overlay.recorded_names(directory.inode)
+        return super().named(directory)
+
     def may_miss_links(self, file: Inode) -> bool:
         return isinstance(file, OverlayInode)
 

@@ -17,11 +17,17 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
 from protocol.linux.portable import Handle
 
 Identity: TypeAlias = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
+
+_NS: Final = 10**9
+IdentityRecord: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""An `Identity` as a journal has it: device, inode, size, mtime and ctime in s and ns each."""
+FileRecord: TypeAlias = tuple[bytes, int, int, int, int, int, int, int, int]
+"""A `LowerFile` as a journal has it: path, the fields of its `IdentityRecord`, sectors."""
 
 # The numbers of inodes that the overlay makes begin here.  JavaScript has integers up to 2^53.
 FIRST_NEW_NUMBER: Final = 1 << 52
@@ -88,6 +94,42 @@ def identity(seen: LowerStat) -> Identity:
     return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
 
+def identity_record(of: Identity) -> IdentityRecord:
+    """Return an identity as a journal has it: msgpack has no integers for times beyond 2554."""
+    device, inode, size, mtime_ns, ctime_ns = of
+    mtime, ctime = divmod(mtime_ns, _NS), divmod(ctime_ns, _NS)
+    return device, inode, size, *mtime, *ctime
+
+
+def recorded_identity(record: IdentityRecord) -> Identity:
+    """Return the identity of which `record` is the record."""
+    device, inode, size, mtime_s, mtime_ns, ctime_s, ctime_ns = record
+    return device, inode, size, mtime_s * _NS + mtime_ns, ctime_s * _NS + ctime_ns
+
+
+class RecordedStat(NamedTuple):
+    """A `LowerStat` of a file that a journal has."""
+
+    st_mode: int
+    st_ino: int
+    st_dev: int
+    st_nlink: int
+    st_uid: int
+    st_gid: int
+    st_size: int
+    st_atime_ns: int
+    st_mtime_ns: int
+    st_ctime_ns: int
+    st_blocks: int
+    st_rdev: int
+
+    @classmethod
+    def of(cls, record: FileRecord) -> Self:
+        """Return the values that a `LowerFile` depends on; the others are 0."""
+        device, inode, size, mtime_ns, ctime_ns = recorded_identity(record[1:8])
+        return cls(0, inode, device, 0, 0, 0, size, 0, mtime_ns, ctime_ns, record[8], 0)
+
+
 def is_gone(error: OSError) -> bool:
     """Return whether the error means that the path does not exist (any more), or leads out of the directory."""
     return error.errno in _VANISHED
@@ -98,6 +140,9 @@ class Lower(ABC):
 
     can_change: bool
     """Whether other programs may change the entries and contents."""
+
+    fingerprint: str = ""
+    """Equal at two mounts only if both are of one directory, or of archives or snapshots with the same content."""
 
     memory_bytes: int = 0
     """The memory that the layer takes, its caches when they are full included."""
@@ -147,19 +192,26 @@ class LowerFile(ABC):
     """The entry at a path of the lower layer, in the state in which it was loaded.
 
     `sectors` is its size on disk in units of 512 bytes.  `kept` is content that outlives the path (`keep`).
+    `is_recorded`: a journal has that content.
     """
 
-    __slots__ = ("identity", "kept", "path", "sectors")
+    __slots__ = ("identity", "is_recorded", "kept", "path", "sectors")
 
     def __init__(self, path: bytes, seen: LowerStat) -> None:
         self.path = path
         self.identity = identity(seen)
         self.sectors = seen.st_blocks
         self.kept: Handle | bytes | None = None
+        self.is_recorded = False
 
     @property
     def size(self) -> int:
         return self.identity[2]
+
+    @property
+    def record(self) -> FileRecord:
+        """The file as a journal has it."""
+        return self.path, *identity_record(self.identity), self.sectors
 
     @abstractmethod
     def read(self, offset: int, size: int) -> bytes:

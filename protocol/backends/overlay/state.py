@@ -14,6 +14,11 @@ A directory is loaded before a second version of it exists (`own`), so the link 
 one version only.  Its size is that of the lower directory until its entries change, and from then on computed as in the
 memory volume.  A name that is loaded late belongs to all versions of its inode, which `versions` finds.
 
+A journal records an inode of the lower layer, and the entries of a directory, before they change for the first time;
+`recorded` and `listed` have these.  `put_recorded`, `put_listing` and `correct` load them from a journal, without
+reading the lower layer.  Names of recorded inodes in directories whose entries are not recorded wait in
+`_recorded_names` until the directory is loaded.
+
 Threading: any thread may load, under `lock`; the volume also holds `lock` for every change of the state.
 """
 
@@ -68,6 +73,7 @@ class OverlayState(MemoryState):
         self.path_filter = path_filter
         self.lock = threading.RLock()
         self.check_new_name = self._check_new_name
+        self.device = seen.st_dev
         self._waiting: dict[int, tuple[Link, ...]] = {}  # numbers without an inode yet, their names
         self._kinds: dict[int, int] = {}  # of those, the type bits
         self._numbers: dict[tuple[int, int], int] = {}  # key of the lower layer -> number
@@ -77,7 +83,15 @@ class OverlayState(MemoryState):
         self.ledger.leave(self.inodes[ROOT_INODE])
         self.inodes = self.table
         self._all_loaded = False
-        root = self.table[ROOT_INODE] = self._inode(ROOT_INODE, b"", seen)
+        self.recorded: dict[int, LowerFile] = {}  # inodes that a journal has, and their files as it has them
+        self.listed: set[int] = set()  # directories whose entries a journal has
+        self._recorded_names: dict[int, dict[bytes, int]] = {}  # directory -> name -> inode
+        self._from_journal: set[int] = set()  # numbers that came from a journal, which does not have their keys
+        # Called, under `lock`, with the links and the kind (0: gone) of a name that changed below since it was listed.
+        self.on_correction: Callable[[tuple[Link, ...], int, int], None] | None = None
+        # Called, under `lock`, with a directory that has numbers which the next mount could not give again.
+        self.on_new_numbers: Callable[[int], None] | None = None
+        root = self.table[ROOT_INODE] = self._loaded(ROOT_INODE, b"", seen)
         self.ledger.enter_new(root)
         self.ledger.charge_overhead(lower.memory_bytes)
         self.next_inode = FIRST_NEW_NUMBER
@@ -97,18 +111,24 @@ class OverlayState(MemoryState):
             directory = self.table.loaded(number)
             if directory is None or not isinstance(directory.children, UnfilledChildren):
                 return  # another thread was faster
-            entries = {}
-            subdirectories = 0
+            entries = self._recorded_names.pop(number, {})
+            recorded = set(entries)
             prefix = path + b"/" if path else b""
+            next_inode = self.next_inode
             for entry in found:
                 is_directory = entry.kind == stat.S_IFDIR
-                if self.path_filter.hides(prefix + entry.name, is_directory=is_directory):
+                if entry.name in recorded or self.path_filter.hides(prefix + entry.name, is_directory=is_directory):
                     continue
-                subdirectories += is_directory
                 entries[entry.name] = self._give_number(number, entry)
-            directory.nlink = 2 + subdirectories
-            directory.children.become(entries)
-            self.ledger.charge_overhead(sum(_LOWER_NAME_BYTES + len(name) for name in entries))
+            self._set_entries(directory, directory.children, entries)
+            if self.next_inode != next_inode and self.on_new_numbers is not None:
+                self.on_new_numbers(number)
+
+    def _set_entries(self, directory: Inode, children: UnfilledChildren, entries: dict[bytes, int]) -> None:
+        """Set the entries of a directory, the first time."""
+        directory.nlink = 2 + sum(stat.S_ISDIR(self.kind(number)) for number in entries.values())
+        children.become(entries)
+        self.ledger.charge_overhead(sum(_LOWER_NAME_BYTES + len(name) for name in entries))
 
     def _check_memory(self) -> None:
         """Raise ENOMEM if no more of the lower layer can be loaded.
@@ -125,6 +145,8 @@ class OverlayState(MemoryState):
         is_directory = entry.kind == stat.S_IFDIR
         if not is_directory:
             number = self._numbers.get(entry.key)
+            if number is None and entry.number in self._from_journal:
+                number = entry.number
             if number is not None and self._add_name(number, link):
                 return number
         number = entry.number
@@ -147,13 +169,18 @@ class OverlayState(MemoryState):
         live = self.table.loaded(number)
         if live is None or live.nlink <= len(live.links):
             return False  # another file has reused the inode number
+        self._put_name(number, link)
+        return True
+
+    def _put_name(self, number: int, link: Link) -> None:
+        """Add a name to all versions of a loaded inode."""
+        live = self.table.loaded(number)
         for version in self.versions(number):
             version.links = (*version.links, link)
             if version is live:
                 self.ledger.metadata += ENTRY_BYTES + len(link[1])
             else:
                 self.ledger.kept += VERSION_LINK_BYTES
-        return True
 
     def _make(self, number: int) -> Inode:
         """Create the inode of an assigned number.  KeyError; FileNotFoundError if it no longer exists below."""
@@ -168,7 +195,7 @@ class OverlayState(MemoryState):
             path = above + b"/" + name if above else name
             try:
                 seen = self.lower.stat(path)
-                inode = self._inode(number, path, seen)
+                inode = self._loaded(number, path, seen)
             except OSError as error:
                 if is_gone(error):
                     self._vanished(number, links)
@@ -179,28 +206,41 @@ class OverlayState(MemoryState):
                 inode.nlink = max(seen.st_nlink, len(links))
             self._correct_kind(number, directory, seen.st_mode & TYPE_MASK)
             del self._waiting[number], self._kinds[number]
-            self.count(inode, +1)
-            self.ledger.enter_new(inode)
-            self.ledger.charge_overhead(_LOWER_INODE_BYTES + 3 * len(path))
-            self.table[number] = inode
-            self.table.below += 1
+            self._enter(inode)
             return inode
 
-    def _inode(self, number: int, path: bytes, seen: LowerStat) -> OverlayInode:
+    def _enter(self, inode: OverlayInode) -> None:
+        """Add an inode that was loaded."""
+        if inode.nlink:
+            self.count(inode, +1)
+        else:
+            self.orphans.add(inode.inode)
+        self.ledger.enter_new(inode)
+        self.ledger.charge_overhead(_LOWER_INODE_BYTES + 3 * len(inode.lower.path))
+        self.table[inode.inode] = inode
+        self.table.below += 1
+
+    def _loaded(self, number: int, path: bytes, seen: LowerStat) -> OverlayInode:
+        target = self.lower.readlink(path) if stat.S_ISLNK(seen.st_mode) else None
+        return self._inode(number, self.lower.file(path, seen), seen, self.lower.xattrs(path), target)
+
+    def _inode(
+        self, number: int, file: LowerFile, seen: LowerStat, xattrs: Xattrs | None, target: bytes | None
+    ) -> OverlayInode:
         inode = OverlayInode(number, seen.st_mode, seen.st_uid, seen.st_gid, 0, 0)
-        inode.lower = self.lower.file(path, seen)
+        inode.lower = file
         _set_size_and_times(inode, seen)
-        inode.xattrs = self.lower.xattrs(path)
+        inode.xattrs = xattrs
         kind = seen.st_mode & TYPE_MASK
         if kind == stat.S_IFDIR:
             inode.children = UnfilledChildren(functools.partial(self._fill, number))
             inode.nlink = seen.st_nlink  # some file systems report 1 for "not counted"
-            self._paths[number] = path
+            self._paths[number] = file.path
         elif kind == stat.S_IFREG:
             inode.content = LowerContent(inode.lower, self.ledger)
-        elif kind == stat.S_IFLNK:
-            inode.target = self.lower.readlink(path)
-            inode.size = len(inode.target)
+        elif target is not None:
+            inode.target = target
+            inode.size = len(target)
         else:
             inode.rdev = seen.st_rdev
             inode.size = 0
@@ -224,11 +264,15 @@ class OverlayState(MemoryState):
         """Correct the link counts above a name that has become, or is no longer, a directory since it was listed."""
         change = (kind == stat.S_IFDIR) - (self._kinds[number] == stat.S_IFDIR)
         if change:
+            if self.on_correction is not None:
+                self.on_correction(self._waiting[number], number, kind)
             for version in self.versions(directory):
                 version.nlink += change
 
     def _vanished(self, number: int, links: Iterable[Link]) -> None:
         """Drop the names of a file that no longer exists below, in all versions."""
+        if self.on_correction is not None:
+            self.on_correction(tuple(links), number, 0)
         is_directory = self._kinds.pop(number) == stat.S_IFDIR
         del self._waiting[number]
         for directory, name in links:
@@ -277,6 +321,80 @@ class OverlayState(MemoryState):
                 continue
             todo += [number for number in numbers if self.kind(number) & TYPE_MASK == stat.S_IFDIR]
         self._all_loaded = True
+
+    # -- loading from a journal ------------------------------------------------------------------
+    def recorded_names(self, directory: int) -> dict[bytes, int]:
+        """Return the names of recorded inodes in a directory that is not loaded."""
+        return self._recorded_names.get(directory, {})
+
+    def put_recorded(
+        self,
+        number: int,
+        file: LowerFile,
+        seen: LowerStat,
+        links: tuple[Link, ...],
+        xattrs: Xattrs | None,
+        target: bytes | None,
+    ) -> None:
+        """Load an inode as it was when it was recorded; versions without changes follow the file."""
+        self.recorded[number] = file
+        live = self.table.loaded(number)
+        if isinstance(live, OverlayInode):
+            old = live.lower.identity
+            for version in list(self.versions(number)):
+                if isinstance(version, OverlayInode) and follows(version, old):
+                    self._follow(version, file, seen, xattrs, is_live=version is live)
+            if isinstance(live.children, UnfilledChildren):
+                live.nlink = seen.st_nlink
+            return
+        inode = self._inode(number, file, seen, xattrs, target)
+        inode.nlink = seen.st_nlink
+        waiting = self._waiting.pop(number, ())
+        self._kinds.pop(number, None)
+        inode.links = (*waiting, *(link for link in links if link not in waiting))
+        for directory, name in links:
+            if directory not in self.listed:
+                self._recorded_names.setdefault(directory, {})[name] = number
+        self._given.add(number)
+        self._from_journal.add(number)
+        self._enter(inode)
+
+    def put_listing(self, number: int, listing: Iterable[tuple[bytes, int, int]]) -> None:
+        """Load the entries of a directory as they were when they were recorded: name, number and kind of each."""
+        self.listed.add(number)
+        directory = self.table[number]
+        children = directory.children
+        if not isinstance(children, UnfilledChildren):
+            return
+        self._recorded_names.pop(number, None)
+        entries = {}
+        for name, child, kind in listing:
+            link = number, name
+            entries[name] = child
+            live = self.table.loaded(child)
+            waiting = self._waiting.get(child)
+            if live is not None:
+                if link not in live.links:
+                    self._put_name(child, link)
+            elif waiting is not None:
+                self._waiting[child] = (*waiting, link)
+            else:
+                self._waiting[child] = (link,)
+                self._kinds[child] = kind
+                self._given.add(child)
+                self._from_journal.add(child)
+        self._set_entries(directory, children, entries)
+
+    def correct(self, number: int, kind: int) -> None:
+        """Correct the kind of a listed name (0: it is gone below), as loading it did when this was recorded."""
+        links = self._waiting.get(number)
+        if links is None:
+            return
+        if kind:
+            self._correct_kind(number, links[0][0], kind)
+            self._kinds[number] = kind
+        else:
+            self._vanished(number, links)
 
     # -- changes of the lower directory ----------------------------------------------------------
     def refresh(self, number: int) -> tuple[bool, bool]:

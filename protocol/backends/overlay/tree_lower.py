@@ -102,7 +102,8 @@ class TreeStat(Value):
 class TreeLower(Lower):
     """The tree `tree`, called `name` in the log.
 
-    `memory_bytes` is what the tree takes.  `check` is called about once a second; `close` at the end.
+    `fingerprint` identifies its content, and `memory_bytes` is what it takes.  `check` is called about once a second;
+    `close` at the end.
     """
 
     can_change = False
@@ -112,12 +113,14 @@ class TreeLower(Lower):
         tree: LowerTree,
         name: str,
         *,
+        fingerprint: str = "",
         memory_bytes: int = 0,
         check: Callable[[], None] = lambda: None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self._tree = tree
         self._name = name
+        self.fingerprint = fingerprint
         self.memory_bytes = memory_bytes
         self._check = check
         self._close = close

@@ -31,9 +31,9 @@ import logging
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar, cast
 
 from protocol.adapters.path_filter import PathFilter
 from protocol.backends.memory import MemoryVolume
@@ -55,6 +55,11 @@ from protocol.volume import RENAME_EXCHANGE, SUPERUSER, Caller
 from protocol.volume_extensions import CacheInvalidation, InodeChange, VolumeUsage
 
 if TYPE_CHECKING:
+    from protocol.backends.memory.journaling.replay import Replay
+    from protocol.backends.overlay.journaling.image import OverlayImage
+    from protocol.backends.overlay.journaling.recorder import OverlayRecorder
+    from protocol.backends.overlay.journaling.replay import OverlayReplay
+    from protocol.journal.directory import Journal
     from protocol.volume import Buffer
 
 P = ParamSpec("P")
@@ -131,6 +136,26 @@ class OverlayVolume(MemoryVolume):
         self._not_invalidated.clear()
         self._unchecked = iter(())
 
+    # -- journal -----------------------------------------------------------------------------------
+    def _new_replay(self) -> OverlayReplay:
+        from protocol.backends.overlay.journaling.replay import OverlayReplay  # noqa: PLC0415 (start-up: few mounts)
+
+        return OverlayReplay(self._overlay, self.notes, self._base)
+
+    def _replayed(self, replay: Replay) -> None:
+        found = cast("OverlayReplay", replay)
+        self._base, self.identities = found.base, found.identities
+
+    def _new_image(self) -> OverlayImage:
+        from protocol.backends.overlay.journaling.image import OverlayImage  # noqa: PLC0415 (start-up: few mounts)
+
+        return OverlayImage(self._overlay, self.notes, self._base, self.identities)
+
+    def _new_recorder(self, journal: Journal) -> OverlayRecorder:
+        from protocol.backends.overlay.journaling.recorder import OverlayRecorder  # noqa: PLC0415 (start-up)
+
+        return OverlayRecorder(self, self._overlay, journal)
+
     def _bind(self) -> None:
         """Replace the memory volume's methods that read the lower directory; lock those that change the state."""
         self._memory_find, self.find = self.find, self._find
@@ -182,14 +207,17 @@ class OverlayVolume(MemoryVolume):
     def applied(self, tree: SnapshotTree, done: Applied) -> None:
         """Make the base equal to `tree` at the paths that an apply wrote.  The live state is the same afterwards."""
         state = self._overlay
+        recorder = cast("OverlayRecorder | None", self._recorder)
         paths = [change.path for change in done.changes if change.path not in done.parents]  # it makes these itself
-        with self._lock:
+        with self._lock, nullcontext(None) if recorder is None else recorder.applying() as record:
             self.identities.update(done.identities)
             state.renew(done.renewed)
             self.directory.moving.clear()
             for path, left in self.identities.items():
                 if left is not None:
                     self.identities[path] = done.renewed.get(left[:2], left)
+            if record is not None:
+                record.lower(self.identities, done.renewed)
             if done.error is not None:
                 return
             generations = {number: inode.generation for number, inode in state.table.items()}
@@ -199,6 +227,8 @@ class OverlayVolume(MemoryVolume):
             present = [path for path in outermost(paths) if entry_or_none(tree, path) or _is_live(state, path)]
             extent = Extent(present)
             Converger(state, tree, extent, replace=True, check_quota=lambda _pages, _inodes, _memory: None).run()
+            if record is not None:
+                record.base(live)
             base = state.open_epoch(None)
             restore_epoch(state, live)
             state.undo_revived()  # files that were unlinked while open keep their content
@@ -207,6 +237,8 @@ class OverlayVolume(MemoryVolume):
                 inode = state.table.loaded(number)
                 if inode is not None:
                     inode.generation = generation
+            if record is not None:
+                record.changes(base)
             state.changed_at = changed_at
             state.log.close(live)
             state.log.close(self._base)
@@ -303,6 +335,8 @@ class OverlayVolume(MemoryVolume):
     def tidy(self) -> None:
         """Check some of the lower files that the kernel has looked up.  Call it about once a second."""
         self.lower.check()
+        with suppress(OSError):  # the next change reports it
+            self.flush_journal()
         if not self.lower.can_change:
             return
         with self._lock:

@@ -32,4 +32,11 @@ def open_archive_below(path: str, max_memory: int) -> TreeLower:
             noticed.add(problem)
             _logger.warning("the archive below the overlay %s", problem, extra={"path": path})
 
-    return TreeLower(mounted, path, memory_bytes=mounted.memory_bytes, check=check, close=mounted.close)
+    return TreeLower(
+        mounted,
+        path,
+        fingerprint=mounted.fingerprint,
+        memory_bytes=mounted.memory_bytes,
+        check=check,
+        close=mounted.close,
+    )

@@ -36,7 +36,13 @@ def open_snapshot(options: MountOptions) -> TreeLower:
     except BaseException:
         store.close()
         raise
-    return TreeLower(mounted, f"the snapshot {name} of {key}", memory_bytes=mounted.memory_bytes, close=mounted.close)
+    return TreeLower(
+        mounted,
+        f"the snapshot {name} of {key}",
+        fingerprint=mounted.fingerprint,
+        memory_bytes=mounted.memory_bytes,
+        close=mounted.close,
+    )
 
 
 def _only_workspace(store: Store, name: str) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory import MemoryVolume
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
+from vfsd.daemon.backends.shared import unused_journal
 from vfsd.daemon.snapshots.archives import archive, unpack
-from vfsd.machine.journals import journal_directory
 from vfsd.machine.memory_limits import default_max_memory
 
 if TYPE_CHECKING:
@@ -30,17 +29,10 @@ def open_memory(options: MountOptions, progress: ByteProgress) -> Backend:
         begin()
         volume.mark_saved()
         volume.read_only = options.workspace.read_only
-        return Backend(volume, recovered=_unused_journal(options.workspace.name))
+        return Backend(volume, recovered=unused_journal(options.workspace.name))
     # Deferred: few mounts have a journal.
     from vfsd.daemon.backends.persistence import end_journal, keep_journal  # noqa: PLC0415
 
     recovered = keep_journal(options, volume, begin)
     volume.read_only = options.workspace.read_only
     return Backend(volume, close=functools.partial(end_journal, volume), recovered=recovered)
-
-
-def _unused_journal(name: str) -> str | None:
-    """Return a sentence about a journal of this name, which this mount does not continue; None if there is none."""
-    if not os.path.isdir(journal_directory(name)):
-        return None
-    return f"this workspace is new, although {name} has a journal: `vfsd mount --persist --name {name}` continues that"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +12,7 @@ from protocol.backends.overlay.host_lower import HostLower
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.backends.recovery import recover_apply
+from vfsd.daemon.backends.shared import unused_journal
 from vfsd.daemon.snapshots.archives import archive, read_origin
 from vfsd.machine.memory_limits import default_max_memory
 
@@ -41,12 +43,38 @@ def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
         exclude=options.content.exclude,
         max_memory=limit,
     )
-    if options.content.archive is not None:
-        with read_origin(archive(options.content.archive), volume, progress).tree() as tree:
-            volume.import_tree(tree, replace=False)
-    volume.mark_saved()
+
+    def begin() -> None:
+        if options.content.archive is not None:
+            with read_origin(archive(options.content.archive), volume, progress).tree() as tree:
+                volume.import_tree(tree, replace=False)
+
+    if not options.journal.persist:
+        begin()
+        volume.mark_saved()
+        found = unused_journal(options.workspace.name)
+    else:
+        # Deferred: few mounts have a journal.
+        from vfsd.daemon.backends.persistence import keep_journal  # noqa: PLC0415
+
+        try:
+            found = keep_journal(options, volume, begin, below=lower.fingerprint)
+        except BaseException:
+            lower.close()
+            raise
     volume.read_only = options.workspace.read_only
-    return Backend(volume, tidy=volume.tidy, close=volume.lower.close, recovered=recovered)
+    notes = [note for note in (recovered, found) if note is not None]
+    return Backend(
+        volume, tidy=volume.tidy, close=functools.partial(_close, volume), recovered="; ".join(notes) or None
+    )
+
+
+def _close(volume: OverlayVolume) -> None:
+    if volume.journal is not None:
+        from vfsd.daemon.backends.persistence import end_journal  # noqa: PLC0415 (few mounts have a journal)
+
+        end_journal(volume)
+    volume.lower.close()
 
 
 def _open_lower(options: MountOptions, limit: int) -> Lower:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -21,20 +23,36 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _KIND: Final = "backend"
 _WORKSPACE: Final = "workspace"
+_BELOW: Final = "below"
+_ARGUMENT: Final = "argument"
+_FILTER: Final = "filter"
+_FILTERS: Final = ("include", "exclude")
 
 
-def keep_journal(options: MountOptions, volume: MemoryVolume, begin: Callable[[], None]) -> str | None:
+def keep_journal(
+    options: MountOptions, volume: MemoryVolume, begin: Callable[[], None], *, below: str = ""
+) -> str | None:
     """Have `volume`, which is empty, continue from its journal, or call `begin` and begin a journal.
 
-    Return a sentence about the state that was found.  ValueError if the journal belongs to another backend; OSError.
+    `below` is the fingerprint of an overlay's lower layer.  Return a sentence about the state that was found.
+    ValueError if the journal belongs to another backend, or to an overlay over another layer; OSError.
     """
     directory = options.journal.journal_dir or journal_directory(options.workspace.name)
-    kind = options.workspace.backend.kind
+    identity: dict[str, str | int] = {
+        _KIND: options.workspace.backend.kind,
+        _WORKSPACE: options.workspace.name,
+    }
+    if below:
+        content = options.content
+        identity |= {
+            _BELOW: below,
+            _ARGUMENT: options.workspace.backend.argument,
+            _FILTER: json.dumps([content.include, content.exclude]),
+        }
     if not has_journal(directory):
         begin()
         # The directories above are private, too, if they are made.
         os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
-        identity = {_KIND: kind, _WORKSPACE: options.workspace.name}
         journal = Journal.create(directory, identity, options.journal.fsync)
         try:
             volume.keep_journal(journal, is_new=True)
@@ -45,7 +63,8 @@ def keep_journal(options: MountOptions, volume: MemoryVolume, begin: Callable[[]
     else:
         files, journal = Journal.resume(directory, options.journal.fsync)
         try:
-            _replay(files, volume, kind)
+            _check_identity(files, identity)
+            _replay(files, volume)
             volume.keep_journal(journal, is_new=False)
         except BaseException:
             journal.detach()
@@ -55,11 +74,26 @@ def keep_journal(options: MountOptions, volume: MemoryVolume, begin: Callable[[]
     return found
 
 
-def _replay(files: JournalFiles, volume: MemoryVolume, kind: str) -> None:
-    """Rebuild the state.  ValueError if it is that of another backend."""
-    if files.identity.get(_KIND) != kind:
-        reason = f"the journal {files.directory} is of a workspace with the backend {files.identity.get(_KIND)}"
-        raise ValueError(f"{reason}: give this one another --name or --journal-dir")
+def _check_identity(files: JournalFiles, identity: Mapping[str, str | int]) -> None:
+    """ValueError if the journal is that of another backend, or of an overlay over another layer."""
+    of = files.identity
+    another = "give this one another --name or --journal-dir"
+    if of.get(_KIND) != identity[_KIND]:
+        raise ValueError(f"the journal {files.directory} is of a workspace with the backend {of.get(_KIND)}: {another}")
+    if of.get(_BELOW) != identity.get(_BELOW):
+        raise ValueError(
+            f"the journal {files.directory} is of an overlay over {of.get(_ARGUMENT)}, and {identity[_ARGUMENT]} is not"
+            f" that one, or not the same any more: mount it over the one that it was made over, or {another}"
+        )
+    if of.get(_FILTER) != identity.get(_FILTER):
+        was = json.loads(str(of.get(_FILTER)))
+        options = [f"--{name} {shlex.quote(each)}" for name, some in zip(_FILTERS, was, strict=True) for each in some]
+        given = " ".join(options) or "neither --include nor --exclude"
+        raise ValueError(f"the journal {files.directory} is of an overlay with {given}: mount it so, or {another}")
+
+
+def _replay(files: JournalFiles, volume: MemoryVolume) -> None:
+    """Rebuild the state."""
     try:
         volume.replay(files.batches())
     except (KeyError, AssertionError) as error:

@@ -64,6 +64,9 @@ def inode_details(
     `sources`: where snapshots show blocks, by the identity of the block; or a function that returns it.
     """
     number = now.inode
+    followed = now.followed
+    if followed is not None and (before is None or before.followed != followed):
+        yield effects.of_overlay(effects.FOLLOWED, number, followed)
     if now.xattrs is not (None if before is None else before.xattrs):
         yield effects.xattrs(number, now.xattrs)
     if now.target is not None and (before is None or before.target != now.target):
@@ -72,6 +75,13 @@ def inode_details(
     content = now.content
     if content is old:
         return
+    source, old_source = (None if each is None else each.source for each in (content, old))
+    if source != old_source:
+        yield effects.of_overlay(effects.CONTENT, number, source)
+        old = None
+    visible = None if content is None else content.visible
+    if visible is not None and (old is None or old.visible != visible):
+        yield effects.of_overlay(effects.VISIBLE, number, visible)
     old_blocks = old.blocks if old is not None else {}
     blocks = content.blocks if content is not None else {}
     for index in old_blocks.keys() - blocks.keys():

@@ -7,34 +7,24 @@ So a replay needs no code of its own for images, and versions share their blocks
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, merged
 from protocol.backends.memory.journaling.changes import Source, inode_details
 from protocol.journal import effects
-from protocol.journal.records import Kind
+from protocol.journal.log import Batch
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import MemoryState
     from protocol.journal.log import Log
 
-_PART_BYTES: Final = 1 << 20
 
-
-def write_image(state: MemoryState, notes: Mapping[str, bytes], log: Log) -> None:
-    """Append the image of `state` to `log` as one batch.  OSError."""
-    parts: list[bytes] = []
-    size = 0
-    for piece in _Image(state, notes).effects():
-        parts.append(piece)
-        size += len(piece)
-        if size >= _PART_BYTES:
-            log.require(size)
-            log.append(parts, Kind.PART)
-            parts, size = [], 0
-    log.require(size)
-    log.append(parts)
+def write_image(image: Image, log: Log) -> None:
+    """Append `image` to `log` as one batch.  OSError."""
+    batch = Batch(log)
+    batch.add(image.effects())
+    batch.end()
 
 
 class _Step:
@@ -47,7 +37,7 @@ class _Step:
         self.listings: dict[int, dict[bytes, int]] = {}  # of the directories that were made
 
 
-class _Image:
+class Image:
     """The image of one state."""
 
     def __init__(self, state: MemoryState, notes: Mapping[str, bytes]) -> None:
@@ -61,26 +51,37 @@ class _Image:
         inodes, names = merged(epochs)
         for number, live in self._state.inodes.items():
             inodes.setdefault(number, live)
-        yield from self._beginning(inodes, names)
+        yield from self.beginning(inodes, names)
         named = -1  # the newest step that begins with a snapshot
         for at, step in enumerate(self._steps(epochs)):
             if step.epoch.info is not None:
                 named = at
                 yield effects.snapshot(step.epoch.info)
+            yield from self.begin_step(step.epoch)
             yield from self._changes(step, at, named, epochs)
         yield effects.next_inode(self._state.next_inode)
         for key, value in self._notes.items():
             yield effects.note(key, value)
 
-    def _beginning(self, inodes: PreInodes, names: PreNames) -> Iterator[bytes]:
-        """Yield the effects that make the oldest state."""
-        present = [inode for inode in inodes.values() if inode is not None]
-        for inode in present:
-            yield effects.inode(inode)
-            yield from inode_details(None, inode, {})
-        for inode in present:
-            if inode.children is not None:
-                for name, number in _listing(inode, names).items():
+    def begin_step(self, epoch: Epoch) -> Iterator[bytes]:  # noqa: ARG002
+        """Yield what a subclass records of an epoch itself."""
+        yield from ()
+
+    def beginning(self, inodes: PreInodes, names: PreNames) -> Iterator[bytes]:
+        """Yield the effects that make the oldest state, from its inodes and the pre-images of its names."""
+        yield from self.first_inodes(inodes)
+        yield from self.first_names(inodes, names)
+
+    def first_inodes(self, inodes: PreInodes) -> Iterator[bytes]:
+        for inode in inodes.values():
+            if inode is not None:
+                yield effects.inode(inode)
+                yield from inode_details(None, inode, {})
+
+    def first_names(self, inodes: PreInodes, names: PreNames) -> Iterator[bytes]:
+        for inode in inodes.values():
+            if inode is not None and inode.children is not None:
+                for name, number in listing_at(inode, names).items():
                     yield effects.entry(inode.inode, name, number)
 
     def _steps(self, epochs: list[Epoch]) -> list[_Step]:
@@ -94,11 +95,11 @@ class _Image:
                 after = later[number] if number in later else self._state.inodes.get(number)
                 step.inodes[number] = after
                 if before is None and after is not None and after.children is not None:
-                    step.listings[number] = _listing(after, later_names)
+                    step.listings[number] = listing_at(after, later_names)
             for directory, names in epoch.names.items():
                 # A directory that does not exist after the epoch has no names then.
                 after = self._after(step, later, directory)
-                listing = _listing(after, later_names) if after is not None and after.children is not None else {}
+                listing = listing_at(after, later_names) if after is not None and after.children is not None else {}
                 step.names[directory] = {name: listing.get(name, 0) for name in names}
             later.update(epoch.inodes)
             for directory, names in epoch.names.items():
@@ -141,7 +142,7 @@ class _Image:
                 self._sources.setdefault(id(block), (serial, version.inode, index))
 
 
-def _listing(directory: Inode, names: PreNames) -> dict[bytes, int]:
+def listing_at(directory: Inode, names: PreNames) -> dict[bytes, int]:
     """Return the entries of a directory at the moment that the pre-images `names` lead back to."""
     assert directory.children is not None
     listing = {**directory.children, **names.get(directory.inode, {})}

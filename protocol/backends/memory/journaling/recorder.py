@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Final
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.journaling.changes import changes_since
 from protocol.journal import effects
-from protocol.journal.records import Buffer, Kind
+from protocol.journal.log import Batch
+from protocol.journal.records import Buffer
 from protocol.volume import SUPERUSER, AttributeChanges, Caller
 from protocol.volume_extensions import JournalStatus
 
@@ -41,9 +42,8 @@ if TYPE_CHECKING:
 
 # More than the effects of any call take, without content, symlink targets and extended attributes.
 _CALL_BYTES: Final = 4096
-_PART_BYTES: Final = 1 << 20
 _MOST_PENDING: Final = 1000
-_PUNCH_HOLE: Final = 2  # linux/falloc.h
+PUNCH_HOLE: Final = 2  # linux/falloc.h
 _RECORDED: Final = (
     "mknod", "mkdir", "symlink", "tmpfile", "link", "unlink", "rmdir", "rename", "setattr", "setxattr", "removexattr",
     "write", "fallocate", "forget", "take_snapshot", "drop_snapshot",
@@ -82,7 +82,7 @@ class Recorder:
             self._log.require(length + _CALL_BYTES + self._pending_bytes(), removes=removes)
 
     def _pending_bytes(self) -> int:
-        return 16 * len(self._pending)  # of FREE and DROP effects
+        return sum(map(len, self._pending))
 
     def _commit(self, *pieces: Buffer) -> None:
         if self._in_transaction:
@@ -130,27 +130,19 @@ class Recorder:
         self._record_epoch(epoch)
 
     def _record_epoch(self, epoch: Epoch) -> None:
-        log = self._log
-        parts: list[bytes] = self._pending.copy()
-        size = sum(map(len, parts))
-        is_begun = False
+        batch = Batch(self._log)
         try:
-            for piece in changes_since(self._state, epoch):
-                parts.append(piece)
-                size += len(piece)
-                if size >= _PART_BYTES:
-                    log.require(size)
-                    log.append(parts, Kind.PART)
-                    parts, size, is_begun = [], 0, True
-            if parts or is_begun:
-                log.require(size)
-                log.append(parts)
+            batch.add(self._pending)
+            batch.add(self._changes(epoch))
+            batch.end()
         except OSError:
-            if is_begun and log.failure is None:
-                log.require(0, removes=True)
-                log.append([], Kind.ABORT)
+            batch.abort()
             raise
         self._pending.clear()
+
+    def _changes(self, epoch: Epoch) -> Iterator[bytes]:
+        """Yield the effects of a transaction."""
+        return changes_since(self._state, epoch)
 
     def note(self, key: str, value: bytes) -> None:
         """Record a value that is replayed with the state.  OSError."""
@@ -166,7 +158,7 @@ class Recorder:
     def _acl_bytes(self, parent: int) -> int:
         """Return a bound of the extended attributes that a new inode in `parent` inherits."""
         directory = self._inodes.get(parent)
-        return _xattr_bytes(directory)
+        return xattr_bytes(directory)
 
     def _made(self, parent: int, name: bytes, node: Inode, *more: bytes) -> None:
         pieces = [effects.inode(node), *more, effects.entry(parent, name, node.inode)]
@@ -262,22 +254,22 @@ class Recorder:
     def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
         node = self._inodes.get(inode)
         size = changes.size
-        self._require(_xattr_bytes(node), removes=node is not None and size is not None and size < node.size)
+        self._require(xattr_bytes(node), removes=node is not None and size is not None and size < node.size)
         before, old_size = (None, 0) if node is None else (node.xattrs, node.size)
         changed: Inode = self._replaced["setattr"](inode, changes)
         # At the same size, too: that frees pages which are reserved beyond it.
         pieces = [effects.truncate(inode, size)] if size is not None and size <= old_size else []
-        self._commit(*pieces, effects.inode(changed), *_changed_xattrs(changed, before))
+        self._commit(*pieces, effects.inode(changed), *changed_xattrs(changed, before))
         return changed
 
     def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
-        self._require(_xattr_bytes(self._inodes.get(inode)) + len(name) + len(value) + 64)
+        self._require(xattr_bytes(self._inodes.get(inode)) + len(name) + len(value) + 64)
         self._replaced["setxattr"](inode, name, value, flags)
         node = self._inodes[inode]
         self._commit(effects.inode(node), effects.xattrs(inode, node.xattrs))
 
     def removexattr(self, inode: int, name: bytes) -> None:
-        self._require(_xattr_bytes(self._inodes.get(inode)), removes=True)
+        self._require(xattr_bytes(self._inodes.get(inode)), removes=True)
         self._replaced["removexattr"](inode, name)
         node = self._inodes[inode]
         self._commit(effects.inode(node), effects.xattrs(inode, node.xattrs))
@@ -286,7 +278,7 @@ class Recorder:
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         node = self._inodes.get(inode)
         before = None if node is None else node.xattrs
-        self._require(len(data) + (0 if before is None else _xattr_bytes(node)))
+        self._require(len(data) + (0 if before is None else xattr_bytes(node)))
         try:
             done: int = self._replaced["write"](inode, offset, data, kill_privileges=kill_privileges)
         except MemoryError:
@@ -298,7 +290,7 @@ class Recorder:
                 effects.write(inode, offset, done),
                 data if done == len(data) else memoryview(data)[:done],
                 effects.inode(node),
-                *_changed_xattrs(node, before),
+                *changed_xattrs(node, before),
             )
         return done
 
@@ -313,12 +305,12 @@ class Recorder:
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
         node = self._inodes.get(inode)
         before = None if node is None else node.xattrs
-        is_hole = bool(mode & _PUNCH_HOLE)
-        self._require(_xattr_bytes(node), removes=is_hole)
+        is_hole = bool(mode & PUNCH_HOLE)
+        self._require(xattr_bytes(node), removes=is_hole)
         self._replaced["fallocate"](inode, mode, offset, length)
         node = self._inodes[inode]
         effect = effects.punch if is_hole else effects.reserve
-        self._commit(effect(inode, offset, length), effects.inode(node), *_changed_xattrs(node, before))
+        self._commit(effect(inode, offset, length), effects.inode(node), *changed_xattrs(node, before))
 
     # -- snapshots -------------------------------------------------------------------------------
     def take_snapshot(self, name: str, *, tag: str | None = None, kind: SnapshotKind = "user") -> SnapshotInfo:
@@ -336,13 +328,13 @@ class Recorder:
         self._pending.append(effects.drop(serial))
 
 
-def _xattr_bytes(node: Inode | None) -> int:
+def xattr_bytes(node: Inode | None) -> int:
     """Return a bound of the size of an XATTRS effect with the extended attributes of `node`."""
     if node is None or node.xattrs is None:
         return 0
     return sum(len(name) + len(value) + 16 for name, value in node.xattrs.items())
 
 
-def _changed_xattrs(node: Inode, before: dict[bytes, bytes] | None) -> tuple[bytes, ...]:
+def changed_xattrs(node: Inode, before: dict[bytes, bytes] | None) -> tuple[bytes, ...]:
     """Return the XATTRS effect of `node`, if its attributes are not those `before` the call."""
     return () if node.xattrs is before else (effects.xattrs(node.inode, node.xattrs),)

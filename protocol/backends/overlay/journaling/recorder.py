@@ -1,0 +1,347 @@
+"""OverlayRecorder: writes the effects of every change of an overlay to its journal.
+
+In addition to what holds for every `Recorder`: an effect never depends on the lower layer.  Before an inode of the
+lower layer changes for the first time, it is introduced (`Introductions`).  Blocks that are copied up are recorded.
+
+Threading: the serving loop; other threads load inodes under the state's lock, and what they find waits in two queues.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from protocol.backends.memory.content import BLOCK_BYTES
+from protocol.backends.memory.journaling.changes import changes_since, whole_block
+from protocol.backends.memory.journaling.recorder import PUNCH_HOLE, Recorder, changed_xattrs, xattr_bytes
+from protocol.backends.overlay.content import LowerContent
+from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.journaling.introductions import (
+    Introductions,
+    identities_effect,
+    kept,
+    kept_files,
+    renewed_effect,
+)
+from protocol.backends.overlay.state import follows
+from protocol.journal import effects
+from protocol.journal.log import Batch
+from protocol.volume import SUPERUSER, AttributeChanges, Caller
+
+if TYPE_CHECKING:
+    from protocol.backends.memory.history.undo import Epoch
+    from protocol.backends.memory.inode import Inode, Link
+    from protocol.backends.overlay.lower import Identity
+    from protocol.backends.overlay.state import OverlayState
+    from protocol.backends.overlay.volume import OverlayVolume
+    from protocol.journal.directory import Journal
+    from protocol.journal.records import Buffer
+
+_BLOCK_BYTES: Final = BLOCK_BYTES + 4096  # of the effect with a block, at most
+_MASK_BYTES: Final = 16  # of a run of masked blocks, at most
+_CORRECTIONS_BYTES: Final = 1024  # fit into the space that every call requires
+
+
+class _Write:
+    """A write to a file of the lower layer, from its request to its record."""
+
+    def __init__(self, number: int, content: LowerContent, copied_up: list[int]) -> None:
+        self.number = number
+        self.copied_up = copied_up
+        self.limit = content.limit
+        self.masked = content.masked
+
+    @property
+    def size_bytes(self) -> int:
+        """A bound of what it adds to the record."""
+        return len(self.copied_up) * (_BLOCK_BYTES + _MASK_BYTES) + _MASK_BYTES * len(self.masked)
+
+
+class ApplyRecord:
+    """The record of an apply, which has changed the lower directory already: a failure is raised by `end` only."""
+
+    def __init__(self, state: OverlayState, batch: Batch) -> None:
+        self._state = state
+        self._batch = batch
+        self._introduced: list[Introductions] = []
+        self._failure: OSError | None = None
+
+    def add(self, pieces: Iterable[bytes]) -> None:
+        """Add effects."""
+        if self._failure is None:
+            try:
+                self._batch.add(pieces)
+            except OSError as error:
+                self._failure = error
+
+    def lower(self, identities: Mapping[bytes, Identity | None], renewed: Mapping[tuple[int, int], Identity]) -> None:
+        """Add what happened to the lower directory, and the content of files that the state still needs."""
+        self.add([identities_effect(identities), renewed_effect(renewed)])
+        for file in kept_files(self._state):  # which have their new identities
+            if not file.is_recorded:
+                self.add(kept(file))
+                file.is_recorded = True
+
+    def changes(self, epoch: Epoch) -> None:
+        """Add the changes since the beginning of `epoch`, the newest."""
+        introductions = Introductions(self._state, epoch.inodes, epoch.names)
+        self._introduced.append(introductions)
+        self.add(overlay_changes(self._state, epoch, introductions))
+
+    def base(self, epoch: Epoch) -> None:
+        """Add the changes since the beginning of `epoch`, and that the present state is the base: the next epoch."""
+        self.changes(epoch)
+        self.add([effects.of_overlay(effects.BASE, self._state.log.serial + 1, None)])
+
+    def end(self) -> None:
+        """Have the record count.  OSError."""
+        if self._failure is None:
+            try:
+                self._batch.end()
+            except OSError as error:
+                self._failure = error
+        if self._failure is not None:
+            self._batch.abort()
+            for introductions in reversed(self._introduced):
+                introductions.withdraw()
+            reason = (
+                f"the changes were applied, but the journal cannot record that ({self._failure.strerror}): free space"
+                " on its file system, then `vfsd compact`"
+            )
+            raise OSError(self._failure.errno, reason) from self._failure
+
+
+def overlay_changes(state: OverlayState, epoch: Epoch, introductions: Introductions) -> Iterator[bytes]:
+    """Yield the effects since the beginning of `epoch`, the newest, after the introductions that they need."""
+    for number, before in list(epoch.inodes.items()):
+        if isinstance(before, OverlayInode):
+            yield from introductions.of(number, listing=True)
+    yield from changes_since(state, epoch)
+
+
+class OverlayRecorder(Recorder):
+    """Records the changes of `volume`, whose state is `state`, in `journal`."""
+
+    def __init__(self, volume: OverlayVolume, state: OverlayState, journal: Journal) -> None:
+        super().__init__(volume, state, journal)
+        self._overlay = state
+        self._introduced: list[Introductions] = []  # whose effects are in `_pending`
+        self._introductions: list[bytes] = []  # those effects
+        self._corrections: deque[tuple[tuple[Link, ...], int, int]] = deque()
+        self._unlisted: deque[int] = deque()  # directories with numbers that only a record keeps
+        self._writing: _Write | None = None
+        self._epoch: Introductions
+        state.on_correction = lambda links, number, kind: self._corrections.append((links, number, kind))
+        state.on_new_numbers = self._unlisted.append
+
+    def unbind(self) -> None:
+        super().unbind()
+        self._overlay.on_correction = self._overlay.on_new_numbers = None
+
+    # -- records ---------------------------------------------------------------------------------
+    def _require(self, length: int, *, removes: bool = False) -> None:
+        if self._writing is not None:
+            length += self._writing.size_bytes
+        try:
+            super()._require(length, removes=removes)
+        except OSError:
+            self._withdraw()
+            raise
+
+    def _withdraw(self) -> None:
+        """Take back the introductions that wait for a record, whose change was refused."""
+        taken = set(map(id, self._introductions))
+        self._pending = [effect for effect in self._pending if id(effect) not in taken]
+        for introductions in reversed(self._introduced):
+            introductions.withdraw()
+        self._recorded_pending()
+
+    def _recorded_pending(self) -> None:
+        self._introduced.clear()
+        self._introductions.clear()
+
+    def _commit(self, *pieces: Buffer) -> None:
+        if self._in_transaction:
+            return
+        if self._writing is not None:
+            pieces = (*self._of_write(self._writing), *pieces)
+        corrections = list(self._corrected())
+        if sum(map(len, corrections)) > _CORRECTIONS_BYTES:
+            self._log.require(sum(map(len, (*corrections, *self._pending, *pieces))), removes=True)
+        self._pending += corrections
+        super()._commit(*pieces)
+        self._recorded_pending()
+
+    def _corrected(self) -> Iterator[bytes]:
+        """Yield the effects of names that changed below, in directories that the journal has."""
+        while self._corrections:
+            links, number, kind = self._corrections.popleft()
+            if any(directory in self._overlay.listed for directory, _ in links):
+                yield effects.of_overlay(effects.KIND, number, kind)
+
+    def _record_epoch(self, epoch: Epoch) -> None:
+        with self._overlay.lock:
+            introductions = self._epoch = Introductions(self._overlay, epoch.inodes, epoch.names)
+            try:
+                super()._record_epoch(epoch)
+            except OSError:
+                introductions.withdraw()
+                raise
+        self._recorded_pending()
+
+    def _changes(self, epoch: Epoch) -> Iterator[bytes]:
+        yield from self._corrected()
+        yield from overlay_changes(self._overlay, epoch, self._epoch)
+
+    # -- apply -----------------------------------------------------------------------------------
+    @contextmanager
+    def applying(self) -> Iterator[ApplyRecord]:
+        """Record what the block adds as one batch.  OSError, after the block, if that is impossible."""
+        record = ApplyRecord(self._overlay, Batch(self._log))
+        record.add(self._pending)
+        record.add(self._corrected())
+        yield record
+        record.end()
+        self._pending.clear()
+        self._recorded_pending()
+
+    def flush(self) -> None:
+        while self._unlisted:
+            self._introduce(self._unlisted.popleft())
+        super().flush()
+
+    def _introduce(self, *numbers: int) -> None:
+        """Introduce inodes that are about to change.  OSError if one cannot be loaded."""
+        if self._in_transaction:
+            return  # its end introduces them
+        state = self._overlay
+        with state.lock:
+            for number in numbers:
+                inode = state.table.get(number)
+                if not isinstance(inode, OverlayInode):
+                    continue
+                if state.recorded.get(number) is inode.lower and (inode.children is None or number in state.listed):
+                    continue
+                introductions = Introductions(state, {}, {})
+                self._introduced.append(introductions)
+                made = list(introductions.of(number, listing=True))
+                self._introductions += made
+                self._pending += made
+
+    # -- names -----------------------------------------------------------------------------------
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
+        self._introduce(parent)
+        return super().mknod(parent, name, mode, rdev, caller)
+
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
+        self._introduce(parent)
+        return super().mkdir(parent, name, mode, caller)
+
+    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
+        self._introduce(parent)
+        return super().symlink(parent, name, target, caller)
+
+    def link(self, inode: int, parent: int, name: bytes) -> Inode:
+        self._introduce(inode, parent)
+        return super().link(inode, parent, name)
+
+    def _remove(self, method: str, parent: int, name: bytes) -> None:
+        self._introduce(parent, self._number(parent, name))
+        super()._remove(method, parent, name)
+
+    def rename(
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int = 0,
+        caller: Caller = SUPERUSER,
+    ) -> None:
+        self._introduce(parent, new_parent, self._number(parent, name), self._number(new_parent, new_name))
+        super().rename(parent, name, new_parent, new_name, flags, caller)
+
+    # -- attributes ------------------------------------------------------------------------------
+    def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
+        self._introduce(inode)
+        return super().setattr(inode, changes)
+
+    def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
+        self._introduce(inode)
+        super().setxattr(inode, name, value, flags)
+
+    def removexattr(self, inode: int, name: bytes) -> None:
+        self._introduce(inode)
+        super().removexattr(inode, name)
+
+    # -- content ---------------------------------------------------------------------------------
+    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+        self._introduce(inode)
+        node: Any = self._overlay.table.loaded(inode)
+        if node is not None and isinstance(node.content, LowerContent):
+            self._writing = _Write(inode, node.content, node.content.copied_up_by(offset, len(data)))
+        try:
+            return super().write(inode, offset, data, kill_privileges=kill_privileges)
+        finally:
+            self._writing = None
+
+    def _of_write(self, write: _Write) -> Iterator[bytes]:
+        """Yield what a write changed apart from the bytes that were written: blocks that were copied up, and masks."""
+        node = self._inodes[write.number]
+        content = node.content
+        assert isinstance(content, LowerContent)
+        if self._overlay.recorded.get(write.number) is not getattr(node, "lower", None):
+            yield from self._followed(node)
+        for index in write.copied_up:
+            if index in content.blocks:
+                yield from whole_block(write.number, index, content.blocks[index])
+        if content.limit != write.limit or content.masked is not write.masked:
+            yield effects.of_overlay(effects.VISIBLE, write.number, content.visible)
+
+    def _followed(self, node: Inode) -> Iterator[bytes]:
+        """Introduce a file again that changed below during the call, and that followed before it was written."""
+        for version in self._overlay.versions(node.inode):
+            if isinstance(version, OverlayInode) and follows(version, version.lower.identity):
+                yield from Introductions(self._overlay, {node.inode: version}, {}).of(node.inode, listing=False)
+                return
+
+    def _record_partial_write(self, inode: int, offset: int, length: int) -> None:
+        node = self._inodes.get(inode)
+        content = None if node is None else node.content
+        if node is None or self._writing is None or not isinstance(content, LowerContent):
+            super()._record_partial_write(inode, offset, length)
+            return
+        pieces: list[Buffer] = []
+        for index in range(offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)):
+            if index in content.blocks:
+                pieces += whole_block(inode, index, content.blocks[index])
+        self._commit(*pieces, effects.reservations(inode, content.reserved), effects.inode(node))
+
+    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
+        self._introduce(inode)
+        node: Any = self._overlay.table.loaded(inode)
+        if node is None or not isinstance(node.content, LowerContent):
+            super().fallocate(inode, mode, offset, length)
+            return
+        before = set(node.content.blocks)
+        xattrs = node.xattrs
+        is_hole = bool(mode & PUNCH_HOLE)
+        # A hole copies up the two blocks that it covers in part, and masks the others.
+        masks = _MASK_BYTES * (len(node.content.masked) + len(node.content.reserved) + 3)
+        self._require(xattr_bytes(node) + 2 * _BLOCK_BYTES + masks, removes=is_hole)
+        self._replaced["fallocate"](inode, mode, offset, length)
+        node = self._inodes[inode]
+        content = node.content
+        pieces: list[bytes] = []
+        if self._overlay.recorded.get(inode) is not getattr(node, "lower", None):
+            pieces += self._followed(node)
+        for index in sorted(content.blocks.keys() - before):
+            pieces += whole_block(inode, index, content.blocks[index])
+        pieces.append(effects.of_overlay(effects.VISIBLE, inode, content.visible))
+        if is_hole:
+            pieces.append(effects.punch(inode, offset, length))
+        else:
+            pieces.append(effects.reservations(inode, content.reserved))
+        self._commit(*pieces, effects.inode(node), *changed_xattrs(node, xattrs))

@@ -1,0 +1,236 @@
+"""`--persist` of overlays: a resumed overlay has its changes, snapshots and base; what changed below is noticed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mount.programs import succeeded, vfsd
+from tests.mount.test_overlay_backend import contents
+from tests.mount.test_persist import Persistent, check_killed_writer
+from tests.support.tree_hash import tree_hash
+from vfsd.client.workspace import Workspace
+
+BLOCK = 128 * 1024
+
+
+class PersistentOverlay(Persistent):
+    """An overlay over `below` that is mounted again and again."""
+
+    def __init__(self, workdir: Path) -> None:
+        super().__init__(workdir)
+        self.below = workdir / "below"
+        self.below.mkdir()
+        self.backend = f"overlay:{self.below}"
+
+    def mount(self, **options: Any) -> Workspace:
+        return super().mount(**{"backend": self.backend, **options})
+
+
+@pytest.fixture
+def overlay(workdir: Path) -> Iterator[PersistentOverlay]:
+    workspace = PersistentOverlay(workdir)
+    (workspace.below / "dir" / "deep").mkdir(parents=True)
+    (workspace.below / "dir" / "deep" / "untouched").write_bytes(b"untouched")
+    (workspace.below / "dir" / "large").write_bytes(b"l" * (3 * BLOCK))
+    (workspace.below / "file").write_bytes(b"file")
+    os.link(workspace.below / "file", workspace.below / "dir" / "second name")
+    (workspace.below / "gone").write_bytes(b"gone")
+    (workspace.below / "moved").mkdir()
+    (workspace.below / "moved" / "inside").write_bytes(b"inside")
+    yield workspace
+    workspace.end()
+
+
+def change(root: Path) -> None:
+    (root / "new").write_bytes(b"new")
+    with (root / "dir" / "large").open("r+b") as file:
+        file.seek(BLOCK + 10)
+        file.write(b"changed")
+    os.chmod(root / "file", 0o600)
+    (root / "gone").unlink()
+    (root / "moved").rename(root / "dir" / "elsewhere")
+
+
+def numbers(root: Path) -> dict[str, int]:
+    return {str(path.relative_to(root)): path.lstat().st_ino for path in root.rglob("*")}
+
+
+def diff(workspace: Workspace) -> list[tuple[str, str]]:
+    found = json.loads(succeeded(vfsd("diff", "-w", workspace.name, "--json")))
+    return sorted((each["path"], each["change"]) for each in found["changes"])
+
+
+@pytest.mark.parametrize("engine", ["native", "pyfuse3"])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_changes_snapshots_history_and_inodes_are_there_again(
+    overlay: PersistentOverlay, engine: str, is_killed: bool
+) -> None:
+    workspace = overlay.mount(engine=engine)
+    root = overlay.path
+    os.stat(root / "dir" / "deep" / "untouched")
+    change(root)
+    workspace.snapshot("one")
+    (root / "new").write_bytes(b"second")
+    (root / "dir" / "elsewhere" / "inside").unlink()
+    workspace.restore("one")
+    before = tree_hash(root), numbers(root), diff(workspace)
+    if is_killed:
+        overlay.kill()
+    else:
+        workspace.unmount()
+    workspace = overlay.mount(engine=engine)
+    assert diff(workspace) == before[2]
+    assert (tree_hash(root), numbers(root)) == before[:2]
+    workspace.undo()
+    assert (root / "new").read_bytes() == b"second"
+    assert not (root / "dir" / "elsewhere" / "inside").exists()
+    workspace.redo()
+    assert tree_hash(root) == before[0]
+    succeeded(vfsd("discard", "-w", workspace.name))
+    assert tree_hash(root) == tree_hash(overlay.below)
+    assert numbers(root) == numbers(overlay.below)
+
+
+def test_a_resumed_overlay_can_be_applied_forked_and_compacted(overlay: PersistentOverlay, workdir: Path) -> None:
+    overlay.mount()
+    change(overlay.path)
+    overlay.kill()
+    workspace = overlay.mount()
+    shown = tree_hash(overlay.path)
+    succeeded(vfsd("compact", "-w", workspace.name))
+    fork = workdir / "fork"
+    succeeded(vfsd("fork", fork, "-w", workspace.name, "--name", f"{workspace.name}-fork"))
+    assert tree_hash(fork) == shown
+    (fork / "of the fork").write_bytes(b"fork")
+    succeeded(vfsd("merge", f"{workspace.name}-fork", "-w", workspace.name))
+    succeeded(vfsd("unmount", f"{workspace.name}-fork", "--discard"))
+    assert (overlay.path / "of the fork").read_bytes() == b"fork"
+    overlay.kill()
+    workspace = overlay.mount()
+    shown = contents(overlay.path)
+    succeeded(vfsd("apply", "-w", workspace.name))
+    assert contents(overlay.below) == shown
+    assert diff(workspace) == []
+
+
+@pytest.mark.parametrize("size", [1000, 5 * BLOCK])
+@pytest.mark.parametrize("is_compacted", [True, False])
+def test_after_an_apply_and_a_crash_snapshots_have_the_old_content(
+    overlay: PersistentOverlay, size: int, is_compacted: bool
+) -> None:
+    (overlay.below / "file").write_bytes(b"o" * size)
+    workspace = overlay.mount()
+    (overlay.path / "new").write_bytes(b"applied")
+    workspace.snapshot("before")
+    (overlay.path / "file").write_bytes(b"n" * size)
+    (overlay.path / "left").write_bytes(b"not applied")
+    succeeded(vfsd("apply", "-w", workspace.name, "file", "new"))
+    if is_compacted:
+        succeeded(vfsd("compact", "-w", workspace.name))
+    overlay.kill()
+    workspace = overlay.mount()
+    assert diff(workspace) == [("left", "added")]
+    assert (overlay.path / "file").read_bytes() == b"n" * size
+    workspace.restore("before")
+    assert (overlay.path / "file").read_bytes() == b"o" * size
+    assert ("file", "modified") in diff(workspace)
+    succeeded(vfsd("apply", "-w", workspace.name))
+    assert (overlay.below / "file").read_bytes() == b"o" * size
+
+
+def test_files_that_changed_below_meanwhile_are_treated_as_under_a_mount(overlay: PersistentOverlay) -> None:
+    overlay.mount()
+    change(overlay.path)
+    overlay.kill()
+    (overlay.below / "dir" / "large").write_bytes(b"L" * (3 * BLOCK))
+    (overlay.below / "dir" / "deep" / "untouched").write_bytes(b"another")
+    (overlay.below / "dir" / "deep" / "late").write_bytes(b"late")
+    (overlay.below / "late").write_bytes(b"late")
+    workspace = overlay.mount()
+    root = overlay.path
+    assert (root / "dir" / "deep" / "untouched").read_bytes() == b"another"
+    assert (root / "dir" / "deep" / "late").read_bytes() == b"late"
+    assert not (root / "late").exists()  # the workspace changed this directory, so it has the entries of that moment
+    with (root / "dir" / "large").open("rb") as file:
+        file.seek(BLOCK)
+        assert file.read(20) == b"l" * 10 + b"changed" + b"l" * 3
+        file.seek(0)
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            file.read(20)
+    refused = vfsd("apply", "-w", workspace.name, "dir/large")
+    assert refused.returncode == 1
+    assert "changed by another program" in refused.stderr
+    succeeded(vfsd("discard", "-w", workspace.name, "dir/large"))
+
+
+def test_an_overlay_over_another_directory_is_refused(overlay: PersistentOverlay) -> None:
+    workspace = overlay.mount()
+    change(overlay.path)
+    workspace.unmount()
+    overlay.below.rename(overlay.below.with_name("renamed"))
+    overlay.below.mkdir()
+    with pytest.raises(OSError, match="is not that one") as caught:
+        overlay.mount()
+    assert str(overlay.below) in str(caught.value)
+    workspace = overlay.mount(backend=f"overlay:{overlay.below.with_name('renamed')}")
+    assert (overlay.path / "new").read_bytes() == b"new"
+    workspace.unmount()
+    with pytest.raises(OSError, match="neither --include nor --exclude"):
+        overlay.mount(backend=f"overlay:{overlay.below.with_name('renamed')}", exclude=["*.o"])
+
+
+@pytest.mark.parametrize("layer", ["archive", "snapshot"])
+def test_overlays_over_archives_and_stored_snapshots_are_resumed(
+    overlay: PersistentOverlay, workdir: Path, layer: str
+) -> None:
+    source = workdir / "source"
+    source.mkdir()
+    with Workspace.mount(source, name=f"{workdir.name}-source", backend=f"host:{overlay.below}") as of_host:
+        if layer == "archive":
+            archive = workdir / "below.zip"
+            of_host.export(archive)
+            overlay.backend = f"overlay:{archive}"
+        else:
+            of_host.snapshot("kept")
+            overlay.backend = f"overlay:snapshot:kept@{overlay.below}"
+        overlay.mount()
+        change(overlay.path)
+        before = tree_hash(overlay.path), numbers(overlay.path)
+        overlay.kill()
+        overlay.mount()
+        assert (tree_hash(overlay.path), numbers(overlay.path)) == before
+        overlay.kill()
+        if layer == "archive":
+            (overlay.below / "file").write_bytes(b"FILE")
+            archive.unlink()
+            of_host.export(archive)
+            with pytest.raises(OSError, match="is not that one"):
+                overlay.mount()
+
+
+def test_the_journal_of_an_overlay_is_checked_without_its_directory(overlay: PersistentOverlay) -> None:
+    workspace = overlay.mount()
+    change(overlay.path)
+    workspace.unmount()
+    overlay.below.rename(overlay.below.with_name("renamed"))
+    said = succeeded(vfsd("persisted", "check", "--journal-dir", overlay.journal))
+    assert "the journal is complete" in said
+    assert "that the workspace changed" in said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_writer_was_answered_is_there_after_kill_9(workdir: Path, seed: int) -> None:
+    workspace = PersistentOverlay(workdir)
+    before = {f"f{number}": bytes([number]) * (number * 12_345) for number in range(0, 30, 2)}
+    for name, content in before.items():
+        (workspace.below / name).write_bytes(content)
+    workspace.mount()
+    check_killed_writer(workspace, seed, before)
+    workspace.end()
