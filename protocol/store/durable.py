@@ -3,7 +3,7 @@
 Invariants:
 1. Every change of a restore is reported to its `UnsyncedChanges` before the restore calls `sync`.
 2. After `sync` returned, every reported change is on disk.
-3. The restore removes its journal only after 2.  A power failure before that leaves the journal.
+3. The restore removes its intent log only after 2.  A power failure before that leaves the log.
 
 The first few changes are synced one by one, because syncfs(2) also waits for data that other programs wrote.  Each
 fsync(2) commits the file system's journal, so more changes cost less with one syncfs (measured on ext4: 10 files

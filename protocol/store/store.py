@@ -34,7 +34,7 @@ from protocol.store.format.layout import (
 from protocol.store.format.objects import NewObjects
 from protocol.store.format.packs import DamagedError, PackWriter
 from protocol.store.format.records import Record, encode_record, info_of
-from protocol.store.journal import InterruptedRestore, RestoreJournal
+from protocol.store.intent_log import InterruptedRestore, RestoreIntentLog
 from protocol.store.leases import leased
 from protocol.store.mounted import MountedSnapshot
 from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, RestoreRun, plan
@@ -216,7 +216,7 @@ class Store:
 
     def _needed_by_restore(self, workspace: str) -> Iterator[str]:
         """Yield the snapshots that finish or undo a restore that was interrupted.  The store is not in use."""
-        half_done = RestoreJournal(self.layout, workspace).read()
+        half_done = RestoreIntentLog(self.layout, workspace).read()
         while half_done is not None:
             yield half_done.snapshot
             if half_done.safety is not None:
@@ -304,10 +304,10 @@ class Store:
         live = MerkleTree(scanned.root, read, target.source)
         todo = plan(live, wanted, request.paths, remove=request.remove)
         planned(todo)
-        journal = RestoreJournal(self.layout, workspace)
+        intents = RestoreIntentLog(self.layout, workspace)
         previous = None
         with contextlib.suppress(DamagedError):  # the record of this restore replaces it
-            previous = journal.read()
+            previous = intents.read()
         tokens = () if previous is None else (previous.token, *previous.tokens)
         for token in tokens:
             target.remove_leftovers(scanned.leftovers, token)
@@ -316,14 +316,14 @@ class Store:
             time.time_ns(), previous,
         )  # fmt: skip
         if not todo.steps:
-            journal.close(entry)
+            intents.close(entry)
             return RestoredChanges((), safety, tuple(todo.problems))
-        journal.write(entry)
+        intents.write(entry)
         with target.opened(entry.token):
             run = RestoreRun(todo, target, wanted, self.blobs, scanned.directory, progress)
             changes, problems = run.run()
             target.sync()
-        journal.close(entry)
+        intents.close(entry)
         return RestoredChanges(tuple(changes), safety, tuple(problems))
 
     def interrupted(self, workspace: str) -> InterruptedRestore | None:
@@ -333,7 +333,7 @@ class Store:
         with self.layout.shared(), self.layout.if_idle(workspace) as is_idle:
             if is_idle:
                 with contextlib.suppress(DamagedError):  # `check` reports it
-                    return RestoreJournal(self.layout, workspace).read()
+                    return RestoreIntentLog(self.layout, workspace).read()
         return None
 
     # -- upkeep --------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from protocol.store.format.layout import NO_SPACE
 from protocol.store.format.packs import DamagedError, PackWriter, damaged_blob
 from protocol.store.format.records import Record, read_record, workspace_and_serial
 from protocol.store.format.rows import Row
-from protocol.store.journal import RestoreJournal
+from protocol.store.intent_log import RestoreIntentLog
 from protocol.store.leases import leased
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _interrupted(layout: Layout, damages: list[Damage]) -> list[str]:
                 with layout.if_idle(key) as is_idle:
                     found += [key] * is_idle
                 try:
-                    RestoreJournal(layout, key).read()
+                    RestoreIntentLog(layout, key).read()
                 except DamagedError as error:
                     damages.append(Damage(f"{key}: {error.damage}"))
     return found

@@ -395,7 +395,7 @@ def test_status_tells_of_an_apply_that_was_killed_and_the_next_one_finishes_it(
     (Path(workspace.path) / "mine").write_text("mine")
     assert workspace.status().interrupted is None
     for name in os.listdir(half_applied):
-        (half_applied / name).rename(place / name)  # the same files: a journal that was copied is followed by nobody
+        (half_applied / name).rename(place / name)  # the same files: nobody follows an intent log that was copied
     assert "`vfsd apply` finishes it" in str(workspace.status().interrupted)
     done = workspace.apply()
     assert done.applied

@@ -4,10 +4,10 @@ Check: before anything is written, every path to be replaced or removed must sti
 a path to be made must not exist.  A path that already has its new state counts as done, so running an interrupted
 apply again completes it.
 
-Write: stage all new entries, commit the steps to the journal, execute them.  Directories are made, files are renamed
+Write: stage all new entries, commit the steps to the intent log, execute them.  Directories are made, files are renamed
 into place (the old entry of a path that changes its type is removed first), then paths are removed, and attributes of
 directories are set last.  At any moment each path has its old or its new state.  If the process is killed, the next
-one that opens the journal brings the whole directory to its old or its new state (see `journal`).
+one that opens the intent log brings the whole directory to its old or its new state (see `intent_log`).
 
 Invariant, without `force`: content that another program wrote below after the workspace first changed the path is never
 replaced or removed.  The base holds the identity that the workspace showed at that moment (see `OverlayState.refresh`
@@ -19,7 +19,7 @@ an entry appears after the check.
 
 Before a file below is replaced, content that snapshots still need is kept (`LowerFile.keep`).
 
-The steps do not come from `protocol.diff.plan`: they are journaled with the identities that they expect, all content is
+The steps do not come from `protocol.diff.plan`: they are logged with the identities that they expect, all content is
 staged before the first step, and attributes of files change last, because the other steps compare the file, under its
 other names, with its old identity.
 
@@ -36,9 +36,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.overlay.host_lower import JOURNAL_NAME
+from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
 from protocol.backends.overlay.inode import OverlayInode
-from protocol.backends.overlay.journal import ApplyJournal, Recovered, has_journal, journal
+from protocol.backends.overlay.intent_log import ApplyIntentLog, Recovered, has_intent_log, intent_log
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, identity, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place, set_attributes
 from protocol.diff.tree_diff import Change, changes, entry_or_none
@@ -127,8 +127,8 @@ class OverlayApply:
             result.changes = found = self._completed(found, result)
         if self._dry_run:
             self._check(result)
-        elif found or has_journal(self._root):
-            with journal(self._root, before) as begun:
+        elif found or has_intent_log(self._root):
+            with intent_log(self._root, before) as begun:
                 result.recovered = begun.recover()
                 self._check(result)
                 if not result.conflicts or self._force:
@@ -171,7 +171,7 @@ class OverlayApply:
         if not (self._paths or result.error):
             self._volume.mark_saved(self._live)
 
-    def _write(self, found: Sequence[Change], begun: ApplyJournal, result: Applied) -> None:
+    def _write(self, found: Sequence[Change], begun: ApplyIntentLog, result: Applied) -> None:
         try:
             self._execute(found, begun)
         except BaseException as error:  # noqa: BLE001 -- the caller raises it, after noting what was done
@@ -242,8 +242,8 @@ class OverlayApply:
         return ApplyConflict(path, f"{what}, so its directory cannot be removed")
 
     def _conflict(self, change: Change) -> ApplyConflict | None:
-        if change.path.partition(b"/")[0] == JOURNAL_NAME:
-            return ApplyConflict(change.path, "has the name of the journal that an apply keeps there")
+        if change.path.partition(b"/")[0] == INTENT_LOG_NAME:
+            return ApplyConflict(change.path, "has the name of the intent log that an apply keeps there")
         there = self._stat(change.path)
         if self._is_done(change, there):
             self._done.add(change.path)
@@ -297,7 +297,7 @@ class OverlayApply:
         return all(os.read(file.fd, len(chunk)) == chunk for chunk in self._live.chunks(path, _CHUNK_BYTES))
 
     # -- staging -----------------------------------------------------------------------------------
-    def _execute(self, found: Sequence[Change], begun: ApplyJournal) -> None:
+    def _execute(self, found: Sequence[Change], begun: ApplyIntentLog) -> None:
         """Stage, commit and execute the changes."""
         # All changes, not only those that this run writes.
         self._changed = {change.path for change in changes(self._base, self._live)}
@@ -323,7 +323,7 @@ class OverlayApply:
         steps.sync()
         begun.done()
 
-    def _plan(self, todo: Sequence[Change], begun: ApplyJournal) -> Iterator[Step]:
+    def _plan(self, todo: Sequence[Change], begun: ApplyIntentLog) -> Iterator[Step]:
         in_place = []
         for change in todo:
             if change.new is not None:
@@ -350,7 +350,7 @@ class OverlayApply:
                     self._check_again(change, there)
                     yield Step("remove", change.path, identity(there))
 
-    def _put(self, change: Change, new: TreeEntry, begun: ApplyJournal) -> Iterator[Step]:
+    def _put(self, change: Change, new: TreeEntry, begun: ApplyIntentLog) -> Iterator[Step]:
         there = self._stat(change.path)
         seen = None if there is None else identity(there)
         if there is not None and not (new.is_dir and stat.S_ISDIR(there.st_mode)):
@@ -377,7 +377,7 @@ class OverlayApply:
             return
         raise ChangedBelowError(change.path)
 
-    def _stage(self, new: TreeEntry, begun: ApplyJournal) -> bytes:
+    def _stage(self, new: TreeEntry, begun: ApplyIntentLog) -> bytes:
         directory, name, staged = begun.stage(new.path)
         if not self._link_other(directory, name, new):
             self._make(directory, name, new)

@@ -35,7 +35,7 @@ from protocol.linux.beneath import HandleCache, RootDirectory, open_to_read
 from protocol.linux.portable import Handle, birth_ns, proc_path
 from protocol.linux.syscalls import seek_hole
 
-JOURNAL_NAME: Final = b".vfsd-apply"  # in the root: where `apply` keeps its journal, which the overlay does not show
+INTENT_LOG_NAME: Final = b".vfsd-apply"  # in the root: the intent log of an apply, which the overlay does not show
 KEPT_BYTES: Final = 256 * 1024  # a file up to this size is kept in memory when it is replaced below, a larger one open
 _DIRECTORIES_KEPT: Final = 64
 _FEWEST_FILES: Final = 16
@@ -94,7 +94,7 @@ class HostLower(RootDirectory, Lower):
         return found or None
 
     def scan(self, path: bytes) -> list[LowerEntry]:
-        """See `Lower.scan`.  The journal of an apply is left out."""
+        """See `Lower.scan`.  The intent log of an apply is left out."""
         handle = self.directory(path)
         descriptor = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=handle.fd)
         try:
@@ -108,7 +108,7 @@ class HostLower(RootDirectory, Lower):
                     found.append(LowerEntry(os.fsencode(entry.name), _kind(entry), (device, inode), number))
         finally:
             os.close(descriptor)
-        return found if path else [entry for entry in found if entry.name != JOURNAL_NAME]
+        return found if path else [entry for entry in found if entry.name != INTENT_LOG_NAME]
 
     def file(self, path: bytes, seen: LowerStat) -> HostFile:
         return HostFile(self, path, seen)

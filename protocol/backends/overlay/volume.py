@@ -45,8 +45,8 @@ from protocol.backends.overlay.apply import Applied, OverlayApply
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.host_lower import HostLower
 from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.intent_log import is_interrupted
 from protocol.backends.overlay.invariants import OverlayInvariants
-from protocol.backends.overlay.journal import is_interrupted
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, identity
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree

@@ -5,8 +5,8 @@ Atomicity: a file is written under a temporary name in its directory, gets its m
 No lost changes: before an entry is replaced or removed, its stat data must equal what the scan recorded.  An entry
 that changed since is in no snapshot; it is left alone (ChangedMeanwhileError).
 
-Durability: after `sync`, all changes since `opened` are on disk.  The caller removes its journal only then, so if power
-fails earlier, the journal is there and the same restore, run again, repairs files that did not reach the disk.
+Durability: after `sync`, all changes since `opened` are on disk.  The caller removes its intent log only then, so if
+power fails earlier, the intent log is there and the same restore, run again, repairs files that did not reach the disk.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     packs/               <workspace>-<serial>.snap: a snapshot, and the contents that it was the first to need
                          <id>.pack: contents of dropped snapshots
     objects/ab/cdef...   large contents, a file each
-    workspaces/<id>/     key, serial, lock, cache, journal
+    workspaces/<id>/     key, serial, lock, cache, journal (the intent log of a restore)
     leases/              a file for each snapshot that a process has mounted, locked by that process
     tmp/                 files that are being written
 

@@ -7,7 +7,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from protocol.backends.overlay.journal import recover
+from protocol.backends.overlay.intent_log import recover
 from vfsd.machine.logs import log_failure
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ The undo history is a file in the workspace's directory in the store.  A restore
 taken and before the first file is changed, under the lock that excludes other restores.  If the daemon is killed:
 
 - before that, there may be a safety snapshot that belongs to no step;
-- after that, the history names the safety snapshot.  If the store's restore journal exists too, `undo` goes to the
+- after that, the history names the safety snapshot.  If the intent log of the restore exists too, `undo` goes to the
   state of that snapshot, wherever the history has it, and a restore of the same snapshot resumes the same step.
 
 Threading: `Step` and `HistoryFile` are used in worker threads, one call at a time.

@@ -6,8 +6,8 @@ and its volume declares `external_changes`.  A later daemon with the same key ha
 The work is done in worker threads while the mount answers.  A snapshot holds each file as it was at one moment, and a
 restore replaces each file atomically, but a program can observe a restore half-way.  In a restore the store keeps the
 safety snapshot and plans the changes; the volume keeps the files open that programs have open; the store makes the
-changes under its restore journal; the kernel's caches are invalidated.  If the restore fails, the safety snapshot is
-restored.  If that fails too, or the daemon dies, the journal remains, and `interrupted` reports it.
+changes under its intent log; the kernel's caches are invalidated.  If the restore fails, the safety snapshot is
+restored.  If that fails too, or the daemon dies, the log remains, and `interrupted` reports it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def interrupted(stored: Stored) -> Interrupted | None:
         description = stored.store.snapshot(stored.key, found.snapshot).tag or ""
     except FileNotFoundError:
         description = ""
-    # Without paths: a restore of staged content resumes with those of the journal.
+    # Without paths: a restore of staged content resumes with those of the intent log.
     return Interrupted(found.snapshot, found.safety, (), description)
 
 

@@ -1,4 +1,4 @@
-"""What a restore wrote is on the disk before its journal goes, and a snapshot before it is announced."""
+"""What a restore wrote is on the disk before its intent log goes, and a snapshot before it is announced."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Disk:
     """
 
     root: str
-    journal: str
+    log: str
     is_watched: bool = False
     lost: set[tuple[str, str]] = field(default_factory=set)
-    journal_synced: bool = False
+    log_synced: bool = False
     calls: list[str] = field(default_factory=list)
-    lost_when_journal_went: set[tuple[str, str]] | None = None
+    lost_when_log_went: set[tuple[str, str]] | None = None
 
     def written(self, path: str) -> None:
         if path.startswith(self.root):
-            assert self.journal_synced, "changed before the journal was durable"
+            assert self.log_synced, "changed before the intent log was durable"
             self.lost.add(("data", path))
 
     def renamed(self, old: str, new: str) -> None:
-        if new == self.journal:
+        if new == self.log:
             assert ("data", old) not in self.lost
         if new.startswith(self.root):
             if ("data", old) in self.lost:
@@ -52,18 +52,18 @@ class Disk:
             self.names_changed(new)
 
     def names_changed(self, path: str) -> None:
-        if path == self.journal:
-            self.lost_when_journal_went = set(self.lost)
+        if path == self.log:
+            self.lost_when_log_went = set(self.lost)
         elif path.startswith(self.root):
-            assert self.journal_synced
+            assert self.log_synced
             self.lost.discard(("names", path))  # of a directory that was removed
             self.lost.add(("names", os.path.dirname(path)))
 
     def fsynced(self, path: str) -> None:
         self.calls.append("fsync")
         self.lost -= {("data", path), ("names", path)}
-        if path == os.path.dirname(self.journal):
-            self.journal_synced = os.path.exists(self.journal)
+        if path == os.path.dirname(self.log):
+            self.log_synced = os.path.exists(self.log)
 
     def all_synced(self) -> None:
         self.calls.append("syncfs")
@@ -118,7 +118,7 @@ def fill(root: Path, files: int, directories: int = 1) -> None:
 @pytest.mark.parametrize(
     ("files", "directories", "wanted"), [(1, 1, "fsync"), (3, 2, "fsync"), (9, 2, "syncfs"), (8, 8, "syncfs")]
 )
-def test_all_changes_are_on_the_disk_before_the_journal_goes(
+def test_all_changes_are_on_the_disk_before_the_intent_log_goes(
     store: Store, root: Path, disk: Disk, files: int, directories: int, wanted: str
 ) -> None:
     fill(root, files, directories)
@@ -134,7 +134,7 @@ def test_all_changes_are_on_the_disk_before_the_journal_goes(
 
     assert done.problems == ()
     assert state_of(root) == expected
-    assert disk.lost_when_journal_went == set()
+    assert disk.lost_when_log_went == set()
     assert ("syncfs" in disk.calls) == (wanted == "syncfs")
 
 
@@ -151,11 +151,11 @@ def test_removals_and_metadata_and_links_are_on_the_disk_too(store: Store, root:
     disk.is_watched = True
     store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
 
-    assert disk.lost_when_journal_went == set()
+    assert disk.lost_when_log_went == set()
     assert os.stat(root / "file").st_nlink == 2
 
 
-def test_a_restore_whose_changes_cannot_be_synced_keeps_its_journal(
+def test_a_restore_whose_changes_cannot_be_synced_keeps_its_intent_log(
     store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(root, 20)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied
-from protocol.backends.overlay.journal import recover
+from protocol.backends.overlay.intent_log import recover
 from protocol.testing.volume.driver import Driver
 
 BLOCK = 128 * 1024

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.journal import Recovered, journal, recover
+from protocol.backends.overlay.intent_log import Recovered, intent_log, recover
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
 from tests.support.foreign_files import NOT_REGULAR, plant
@@ -256,7 +256,7 @@ def test_two_applies_at_once_into_one_directory_are_refused(below: Path) -> None
     Driver(volume).file(b"more", b"more")
     top = os.open(below, os.O_RDONLY)
     try:
-        with journal(top), pytest.raises(OSError, match="another apply") as caught:
+        with intent_log(top), pytest.raises(OSError, match="another apply") as caught:
             written(volume)
     finally:
         os.close(top)
@@ -266,7 +266,7 @@ def test_two_applies_at_once_into_one_directory_are_refused(below: Path) -> None
     assert not (below / ".vfsd-apply").exists()
 
 
-def test_the_journals_name_is_not_there_and_cannot_be_applied(below: Path) -> None:
+def test_the_name_of_the_intent_log_is_not_there_and_cannot_be_applied(below: Path) -> None:
     volume = OverlayVolume(str(below))
     Driver(volume).directory(b".vfsd-apply")
     assert [conflict.path for conflict in written(volume).conflicts] == [b".vfsd-apply"]
@@ -295,9 +295,9 @@ def test_what_goes_into_another_mount_is_staged_there(below: Path) -> None:
         subprocess.run(["umount", "-l", str(below / "other")], check=True)
 
 
-# -- journals that were not made here ----------------------------------------------------------------
+# -- intent logs that were not made here ----------------------------------------------------------------
 def planted(below: Path, step: dict[str, object], **changed: object) -> Path:
-    """A journal in `below` that says what to do, as somebody may have put it into a repository."""
+    """An intent log in `below` that says what to do, as somebody may have put it into a repository."""
     place = below / ".vfsd-apply"
     place.mkdir(0o700)
     plan = {"version": 2, "pid": 1, "inode": place.stat().st_ino, "steps": [{"seen": None, **step}], **changed}
@@ -305,7 +305,7 @@ def planted(below: Path, step: dict[str, object], **changed: object) -> Path:
     return place
 
 
-def test_a_journal_that_came_with_the_files_is_not_followed(below: Path) -> None:
+def test_an_intent_log_that_came_with_the_files_is_not_followed(below: Path) -> None:
     seen = list((below / "README").lstat()[1:3])[::-1]
     inode = below.stat().st_ino  # some other directory's
     planted(below, {"do": "attributes", "path": "src", "attributes": [0o40777, 0, 0, 1, {}], "seen": seen}, inode=inode)
@@ -315,17 +315,17 @@ def test_a_journal_that_came_with_the_files_is_not_followed(below: Path) -> None
     assert stat.S_IMODE((below / "src").stat().st_mode) == 0o755
 
 
-def test_no_step_of_a_journal_leads_out_of_its_directory(below: Path) -> None:
+def test_no_step_of_an_intent_log_leads_out_of_its_directory(below: Path) -> None:
     below.parent.chmod(0o700)
     for path in ("..", "src/../..", "src/..", "."):
         place = planted(below, {"do": "attributes", "path": path, "attributes": [0o40777, 0, 0, 1, {}]})
-        with pytest.raises(OSError, match="not a journal"):
+        with pytest.raises(OSError, match="not an intent log"):
             recover(str(below))
         shutil.rmtree(place)
     assert stat.S_IMODE(below.parent.stat().st_mode) == 0o700
 
 
-def test_a_journal_of_another_user_is_not_followed(below: Path) -> None:
+def test_an_intent_log_of_another_user_is_not_followed(below: Path) -> None:
     place = planted(below, {"do": "attributes", "path": "README", "attributes": [0o104755, 0, 0, 1, {}]})
     os.chown(place, 65534, 65534)
     with pytest.raises(PermissionError):
@@ -349,7 +349,7 @@ def test_only_what_an_apply_has_staged_is_removed(below: Path) -> None:
 
 @pytest.mark.parametrize("kind", [*NOT_REGULAR, "huge"])
 @pytest.mark.parametrize("name", ["plan", "elsewhere"])
-def test_a_journal_that_is_no_file_is_named_and_keeps_nobody_waiting(below: Path, kind: str, name: str) -> None:
+def test_an_intent_log_that_is_no_file_is_named_and_keeps_nobody_waiting(below: Path, kind: str, name: str) -> None:
     place = below / ".vfsd-apply"
     place.mkdir(0o700)
     before = tree_of(below / "src")
@@ -362,9 +362,9 @@ def test_a_journal_that_is_no_file_is_named_and_keeps_nobody_waiting(below: Path
 @pytest.mark.parametrize(
     "text", [b"", b"\xff\xfe", '{"version": 2, "é": 1}'.encode(), b"[" * 200_000, b"\0" * 99, b"null"]
 )
-def test_a_plan_of_any_content_is_no_journal(below: Path, text: bytes) -> None:
+def test_a_plan_of_any_content_is_no_intent_log(below: Path, text: bytes) -> None:
     place = below / ".vfsd-apply"
     place.mkdir(0o700)
     (place / "plan").write_bytes(text)
-    with pytest.raises(OSError, match="not a journal of an apply"):
+    with pytest.raises(OSError, match="not an intent log of an apply"):
         recover(str(below))

@@ -1,4 +1,4 @@
-"""RestoreJournal: records the restore that is running, so that it can be completed after a crash."""
+"""RestoreIntentLog: records the restore that is running, so that it can be completed after a crash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class InterruptedRestore(msgspec.Struct, frozen=True):
-    """An incomplete restore, as the journal file records it: each path has its old or its new state.
+    """An incomplete restore, as the intent log records it: each path has its old or its new state.
 
     To complete it, restore `snapshot` (and `paths`) again.  To undo it, restore `safety`, the state before; None if
     the restore took no safety snapshot.  `previous` is an earlier incomplete restore that this one does not complete.
@@ -40,8 +40,8 @@ _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(InterruptedRestore)
 
 
-class RestoreJournal:
-    """The journal file of a workspace."""
+class RestoreIntentLog:
+    """The intent log of a workspace; its file is called `journal`."""
 
     def __init__(self, layout: Layout, workspace: str) -> None:
         self._path = os.path.join(layout.workspace(workspace), "journal")
@@ -65,6 +65,6 @@ class RestoreJournal:
         if entry.previous is not None and not entry.ends(entry.previous):
             write_atomically(self._path, _encoder.encode(entry.previous), durable=True)
         else:
-            # Not synced: if a power failure brings the journal back, the restore that it asks for changes nothing.
+            # Not synced: if a power failure brings the log back, the restore that it asks for changes nothing.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)

@@ -1,4 +1,4 @@
-"""ApplyJournal: makes an apply one atomic change of the lower directory, even if the process is killed.
+"""ApplyIntentLog: makes an apply one atomic change of the lower directory, even if the process is killed.
 
 An apply first stages all new entries in `.vfsd-apply` in that directory, so that each of them is put in place by a
 rename.  Then it writes the steps to a temporary file and renames that to `plan`: this is the commit.
@@ -7,10 +7,10 @@ rename.  Then it writes the steps to a temporary file and renames that to `plan`
 - Killed after the commit: `recover` executes the remaining steps; the directory has its new state.  Paths that other
   programs changed meanwhile stay unchanged; the new version is put next to them, as NAME.vfsd-new.
 
-A journal is trusted only if this user made it, in this very directory.  A journal that came with the files, in a
+An intent log is trusted only if this user made it, in this very directory.  One that came with the files, in a
 repository or an archive, or that another user put there, is refused.
 
-`recover` may itself be killed and run again.  A lock on the journal's directory (flock(2), released when the process
+`recover` may itself be killed and run again.  A lock on the intent log's directory (flock(2), released when the process
 that holds it ends) distinguishes a running apply from a killed one.
 
 Threading: any one thread.
@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.backends.overlay.host_lower import JOURNAL_NAME
+from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
 from protocol.backends.overlay.lower import is_gone
 from protocol.backends.overlay.steps import Step, Steps, place
 from protocol.linux.beneath import open_beneath
@@ -79,8 +79,8 @@ def _named(paths: Sequence[bytes]) -> str:
     return ": " + ", ".join(names) + (", ..." if len(paths) > _NAMED else "")
 
 
-class ApplyJournal:
-    """The journal of one apply, locked.  `before` is called before each change on the disk."""
+class ApplyIntentLog:
+    """The intent log of one apply, locked.  `before` is called before each change on the disk."""
 
     def __init__(self, root: int, directory: Handle, before: Callable[[], None]) -> None:
         self.root = root
@@ -95,14 +95,14 @@ class ApplyJournal:
         above = self._nearest(path.rpartition(b"/")[0])
         if above is None:
             name = b"%d" % self._count
-            return self.directory, name, JOURNAL_NAME + b"/" + name
-        name = JOURNAL_NAME + b"-%d" % self._count
+            return self.directory, name, INTENT_LOG_NAME + b"/" + name
+        name = INTENT_LOG_NAME + b"-%d" % self._count
         staged = above + b"/" + name
         self._note(staged)
         return *place(self.root, staged), staged
 
     def _nearest(self, above: bytes) -> bytes | None:
-        """Return None if entries staged in the journal can be renamed into `above`, else a directory on its mount."""
+        """Return None if entries staged in the log can be renamed into `above`, else a directory on its mount."""
         device = os.fstat(self.root).st_dev
         while above and not ((there := _stat_at(self.root, above)) and stat.S_ISDIR(there.st_mode)):
             above = above.rpartition(b"/")[0]  # not made yet
@@ -160,11 +160,11 @@ class ApplyJournal:
         return found
 
     def _check_own(self) -> None:
-        """Raise EPERM if another user made the journal or can write to it: its steps must not run as this user."""
+        """Raise EPERM if another user made the intent log or can write to it: its steps must not run as this user."""
         seen = os.fstat(self.directory.fd)
         if seen.st_uid != os.geteuid() or seen.st_mode & _OTHERS_MAY_WRITE:
             reason = f"user {seen.st_uid} began an apply here that was killed: let that user run `vfsd apply` again"
-            raise OSError(errno.EPERM, reason, os.fsdecode(JOURNAL_NAME))
+            raise OSError(errno.EPERM, reason, os.fsdecode(INTENT_LOG_NAME))
 
     def _names(self) -> set[bytes]:
         return set(map(os.fsencode, os.listdir(self.directory.fd)))
@@ -184,15 +184,15 @@ class ApplyJournal:
         return Recovered(False, tuple(dict.fromkeys(left)), tuple(dict.fromkeys(rejected)))
 
     def _read(self, name: bytes) -> bytes:
-        """Read a file of the journal.  EINVAL, EFBIG for a file that no apply wrote."""
+        """Read a file of the intent log.  EINVAL, EFBIG for a file that no apply wrote."""
         try:
             return read_regular(name, _MOST_BYTES, dir_fd=self.directory.fd)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, os.fsdecode(JOURNAL_NAME + b"/" + name)) from None
+            raise OSError(error.errno, error.strerror, os.fsdecode(INTENT_LOG_NAME + b"/" + name)) from None
 
     def _steps_of(self, text: bytes) -> list[Step]:
         """Return the steps of a plan.  EOPNOTSUPP, EINVAL for a plan that was not made here."""
-        shown = os.fsdecode(JOURNAL_NAME)
+        shown = os.fsdecode(INTENT_LOG_NAME)
         try:
             plan = json.loads(text.decode("ascii"))
             if plan["version"] != _VERSION:
@@ -202,7 +202,7 @@ class ApplyJournal:
                 raise OSError(errno.EINVAL, "made elsewhere and copied here: remove it", shown)
             return [Step.of_record(record) for record in plan["steps"]]
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
-            raise OSError(errno.EINVAL, "not a journal of an apply: remove it", shown) from None
+            raise OSError(errno.EINVAL, "not an intent log of an apply: remove it", shown) from None
 
     def _run(self, steps: Steps, step: Step) -> bool:
         try:
@@ -263,8 +263,8 @@ class ApplyJournal:
 
 
 def _is_staged_elsewhere(path: bytes) -> bool:
-    """Return whether `ApplyJournal.stage` makes such names: nothing else is removed, whatever the file lists."""
-    return path.rpartition(b"/")[2].startswith(JOURNAL_NAME + b"-")
+    """Return whether `ApplyIntentLog.stage` makes such names: nothing else is removed, whatever the file lists."""
+    return path.rpartition(b"/")[2].startswith(INTENT_LOG_NAME + b"-")
 
 
 def _stat_at(root: int, path: bytes) -> os.stat_result | None:
@@ -287,29 +287,29 @@ def _unlink_at(root: int, path: bytes) -> None:
 
 
 @contextmanager
-def journal(root: int, before: Callable[[], None] = lambda: None) -> Iterator[ApplyJournal]:
-    """Make or open the journal in the directory of descriptor `root`, locked, and remove it at the end.  EBUSY."""
+def intent_log(root: int, before: Callable[[], None] = lambda: None) -> Iterator[ApplyIntentLog]:
+    """Make or open the intent log in the directory of descriptor `root`, locked, and remove it at the end.  EBUSY."""
     while True:
         before()
         with contextlib.suppress(FileExistsError):
-            os.mkdir(JOURNAL_NAME, 0o700, dir_fd=root)
+            os.mkdir(INTENT_LOG_NAME, 0o700, dir_fd=root)
         directory = _locked(root, _LOCK_ATTEMPTS)
         if directory is not None:
             break
-    found = ApplyJournal(root, directory, before)
+    found = ApplyIntentLog(root, directory, before)
     try:
         yield found
     finally:
         # It fails if entries are left that could not be recovered.
         with contextlib.suppress(OSError):
-            os.rmdir(JOURNAL_NAME, dir_fd=root)
+            os.rmdir(INTENT_LOG_NAME, dir_fd=root)
         fcntl.flock(directory.fd, fcntl.LOCK_UN)  # the traceback of an error may keep the descriptor open
 
 
 def _locked(root: int, attempts: int) -> Handle | None:
-    """Lock the journal's directory; None if it does not exist, or was removed meanwhile.  EBUSY."""
+    """Lock the intent log's directory; None if it does not exist, or was removed meanwhile.  EBUSY."""
     try:
-        directory = Handle(open_beneath(root, JOURNAL_NAME, os.O_RDONLY | os.O_DIRECTORY))
+        directory = Handle(open_beneath(root, INTENT_LOG_NAME, os.O_RDONLY | os.O_DIRECTORY))
     except FileNotFoundError:
         return None
     for attempt in range(attempts):
@@ -321,15 +321,15 @@ def _locked(root: int, attempts: int) -> Handle | None:
                 raise OSError(errno.EBUSY, "another apply into this directory is running: try again later") from None
             time.sleep(_LOCK_PAUSE_S)
     try:
-        there = os.stat(JOURNAL_NAME, dir_fd=root, follow_symlinks=False)
+        there = os.stat(INTENT_LOG_NAME, dir_fd=root, follow_symlinks=False)
     except FileNotFoundError:
         return None
     return directory if os.path.samestat(there, os.fstat(directory.fd)) else None
 
 
-def has_journal(root: int) -> bool:
-    """Return whether the directory of descriptor `root` has a journal, of any user."""
-    return _stat_at(root, JOURNAL_NAME) is not None
+def has_intent_log(root: int) -> bool:
+    """Return whether the directory of descriptor `root` has an intent log, of any user."""
+    return _stat_at(root, INTENT_LOG_NAME) is not None
 
 
 def is_interrupted(root: int) -> bool:
@@ -346,7 +346,7 @@ def is_interrupted(root: int) -> bool:
 def recover(root: str | bytes, before: Callable[[], None] = lambda: None) -> Recovered | None:
     """Complete or undo a killed apply in the directory `root`; None if there was none.  EBUSY while one runs there."""
     top = Handle(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    if not has_journal(top.fd):
+    if not has_intent_log(top.fd):
         return None
-    with journal(top.fd, before) as found:
+    with intent_log(top.fd, before) as found:
         return found.recover()
