@@ -7,6 +7,7 @@ above 424 are the same on every architecture (arch/*/kernel/syscalls: "common").
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 from typing import Final
@@ -68,6 +69,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
 
 
 def syncfs(descriptor: int) -> None:
-    """syncfs(2): write all data of the file system of a descriptor to its disk."""
-    if _LIBC.syncfs(descriptor):
-        raise os_error(ctypes.get_errno())
+    """syncfs(2): write all data of the file system of a descriptor to its disk.  Retries after EINTR."""
+    while _LIBC.syncfs(descriptor):
+        if ctypes.get_errno() != errno.EINTR:
+            raise os_error(ctypes.get_errno())
