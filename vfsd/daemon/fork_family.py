@@ -4,9 +4,8 @@ The processes that descend from one workspace by fork(2) are its family.  They s
 in which each process has a slot that no other writes.  A slot contains two figures in bytes:
 
 - the *charge*: the memory that the process's volume accounts for (`VolumeUsage`), or the PSS of the process's anonymous
-  memory without the interpreter's, if that is less.  In the PSS, memory that k processes share counts as a k-th of it
-  for each of them, so the sum of the charges is what the family needs.  What the volume allocates after the measurement
-  counts in full;
+  memory if that is less.  In the PSS, memory that k processes share counts as a k-th of it for each of them, so the sum
+  of the charges is what the family needs.  What the volume allocates after the measurement counts in full;
 - the *grant*: what the volume may allocate without asking again.
 
 Invariants (`check_invariants`):
@@ -49,10 +48,6 @@ _SLOTS: Final = 4096
 _FAULTS: Final = 256
 _AGE_S: Final = 30.0
 _PUBLISH_S: Final = 1.0
-# Anonymous memory of a daemon without content, and the part that a fork soon has for itself (measured: 24 to 30 MiB,
-# and 9 to 14 MiB).
-_INTERPRETER_BYTES: Final = 24 << 20
-_INTERPRETER_PRIVATE_BYTES: Final = 8 << 20
 _GRANT_BYTES: Final = 4 << 20  # at least, if so much is free: asking reads a file in /proc for each process
 _ATTEMPTS: Final = 3
 _REFUSED_S: Final = 0.05  # so long a refusal holds, so that a program that retries does not read /proc all the time
@@ -75,7 +70,7 @@ class ForkFamily:
         self._limit = limit
         self._table = memoryview(mmap.mmap(-1, (_SLOTS * _SLOT_NUMBERS + 1) * _NUMBER_BYTES)).cast("q")
         self._slot = 0
-        self._proportional_bytes: int | None = None  # PSS without the interpreter, at the last measurement
+        self._proportional_bytes: int | None = None  # PSS at the last measurement
         # What the volume accounted for at the last measurement, or at the fork.
         self._measured_bytes: int | None = 0
         self._highest_bytes = 0  # that the volume is known to have accounted for since then
@@ -131,9 +126,7 @@ class ForkFamily:
         self._faults, self._measured_at = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.monotonic()
         with open("/proc/self/smaps_rollup", encoding="ascii") as file:
             found = [int(line.split()[1]) << 10 for line in file if line.startswith("Pss_Anon:")]
-        shared = (_INTERPRETER_BYTES - _INTERPRETER_PRIVATE_BYTES) // (1 + len(self._others()))
-        # The kernel has Pss_Anon since Linux 5.9.
-        self._proportional_bytes = max(0, found[0] - _INTERPRETER_PRIVATE_BYTES - shared) if found else None
+        self._proportional_bytes = found[0] if found else None  # since Linux 5.9
         self._measured_bytes = self._highest_bytes = total_bytes
 
     def _charge(self, total_bytes: int) -> int:
