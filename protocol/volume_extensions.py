@@ -46,10 +46,8 @@ __all__ = [
     "InodeChange",
     "JournalStatus",
     "JournaledVolume",
-    "MemoryAllowance",
     "OverlaidVolume",
     "PreparingVolume",
-    "RequestMemory",
     "SnapshotInfo",
     "SnapshotKind",
     "SnapshotableVolume",
@@ -429,25 +427,6 @@ class CheckableVolume(Volume, Protocol):
         ...
 
 
-class MemoryAllowance(Value):
-    """The part of a memory limit that one of several processes may use.
-
-    `bytes`: for all that its volume counts towards the limit.  `reachable_bytes`: what it could have if it asked for
-    all that is free.
-    """
-
-    bytes: int
-    reachable_bytes: int
-
-
-class RequestMemory(Protocol):
-    """Asks for a larger part of a memory limit that several processes share.  Any thread."""
-
-    def __call__(self, total_bytes: int, needed_bytes: int, /) -> MemoryAllowance:
-        """Return the new allowance of a volume that takes `total_bytes`: at least `needed_bytes`, if they are free."""
-        ...
-
-
 class ForkableVolume(SnapshotableVolume, Protocol):
     """A volume that a copy of the process can serve after fork(2) (capability `forkable`): each has its own state."""
 
@@ -462,14 +441,6 @@ class ForkableVolume(SnapshotableVolume, Protocol):
         """In the new process: drop what belonged to the old one's kernel and threads.
 
         That is: lookups, inodes without links, open views, and memory lent to imports.
-        """
-        ...
-
-    def share_memory_limit(self, allowance: MemoryAllowance, request: RequestMemory) -> None:
-        """Replace the volume's part of a memory limit that its forks share.
-
-        The volume refuses what exceeds `allowance` (ENOSPC), after asking `request` for more.  Without a limit nothing
-        happens.
         """
         ...
 

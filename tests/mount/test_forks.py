@@ -15,7 +15,6 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -411,48 +410,6 @@ def test_a_fork_that_max_memory_does_not_allow_is_refused(workdir: Path) -> None
             wait_until(lambda: refused(source), "what the fork has written counts")
             wait_until(lambda: refused(copy), "in each of them")
         assert not refused(source)
-
-
-def fill(path: Path) -> int:
-    """Write random bytes to a file until the disk is full; return how many were written."""
-    written = 0
-    with path.open("wb", buffering=0) as file:
-        while True:
-            try:
-                written += file.write(os.urandom(1 << 18))
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                return written
-
-
-def test_a_workspace_and_its_forks_have_one_max_memory_while_they_run(workdir: Path) -> None:
-    mib = 1 << 20
-    with mounted(workdir / "source", engine="native", name="source", max_memory=160 * mib) as source:
-        base = anonymous_bytes(source.status().pid)
-        Path(source.path, "large").write_bytes(os.urandom(16 * mib))
-        with ExitStack() as stack:
-            forks = [stack.enter_context(source.fork(workdir / f"f{each}", name=f"f{each}")) for each in range(3)]
-            for fork in forks:  # rewritten, nothing of it is shared any more
-                Path(fork.path, "large").write_bytes(os.urandom(16 * mib))
-            with ThreadPoolExecutor() as pool:
-                written = list(pool.map(lambda fork: fill(Path(fork.path, "more")), forks))
-            assert 60 * mib < sum(written) <= 96 * mib
-            pids = [each.status().pid for each in (source, *forks)]
-            assert sum(map(anonymous_bytes, pids)) - len(pids) * base < 176 * mib
-            with pytest.raises(OSError, match="No space left"):
-                Path(source.path, "more").write_bytes(os.urandom(32 * mib))
-            for fork in forks:
-                Path(fork.path, "more").unlink()
-                Path(fork.path, "large").unlink()
-                check_invariants(fork)
-        Path(source.path, "more").write_bytes(os.urandom(100 * mib))  # what the forks had is free again
-
-
-def anonymous_bytes(pid: int) -> int:
-    """The anonymous memory of a process; what k processes share counts as a k-th."""
-    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss_Anon:"))
 
 
 def test_what_cannot_be_forked_says_why(workdir: Path) -> None:

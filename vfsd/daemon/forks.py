@@ -60,6 +60,7 @@ _REPORT_BYTES: Final = 1 << 20
 _SYSTEMD: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")
 _NATIVE: Final = "native"
 _DESCRIPTORS: Final = 512
+_MEASURE_S: Final = 1.0
 _old_tasks: list[object] = []  # of the processes that this one was forked from
 
 
@@ -120,8 +121,8 @@ class Forks:
         self.instance = secrets.token_hex(8)  # identifies this daemon in the lineage of its forks
         self.count = 0  # made since this daemon started
         self._family = None if origin is None else origin.family
-        if self._family is not None:
-            nursery.start_soon(self._family.follow, self.volume)
+        if origin is not None:
+            nursery.start_soon(self._measure_memory)
         self._bases: dict[str, int] = {}  # the running forks of each base
         self._kept: set[str] = set()  # the bases that are snapshots of this class
 
@@ -166,16 +167,6 @@ class Forks:
             journal=JournalOptions(),  # two daemons cannot append to one journal
         )
 
-    def check_memory(self) -> ForkFamily:
-        """OSError (ENOMEM) if the machine's memory, or `--max-memory`, leaves no room for a fork."""
-        volume = self.volume
-        _check_memory()
-        if self._family is None:
-            self._family = ForkFamily(volume.usage().max_memory)
-            self._nursery.start_soon(self._family.follow, volume)
-        self._family.check_fork(volume.usage())
-        return self._family
-
     def start(
         self,
         name: str,
@@ -193,14 +184,19 @@ class Forks:
         OSError if the process cannot be made.
         """
         volume = self.volume
-        family = self.check_memory()
-        family.divide(volume)  # the new process starts without a grant, too
+        _check_memory()
+        if self._family is None:
+            self._family = ForkFamily()
+            self._nursery.start_soon(self._measure_memory)
+        self._family.check_fork(volume.usage())
         options = self.options(name, mountpoint)
         source = self._options.workspace.name
         ancestor = Ancestor(self.instance, source, StateId.of(volume.snapshot(base)))
         ancestors = (*self.ancestors, ancestor)
         history, merges = steps
-        origin = Origin(source, base, restores_base, self._backend, history, ancestors, merges, family, os.getpid())
+        origin = Origin(
+            source, base, restores_base, self._backend, history, ancestors, merges, self._family, os.getpid()
+        )
         log_fd, _ = open_log(log_path(name))
         try:
             report_fd, child_report_fd = os.pipe()
@@ -220,6 +216,15 @@ class Forks:
             self._kept.add(base)
         self._nursery.start_soon(self._reap, pid, pidfds[0], base)
         return _Started(report_fd, pidfds[1], pid, options.workspace.mountpoint)
+
+    async def _measure_memory(self) -> None:
+        """Publish about once a second what this process takes of its family's memory."""
+        assert self._family is not None
+        while True:
+            await trio.sleep(_MEASURE_S)
+            if self._family.is_due:
+                await trio.to_thread.run_sync(self._family.measure)
+                self._family.charge(self.volume.usage())
 
     async def _reap(self, pid: int, pidfd: int, base: str) -> None:
         """Wait for a fork's end, so that it does not remain as a zombie; drop a base that no fork has any more."""

@@ -36,8 +36,6 @@ objects, and set above it because dicts double and integers differ:
 
 Threading: the serving loop, or the one thread that unpacks an import, changes the totals.  `borrow` and `give_back`
 change `ceiling` and `overhead` of another thread's ledger, under a lock.
-
-Processes that share memory after fork(2) share one limit.  Each has an allowance of it, below the limit: `share_limit`.
 """
 
 from __future__ import annotations
@@ -49,14 +47,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import os_error
-from protocol.volume_extensions import MemoryAllowance
 
 if TYPE_CHECKING:
     from protocol.backends.memory.blocks import Block
     from protocol.backends.memory.content import Content
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.xattrs import Xattrs
-    from protocol.volume_extensions import RequestMemory
 
 UNLIMITED: Final = 1 << 62
 RESERVE_BYTES: Final = 448  # of each live inode, for one old version of it
@@ -118,8 +114,7 @@ class Ledger:
     """The memory totals of one volume's state, and their limit."""
 
     __slots__ = (
-        "_allowance", "_lender", "_loan", "_lock", "_request", "ceiling", "content", "kept", "lent", "limit",
-        "metadata", "overhead", "shared",
+        "_lender", "_loan", "_lock", "ceiling", "content", "kept", "lent", "limit", "metadata", "overhead", "shared",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -134,8 +129,6 @@ class Ledger:
         self._lock = threading.Lock()
         self._lender: Ledger | None = None
         self._loan = 0
-        self._allowance: MemoryAllowance | None = None  # if other processes share the limit
-        self._request: RequestMemory | None = None
 
     @property
     def used(self) -> int:
@@ -152,42 +145,10 @@ class Ledger:
         """The limit of this ledger, or of its lender."""
         return self.limit if self._lender is None else self._lender.limit
 
-    @property
-    def free(self) -> int:
-        """The bytes that `used` can grow by, with what other processes that share the limit leave."""
-        if self._allowance is None:
-            return self.ceiling - self.used
-        return self._allowance.reachable_bytes - self.total
-
     def set_limit(self, limit: int | None) -> None:
         """Bound `total`, in bytes; None removes the limit."""
         self.limit = limit
         self.ceiling = UNLIMITED if limit is None else limit - self.overhead
-
-    def share_limit(self, allowance: MemoryAllowance, request: RequestMemory) -> None:
-        """Bound `total` by a part of the limit, which other processes share; `request` asks for a larger part."""
-        with self._lock:
-            self._allowance, self._request = allowance, request
-            if self.limit is not None:
-                self.ceiling = min(self.limit, allowance.bytes) - self.overhead
-
-    def end_grant(self) -> None:
-        """Have the next allocation ask the processes that share the limit, if there are any."""
-        allowance, request = self._allowance, self._request
-        if allowance is not None and request is not None:
-            self.share_limit(MemoryAllowance(min(self.total, allowance.bytes), allowance.reachable_bytes), request)
-
-    def _extend(self, missing: int) -> bool:
-        """Ask for `missing` bytes more of a limit that other processes share; return whether they were granted."""
-        allowance, request = self._allowance, self._request
-        if allowance is None or request is None or self.limit is None:
-            return False
-        needed = min(self.limit, allowance.bytes) + missing
-        if needed > self.limit:
-            return False
-        granted = request(self.total, needed)
-        self.share_limit(granted, request)
-        return granted.bytes >= needed
 
     def charge_overhead(self, count: int) -> None:
         """Add `count` bytes, which may be negative, to the overhead.  Any thread."""
@@ -221,13 +182,12 @@ class Ledger:
             self.set_limit(0)
 
     def borrow(self, count: int) -> bool:
-        """Borrow at least `count` bytes, or ask processes that share the limit; return whether they were free."""
+        """Borrow at least `count` bytes; return whether the lender had them."""
         lender = self._lender
         if lender is None:
-            return self._extend(count)
+            return False
         for loan in (max(count, _LOAN_BYTES), count):
-            missing = lender.used + loan - lender.ceiling
-            if missing <= 0 or lender._extend(missing):  # noqa: SLF001 (of this class)
+            if lender.used + loan <= lender.ceiling:
                 lender._lend(loan)  # noqa: SLF001 (of this class)
                 self._loan += loan
                 self.set_limit(self._loan)

@@ -36,7 +36,7 @@ from protocol.errors import os_error
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import MemoryState
-    from protocol.volume_extensions import MemoryAllowance, RequestMemory, SnapshotInfo, SnapshotKind
+    from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 
 FREE_METADATA_BYTES: Final = 4 << 20  # so that a small quota holds as many pages as with tmpfs
 SNAPSHOT_MARGIN_BYTES: Final = 8 << 20  # at most; otherwise a sixteenth of the limit
@@ -141,11 +141,6 @@ class MemoryLimits:
         return True
 
     # -- memory ----------------------------------------------------------------------------------
-    def share(self, allowance: MemoryAllowance, request: RequestMemory) -> None:
-        """See `ForkableVolume.share_memory_limit`."""
-        self._ledger.share_limit(allowance, request)
-        self.checked_metadata = self.checked_content = self.checked_pages = 0
-
     def require(self, count: int) -> None:
         """Raise ENOSPC if there is no memory for `count` more bytes, even after dropping automatic snapshots."""
         ledger = self._ledger
@@ -200,9 +195,7 @@ class MemoryLimits:
                 self.pruned += 1
                 if self.on_pruned is not None:
                     self.on_pruned(info)
-                ledger.end_grant()  # memory that other processes share is not free after this one drops it
-                missing = ledger.used + count - ledger.ceiling
-                if missing <= 0 or ledger.borrow(missing):
+                if ledger.used + count <= ledger.ceiling:
                     return True
         return ledger.used + count <= ledger.ceiling
 

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.journaling.replay import Replay
     from protocol.journal.directory import Journal
     from protocol.volume import Buffer
-    from protocol.volume_extensions import MemoryAllowance, RequestMemory
 
 _UNLIMITED_INODES: Final = 2**31 - 1
 _COPY_BYTES: Final = 1 << 20
@@ -345,9 +344,6 @@ class MemoryVolume:
         self._history.close_views()
         state.drop_lookups()
 
-    def share_memory_limit(self, allowance: MemoryAllowance, request: RequestMemory) -> None:
-        self._limits.share(allowance, request)
-
     # -- calls that use another call of the volume -----------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Inode:
         inode = self.find(parent, name)
@@ -403,6 +399,6 @@ class MemoryVolume:
             blocks = limits.max_bytes // PAGE_BYTES
         else:
             blocks = max(os.sysconf("SC_PHYS_PAGES"), used)
-        free = min(blocks - used, ledger.free // PAGE_BYTES)
+        free = min(blocks - used, (ledger.ceiling - ledger.used) // PAGE_BYTES)
         inodes = limits.max_inodes if limits.max_inodes is not None else _UNLIMITED_INODES
         return StatFs(PAGE_BYTES, blocks, max(0, free), inodes, max(0, inodes - len(self._state.inodes)))

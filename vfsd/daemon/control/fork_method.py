@@ -57,7 +57,6 @@ class ForkMethod:
                 await self._mounted.write_back()
                 steps = Steps(await snapshots.history(), snapshots.merges)
                 call.commit()  # what follows takes some milliseconds, and undoes itself if it fails
-                self._forks.check_memory()  # before the base, which needs memory itself
                 if params.snapshot is None:
                     base = made = _take_base(volume, f"{FORK_TAG}{params.name} at {mountpoint}")
                 else:
