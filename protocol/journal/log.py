@@ -270,7 +270,11 @@ class Log:
         self.sync()
         if self._sealed_end == self.end:
             return
-        self.require(0, removes=True)
+        if self._failure is not None:
+            raise self._stopped()
+        # Every grant left room for a mark, so a full disk does not prevent it after any change.
+        if self.end + FRAME_BYTES > self._allocated:
+            self._allocate(self.end + FRAME_BYTES)
         self.append([], Kind.MARK)
         self._file.truncate(self.end)
         self._allocated = self.end
@@ -280,7 +284,7 @@ class Log:
     def close(self) -> None:
         """Seal and close the file.  OSError if it cannot be synced; the file is closed then, too.
 
-        On a full disk the end may be without a mark: the journal is complete, but does not say so.
+        On a full disk the end of a log without changes since its beginning may be without a mark.
         """
         self._stopping.set()
         self._unsynced.set()

@@ -267,10 +267,14 @@ def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent
         root = persistent.path
         assert until_refused(lambda number: (root / f"f{number}").write_bytes(os.urandom(500_000))) == errno.ENOSPC
         assert until_refused(lambda number: (root / f"small{number}").touch()) == errno.ENOSPC
+        assert "no space for an image" in failed(vfsd("compact", "-w", workspace.name))
         (root / "f0").unlink()
         content = tree_hash(root)
-        persistent.kill()
+        workspace.unmount()
+        assert "journal is complete" in succeeded(vfsd("persisted", "check", "--journal-dir", str(persistent.journal)))
         subprocess.run(["mount", "-o", "remount,size=32m", disk], check=True)
+        persistent.mount()
+        persistent.kill()
         persistent.mount()
         assert tree_hash(root) == content
         (root / "after").write_bytes(os.urandom(500_000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from typing import Any, Final
 
 import click
@@ -21,6 +22,7 @@ from vfsd.client.requests import RemoteCall
 from vfsd.machine.journals import journal_directory, journal_names, journals_directory
 from vfsd.wire.messages import CompactResult, wire_path
 
+Callback = Callable[..., None]
 _EXAMPLES: Final = """
 vfsd persisted list
 vfsd persisted check demo
@@ -42,6 +44,12 @@ def persisted_command() -> None:
     """
 
 
+def _of_journal(command: Callback) -> Callback:
+    """Add the options that name a journal."""
+    command = click.argument("name", metavar="[NAME]", type=NAME, required=False)(command)
+    return click.option("--journal-dir", metavar="DIRECTORY", type=click.Path(), help=_DIRECTORY)(command)
+
+
 class _JournalCommand(Command):
     """A command without -w."""
 
@@ -56,6 +64,7 @@ persisted_command.command_class = _JournalCommand
 @click.command(
     "compact",
     cls=Command,
+    interrupted="interrupted: a compaction that has begun goes on in the daemon, and loses nothing",
     examples="""
     vfsd compact
     vfsd compact -w demo --json
@@ -123,8 +132,7 @@ def _show_list(rows: list[dict[str, Any]]) -> None:
     vfsd persisted check --journal-dir /srv/journals/demo
     """,
 )
-@click.option("--journal-dir", metavar="DIRECTORY", type=click.Path(), help=_DIRECTORY)
-@click.argument("name", metavar="[NAME]", type=NAME, required=False)
+@_of_journal
 @click.pass_obj
 def check_command(app: App, name: str | None, journal_dir: str | None) -> None:
     """Read a whole journal, verify its checksums, and rebuild the state in memory.
@@ -188,8 +196,7 @@ def _show_check(facts: dict[str, Any]) -> None:
     vfsd persisted drop --journal-dir /srv/journals/demo
     """,
 )
-@click.option("--journal-dir", metavar="DIRECTORY", type=click.Path(), help=_DIRECTORY)
-@click.argument("name", metavar="[NAME]", type=NAME, required=False)
+@_of_journal
 @click.pass_obj
 def drop_command(app: App, name: str | None, journal_dir: str | None) -> None:
     """Remove a journal, with the content and the snapshots in it.  Asks on a terminal.

@@ -13,6 +13,7 @@ import errno
 import functools
 import logging
 import os
+import signal
 from typing import Final, Self, cast
 
 import trio
@@ -67,8 +68,20 @@ class Compaction:
                 finish = functools.partial(self._volume.finish_image, number, is_complete=status == 0)
                 await trio.to_thread.run_sync(finish)
             if status:
-                raise OSError(errno.EIO, "the image of the journal could not be written: the daemon's log says why")
+                raise self._failure(os.waitstatus_to_exitcode(status))
             return before, self._volume.journal_status().size_bytes
+
+    def _failure(self, code: int) -> OSError:
+        """Describe why the process that writes the image ended with `code`."""
+        directory = self._volume.journal_status().directory
+        if code < 0:
+            reason = f"the process that wrote the image was killed by {signal.Signals(-code).name}"
+            return OSError(errno.EIO, f"{reason}; the journal stays as it is: try again", directory)
+        if code in {errno.ENOSPC, errno.EDQUOT}:
+            advice = "the journal stays as it is: free space on its file system, and try again"
+            return OSError(code, f"no space for an image of the state beside the journal; {advice}", directory)
+        reason = f"the image of the journal could not be written ({os.strerror(code)})"
+        return OSError(errno.EIO, f"{reason}; the journal stays as it is, and the daemon's log may say more", directory)
 
 
 async def _ended(pid: int, pidfds: list[int]) -> int:

@@ -321,7 +321,9 @@ def _check_memory() -> None:
 
 
 def fork_writer(volume: ForkableVolume, write: Callable[[], None], mountpoint: str) -> tuple[int, list[int]]:
-    """Fork a process that calls `write` with the present state, and ends with status 0 if that returns.
+    """Fork a process that calls `write` with the present state.
+
+    It ends with status 0 if that returns, with the errno of an OSError, and with 1 after another exception.
 
     Return its process id and two descriptors of the process.  The caller awaited nothing since it chose the state.
     """
@@ -330,7 +332,10 @@ def fork_writer(volume: ForkableVolume, write: Callable[[], None], mountpoint: s
         gc.disable()
         _reset_signals()
         _replace_descriptors({0, 1, 2}, mountpoint)
-        write()
+        try:
+            write()
+        except OSError as error:
+            return error.errno or 1
         return 0
 
     return _fork(volume, run, keeps_state=True)

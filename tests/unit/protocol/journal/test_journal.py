@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -27,6 +28,7 @@ from protocol.journal.records import (
     read_records,
     verify,
 )
+from tests.support.journals import JournalInMemory
 from tests.unit.protocol.journal.power import UnreliableFile
 
 IDENTITY = {"kind": "memory", "name": "w"}
@@ -190,6 +192,20 @@ def test_a_full_disk_refuses_before_anything_is_written_and_leaves_room_for_remo
     assert found[:count] == [number.to_bytes(8, "little") + bytes(992) for number in range(count)]
     assert found[count:] == [b"removed!"] * 10
     assert read_journal(directory).report().is_clean
+
+
+def test_a_journal_that_ends_on_a_full_disk_says_that_its_end_is_clean() -> None:
+    journal = JournalInMemory(limit=1 << 20)
+    with contextlib.suppress(OSError):
+        while True:
+            journal.log.require(8, removes=True)
+            journal.log.append([b"removed!"])
+    assert journal.log.end > 1 << 19
+    journal.close()
+    file = io.BytesIO(journal.file.content)
+    extent = verify(file, read_header(file, "log"), "log")
+    assert extent.is_closed
+    assert not extent.cut_bytes
 
 
 # -- power failures and failed syncs ----------------------------------------------------------------
