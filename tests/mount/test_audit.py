@@ -14,13 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 
 from tests.mount.conftest import ENGINES, MountIt
 from tests.mount.programs import failed, succeeded, vfsd
+from vfsd.cli.claude_settings import hook_commands
 from vfsd.client.connection import ControlClient
 from vfsd.client.log_results import LoggedChange, Missed, watched_changes
 from vfsd.client.workspace import Workspace
+from vfsd.integrations.mcp.session import Session
+from vfsd.integrations.mcp.tools import SERVED_TOOLS
 
 
 @pytest.fixture(params=ENGINES)
@@ -378,6 +382,40 @@ def test_a_label_is_inherited_by_what_is_started_below_it(workspace: Workspace, 
         "c": "turn 1",
         "d": None,
     }
+
+
+# It runs hooks as Claude Code does: in a shell, with the event on standard input.
+_AGENT = """
+import json, os, subprocess, sys
+hook, event = sys.argv[1], json.loads(sys.argv[2])
+def tell(name):
+    subprocess.run(["sh", "-c", hook], input=json.dumps({**event, "hook_event_name": name}).encode(), check=True)
+os.mkdir("before")
+tell("PreToolUse")
+os.mkdir("own")
+subprocess.run(["sh", "-c", "mkdir tool"], check=True)
+tell("PostToolUse")
+tell("Stop")
+os.mkdir("after")
+"""
+
+
+def test_a_call_of_a_tool_of_claude_code_is_the_label_of_what_it_starts(workspace: Workspace) -> None:
+    event = {"cwd": workspace.path, "tool_name": "Bash", "tool_input": {"command": "make"}, "tool_use_id": "toolu_1"}
+    run(workspace, sys.executable, "-c", _AGENT, hook_commands()["PreToolUse"], json.dumps(event))
+    call = "claude toolu_1: Bash: make"
+    labels = {change.path: change.label for change in workspace.log()}
+    assert labels == {"before": None, "own": call, "tool": call, "after": None}
+
+
+def test_a_model_reads_the_log_with_a_tool(workspace: Workspace, root: Path) -> None:
+    (root / "d").mkdir()
+    (root / "d" / "f").write_text("12345")
+    session = Session(workspace.name)
+    shown = anyio.run(SERVED_TOOLS["log"].call, {"paths": ["d/f"], "limit": 1}, session, lambda _: None)
+    first, entry = shown.splitlines()
+    assert first.startswith("(1 older ones")
+    assert re.fullmatch(rf"\S+  write  d/f  5 bytes  by {os.getpid()} .*", entry)
 
 
 def test_what_exec_runs_belongs_to_it(mount: MountIt) -> None:

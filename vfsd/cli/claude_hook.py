@@ -1,12 +1,14 @@
 """The hook of Claude Code that keeps a state of the workspace: `python -I -S .../claude_hook.py`.
 
-Claude Code runs it after each call of a tool, at each prompt and when the agent stops, with a JSON object on standard
-input (https://code.claude.com/docs/en/hooks).  The hook takes an automatic snapshot of the workspace that the agent
-works in, or does nothing if there is none.  `vfsd rewind` goes back to these snapshots.
+Claude Code runs it before and after each call of a tool, at each prompt and when the agent stops, with a JSON object on
+standard input (https://code.claude.com/docs/en/hooks).  Before a call the hook gives the agent the call as its label in
+the workspace's log; otherwise it takes an automatic snapshot of the workspace that the agent works in.  It does nothing
+if there is none.  `vfsd rewind` goes back to these snapshots.
 
 It must not disturb the agent: it writes nothing to standard output, whose content Claude Code would add to the
 conversation; it waits for the daemon for a limited time; and its status is 0 or 1, never 2, which would block the
-agent.  Start-up: it runs after every call of a tool, so it imports the standard library and few small modules.
+agent.  Start-up: it runs before and after every call of a tool, so it imports the standard library and few small
+modules.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from __future__ import annotations
 import sys
 
 try:
+    import contextlib
     import errno
     import json
     import os
 
     # At the end: modules of the standard library come first.
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    from vfsd.client.agent_points import point_of, snapshot_name, text_of
+    from vfsd.client.agent_points import label_of, point_of, snapshot_name, text_of
     from vfsd.client.quick_call import ask
     from vfsd.machine import selection
 except KeyboardInterrupt:
@@ -34,13 +37,16 @@ if TYPE_CHECKING:
 TIMEOUT_S: Final = 20.0  # a snapshot of a large host directory takes seconds
 _INPUT_BYTES_MAX: Final = 256 << 20
 _PIECE_BYTES: Final = 1 << 20
+_SHELLS: Final = (b"sh", b"bash", b"dash", b"zsh")
 _PROJECT_VARIABLE: Final = "CLAUDE_PROJECT_DIR"
 
 
 def main() -> None:
     """Run the hook."""
     try:
-        keep_state(read_event(0), os.environ)
+        event = read_event(0)
+        keep_state(event, os.environ)
+        label_agent(event, os.environ, _agent())
     except KeyboardInterrupt:
         sys.exit(130)
     except (OSError, ValueError, RecursionError, MemoryError) as error:
@@ -82,6 +88,31 @@ def keep_state(event: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     except (ConnectionError, FileNotFoundError, TimeoutError):
         reason = "does not answer" if record.alive else "is dead"
         raise OSError(errno.ECONNREFUSED, f"the daemon of {record.name} {reason}") from None
+
+
+def label_agent(event: Mapping[str, Any], environ: Mapping[str, str], agent: int) -> None:
+    """Before a call of a tool, give process `agent` its label in the log of the workspace; remove it at the end.
+
+    What the agent starts inherits the label.  If the workspace keeps no log, nothing is done.
+    """
+    label = label_of(event)
+    if label is None and text_of(event, "hook_event_name") != "Stop":
+        return
+    record = workspace_of(event, environ)
+    if record is not None:
+        with contextlib.suppress(OSError):  # no reason to disturb the agent
+            ask(record.socket, "label", {"label": label, "pid": agent}, TIMEOUT_S)
+
+
+def _agent() -> int:
+    """The process id of the agent, which runs a hook itself or through a shell."""
+    parent = os.getppid()
+    try:
+        with open(f"/proc/{parent}/stat", "rb") as file:
+            name, _, rest = file.read().partition(b"(")[2].rpartition(b") ")
+        return int(rest.split()[1]) if name in _SHELLS else parent
+    except (OSError, ValueError, IndexError):
+        return parent
 
 
 def workspace_of(event: Mapping[str, Any], environ: Mapping[str, str]) -> selection.QuickRecord | None:

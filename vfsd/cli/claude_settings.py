@@ -28,6 +28,7 @@ _TIMEOUT_S: Final = 60  # Claude Code ends a hook that runs longer; the hook its
 _ALL_TOOLS: Final = "*"
 # Event -> the matcher of its hook; None: the event has none.
 EVENTS: Final[Mapping[str, str | None]] = {
+    "PreToolUse": _ALL_TOOLS,
     "PostToolUse": _ALL_TOOLS,
     "PostToolUseFailure": _ALL_TOOLS,
     "UserPromptSubmit": None,

@@ -97,6 +97,14 @@ def point_of(event: Mapping[str, Any]) -> AgentPoint | None:
     return AgentPoint(kind, *(ids if kind == "tool" else (*ids[:2], "")), text)
 
 
+def label_of(event: Mapping[str, Any]) -> str | None:
+    """Return the label of the call of a tool that is about to run; None for another event."""
+    if text_of(event, "hook_event_name") != "PreToolUse":
+        return None
+    point = point_of({**event, "hook_event_name": "PostToolUse"})
+    return None if point is None else " ".join(filter(None, (AGENT, point.tool_use_id))) + ": " + point.text
+
+
 def text_of(members: Mapping[str, Any], name: str) -> str:
     """Return the member `name` if it is text, else an empty string."""
     value = members.get(name)

@@ -1,4 +1,4 @@
-"""The tools that the server offers: those of `protocol.tools`, and snapshot, snapshots, restore and diff.
+"""The tools that the server offers: those of `protocol.tools`, and snapshot, snapshots, restore, diff and log.
 
 This module does not import the SDK: `ServedTool` has what the protocol needs, in plain values.
 """
@@ -17,6 +17,7 @@ from protocol.tools import TOOLS, Tool
 from protocol.tools.base import json_schema, printable
 from protocol.types import ChangeCounts
 from vfsd.client.connection import ControlError
+from vfsd.client.log_results import LoggedChange
 from vfsd.client.requests import OnProgress
 from vfsd.client.results import Change, Diff, Patch, Restored, Snapshot
 from vfsd.integrations.mcp.session import Session
@@ -27,6 +28,7 @@ __all__ = ["SERVED_TOOLS", "Hints", "ServedTool", "describe_error", "served_for"
 PATCH_BYTES: Final = 256 * 1024  # of a patch, for a model: as much as the shell tool shows of a stream
 _LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 _PATHS_SHOWN: Final = 100
+_COMMAND_CHARACTERS: Final = 100
 _Name = Annotated[str, Meta(min_length=1)]
 _Paths = Annotated[tuple[str, ...], Meta(description="Only these files and directories; everything if left out.")]
 
@@ -213,8 +215,42 @@ def _some(lines: list[str]) -> list[str]:
     return [*lines[:_PATHS_SHOWN], *([f"(and {more} more)"] if more > 0 else [])]
 
 
+# -- the log ---------------------------------------------------------------------------------------
+class LogToolParams(Params, frozen=True):
+    paths: _Paths = ()
+    since: Annotated[_Name | None, Meta(description="Only changes since this snapshot.")] = None
+    by: Annotated[
+        _Name | None, Meta(description="Only changes by this process id or program, and by what it started.")
+    ] = None
+    limit: Annotated[int, Meta(ge=1, description="At most this many, the newest ones.")] = _PATHS_SHOWN
+
+
+async def _log(params: LogToolParams, session: Session, _on_progress: OnProgress) -> str:
+    requests = await session.requests()
+    found = await session.send(requests.log(*params.paths, since=params.since, by=params.by))
+    lines = [_log_line(change) for change in found[-params.limit :]]
+    if len(found) > len(lines):
+        lines.insert(0, f"({len(found) - len(lines)} older ones; ask for more with a larger limit)")
+    return "\n".join(lines) or "no changes"
+
+
+def _log_line(change: LoggedChange) -> str:
+    place = (
+        f"{change.count} paths" if change.path is None and change.paths else change.path or "(a file without a name)"
+    )
+    place += f" -> {change.to}" if change.to is not None else ""
+    process = change.process
+    command = "(the kernel)" if process is None else " ".join(process.command) or process.name
+    if len(command) > _COMMAND_CHARACTERS:
+        command = command[:_COMMAND_CHARACTERS] + "..."
+    words = [change.time.isoformat(timespec="seconds"), change.change, place]
+    words += [] if change.bytes_written is None else [f"{change.bytes_written} bytes"]
+    words += [f"by {'' if process is None else f'{process.pid} '}{command}"]
+    return printable("  ".join([*words, *([f"({change.label})"] if change.label else [])]))
+
+
 # -- the table -------------------------------------------------------------------------------------
-_SNAPSHOT_TOOLS: Final = (
+_WORKSPACE_TOOLS: Final = (
     ServedTool(
         "snapshot",
         "Take a snapshot of the whole workspace, in constant time, before a step that you may want to undo.",
@@ -246,11 +282,18 @@ _SNAPSHOT_TOOLS: Final = (
         Hints("Show changes", read_only=True),
         _diff,
     ),
+    ServedTool(
+        "log",
+        "List which program changed what, and when, the oldest first: time, change, path, process, what it belongs to.",
+        LogToolParams,
+        Hints("Show who changed what", read_only=True),
+        _log,
+    ),
 )
 
 SERVED_TOOLS: Final[Mapping[str, ServedTool]] = {
     tool.name: tool
-    for tool in (*(_of_protocol(TOOLS[name], hints) for name, hints in _HINTS.items()), *_SNAPSHOT_TOOLS)
+    for tool in (*(_of_protocol(TOOLS[name], hints) for name, hints in _HINTS.items()), *_WORKSPACE_TOOLS)
 }
 
 

@@ -50,7 +50,7 @@ def test_every_tool_of_the_protocol_is_offered_with_its_own_words() -> None:
     for name, tool in TOOLS.items():
         served = SERVED_TOOLS[name]
         assert (served.description, served.json_schema()) == (tool.description, tool.json_schema())
-    assert SERVED_TOOLS.keys() - TOOLS.keys() == {"snapshot", "snapshots", "restore", "diff"}
+    assert SERVED_TOOLS.keys() - TOOLS.keys() == {"snapshot", "snapshots", "restore", "diff", "log"}
 
 
 def test_every_schema_is_an_object() -> None:
@@ -61,7 +61,7 @@ def test_the_hints_say_what_a_tool_may_do() -> None:
     reading = {name for name, tool in SERVED_TOOLS.items() if tool.hints.read_only}
     destroying = {name for name, tool in SERVED_TOOLS.items() if tool.hints.destructive}
     reaching_out = {name for name, tool in SERVED_TOOLS.items() if tool.hints.open_world}
-    assert reading == {"ls", "read_file", "glob", "grep", "snapshots", "diff"}
+    assert reading == {"ls", "read_file", "glob", "grep", "snapshots", "diff", "log"}
     assert destroying == {"write_file", "edit_file", "rm", "restore", "shell", "python"}
     assert reaching_out == {"shell", "python"}
 
