@@ -415,6 +415,15 @@ def test_a_host_mount_does_not_replace_what_the_backend_s_directory_has(session:
     assert (workdir / "below" / "src" / "a").read_text() == "below"
 
 
+def test_a_session_can_get_what_other_programs_write(session: Session) -> None:
+    section = VfsdWorkspaceSection(session=session, mount_events=True)
+    subprocess.run(["sh", "-c", "echo 12345 > made"], cwd=section.temp_dir, check=True)
+    section.filesystem.write("a", "1")
+    wait_until(lambda: len(session[FileWritten].all()) == 2, "the event of the other program")
+    assert set(session[FileWritten].all()) == {FileWritten("a", 1), FileWritten("made", 6)}
+    section.cleanup()
+
+
 def test_clones_share_the_workspace_until_the_last_is_cleaned_up(session: Session) -> None:
     section = VfsdWorkspaceSection(session=session)
     other = Session()

@@ -13,15 +13,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import anyio
 import pytest
 
+from protocol.tools.events import FileEvent, FileWritten
 from tests.mount.conftest import ENGINES, MountIt
 from tests.mount.programs import failed, succeeded, vfsd
 from vfsd.cli.claude_settings import hook_commands
 from vfsd.client.connection import ControlClient
 from vfsd.client.log_results import LoggedChange, Missed, watched_changes
+from vfsd.client.mount_events import MountEvents
 from vfsd.client.workspace import Workspace
 from vfsd.integrations.mcp.session import Session
 from vfsd.integrations.mcp.tools import SERVED_TOOLS
@@ -495,6 +498,17 @@ def test_the_command_follows_until_the_workspace_is_unmounted(alone: Callable[..
     _, errors = program.communicate(timeout=30)
     assert program.returncode == 0
     assert "was unmounted" in errors
+
+
+def test_events_tell_what_other_programs_have_written(workspace: Workspace, root: Path) -> None:
+    events: SimpleQueue[FileEvent] = SimpleQueue()
+    with MountEvents(workspace, workspace.path, events.put):
+        (root / "mine").write_text("not told")
+        run(workspace, "sh", "-c", "echo 12345 > new; mv new kept; touch empty; echo 1 > last")
+        found = {events.get(timeout=30) for _ in range(3)}
+    assert found == {FileWritten("new", 6), FileWritten("kept", 6), FileWritten("last", 2)}
+    run(workspace, "sh", "-c", "echo 1 > later; mv later latest")
+    assert events.empty()
 
 
 # -- limits, the file, off -------------------------------------------------------------------------------

@@ -300,9 +300,12 @@ class ControlClient:
         pieces: list[bytes] = []
         self._last_id += 1
         exchange = Exchange(self._last_id, call.method, call.params, None, pieces.append)
+        self._is_sent = False
+        self._running = exchange
         try:
             sock = self._connected()
             self._send(sock, exchange)
+            self._is_sent = True
             while not exchange.done:
                 exchange.take(self._next_line(sock, exchange))
                 yield from pieces

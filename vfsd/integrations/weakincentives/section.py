@@ -32,6 +32,7 @@ from weakincentives.runtime.session.slice_policy import SlicePolicy
 
 from protocol.tools import DirectoryCreated, FileDeleted, FileEdited, FileEvent, FileWritten, ToolContext
 from vfsd.client.mount_arguments import MountArguments
+from vfsd.client.mount_events import MountEvents
 from vfsd.client.requests import FilePath
 from vfsd.client.workspace import Workspace, unmounting
 from vfsd.integrations.weakincentives.archives import FilesystemSnapshotManager, default_directory, file_count
@@ -68,6 +69,7 @@ class _Shared:
     release: Callable[[], None]  # the workspace
     lock: threading.Lock = field(default_factory=threading.Lock)
     sections: int = 0
+    mount_events: MountEvents | None = None
     keeps_checkpoints: bool = True  # False: the snapshots go with the workspace
     subscriptions: dict[Session, tuple[Callable[[], None], int]] = field(default_factory=dict)
 
@@ -94,6 +96,8 @@ class _Shared:
             self.sections -= 1
             if self.sections == 0:
                 self.sections = -1
+                if self.mount_events is not None:
+                    self.mount_events.close()
                 self.release()
                 if not self.keeps_checkpoints:
                     for path in self.directory.glob(f"*{CHECKPOINT_SUFFIX}"):
@@ -118,6 +122,9 @@ class VfsdWorkspaceSection(WorkspaceSection):
         below "wink-fs-snapshots" in the directory for temporary files.
     tools: whether the agent gets vfsd's tools for files, and for commands if the workspace can run them.  An agent that
         brings tools of its own, such as Claude Code or Codex, works in the directory without them.
+    mount_events: whether the session also gets a FileWritten for each file that other programs write through the mount,
+        such as the commands of a shell (`vfsd.client.mount_events`).  Off by default, because a slice with the policy
+        LOG keeps every event, and a build writes thousands of files.
 
     The session gets an event for each file that is written through `filesystem`, through `workspace.filesystem` or by
     the tools: FileWritten, FileEdited, FileDeleted and DirectoryCreated of `protocol.tools`, in slices with the policy
@@ -140,6 +147,7 @@ class VfsdWorkspaceSection(WorkspaceSection):
         backend: str | None = None,
         snapshot_dir: FilePath | None = None,
         tools: bool = True,
+        mount_events: bool = False,
         **arguments: Unpack[MountArguments],
     ) -> None:
         if workspace is None:
@@ -153,6 +161,9 @@ class VfsdWorkspaceSection(WorkspaceSection):
         try:
             previews = _copied(found, mounts, [Path(root) for root in allowed_host_roots], is_empty=is_empty)
             shared = _shared(found, session, snapshot_dir, release, tools=tools)
+            if mount_events:
+                events = shared.filesystem.workspace.filesystem.events
+                shared.mount_events = MountEvents(found, found.path, events)
             shared.keeps_checkpoints = workspace is not None or not (backend or "memory").startswith(_IN_MEMORY)
         except BaseException:
             release()
