@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import time
 import zipfile
 from pathlib import Path
@@ -52,6 +53,25 @@ def test_the_timeline_has_each_state_with_what_it_changed(site: Site, root: Path
     assert "before" in words
     assert "+2 ~1 &minus;1" in words
     assert "+1 ~0 &minus;0" in words
+
+
+def test_the_timeline_names_the_programs_that_made_the_changes(site: Site, root: Path, workspace: Workspace) -> None:
+    workspace.snapshot("start")
+    subprocess.run(["touch", root / "a"], check=True)
+    time.sleep(0.01)  # a snapshot's time is in milliseconds
+    workspace.snapshot("touched")
+    time.sleep(0.01)
+    subprocess.run(["cp", root / "a", root / "b"], check=True)
+    words = site.get("/w/demo/").words
+    now, touched, start = words.index("now"), words.index("touched"), words.index("start")
+    assert "by cp" in words[now:touched]
+    assert "by touch" in words[touched:start]
+
+
+def test_a_workspace_without_a_log_has_a_timeline(site: Site, workdir: Path) -> None:
+    with mounted(workdir / "q", name="quiet", audit=False) as workspace:
+        workspace.snapshot("one")
+        assert "one" in site.get("/w/quiet/").words
 
 
 def test_a_long_timeline_is_paged(site: Site, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

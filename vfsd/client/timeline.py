@@ -7,17 +7,21 @@ for step in timeline(await workspace.snapshots()):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from datetime import datetime
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import ChangeKind, Snapshot
+from vfsd.wire.audit_messages import LogParams
 from vfsd.wire.messages import ChangeRecord, DiffParams
 
-_decode = msgspec.json.Decoder(ChangeRecord).decode_lines
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +70,41 @@ def marks(a: str | None, b: str | None, directory: str) -> RemoteCall[Mapping[st
     return RemoteCall("diff", params, lambda _: collector.found, on_output=collector.feed)
 
 
+def authors(steps: Sequence[Step]) -> RemoteCall[Mapping[str | None, Counter[str]]]:
+    """Build the request for who made the changes that led to each of `steps`, by the names of the steps.
+
+    A counter has the numbers of the log's entries for each label or, without one, name of a program (wire paths).  The
+    log is bounded, so the counts of older steps may be incomplete or missing.  Entries are assigned by their times, and
+    a snapshot's time is in milliseconds.  OSError (EOPNOTSUPP) if the workspace keeps no log.
+    """
+    collector = _Authors(steps)
+    return RemoteCall("log", LogParams(), lambda _: collector.found, on_output=collector.feed)
+
+
+class _Lines(Generic[T]):
+    """Decodes the lines of an output whose pieces may end within a line."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._decode: Final = msgspec.json.Decoder(kind).decode_lines
+        self._rest = b""
+
+    def feed(self, output: bytes) -> list[T]:
+        """Return the lines that are complete with `output`."""
+        lines, newline, self._rest = (self._rest + output).rpartition(b"\n")
+        return self._decode(lines + newline) if lines else []
+
+
 class _Marks:
     """Counts the changes in a stream of `ChangeRecord`s by the entry of a directory that they are at or below."""
 
     def __init__(self, directory: str) -> None:
         self.found: Final[dict[str, Mark]] = {}
         self._cut = len(directory) + 1 if directory else 0
-        self._rest = b""
+        self._lines = _Lines(ChangeRecord)
 
     def feed(self, output: bytes) -> None:
-        """Take the next piece of the output, which may end within a line."""
-        lines, newline, self._rest = (self._rest + output).rpartition(b"\n")
-        for record in _decode(lines + newline) if lines else ():
+        """Take the next piece of the output."""
+        for record in self._lines.feed(output):
             name, slash, _ = record.path[self._cut :].partition("/")
             if not name:
                 continue  # the directory itself
@@ -88,3 +115,40 @@ class _Marks:
                 self.found[name] = Mark(None, "directory", 1)
             else:
                 self.found[name] = Mark(mark.change, mark.type, mark.below + 1)
+
+
+class _Program(msgspec.Struct):
+    name: str
+
+
+class _Entry(msgspec.Struct):
+    """The members of a `LogEntry` that are needed here."""
+
+    time: str
+    until: str | None = None
+    process: _Program | None = None
+    label: str | None = None
+
+
+class _Authors:
+    """Counts the entries of the log by the step that they belong to."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.found: Final[dict[str | None, Counter[str]]] = {step.name: Counter() for step in steps}
+        taken = sorted((step.snapshot.created_at, step.name) for step in steps if step.snapshot is not None)
+        self._times = [time for time, _ in taken]
+        self._names: list[str | None] = [*(name for _, name in taken), None]
+        self._lines = _Lines(_Entry)
+
+    def feed(self, output: bytes) -> None:
+        """Take the next piece of the output."""
+        for name, author in self._told(output):
+            if name in self.found:
+                self.found[name][author] += 1
+
+    def _told(self, output: bytes) -> Iterator[tuple[str | None, str]]:
+        for entry in self._lines.feed(output):
+            author = entry.label or (None if entry.process is None else entry.process.name)
+            if author is not None:
+                when = datetime.fromisoformat(entry.until or entry.time)
+                yield self._names[bisect_left(self._times, when)], author

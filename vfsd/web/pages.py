@@ -8,8 +8,10 @@ Threading: the event loop.  No state.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Awaitable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
 from itertools import islice
 from typing import Final, TypeVar
 
@@ -18,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from vfsd.client.results import Change, Counts, Diff, Patch, Snapshot
-from vfsd.client.timeline import Mark, Step, marks, timeline
+from vfsd.client.timeline import Mark, Step, authors, marks, timeline
 from vfsd.web.comparison import ROWS, side_by_side
 from vfsd.web.images import HEAD_BYTES, image_type
 from vfsd.web.problems import WrongRequestError
@@ -31,6 +33,7 @@ from vfsd.wire.messages import wire_path
 ENTRIES: Final = 500
 CHANGES: Final = 500
 STEPS: Final = 100
+AUTHORS: Final = 4  # named for each state
 VIEW_BYTES: Final = 128 * 1024
 COMPARED_BYTES: Final = 2 << 20  # of a file whose lines are compared
 SOON_S: Final = 0.4
@@ -93,6 +96,7 @@ async def show_timeline(request: Request) -> Response:
     counted = await _soon(request, source.snapshots(changes=True))
     counts = {} if counted is None else {each.name: each.changes for each in counted}
     live = await _soon(request, _live_counts(source, steps[0]))
+    told = await _soon(request, _authors(source, steps))
     return page(
         request,
         "timeline.html",
@@ -103,6 +107,7 @@ async def show_timeline(request: Request) -> Response:
         first=start == 0,
         counts=counts,
         live_counts=live,
+        authors={name: [each for each, _ in found.most_common(AUTHORS + 1)] for name, found in (told or {}).items()},
         is_counted=counted is not None and (live is not None or steps[0].before is None),
         can_fork=BackendSpec.split(status.backend).kind in ("memory", "overlay"),
         is_overlay=_is_overlay(source),
@@ -119,6 +124,15 @@ def _family(source: WorkspaceSource, sources: Sources) -> list[str]:
     own = {source.key, source.record.forked_from} - {None}
     records = [record for record in sources.records() if record.alive and record.name != source.key]
     return [record.name for record in records if record.name in own or record.forked_from in own]
+
+
+async def _authors(source: WorkspaceSource, steps: Sequence[Step]) -> Mapping[str | None, Counter[str]]:
+    try:
+        return await source.run(authors(steps))
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return {}  # mounted with --no-audit
 
 
 async def _live_counts(source: WorkspaceSource, live: Step) -> Counts | None:
