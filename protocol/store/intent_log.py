@@ -30,10 +30,13 @@ class InterruptedRestore(msgspec.Struct, frozen=True):
     tokens: tuple[str, ...]  # of earlier attempts, whose temporary files may still exist
     started_ns: int
     previous: InterruptedRestore | None = None
+    directories: tuple[bytes, ...] | None = None  # see `RestoreRequest`
 
     def ends(self, other: InterruptedRestore) -> bool:
         """Whether this restore, once complete, also completes `other`."""
-        return not self.paths or (self.snapshot, self.paths) == (other.snapshot, other.paths)
+        if not self.paths and self.directories is None:
+            return True
+        return (self.snapshot, self.paths, self.directories) == (other.snapshot, other.paths, other.directories)
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -58,7 +58,9 @@ class RestoreRequest:
     """Restore `paths` (empty: everything) from `snapshot`.
 
     `safety` is the name of a new snapshot of the state before the restore, tagged `safety_tag`; None: do not take one.
-    Without `remove`, entries that the snapshot lacks stay.
+    Without `remove`, entries that the snapshot lacks stay.  With `directories`, these directories get the metadata that
+    they have in the snapshot, and what is in them stays; then empty `paths` mean none, and a path that is in neither
+    state is no error.
     """
 
     snapshot: str
@@ -67,14 +69,19 @@ class RestoreRequest:
     safety: str | None
     safety_tag: str | None = None
     remove: bool = True
+    directories: tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All steps, in the order of `protocol.diff.plan`, and the paths that are left alone."""
+    """All steps, in the order of `protocol.diff.plan`, and the paths that are left alone.
+
+    `live` is the state that the plan starts from.
+    """
 
     steps: list[Step]
     problems: list[Problem]
+    live: MerkleTree
 
     def changes(self) -> list[Change]:
         """The changes in the order of `protocol.diff.tree_diff.changes`, which ignores a directory's mtime."""
@@ -102,21 +109,35 @@ def _sorted(changes: Iterable[Change]) -> list[Change]:
 
 
 # -- planning --------------------------------------------------------------------------------------
-def plan(live: MerkleTree, wanted: MerkleTree, paths: Sequence[bytes] = (), *, remove: bool = True) -> Plan:
-    """Plan what makes `live`, at and below `paths` or everywhere, equal to `wanted`.
+def plan(live: MerkleTree, wanted: MerkleTree, request: RestoreRequest) -> Plan:
+    """Plan the restore `request`, which makes `live` equal to `wanted`.
 
-    Without `remove`, entries that only `live` has stay.  FileNotFoundError for a path that is in neither.
+    FileNotFoundError for a path that is in neither.
     """
     problems: list[Problem] = []
     pairs: list[Pair] = []
-    for scope in outermost(paths) if paths else [b""]:
+    directories = request.directories
+    for scope in outermost(request.paths) if request.paths or directories is not None else [b""]:
         old, new = _row(live, scope), _row(wanted, scope)
-        if old is None and new is None:
+        if old is None and new is None and directories is None:
             raise os_error(errno.ENOENT, os.fsdecode(scope))
         pairs += _differing(live, wanted, (scope, old, new), problems)
+    for path in directories or ():
+        old, new = _row(live, path), _row(wanted, path)
+        if old is not None and new is not None and old.is_dir and new.is_dir:
+            pairs.append((entry_of(old, path), entry_of(new, path)))
+    if directories:
+        pairs.sort(key=_order)
     found = list(compare_pairs(live, wanted, pairs))
     entries = (_readable_entries(live), _readable_entries(wanted))
-    return Plan(plan_comparisons(found, live, wanted, entries, paths=paths, remove=remove), problems)
+    paths = request.paths or directories or ()
+    return Plan(plan_comparisons(found, live, wanted, entries, paths=paths, remove=request.remove), problems, live)
+
+
+def _order(pair: Pair) -> list[bytes]:
+    entry = pair[1] or pair[0]
+    assert entry is not None
+    return entry.path.split(b"/") if entry.path else []
 
 
 def _differing(

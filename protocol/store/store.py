@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.linux.regular_file import sync_directory
@@ -35,13 +35,13 @@ from protocol.store.format.objects import NewObjects
 from protocol.store.format.packs import DamagedError, PackWriter
 from protocol.store.format.records import Record, encode_record, info_of
 from protocol.store.intent_log import InterruptedRestore, RestoreIntentLog
-from protocol.store.leases import leased
+from protocol.store.leases import Lease, leased
 from protocol.store.mounted import MountedSnapshot
 from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, RestoreRun, plan
 from protocol.store.trees import MerkleTree
 from protocol.store.upkeep import CheckReport, GarbageReport
 from protocol.tree import ByteProgress, no_progress
-from protocol.volume_extensions import SnapshotInfo
+from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 
 if TYPE_CHECKING:
     from protocol.store.directory.source import Source
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from protocol.store.trees import ReadRows
 
 _VERSION: Final = 1
-Kind = Literal["user", "safety"]
 # Called with a workspace, its snapshots (oldest first), and the names of those that are needed, with the reason.
 Choose: TypeAlias = Callable[[str, Sequence[SnapshotInfo], Mapping[str, str]], Iterable[str]]
 
@@ -106,7 +105,7 @@ class Store:
         source: Source,
         *,
         tag: str | None = None,
-        kind: Kind = "user",
+        kind: SnapshotKind = "user",
         unreadable: Unreadable = "fail",
         progress: FileProgress = no_progress,
     ) -> SnapshotInfo:
@@ -131,7 +130,7 @@ class Store:
             )
 
     def _take(
-        self, workspace: str, name: str, source: Source, tag: str | None, kind: Kind, unreadable: Unreadable,
+        self, workspace: str, name: str, source: Source, tag: str | None, kind: SnapshotKind, unreadable: Unreadable,
         progress: FileProgress,
     ) -> tuple[SnapshotInfo, Scanned]:  # fmt: skip
         layout, blobs = self.layout, self.blobs
@@ -151,7 +150,7 @@ class Store:
         return info_of(record), scanned
 
     def _commit(
-        self, workspace: str, name: str, tag: str | None, kind: Kind, created_ns: int, scanned: Scanned,
+        self, workspace: str, name: str, tag: str | None, kind: SnapshotKind, created_ns: int, scanned: Scanned,
         pack: PackWriter,
     ) -> Record:  # fmt: skip
         with self.layout.names_lock(workspace):
@@ -244,6 +243,15 @@ class Store:
         with self.layout.shared():
             return MountedSnapshot(self.layout, self.blobs, self._catalog.get(workspace, name).root)
 
+    def lease(self, workspace: str, name: str) -> Lease:
+        """Keep the content of a snapshot, also if it is dropped, until the caller closes the result.
+
+        SnapshotNotFoundError.
+        """
+        self._require(name)
+        with self.layout.shared():
+            return Lease(self.layout, self._catalog.get(workspace, name).root.content)
+
     def workspaces_with(self, name: str) -> list[str]:
         """The keys of the workspaces that have a snapshot `name`, sorted."""
         if not self.layout.exists():
@@ -302,7 +310,7 @@ class Store:
                 workspace, request.safety, target.source, request.safety_tag, "safety", "skip", progress
             )
         live = MerkleTree(scanned.root, read, target.source)
-        todo = plan(live, wanted, request.paths, remove=request.remove)
+        todo = plan(live, wanted, request)
         planned(todo)
         intents = RestoreIntentLog(self.layout, workspace)
         previous = None
@@ -313,7 +321,7 @@ class Store:
             target.remove_leftovers(scanned.leftovers, token)
         entry = InterruptedRestore(
             request.snapshot, request.paths, request.remove, request.safety, secrets.token_hex(6), tokens,
-            time.time_ns(), previous,
+            time.time_ns(), previous, request.directories,
         )  # fmt: skip
         if not todo.steps:
             intents.close(entry)

@@ -44,7 +44,7 @@ def kill_at(step: str) -> None:
     patched: dict[str, tuple[object, str, bool]] = {
         SOURCE_STEPS[0]: (os, "fork", False),
         SOURCE_STEPS[1]: (forks, "_let_go", False),
-        SOURCE_STEPS[2]: (forks._Started, "ready", False),
+        SOURCE_STEPS[2]: (forks.StartedFork, "ready", False),
         FORK_STEPS[0]: (daemon, "mount_engine", False),
         FORK_STEPS[1]: (daemon, "mount_engine", True),
         FORK_STEPS[2]: (runtime, "write_record", True),

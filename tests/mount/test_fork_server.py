@@ -16,9 +16,9 @@ import pytest
 from tests.support.fork_server import running_fork_server, wait_until
 from vfsd import Workspace
 from vfsd.client import fork_server
-from vfsd.client.daemon_process import daemon_environment
 from vfsd.client.fork_server import ForkedProcess
 from vfsd.client.launch import launch
+from vfsd.machine.daemon_start import daemon_environment
 from vfsd.machine.mounts import clear_dead_mount
 from vfsd.machine.process_properties import process_properties
 from vfsd.wire.handshake import Ready

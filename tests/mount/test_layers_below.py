@@ -199,8 +199,8 @@ def test_an_archive_that_fails_later_is_eio_in_the_log_and_the_changes_stay(work
         ("overlay:{}/missing.zip", "there is no such archive"),
         ("overlay:{}/fifo.zip", "not a regular file"),
         ("overlay:{}/text.zip", "not a ZIP archive"),
-        ("overlay:snapshot:none", "no snapshot of this name"),
-        ("overlay:snapshot:none@{}", "no snapshot of this name"),
+        ("overlay:snapshot:none", "no workspace has a snapshot 'none' in the store"),
+        ("overlay:snapshot:none@{}", "has no snapshot 'none' in the store"),
         ("overlay:snapshot:v1", "2 workspaces have a snapshot v1"),
         ("overlay:{}/missing", "no such directory"),
     ],
@@ -218,24 +218,6 @@ def test_a_layer_that_cannot_be_opened_is_one_line(
         launch(mount_options(workdir / "m", backend.format(workdir)))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_the_advice_for_a_workspace_that_cannot_be_forked_gives_a_copy_that_can(
-    workdir: Path, project: Path, store: Path
-) -> None:
-    for name in ("host", "copy"):
-        (workdir / name).mkdir()
-    with Workspace.mount(workdir / "host", f"host:{project}", name="not-forkable", store=store) as source:
-        with pytest.raises(OSError, match="cannot be forked") as refused:
-            source.fork(workdir / "fork")
-        (advised,) = re.findall(r"overlay:snapshot:NAME@[^ `]+", str(refused.value))
-        source.snapshot("now")
-        backend = advised.replace("NAME", "now")
-        with Workspace.mount(workdir / "copy", backend, name="copy", store=store, engine="native") as copy:
-            (project / "README").write_text("changed by the source")
-            assert (workdir / "copy" / "README").read_text() == "read me"
-            with copy.fork(workdir / "fork", name="copy-fork"):
-                assert (workdir / "fork" / "README").read_text() == "read me"
 
 
 def test_a_layer_that_takes_too_much_of_the_memory_limit_is_refused(workdir: Path, project: Path, store: Path) -> None:

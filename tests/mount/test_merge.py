@@ -32,13 +32,13 @@ from vfsd.wire.messages import wire_path
 Fork = Callable[..., Workspace]
 
 
-@pytest.fixture(params=["memory", "overlay"])
+@pytest.fixture(params=["memory", "overlay", pytest.param("host", marks=pytest.mark.long)])
 def target(request: pytest.FixtureRequest, workdir: Path) -> Iterator[Workspace]:
-    """A workspace with some files; those of an overlay are below it, except for one."""
+    """A workspace with some files; those of an overlay or a directory are below it, except for one."""
     below = workdir / "below"
     below.mkdir()
-    backend = "memory" if request.param == "memory" else f"overlay:{below}"
-    if request.param == "overlay":
+    backend = "memory" if request.param == "memory" else f"{request.param}:{below}"
+    if request.param != "memory":
         fill(below)
     with mounted(workdir / "target", backend=backend, engine="native", name="target") as workspace:
         if request.param == "memory":
@@ -298,15 +298,83 @@ def test_a_base_that_is_gone_is_an_error_that_says_so(target: Workspace, fork: F
     copy = fork()
     put(copy, "new", "new\n")
     target.merge(copy)
-    copy.drop("merged-1")
+    copy.drop("merged-1", force=True)
     put(copy, "new", "newer\n")
     with pytest.raises(FileNotFoundError, match="'copy' that was merged last \\(merged-1\\) is not kept any more"):
         target.merge(copy)
     base = copy.status().base
     assert base is not None
-    target.drop(base)
+    target.drop(base, force=True)
     with pytest.raises(FileNotFoundError, match=f"parted \\({base}\\) is not kept any more in 'target'"):
         target.merge(copy)
+    assert text(target, "new") == "new\n"
+    with pytest.raises(FileNotFoundError, match="adopt --force"):
+        target.adopt(copy)
+    os.link(Path(copy.path, "new"), Path(copy.path, "linked"))
+    put(target, "only-here", "gone\n")
+    done = target.adopt(copy, force=True)
+    assert done.applied
+    assert {each.path for each in done.changes} == {"linked", "new", "only-here"}
+    assert listing(target) == listing(copy)
+    target.undo()
+    assert text(target, "only-here") == "gone\n"
+
+
+def test_a_snapshot_that_a_fork_was_made_from_is_not_dropped_without_a_word(target: Workspace, fork: Fork) -> None:
+    for name in ("base", "other"):
+        target.snapshot(name)
+    copy = fork(snapshot="base")
+    grandchild = fork("grandchild", of=copy)
+    before = names(target)
+    for arguments in (("base",), ("other", "base")):
+        with pytest.raises(
+            OSError, match="base is the base of merges with the running workspace copy and 1 more"
+        ) as raised:
+            target.drop(*arguments)
+        assert raised.value.errno == errno.EBUSY
+        assert "--force" in str(raised.value)
+    assert names(target) == before
+    with pytest.raises(OSError, match="running workspace target"):
+        copy.drop("base")
+    with pytest.raises(OSError, match="running workspace grandchild"):
+        copy.drop(str(grandchild.status().base))
+    answer = CliRunner().invoke(cli, ["drop", "-w", "target", "base", "--force"])
+    assert answer.exit_code == 0, answer.output
+    unmount_when_idle(copy)
+    unmount_when_idle(grandchild)
+    target.drop("other")
+
+
+def test_a_fork_that_was_merged_completely_is_unmounted_without_a_question(target: Workspace, fork: Fork) -> None:
+    def unmount(name: str) -> Any:
+        return CliRunner().invoke(cli, ["unmount", name])
+
+    changed = fork("changed")
+    put(changed, "new", "new\n")
+    put(changed, "tree/file", "changed\n")
+    target.merge(changed, ["new"])
+    assert unmount("changed").exit_code == 1, "a part is missing"
+    target.merge(changed)
+    put(changed, "new", "newer\n")
+    assert unmount("changed").exit_code == 1, "it changed after the merge"
+    target.merge(changed)
+    target.undo()
+    assert unmount("changed").exit_code == 1, "the merge was undone"
+    target.redo()
+    assert unmount("changed").exit_code == 0
+    with_snapshot = fork("with-snapshot")
+    put(with_snapshot, "new", "newest\n")
+    with_snapshot.snapshot("named")
+    target.merge(with_snapshot)
+    assert unmount("with-snapshot").exit_code == 1, "nothing else has its snapshot"
+
+
+def test_the_base_of_a_fork_of_a_fork_is_kept_when_the_fork_between_has_ended(target: Workspace, fork: Fork) -> None:
+    copy = fork()
+    grandchild = fork("grandchild", of=copy)
+    put(grandchild, "new", "new\n")
+    unmount_when_idle(copy)
+    assert target.merge(grandchild).applied
     assert text(target, "new") == "new\n"
 
 
@@ -357,6 +425,7 @@ def test_a_diff_against_a_fork_leads_from_the_target_to_the_fork(target: Workspa
 
 
 # -- programs that run meanwhile -------------------------------------------------------------------------
+@pytest.mark.parametrize("target", ["memory", "overlay"], indirect=True)  # of a directory, files are replaced
 def test_open_files_mappings_and_watchers_follow_a_merge(target: Workspace, fork: Fork) -> None:
     put(target, "mapped", "old" * 2000)
     copy = fork()
@@ -461,15 +530,14 @@ def test_what_cannot_be_merged_says_why(target: Workspace, fork: Fork, workdir: 
         target.merge(target)
     assert raised.value.errno == errno.EINVAL
     (workdir / "served").mkdir()
-    with Workspace.mount(workdir / "host", f"host:{workdir}/served", name="hosted") as host:
-        for here, there in ((target, host), (host, target)):
-            with pytest.raises(OSError, match="only memory and overlay workspaces") as raised:
+    with (
+        mounted(workdir / "host", backend=f"host:{workdir}/served", name="hosted") as host,
+        mounted(workdir / "stranger", engine="native", name="stranger") as stranger,
+    ):
+        for here, there in ((target, host), (host, target), (target, stranger)):
+            with pytest.raises(OSError, match="no state in common") as raised:
                 here.merge(there)
-            assert raised.value.errno == errno.EOPNOTSUPP
-    with mounted(workdir / "stranger", engine="native", name="stranger") as stranger:
-        with pytest.raises(OSError, match="no state in common") as raised:
-            target.merge(stranger)
-        assert raised.value.errno == errno.EINVAL
+            assert raised.value.errno == errno.EINVAL
     with pytest.raises(FileNotFoundError, match="missing"):
         target.merge("missing")
     copy = fork()

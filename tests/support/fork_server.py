@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import zygote
-from vfsd.client.daemon_process import daemon_environment
 from vfsd.client.fork_server import ensure_server, socket_path
+from vfsd.machine.daemon_start import daemon_environment
 from vfsd.machine.process_properties import process_properties
 
 

@@ -159,7 +159,7 @@ def remove(path: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    from vfsd.client.daemon_process import daemon_environment  # noqa: PLC0415 after the packages are there
+    from vfsd.machine.daemon_start import daemon_environment  # noqa: PLC0415 after the packages are there
 
     return daemon_environment()
 

@@ -21,7 +21,7 @@ from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds
 from vfsd.cli.store import collect_with_progress, known_key, show_gc
 from vfsd.client.requests import workspace_key
-from vfsd.daemon.snapshots.base import is_staged
+from vfsd.daemon.snapshots.base import is_merge_base, is_staged
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import SnapshotRecord, SnapshotsResult, from_wire_path, wire_path
 
@@ -171,6 +171,7 @@ def _prune_store(
                 return ()
             # `vfsd export` and `import` have temporary snapshots.
             shown = [info for info in infos if not is_staged(info.name)]
+            needed = {**{info.name: info.tag or "" for info in infos if is_merge_base(info)}, **needed}
             workspace = _judged(wire_path(os.fsencode(key)), policy, shown, needed, now_ns)
             found.append(workspace)
             return () if dry_run else [each["name"] for each in workspace["remove"]]

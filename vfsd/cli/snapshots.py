@@ -127,17 +127,21 @@ def _signed(counts: messages.ChangeCounts | None) -> str | None:
     """,
 )
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_snapshot)
+@click.option("-f", "--force", is_flag=True, help="Drop also snapshots that running workspaces need to be merged.")
 @click.pass_obj
-def drop_command(app: App, names: tuple[str, ...]) -> None:
+def drop_command(app: App, names: tuple[str, ...], *, force: bool) -> None:
     """Delete snapshots.
 
     The live state and the other snapshots do not change.  Either all of the named snapshots are dropped or, if one
     does not exist, none.  Dropping a safety snapshot that `vfsd restore --undo` or `--redo` would go to removes that
     step; the command names it.  `vfsd store gc` frees the disk space of dropped snapshots, and so does a mounted
     workspace after every 16 drops.
+
+    A snapshot that a running fork was made from is the base of merges with that fork, so it is not dropped.  --force
+    drops it; then only `vfsd adopt --force` takes over what the fork has.
     """
     try:
-        answer = app.call(app.requests.drop(*names))
+        answer = app.call(app.requests.drop(*names, force=force))
     except FileNotFoundError as error:
         raise _none_was_dropped(error, names) from None
     app.emit(answer, _show_dropped)

@@ -20,6 +20,7 @@ from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds, in_home
 from vfsd.client.requests import workspace_key
+from vfsd.machine.runtime import read_records
 from vfsd.wire.messages import ProgressReport, from_wire_path, wire_path
 
 _NAMES_SHOWN: Final = 5
@@ -268,9 +269,10 @@ def show_gc(report: GarbageReport) -> None:
     """,
 )
 @click.option("--all", "drop_all", is_flag=True, help="Drop all snapshots of the workspace.")
+@click.option("-f", "--force", is_flag=True, help="Drop also snapshots that running forks need to be merged.")
 @click.argument("key", metavar="WORKSPACE")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], drop_all: bool) -> None:
+def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], drop_all: bool, force: bool) -> None:
     """Delete some snapshots of a workspace, mounted or not, or (--all) all of them.
 
     WORKSPACE is host:DIR, or another name that `vfsd store list` prints.  Without names and --all the command asks on
@@ -282,7 +284,10 @@ def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], dr
     key = known_key(key, store)
     dropped: list[str] = []
     app.interrupted = "interrupted: nothing was dropped"
-    for name in _to_drop(store, key, names, drop_all=drop_all, may_ask=not app.json):
+    chosen = _to_drop(store, key, names, drop_all=drop_all, may_ask=not app.json)
+    if not force:
+        _check_not_forked(store, key, chosen)
+    for name in chosen:
         store.drop(key, name)
         dropped.append(name)
         app.interrupted = f"interrupted: {counted(len(dropped), 'snapshot was', 'snapshots were')} dropped"
@@ -326,6 +331,16 @@ def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, 
             what = f"{name} is needed to finish or undo the restore of {key} that was interrupted"
             raise OSError(errno.EBUSY, f"{what}: {advice}")
     return list(dict.fromkeys(names))
+
+
+def _check_not_forked(store: Store, key: str, names: list[str]) -> None:
+    """Raise OSError (EBUSY) if a running fork was made from one of the snapshots `names`."""
+    instance = store.layout.workspace_id(key)
+    for record in read_records():
+        for each in record.ancestors if record.alive else ():
+            if each.instance == instance and each.state.name in names:
+                what = f"{each.state.name} is the base of the running fork {record.name}, which could not be merged"
+                raise OSError(errno.EBUSY, f"{what} without it: unmount the fork first, or add --force")
 
 
 def _some(names: list[str]) -> str:

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from protocol.linux.regular_file import open_regular
-from vfsd.client.daemon_process import daemon_environment
 from vfsd.machine import memory_limits
+from vfsd.machine.daemon_start import daemon_environment
 from vfsd.machine.process_properties import RESOURCES, interpreter_key, is_in_private_mounts, process_properties
 from vfsd.machine.runtime import ensure_socket_dir
 from vfsd.wire import fork_messages

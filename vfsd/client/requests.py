@@ -116,17 +116,18 @@ class Requests:
             lambda answer: [to_snapshot(record) for record in answer.snapshots],
         )
 
-    def drop(self, name: str, *others: str) -> RemoteCall[None]:
+    def drop(self, name: str, *others: str, force: bool = False) -> RemoteCall[None]:
         """Delete snapshots: all of the named ones or, if one does not exist (FileNotFoundError), none.
 
-        An export or diff that is reading a snapshot completes.
+        OSError(EBUSY) if one of them is the base of a merge with a running workspace, such as a fork that was made from
+        it; `force` drops it nevertheless.  An export or diff that is reading a snapshot completes.
         """
-        return RemoteCall("drop", messages.DropParams(name=name, also=list(others)), lambda _: None)
+        return RemoteCall("drop", messages.DropParams(name=name, also=list(others), force=force), lambda _: None)
 
     def drop_unneeded(self, created_at: Mapping[str, str]) -> RemoteCall[None]:
         """Delete the snapshots with these names and times, or none: see `messages.DropParams`.  At least one."""
         name, *others = created_at
-        return RemoteCall("drop", messages.DropParams(name, others, dict(created_at)), lambda _: None)
+        return RemoteCall("drop", messages.DropParams(name, others, created_at=dict(created_at)), lambda _: None)
 
     def restore(
         self,

@@ -277,9 +277,11 @@ class Workspace(WorkspaceBase):
         the snapshots of this one, a daemon of its own, and `name` (None: made from `path`).  A missing directory `path`
         is made; its parent must exist.  The end of a `with` block unmounts the fork.
 
-        OSError: EOPNOTSUPP if the backend is neither memory nor an overlay, or the engine is not native; ENOMEM;
-        FileExistsError or OSError(EBUSY, ENOTEMPTY, ...) if nothing can be mounted at `path`.  FileNotFoundError if
-        there is no such snapshot.
+        A fork of a directory or a container is an overlay in memory over a snapshot in the store: see docs/forks.md.
+
+        OSError: EOPNOTSUPP for a memory or overlay workspace whose engine is not native; ENOMEM; FileExistsError or
+        OSError(EBUSY, ENOTEMPTY, ...) if nothing can be mounted at `path`.  FileNotFoundError if there is no such
+        snapshot.
         """
         with fork_target(path, name) as (chosen, mountpoint):
             ready = self._run(self._requests.fork(chosen, mountpoint, snapshot))

@@ -38,6 +38,7 @@ from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
 from vfsd.daemon.forks import Forks, Origin
 from vfsd.daemon.memory_trim import MemoryTrim
+from vfsd.daemon.merging.records import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
@@ -84,6 +85,11 @@ async def run_daemon(
     recovered = await trio.to_thread.run_sync(_recover, options) if origin is None else None
     if origin is None:
         backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
+        if options.origin is not None:
+            # Start-up: few mounts are forks.
+            from vfsd.daemon.stored_forks import opened_origin  # noqa: PLC0415
+
+            origin = opened_origin(options.origin, backend)
     else:
         backend = origin.backend
         volume = snapshotable(backend.volume)
@@ -106,7 +112,7 @@ async def run_daemon(
         audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
         with _alone():
             recovered = _recover(options) or recovered
-            if origin is not None:
+            if origin is not None and origin.family is not None:
                 origin.family.join()
             engine = mount_engine(options.kernel.engine, backend.volume, settings, replay)
     except BaseException:
@@ -124,6 +130,11 @@ async def run_daemon(
                 await trio.to_thread.run_sync(engine.unmount)
         backend.close()
         audit.close()
+        if options.origin is not None:
+            from vfsd.daemon.stored_forks import drop_base  # noqa: PLC0415 (as above)
+
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(drop_base, options)
 
 
 class _Daemon:
@@ -187,6 +198,8 @@ class _Daemon:
                 self._commands = commands = choose_commands(options, self._backend.container, snapshots)
                 start = Start(started_at, self._started_by, self._origin)
                 forks = Forks(options, self._backend, engine.name, nursery, self._run_fork, self._origin)
+                if snapshots is not None:
+                    snapshots.needed_by_others = forks.needed
                 methods = Methods(
                     mounted, snapshots, options.workspace, start, commands, forks, self._imported.wait, self._audit
                 )
@@ -202,7 +215,7 @@ class _Daemon:
                 # Waits for an answer of the loop, which serves already.
                 await trio.to_thread.run_sync(os.stat, options.workspace.mountpoint, abandon_on_cancel=True)
                 await nursery.start(commands.attend)
-                record = self._record(socket, started_at)
+                record = self._record(socket, started_at, forks)
                 runtime.write_record(record)
                 # Raises if the starter is gone.  An error up to here undoes the mount; a later one is a crash.
                 ready(
@@ -220,6 +233,8 @@ class _Daemon:
                 for warning in self._engine.warnings:
                     _logger.warning("%s", warning, extra={"operation": "mount"})
                 nursery.start_soon(self._import_rest)
+                if self._backend.stored is not None and snapshots is not None:
+                    nursery.start_soon(snapshots.drop_unused_bases)  # of forks that were killed
                 self._notifier.ready(f"serving {options.workspace.mountpoint}")
                 _logger.info(
                     "mounted, served by the %s engine", self._engine.name,
@@ -252,7 +267,7 @@ class _Daemon:
                 await trio.sleep(_ANSWER_POLL_S)
         nursery.cancel_scope.cancel()
 
-    def _record(self, socket: str, started_at: str) -> WorkspaceRecord:
+    def _record(self, socket: str, started_at: str, forks: Forks) -> WorkspaceRecord:
         pid = os.getpid()
         journal = journaled(self._backend.volume)
         return WorkspaceRecord(
@@ -266,6 +281,8 @@ class _Daemon:
             socket=socket,
             forked_from=None if self._origin is None else self._origin.source,
             journal=None if journal is None else journal.journal_status().directory,
+            instance=forks.instance,
+            ancestors=tuple(map(ancestor_record, forks.ancestors)),
         )
 
     # -- the end -------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import trio
@@ -38,15 +38,15 @@ from msgspec.structs import replace
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.values import Value
-from protocol.volume_extensions import ForkableVolume, forkable
+from protocol.volume_extensions import ForkableVolume, SnapshotInfo, forkable
 from vfsd.daemon.fork_family import ForkFamily
-from vfsd.daemon.merging.lineage import Ancestor, StateId
+from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId
+from vfsd.daemon.merging.needed import needed_states
+from vfsd.daemon.started_fork import StartedFork
 from vfsd.daemon.starting import serve_starter
-from vfsd.machine import mounts
 from vfsd.machine.daemon_log import log_path, open_log
-from vfsd.machine.mountinfo import mount_at
-from vfsd.machine.runtime import ensure_socket_dir, read_records, remove_record
-from vfsd.wire.handshake import Failed, Ready, decode_report
+from vfsd.machine.runtime import ensure_socket_dir
+from vfsd.wire.handshake import Ready
 from vfsd.wire.options import JournalOptions
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ if TYPE_CHECKING:
     from vfsd.daemon.snapshots.history import UndoHistory
     from vfsd.wire.options import MountOptions
 
-START_TIMEOUT_S: Final = 60.0
-_REPORT_BYTES: Final = 1 << 20
-_SYSTEMD: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")
+SYSTEMD: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")
 _NATIVE: Final = "native"
 _DESCRIPTORS: Final = 512
 _MEASURE_S: Final = 1.0
@@ -69,7 +67,8 @@ class Origin(Value):
 
     `base`: the snapshot of both workspaces that is their last common state.  `restores_base`: the source changed since
     that snapshot, or it is an older one.  `ancestors`: the workspaces that the fork descends from, the source last.
-    `merges`: what was merged into each state.
+    `merges`: what was merged into each state.  `family`: None for a fork over a stored snapshot, which shares no
+    memory.  `twin`: a snapshot of such a fork, or of its forks, and the stored snapshot that is the same state.
     """
 
     source: str
@@ -79,8 +78,9 @@ class Origin(Value):
     history: UndoHistory
     ancestors: tuple[Ancestor, ...]
     merges: MergeLog
-    family: ForkFamily
+    family: ForkFamily | None
     source_pid: int
+    twin: tuple[StateId, StateId] | None = None
 
 
 class Steps(NamedTuple):
@@ -110,37 +110,64 @@ class Forks:
         run: RunFork,
         origin: Origin | None,
     ) -> None:
-        self._options = options
+        self.source_options = options
         self._backend = backend
         self._engine = engine
-        self._nursery = nursery
+        self.nursery = nursery
         self._run = run
         self.base = None if origin is None else origin.base
         self._source_pid = None if origin is None else origin.source_pid
         self.ancestors = () if origin is None else origin.ancestors
-        self.instance = secrets.token_hex(8)  # identifies this daemon in the lineage of its forks
+        self.stored = backend.stored
+        # Identifies the workspace in the lineage of its forks: one whose snapshots are in a store is the same when it
+        # is mounted again.
+        self.instance = secrets.token_hex(8)
+        if self.stored is not None:
+            self.instance = self.stored.store.layout.workspace_id(self.stored.key)
         self.count = 0  # made since this daemon started
+        self.twin = None if origin is None else origin.twin
         self._family = None if origin is None else origin.family
-        if origin is not None:
+        if self._family is not None:
             nursery.start_soon(self._measure_memory)
         self._bases: dict[str, int] = {}  # the running forks of each base
         self._kept: set[str] = set()  # the bases that are snapshots of this class
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a workspace with this backend can have forks."""
+        return self.stored is not None or forkable(self._backend.volume) is not None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this process shares memory with forks or with its source."""
+        return self._family is not None
+
+    def needed(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, list[str]]:
+        """Return the names of the workspaces that need a snapshot to be merged with this one, by the snapshot's name.
+
+        `infos`: the snapshots to look at.  Any thread.
+        """
+        if not infos:
+            return {}
+        here = Lineage(self.instance, self.source_options.workspace.name, self.ancestors, (), ())
+        found = needed_states(here, infos)
+        own = {StateId.of(info): info.name for info in infos}
+        if self.twin is not None and self.twin[0] in own:
+            own[self.twin[1]] = own[self.twin[0]]
+        return {own[state]: names for state, names in found.items() if state in own}
+
+    def temporary(self) -> str:
+        """The directory for temporary files of a workspace whose snapshots are in a store."""
+        assert self.stored is not None
+        return self.stored.store.layout.tmp
 
     @property
     def volume(self) -> ForkableVolume:
         """The volume.  OSError (EOPNOTSUPP) if this workspace cannot be forked."""
         volume = forkable(self._backend.volume)
         if volume is None:
-            workspace = self._options.workspace
-            kind = workspace.backend.kind
+            kind = self.source_options.workspace.backend.kind
             advice = "export it, mount it with `vfsd mount MOUNTPOINT --backend overlay:FILE.zip`, and fork that"
-            if self._backend.stored is not None:
-                at = f"@{workspace.backend.argument}" if kind == "host" else ""
-                given = f" --store {workspace.store}" if workspace.store else ""
-                advice = (
-                    f"take a snapshot with `vfsd snapshot -w {workspace.name} NAME`, mount it with"
-                    f" `vfsd mount MOUNTPOINT --backend overlay:snapshot:NAME{at}{given}`, and fork that"
-                )
             raise OSError(errno.EOPNOTSUPP, f"a workspace with the backend {kind} cannot be forked: {advice}")
         if self._engine != _NATIVE:
             raise OSError(
@@ -161,9 +188,9 @@ class Forks:
     def options(self, name: str, mountpoint: str) -> MountOptions:
         """The options of a fork: those of this workspace."""
         return replace(
-            self._options,
-            workspace=replace(self._options.workspace, name=name, mountpoint=mountpoint),
-            content=replace(self._options.content, archive=None),
+            self.source_options,
+            workspace=replace(self.source_options.workspace, name=name, mountpoint=mountpoint),
+            content=replace(self.source_options.content, archive=None),
             journal=JournalOptions(),  # two daemons cannot append to one journal
         )
 
@@ -176,7 +203,7 @@ class Forks:
         *,
         restores_base: bool,
         keeps_base: bool,
-    ) -> _Started:
+    ) -> StartedFork:
         """Fork now.  With `keeps_base`, the snapshot `base` is dropped when the last fork that has this base has ended.
 
         The caller holds the workspace's `change_lock`, and awaited nothing since it looked at the state.
@@ -184,18 +211,28 @@ class Forks:
         OSError if the process cannot be made.
         """
         volume = self.volume
+        self._drop_bases()
         _check_memory()
         if self._family is None:
             self._family = ForkFamily()
-            self._nursery.start_soon(self._measure_memory)
+            self.nursery.start_soon(self._measure_memory)
         self._family.check_fork(volume.usage())
         options = self.options(name, mountpoint)
-        source = self._options.workspace.name
+        source = self.source_options.workspace.name
         ancestor = Ancestor(self.instance, source, StateId.of(volume.snapshot(base)))
         ancestors = (*self.ancestors, ancestor)
         history, merges = steps
         origin = Origin(
-            source, base, restores_base, self._backend, history, ancestors, merges, self._family, os.getpid()
+            source,
+            base,
+            restores_base,
+            self._backend,
+            history,
+            ancestors,
+            merges,
+            self._family,
+            os.getpid(),
+            self.twin,
         )
         log_fd, _ = open_log(log_path(name))
         try:
@@ -214,8 +251,8 @@ class Forks:
         self._bases[base] = self._bases.get(base, 0) + 1
         if keeps_base:
             self._kept.add(base)
-        self._nursery.start_soon(self._reap, pid, pidfds[0], base)
-        return _Started(report_fd, pidfds[1], pid, options.workspace.mountpoint)
+        self.nursery.start_soon(self._reap, pid, pidfds[0], base)
+        return StartedFork(report_fd, pidfds[1], pid, options.workspace.mountpoint)
 
     async def _measure_memory(self) -> None:
         """Publish about once a second what this process takes of its family's memory."""
@@ -234,10 +271,17 @@ class Forks:
         finally:
             os.close(pidfd)
         self._bases[base] -= 1
-        if self._bases[base] == 0 and base in self._kept:
-            self._kept.remove(base)
-            with contextlib.suppress(SnapshotNotFoundError):  # dropped or pruned meanwhile
-                self.volume.drop_snapshot(base)
+        self._drop_bases()
+
+    def _drop_bases(self) -> None:
+        """Drop the bases that no fork has any more, and no fork of such a fork."""
+        unused = [info for info in self.volume.snapshots() if info.name in self._kept and not self._bases[info.name]]
+        needed = self.needed(unused)
+        for info in unused:
+            if info.name not in needed:
+                self._kept.remove(info.name)
+                with contextlib.suppress(SnapshotNotFoundError):  # dropped or pruned meanwhile
+                    self.volume.drop_snapshot(info.name)
 
     def _become(self, options: MountOptions, origin: Origin, log_fd: int, report_fd: int) -> int:
         """Run the fork's daemon in the new process; return the exit status."""
@@ -245,65 +289,12 @@ class Forks:
         _reset_signals()
         for standard in (1, 2):
             os.dup2(log_fd, standard)
-        _replace_descriptors({0, 1, 2, report_fd}, self._options.workspace.mountpoint)
-        for name in _SYSTEMD:
+        _replace_descriptors({0, 1, 2, report_fd}, self.source_options.workspace.mountpoint)
+        for name in SYSTEMD:
             os.environ.pop(name, None)
         sys.argv[1:] = []
         run = functools.partial(self._run, started_by=f"a fork of {origin.source}", origin=origin)
         return serve_starter(options, report_fd, run)
-
-
-class _Started:
-    """A process that was forked and does not serve yet."""
-
-    def __init__(self, report_fd: int, pidfd: int, pid: int, mountpoint: str) -> None:
-        self._report_fd = report_fd
-        self._pidfd = pidfd
-        self._pid = pid
-        self._mountpoint = mountpoint
-
-    async def ready(self) -> Ready:
-        """Wait until the fork's mount answers.  If this is cancelled, the fork undoes its start and ends.
-
-        OSError with the fork's message if it failed; EIO if it died; TimeoutError if it takes too long.
-        """
-        os.set_blocking(self._report_fd, False)
-        received = b""
-        try:
-            with trio.move_on_after(START_TIMEOUT_S) as waiting:
-                while not received.endswith(b"\n"):
-                    await trio.lowlevel.wait_readable(self._report_fd)
-                    piece = os.read(self._report_fd, _REPORT_BYTES)
-                    if not piece:
-                        await self._clear()
-                        raise OSError(errno.EIO, "the fork's daemon died while starting; its log says more")
-                    received += piece
-            if waiting.cancelled_caught:
-                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
-                raise TimeoutError(errno.ETIMEDOUT, f"the fork did not start within {START_TIMEOUT_S:g} s")
-        finally:
-            os.close(self._report_fd)
-            os.close(self._pidfd)
-        report = decode_report(received)
-        if isinstance(report, Failed):
-            raise report.error()
-        return report
-
-    async def _clear(self) -> None:
-        """Remove the mount and the record of a fork that died before it could undo its start."""
-        with trio.CancelScope(shield=True):
-            with trio.move_on_after(START_TIMEOUT_S):
-                await trio.lowlevel.wait_readable(self._pidfd)  # it has closed all its descriptors
-            await trio.to_thread.run_sync(_clear_dead, self._pid, self._mountpoint)
-
-
-def _clear_dead(pid: int, mountpoint: str) -> None:
-    mount = mount_at(mountpoint)
-    if mount is not None and mount.is_vfsd and mounts.is_dead(mountpoint, timeout_s=START_TIMEOUT_S):
-        mounts.clear_dead_mount(mountpoint, timeout_s=START_TIMEOUT_S)
-    for record in read_records():
-        if record.pid == pid and record.mountpoint == mountpoint and not record.alive:
-            remove_record(record)
 
 
 def _check_memory() -> None:

@@ -33,6 +33,7 @@ from vfsd.machine.selection import (
     socket_dir,
 )
 from vfsd.wire.backend_spec import BackendSpec
+from vfsd.wire.merge_messages import AncestorRecord
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import NAME_PATTERN
 
@@ -103,6 +104,8 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     socket: str
     forked_from: str | None = None  # the name of the workspace that this one is a fork of
     journal: str | None = None  # the directory of its journal
+    instance: str = ""  # of the daemon: see `vfsd.daemon.merging.lineage`, as for the next one
+    ancestors: tuple[AncestorRecord, ...] = ()
 
     @property
     def alive(self) -> bool:

@@ -44,7 +44,8 @@ class ConflictRecord(msgspec.Struct, omit_defaults=True):
 class MergeResult(msgspec.Struct):
     """Result of `merge` and of `adopt`.
 
-    `base` is the snapshot that the changes of both sides are counted from.  `applied` is False for a dry run, and if
+    `base` is the snapshot that the changes of both sides are counted from; empty if `adopt` with `force` found none.
+    `applied` is False for a dry run, and if
     conflicts prevented the merge: then nothing was changed, and `changes` are those without the conflicts.
     `counts` covers all changes, `changes` lists the first CHANGES_LISTED.  `safety_snapshot` is the state before; None
     if nothing was changed.
@@ -101,7 +102,7 @@ class LineageResult(msgspec.Struct, frozen=True):
 
 
 class ChangesParams(Params, kw_only=True):
-    """Parameters of `changes`: send what the live state has changed.
+    """Parameters of `changes`: send what the live state has changed.  Without `fork_point`, send everything.
 
     The output is one delta from `fork_point` to `base` if that is not None, and one from `base` (or else `fork_point`)
     to the live state.  `max_bytes` bounds them together: ENOSPC.
@@ -110,7 +111,7 @@ class ChangesParams(Params, kw_only=True):
     workspace are dropped, except for those in `keep`, by serial.
     """
 
-    fork_point: StateRecord
+    fork_point: StateRecord | None = None
     base: StateRecord | None = None
     max_bytes: int
     merge_into: str | None = None

@@ -269,12 +269,15 @@ class SnapshotsResult(msgspec.Struct):
 class DropParams(Params):
     """Parameters of `drop`: delete the snapshots `name` and `also`, or none of them if one does not exist.
 
+    EBUSY if a running workspace needs one of them to be merged with this one, unless `force` is set.
+
     With `created_at`, none of them unless each is still the one that a client has seen: ENOENT if one was not taken at
     the time that this maps its name to, as `SnapshotRecord` writes it, and EBUSY if one is needed now.
     """
 
     name: str
     also: list[str] = []
+    force: bool = False
     created_at: dict[str, str] | None = None
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from protocol.values import Value
 from vfsd.wire.backend_spec import MEMORY, BackendSpec
+from vfsd.wire.merge_messages import AncestorRecord
 
 TransportChoice = Literal["auto", "rootfs", "agent"]
 TRANSPORTS: Final = ("auto", "rootfs", "agent")
@@ -123,8 +124,20 @@ class AuditOptions(Value):
     audit_file: str | None = None
 
 
+class StoredOrigin(Value):
+    """What a fork over a stored snapshot comes from; set by the daemon that makes the fork.
+
+    `source`: the source, and the snapshot, which is below the fork.  `workspace`: the key of the source in the store.
+    `merged`: what was merged into that state.
+    """
+
+    source: AncestorRecord
+    workspace: str
+    merged: tuple[AncestorRecord, ...] = ()
+
+
 class MountOptions(Value):
-    """All options of one mount."""
+    """All options of one mount.  `origin` is no option: only a fork has one."""
 
     workspace: WorkspaceOptions
     kernel: KernelOptions = msgspec.field(default_factory=KernelOptions)
@@ -135,6 +148,7 @@ class MountOptions(Value):
     container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)
     audit: AuditOptions = msgspec.field(default_factory=AuditOptions)
+    origin: StoredOrigin | None = None
 
     @classmethod
     def of(cls, mountpoint: str, name: str, **values: Any) -> MountOptions:

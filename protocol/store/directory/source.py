@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from protocol.tree import Tree, TreeEntry
 
 _O_READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+_NUMBERS_END: Final = 1 << 63  # listings hold numbers of 64 bits
 
 
 class Source(Protocol):
@@ -125,6 +126,7 @@ class _TreeScan:
         self._progress = progress
         self._open: list[tuple[TreeEntry, list[Row]]] = []
         self._links: dict[int, tuple[bytes, int]] = {}
+        self._large_links: dict[int, int] = {}
         self._files = 0
         self._read_bytes = 0
 
@@ -168,8 +170,14 @@ class _TreeScan:
         xattrs = tuple(sorted(entry.xattrs.items()))
         rare = None
         if link or entry.rdev or xattrs or entry.nlink != 1:
-            rare = More(link=link, nlink=entry.nlink, rdev=entry.rdev, xattrs=xattrs)
+            rare = More(link=self._stored_number(link), nlink=entry.nlink, rdev=entry.rdev, xattrs=xattrs)
         return Row(entry.name, entry.mode, entry.uid, entry.gid, entry.mtime_ns, size, content, rare)
+
+    def _stored_number(self, link: int) -> int:
+        """Return `link`, or a number of 64 bits in its place: a merged tree has larger ones."""
+        if link < _NUMBERS_END:
+            return link
+        return self._large_links.setdefault(link, _NUMBERS_END + len(self._large_links))
 
     def _content(self, entry: TreeEntry, link: int) -> tuple[bytes, int]:
         if link in self._links:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec.structs import astuple
@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 from protocol.store.format.layout import Layout
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import Row, encodable
-from protocol.volume_extensions import SnapshotInfo
+from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 
 if TYPE_CHECKING:
     from protocol.store.format.packs import Pack
@@ -32,7 +32,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     directories: int
     size_bytes: int
     tag: str | None
-    kind: Literal["user", "safety"]
+    kind: SnapshotKind
     unstable: tuple[bytes, ...]
     unreadable: tuple[bytes, ...]
     root: Row

@@ -27,12 +27,14 @@ def open_snapshot(options: MountOptions) -> TreeLower:
     store = Store(options.workspace.store)
     check_outside(options, store)
     try:
-        key = f"host:{os.path.realpath(directory)}" if directory else _only_workspace(store, name)
+        if options.origin is not None:
+            key = options.origin.workspace
+        else:
+            key = f"host:{os.path.realpath(directory)}" if directory else _only_workspace(store, name)
         try:
             mounted = store.mounted(key, name)
         except SnapshotNotFoundError:
-            advice = f"{key} has no snapshot of this name in the store {store.directory}; `vfsd store list` shows all"
-            raise FileNotFoundError(errno.ENOENT, advice, name) from None
+            raise _missing(name, f"{key} has no snapshot", store) from None
     except BaseException:
         store.close()
         raise
@@ -45,12 +47,17 @@ def open_snapshot(options: MountOptions) -> TreeLower:
     )
 
 
+def _missing(name: str, who_has_none: str, store: Store) -> FileNotFoundError:
+    given = "" if store.directory == Store().directory else f" --store {store.directory}"
+    advice = f"`vfsd store list{given}` shows all snapshots, and `vfsd store list WORKSPACE{given}` those of one"
+    return FileNotFoundError(errno.ENOENT, f"{who_has_none} {name!r} in the store {store.directory}; {advice}")
+
+
 def _only_workspace(store: Store, name: str) -> str:
     """Return the key of the only workspace that has a snapshot `name`.  FileNotFoundError; ValueError if several do."""
     keys = store.workspaces_with(name)
     if not keys:
-        advice = f"the store {store.directory} has no snapshot of this name; `vfsd store list` shows all"
-        raise FileNotFoundError(errno.ENOENT, advice, name)
+        raise _missing(name, "no workspace has a snapshot", store)
     if len(keys) > 1:
         directories = [key.removeprefix("host:") for key in keys if key.startswith("host:")]
         example = f"overlay:snapshot:{name}@{directories[0]}" if directories else f"overlay:snapshot:{name}@DIRECTORY"

@@ -1,6 +1,7 @@
 """`fork`: make a workspace that starts as a copy of this one.
 
-Threading: the serving loop.  Between the snapshot and fork(2) nothing awaits, so both have the same state.
+Threading: the serving loop.  Between the snapshot and fork(2) nothing awaits, so both have the same state.  A workspace
+whose snapshots are in a store is not copied: `vfsd.daemon.stored_forks` mounts an overlay over such a snapshot.
 """
 
 from __future__ import annotations
@@ -8,24 +9,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 import trio
 
-from protocol.errors import SnapshotNotFoundError
-from protocol.volume_extensions import ForkableVolume
+from protocol.errors import SnapshotNotFoundError, shown
+from protocol.volume_extensions import ForkableVolume, SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.parameters import absolute_path
 from vfsd.daemon.control.snapshot_methods import required
 from vfsd.daemon.forks import Forks, Steps
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, SnapshotService, free_name
+from vfsd.daemon.snapshots.base import FORK_PREFIX, SnapshotService, fork_tag, free_name
 from vfsd.machine import mounts
 from vfsd.machine.runtime import read_record
+from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import ForkParams, ForkResult, InvalidParamsError, wire_path
 from vfsd.wire.options import NAME_PATTERN
 
-_TAG_CHARACTERS: Final = 200
+if TYPE_CHECKING:
+    from vfsd.daemon.snapshots.stored import Stored
+    from vfsd.daemon.stored_forks import StoredForks
+
+_PATHS_SHOWN: Final = 3
 
 
 class ForkMethod:
@@ -35,14 +42,16 @@ class ForkMethod:
         self._mounted = mounted
         self._snapshots = snapshots
         self._forks = forks
+        self._stored_forks: StoredForks | None = None
 
     async def fork(self, params: ForkParams, call: CallContext) -> ForkResult:
         """Fork, and return when the fork's mount answers."""
         if not NAME_PATTERN.fullmatch(params.name):
             raise InvalidParamsError(f"not a workspace name: {params.name!r}")
         mountpoint = absolute_path(params.mountpoint)
-        volume = self._forks.volume
         snapshots = required(self._snapshots)
+        if self._forks.stored is None:
+            _ = self._forks.volume  # raises if it cannot be forked
         if (mountpoint + "/").startswith(self._mounted.mountpoint.rstrip("/") + "/"):
             raise OSError(errno.EINVAL, "a fork cannot be mounted inside its source", mountpoint)
         record = read_record(params.name)
@@ -51,6 +60,10 @@ class ForkMethod:
             raise FileExistsError(errno.EEXIST, reason)
         # The fork checks it again; an error here leaves nothing behind.
         await trio.to_thread.run_sync(mounts.check_mountpoint, mountpoint)
+        if self._forks.stored is not None:
+            ready, info = await self._over_snapshot(self._forks.stored, snapshots).fork(params, mountpoint, call)
+            return _result(ready, info.name, [*ready.warnings, *_incomplete(info)])
+        volume = self._forks.volume
         made = None  # the base, if this call took it
         try:
             async with self._mounted.change_lock:
@@ -58,7 +71,7 @@ class ForkMethod:
                 steps = Steps(await snapshots.history(), snapshots.merges)
                 call.commit()  # what follows takes some milliseconds, and undoes itself if it fails
                 if params.snapshot is None:
-                    base = made = _take_base(volume, f"{FORK_TAG}{params.name} at {mountpoint}")
+                    base = made = _take_base(volume, fork_tag(params.name, mountpoint))
                 else:
                     base = volume.snapshot(params.snapshot).name
                 started = self._forks.start(
@@ -70,13 +83,41 @@ class ForkMethod:
                 with contextlib.suppress(SnapshotNotFoundError):  # dropped when the fork ended
                     volume.drop_snapshot(made)
             raise
-        place, socket = (wire_path(os.fsencode(path)) for path in (ready.mountpoint, ready.socket))
-        return ForkResult(ready.name, place, socket, ready.pid, ready.engine, base, list(ready.warnings))
+        return _result(ready, base, ready.warnings)
+
+    def _over_snapshot(self, stored: Stored, snapshots: SnapshotService) -> StoredForks:
+        # Start-up: few workspaces need these modules.
+        from vfsd.daemon.snapshots.stored import StoreSnapshots  # noqa: PLC0415
+        from vfsd.daemon.stored_forks import StoredForks  # noqa: PLC0415
+
+        if self._stored_forks is None:
+            assert isinstance(snapshots, StoreSnapshots), "the snapshots are in `stored`"
+            forks = self._forks
+            self._stored_forks = StoredForks(forks.source_options, stored, snapshots, forks.instance, forks.nursery)
+        return self._stored_forks
+
+
+def _result(ready: Ready, base: str, warnings: Sequence[str]) -> ForkResult:
+    place, socket = (wire_path(os.fsencode(path)) for path in (ready.mountpoint, ready.socket))
+    return ForkResult(ready.name, place, socket, ready.pid, ready.engine, base, list(warnings))
+
+
+def _incomplete(base: SnapshotInfo) -> Iterator[str]:
+    """Say which files the fork lacks, and which may be wrong in it."""
+    for paths, what in (
+        (base.unreadable, "could not be read, and {} not in the fork"),
+        (base.unstable, "changed while {} read, and may mix old and new content in the fork"),
+    ):
+        if paths:
+            named = ", ".join(map(shown, paths[:_PATHS_SHOWN])) + (", ..." if len(paths) > _PATHS_SHOWN else "")
+            files = f"{len(paths)} files" if len(paths) > 1 else "1 file"
+            many = len(paths) > 1
+            verb = ("are" if many else "is") if paths is base.unreadable else ("they were" if many else "it was")
+            yield f"{files} {what.format(verb)}: {named}"
 
 
 def _take_base(volume: ForkableVolume, tag: str) -> str:
     """Take the snapshot that both workspaces have in common; return its name."""
     name = free_name(FORK_PREFIX, volume.snapshots())
-    clean = tag.encode("utf-8", "backslashreplace").decode()
-    volume.take_snapshot(name, tag=clean[:_TAG_CHARACTERS], kind="automatic")
+    volume.take_snapshot(name, tag=tag, kind="automatic")
     return name

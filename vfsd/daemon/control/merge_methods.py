@@ -2,8 +2,9 @@
 
 1. The other daemon keeps its state and sends its changes (`vfsd.daemon.merging.other`).
 2. A worker thread computes the new state from immutable trees, while the mount answers.
-3. One step on the serving loop puts it in place, as a restore does, unless a program has changed one of the paths
-   since: then everything begins again with the new state.
+3. One step puts it in place, as a restore does, unless a program has changed one of the paths since: then everything
+   begins again with the new state.  For a volume with snapshots of its own, that is a step on the serving loop.  Else
+   a thread changes the files, each atomically; a path that a program changes meanwhile is left, and reported.
 
 Nothing is changed before the third step, in neither workspace, except that the other one has a snapshot more.
 """
@@ -22,7 +23,6 @@ from protocol.merge.outcome import Conflict
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.values import Value
-from protocol.volume_extensions import SnapshotableVolume, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import change_record, expired_records
 from vfsd.daemon.control.merge_source import MergeSource
@@ -31,10 +31,8 @@ from vfsd.daemon.merging.delta import differences
 from vfsd.daemon.merging.layered_tree import LayeredTree
 from vfsd.daemon.merging.lineage import MergedState, with_merged
 from vfsd.daemon.merging.other import Other, OtherWorkspaces
-from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.base import Outcome
+from vfsd.daemon.snapshots.base import LiveState, NewState, Outcome, SnapshotService
 from vfsd.daemon.snapshots.threads import in_answer_thread
-from vfsd.daemon.snapshots.volume import NewState, VolumeSnapshots
 from vfsd.wire.base import Peer
 from vfsd.wire.merge_messages import AdoptParams, ConflictRecord, MergeParams, MergeResult
 from vfsd.wire.messages import CHANGES_LISTED, wire_path
@@ -67,28 +65,18 @@ class MergeMethods:
 
     def __init__(
         self,
-        mounted: MountedVolume,
         source: MergeSource,
         options: WorkspaceOptions,
         others: OtherWorkspaces,
     ) -> None:
-        self._mounted = mounted
         self._source = source
         self._options = options
         self._others = others
         self._one_at_a_time = trio.Lock()
 
     @property
-    def _snapshots(self) -> VolumeSnapshots:
-        snapshots = self._source.snapshots
-        assert isinstance(snapshots, VolumeSnapshots), "`MergeSource` refuses the others"
-        return snapshots
-
-    @property
-    def _volume(self) -> SnapshotableVolume:
-        volume = snapshotable(self._mounted.volume)
-        assert volume is not None, "it has VolumeSnapshots"
-        return volume
+    def _snapshots(self) -> SnapshotService:
+        return self._source.snapshots
 
     def handlers(self) -> Mapping[str, Handler]:
         """The handlers by method name."""
@@ -122,12 +110,16 @@ class MergeMethods:
                 if one.kind is not None or has_links(one.old) or has_links(one.new)
             ]
             replaced = {change.path for change in found}
-            lost = [change for change in changes(other.base, ours) if change.path in replaced]
+            # Without a base nothing says what was changed here: `force` was given.
+            changed = changes(other.base, ours) if other.bases is not None else ()
+            lost = [change for change in changed if change.path in replaced]
             conflicts = [ConflictRecord(wire_path(change.path), "lost", _LOST) for change in lost]
             return Plan(other.theirs, found, conflicts, bool(conflicts) and not params.force)
 
         keep, step = not params.dry_run, f"adopt {params.fork.name}"
-        return await self._run(params.fork, plan, step, call, keep=keep, dry_run=params.dry_run)
+        return await self._run(
+            params.fork, plan, step, call, keep=keep, dry_run=params.dry_run, needs_base=not params.force
+        )
 
     async def _run(
         self,
@@ -138,6 +130,7 @@ class MergeMethods:
         *,
         keep: bool,
         dry_run: bool,
+        needs_base: bool = True,
     ) -> MergeResult:
         if self._options.read_only and not dry_run:
             raise OSError(errno.EROFS, f"workspace {self._options.name!r} is mounted read-only")
@@ -146,7 +139,7 @@ class MergeMethods:
             for _ in range(_ATTEMPTS):
                 try:
                     merges = self._snapshots.merges if keep else None
-                    async with self._others.opened(peer, merges=merges) as other:
+                    async with self._others.opened(peer, merges=merges, needs_base=needs_base) as other:
                         return await self._attempt(other, plan, step, call, dry_run=dry_run)
                 except _ChangedMeanwhileError as error:
                     changed = error.paths
@@ -159,33 +152,32 @@ class MergeMethods:
     async def _attempt(
         self, other: Other, plan: Callable[[Other, Tree], Plan], step: str, call: CallContext, *, dry_run: bool
     ) -> MergeResult:
-        await self._mounted.write_back()
         merged_before = other.here.merged  # the base was chosen by this
-        mark = self._volume.mark()
-        with self._volume.tree() as view:
-            made = await in_answer_thread(plan, other, LayeredTree(view))
+        async with self._snapshots.frozen(call) as view:
+            made = await in_answer_thread(plan, other, LayeredTree(view.tree))
             if dry_run or made.refuses:
                 raise _NotAppliedError(_result(other, made))
             merged = with_merged(other.here, other.lineage, other.state) if other.state is not None else None
-            new = _new_state(made, other.lineage.name, merged_before if merged is None else merged)
+            new = _new_state(view, made, other.lineage.name, merged_before if merged is None else merged)
 
-            def check() -> None:
+            def check(live: Tree | None) -> None:
                 if self._snapshots.merges.now != merged_before:
                     raise _ChangedMeanwhileError(())
-                if self._volume.changed_since(mark):
-                    with self._volume.tree() as live:
-                        _check_unchanged(view, live, made.changes)
+                if live is not None:
+                    _check_unchanged(view.tree, live, made.changes)
 
             if not made.changes:
-                check()
+                check(None)
                 call.commit()
-                self._snapshots.note_merged(new.merged)
+                await self._snapshots.note_merged(new.merged)
                 return _result(other, made, applied=True)
             outcome = await self._snapshots.put_merged(new, step, call, check)
         return self._answer(other, made, outcome)
 
     def _answer(self, other: Other, made: Plan, outcome: Outcome) -> MergeResult:
         answer = _result(other, made, applied=True)
+        left = outcome.problems.items()
+        answer.conflicts += [ConflictRecord(wire_path(path), "left", reason) for path, reason in left]
         answer.safety_snapshot = outcome.safety
         answer.expired = expired_records(outcome.expired, self._snapshots.collect_pruned())
         answer.undo_steps = outcome.undo_steps
@@ -218,10 +210,10 @@ def _is_directory_metadata(change: Change) -> bool:
     return old is not None and new is not None and old.is_dir and new.is_dir
 
 
-def _new_state(made: Plan, source: str, merged: Sequence[MergedState]) -> NewState:
+def _new_state(before: LiveState, made: Plan, source: str, merged: Sequence[MergedState]) -> NewState:
     directories = [change.path for change in made.changes if _is_directory_metadata(change)]
     paths = outermost([change.path for change in made.changes if not _is_directory_metadata(change)])
-    return NewState(made.tree, made.changes, paths, directories, source, merged)
+    return NewState(before, made.tree, made.changes, paths, directories, source, merged)
 
 
 def _check_unchanged(old: Tree, live: Tree, replaced: Sequence[Change]) -> None:
@@ -262,7 +254,7 @@ def _result(other: Other, made: Plan, *, applied: bool = False) -> MergeResult:
     listed = made.changes[:CHANGES_LISTED]
     return MergeResult(
         fork=other.lineage.name,
-        base=other.bases.base.name,
+        base="" if other.bases is None else other.bases.base.name,
         applied=applied,
         counts=count(made.changes) if made.changes else ChangeCounts(),
         changes=[change_record(change) for change in listed],

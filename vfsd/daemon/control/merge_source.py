@@ -8,26 +8,38 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Final
 
 import trio
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree
-from protocol.volume_extensions import SnapshotInfo, forkable
+from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import OutputPieces
 from vfsd.daemon.control.snapshot_methods import required
 from vfsd.daemon.forks import Forks
 from vfsd.daemon.merging.delta import write_delta
+from vfsd.daemon.merging.empty_tree import EmptyTree
+from vfsd.daemon.merging.layered_tree import LayeredTree
 from vfsd.daemon.merging.lineage import Lineage, MergedState, StateId
-from vfsd.daemon.merging.records import lineage_result, state_record
+from vfsd.daemon.merging.records import lineage_result, state_id, state_record
+from vfsd.daemon.merging.source_states import SourceStates
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.base import MERGED_PREFIX, MERGED_TAG, SnapshotService, free_name, is_merge_base
+from vfsd.daemon.snapshots.base import (
+    MERGED_PREFIX,
+    MERGED_TAG,
+    UNOBSERVED,
+    CallObserver,
+    SnapshotService,
+    free_name,
+    is_merge_base,
+)
 from vfsd.daemon.snapshots.threads import in_answer_thread
 from vfsd.wire.base import Empty
-from vfsd.wire.merge_messages import ChangesParams, ChangesResult, ForgetMergedParams, LineageResult, StateRecord
+from vfsd.wire.merge_messages import ChangesParams, ChangesResult, ForgetMergedParams, LineageResult
 from vfsd.wire.options import WorkspaceOptions
 
 _PATHS_PER_REPORT: Final = 256
@@ -43,6 +55,8 @@ class MergeSource:
         self._optional = snapshots
         self._options = options
         self._forks = forks
+        origin = forks.source_options.origin
+        self._sources = None if origin is None else SourceStates(origin, options.store, mounted.volume)
         self._naming = trio.Lock()
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -53,18 +67,39 @@ class MergeSource:
     def snapshots(self) -> SnapshotService:
         """The snapshots.  OSError (EOPNOTSUPP) if this workspace can have no forks."""
         snapshots = required(self._optional)
-        if forkable(self._mounted.volume) is None:
+        if not self._forks.is_possible:
             kind = self._options.backend.kind
-            reason = f"workspace {self._options.name!r} has the backend {kind}: only memory and overlay workspaces"
-            raise OSError(errno.EOPNOTSUPP, f"{reason} have forks, so only they can be merged or compared")
+            reason = f"workspace {self._options.name!r} has the backend {kind}, and can have no forks"
+            raise OSError(errno.EOPNOTSUPP, f"{reason}: there is nothing to merge or to compare")
         return snapshots
 
     async def lineage(self) -> Lineage:
         """Return what this workspace descends from, and its states."""
         snapshots = self.snapshots
-        states = tuple(map(StateId.of, await snapshots.infos()))
         forks = self._forks
-        return Lineage(forks.instance, self._options.name, forks.ancestors, snapshots.merges.now, states)
+        return Lineage(
+            forks.instance, self._options.name, forks.ancestors, snapshots.merges.now, tuple(await self._states())
+        )
+
+    async def _states(self) -> list[StateId]:
+        own = [StateId.of(info) for info in await self.snapshots.infos()]
+        if self._sources is None or self._forks.twin is None or self._forks.twin[0] not in own:
+            return own
+        return [*own, self._forks.twin[1], *await self._sources.identities()]
+
+    @asynccontextmanager
+    async def tree(self, state: StateId, observer: CallObserver = UNOBSERVED) -> AsyncIterator[Tree]:
+        """Open a state of this workspace, or of its source before the fork.  SnapshotNotFoundError."""
+        snapshots, twin = self.snapshots, self._forks.twin
+        own = {StateId.of(info) for info in await snapshots.infos()}
+        if state in own or (twin is not None and state == twin[1]):
+            async with snapshots.tree(state.name, observer) as tree:
+                yield tree
+        elif self._sources is None or twin is None:
+            raise SnapshotNotFoundError(state.name)
+        else:
+            async with snapshots.tree(twin[0].name, observer) as below, self._sources.tree(state, below) as tree:
+                yield tree
 
     async def _lineage(self, _params: Empty, _call: CallContext) -> LineageResult:
         return lineage_result(await self.lineage())
@@ -74,14 +109,16 @@ class MergeSource:
         kept: SnapshotInfo | None = None
         if params.merge_into is not None:
             kept = await self._keep(params.merge_into, params.keep, call)
-        else:
-            await self._mounted.write_back()
         try:
-            olds = [each for each in (params.fork_point, params.base) if each is not None]
-            await self._check_kept(olds)
+            olds = [state_id(each) for each in (params.fork_point, params.base) if each is not None]
             async with contextlib.AsyncExitStack() as stack:
-                names = [*(each.name for each in olds), None if kept is None else kept.name]
-                trees = [await stack.enter_async_context(snapshots.tree(name, call)) for name in names]
+                trees: list[Tree] = [await stack.enter_async_context(self.tree(each, call)) for each in olds]
+                if not olds:
+                    trees.append(EmptyTree())
+                if kept is None:
+                    trees.append((await stack.enter_async_context(snapshots.frozen(call))).tree)
+                else:
+                    trees.append(await stack.enter_async_context(snapshots.tree(kept.name, call)))
                 await in_answer_thread(_send, trees, call, params.max_bytes)
         except BaseException:
             if kept is not None:
@@ -118,13 +155,6 @@ class MergeSource:
                 with contextlib.suppress(SnapshotNotFoundError):
                     await snapshots.drop([info.name])
 
-    async def _check_kept(self, states: Sequence[StateRecord]) -> None:
-        """SnapshotNotFoundError if one of `states` was dropped since the other daemon asked for the lineage."""
-        existing = {state_record(StateId.of(info)) for info in await self.snapshots.infos()}
-        for state in states:
-            if state not in existing:
-                raise SnapshotNotFoundError(state.name)
-
 
 def _send(trees: Sequence[Tree], call: CallContext, max_bytes: int) -> None:
     """Send the differences between each two adjacent trees."""
@@ -147,5 +177,6 @@ def _send(trees: Sequence[Tree], call: CallContext, max_bytes: int) -> None:
             call.progress_nowait(paths, 0, "files")
 
     for old, new in itertools.pairwise(trees):
-        write_delta(old, new, write, keep_going)
+        # What a LayeredTree differs in from others, only a LayeredTree knows.
+        write_delta(old, LayeredTree(new) if isinstance(old, LayeredTree) else new, write, keep_going)
     pieces.flush()

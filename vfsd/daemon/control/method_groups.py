@@ -42,7 +42,7 @@ class MethodGroups:
     ) -> None:
         self._unmount = UnmountMethods(mounted, options, commands, forks)
         source = MergeSource(mounted, snapshots, options, forks)
-        others = OtherWorkspaces(mounted.volume, source.lineage)
+        others = OtherWorkspaces(mounted.volume, source.lineage, source.tree, forks.temporary)
         self.handlers: Mapping[str, Handler] = {
             "unsaved": self._unmount.unsaved,
             "unmount": self._unmount.unmount,
@@ -51,7 +51,7 @@ class MethodGroups:
             **SnapshotMethods(snapshots, options, forks).handlers(),
             **TreeMethods(mounted, snapshots, options, forks.base, others).handlers(),
             **source.handlers(),
-            **MergeMethods(mounted, source, options, others).handlers(),
+            **MergeMethods(source, options, others).handlers(),
             **AuditMethods(audit, snapshots).handlers(),
             **FsMethods(mounted, options, commands, snapshots).handlers(),
             **ExecMethods(commands).handlers(),

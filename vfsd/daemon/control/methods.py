@@ -119,7 +119,7 @@ class Methods:
         origin = self._start.origin
         journaling = journaled(self._mounted.volume)
         journal = None if journaling is None else journaling.journal_status()
-        memory = await trio.to_thread.run_sync(_memory) if origin is not None or self._forks.count else {}
+        memory = await trio.to_thread.run_sync(_memory) if self._forks.shares_memory else {}
         return StatusResult(
             name=options.name,
             mountpoint=wire_path(os.fsencode(options.mountpoint)),

@@ -32,6 +32,7 @@ from vfsd.daemon.snapshots.base import (
     is_reserved,
     name_at,
 )
+from vfsd.daemon.snapshots.threads import in_thread
 from vfsd.wire.messages import (
     DropParams,
     DroppedStepRecord,
@@ -70,8 +71,8 @@ class SnapshotMethods:
 
     def __init__(self, snapshots: SnapshotService | None, options: WorkspaceOptions, forks: Forks) -> None:
         self._optional = snapshots
-        self._options = options
         self._forks = forks
+        self._options = options
 
     @property
     def _snapshots(self) -> SnapshotService:
@@ -101,22 +102,35 @@ class SnapshotMethods:
         counts = await snapshots.change_counts() if params.changes else {}
         history = await snapshots.history()
         records = []
-        for info in await snapshots.infos():
+        infos = await snapshots.infos()
+        needed = await self._needed(infos)
+        for info in infos:
             at = history.position_of(info.serial)
             step = None if at is None else at - history.position
             record = _record(info, counts.get(info.name), step)
-            record.needed = self._needed(info)
+            record.needed = needed.get(info.name)
             records.append(record)
         return SnapshotsResult(records)
 
-    def _needed(self, info: SnapshotInfo) -> str | None:
-        """Return why a fork or a later merge needs a snapshot; None: it does not."""
-        if self._forks.is_base(info.name):
-            return "base of a fork"
-        return info.tag if is_merge_base(info) else None
+    async def _needed(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str | None]:
+        """Return why a fork or a later merge needs a snapshot, by name."""
+        others = await in_thread(self._forks.needed, infos)
+        found: dict[str, str | None] = {}
+        for info in infos:
+            if is_merge_base(info):
+                found[info.name] = info.tag
+            elif info.name in others or self._forks.is_base(info.name):
+                found[info.name] = "base of a fork"
+        return found
 
     async def _drop(self, params: DropParams, _call: CallContext) -> DropResult:
         names = list(dict.fromkeys([params.name, *params.also]))
+        if not params.force and params.created_at is None:
+            infos = [info for info in await self._snapshots.infos() if info.name in names]
+            needed = await in_thread(self._forks.needed, infos)
+            for name in names:
+                if name in needed:
+                    raise _refusal(name, needed[name], len(names))
         if params.created_at is not None:
             await self._check_unneeded(names, params.created_at)
         done = await self._snapshots.drop(names)
@@ -125,10 +139,11 @@ class SnapshotMethods:
 
     async def _check_unneeded(self, names: Sequence[str], created_at: Mapping[str, str]) -> None:
         """Raise the errors that `DropParams` describes."""
-        infos = {info.name: info for info in await self._snapshots.infos()}
+        infos = await self._snapshots.infos()
+        needed = await self._needed(infos)
         for name in names:
-            _check_created(list(infos.values()), name, created_at.get(name, ""))
-            reason = self._needed(infos[name])
+            _check_created(infos, name, created_at.get(name, ""))
+            reason = needed.get(name)
             if reason is not None:
                 raise OSError(errno.EBUSY, f"needed now ({reason}); nothing was dropped", name)
 
@@ -241,6 +256,16 @@ def _record(info: SnapshotInfo, counts: ChangeCounts | None = None, step: int | 
         unreadable=[wire_path(path) for path in info.unreadable],
         step=step,
     )
+
+
+def _refusal(name: str, workspaces: Sequence[str], named: int) -> OSError:
+    who = workspaces[0] if len(workspaces) == 1 else f"{workspaces[0]} and {len(workspaces) - 1} more"
+    nothing = "; nothing was dropped" if named > 1 else ""
+    reason = (
+        f"{name} is the base of merges with the running workspace {who}: without it, they could not be merged or"
+        f" compared{nothing}; merge or unmount first, or drop it with --force"
+    )
+    return OSError(errno.EBUSY, reason)
 
 
 def _check_created(infos: Sequence[SnapshotInfo], name: str, created_at: str) -> None:

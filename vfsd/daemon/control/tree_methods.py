@@ -137,9 +137,11 @@ class TreeMethods:
         rule = path_filter(params.include, params.exclude)
         snapshots, volume = required(self._snapshots), snapshotable(self._mounted.volume)
         async with AsyncExitStack() as stack:
-            tree: Tree = await stack.enter_async_context(
-                snapshots.frozen(call) if params.snapshot is None else snapshots.tree(params.snapshot, call)
-            )
+            tree: Tree
+            if params.snapshot is None:
+                tree = (await stack.enter_async_context(snapshots.frozen(call))).tree
+            else:
+                tree = await stack.enter_async_context(snapshots.tree(params.snapshot, call))
             if params.changes_only:
                 base = await stack.enter_async_context(snapshots.tree(BASE, call))
                 tree = await in_answer_thread(changed_tree, base, tree)

@@ -7,6 +7,7 @@ program changes something after that check and closes its files before umount(2)
 reports it (`changed_late`).
 
 A fork that has not changed since it was made loses nothing as long as its source runs: the source was in that state.
+A fork loses nothing either if it was merged and has not changed since, as long as the target runs and did not undo it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,21 @@ from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.changes import time_text
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks import Forks
+from vfsd.daemon.merging.lineage import StateId
+from vfsd.daemon.merging.peer import call_peer
+from vfsd.daemon.merging.records import lineage_of
 from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.daemon.snapshots.base import MERGED_TAG, is_merge_base
 from vfsd.machine import holders, mounts
 from vfsd.machine.logs import log_failure
+from vfsd.machine.runtime import read_record
+from vfsd.wire.base import Peer
 from vfsd.wire.messages import Empty, UnmountParams, UnmountResult, UnsavedResult, wire_path
 from vfsd.wire.options import WorkspaceOptions
 
 _logger = logging.getLogger(__name__)
 _COUNTED: Final = 10_000  # changes of an overlay; beyond it the answer says "at least"
+_TARGET_ANSWERS_S: Final = 5.0
 _COPIES_S: Final = 1.0  # how long the kernel may take to close the connection after an unmount
 _ATTEMPTS: Final = 5  # to find a state without unsaved changes while programs change the workspace and change it back
 
@@ -92,7 +100,7 @@ class UnmountMethods:
     async def _find(self, volume: SnapshotableVolume, call: CallContext, at_most: int = _COUNTED) -> _Unsaved:
         """Find what the live state would lose, counting at most `at_most` changes of an overlay."""
         mark, named = volume.mark(), _named(volume)
-        if volume.is_saved or await self._is_as_forked(volume, named, call):
+        if volume.is_saved or await self._is_as_forked(volume, named, call) or await self._is_merged(volume, call):
             return _Unsaved(mark, named)
         if self._overlaid is None:
             usage = volume.usage()
@@ -119,6 +127,29 @@ class UnmountMethods:
         except OSError as error:  # the base was dropped, or the lower directory cannot be read
             log_failure(_logger, "comparing with the fork's base", error, level=logging.WARNING)
             return False
+
+    async def _is_merged(self, volume: SnapshotableVolume, call: CallContext) -> bool:
+        """Return whether this is a fork, and a running workspace has taken over its present state completely."""
+        infos = volume.snapshots()
+        merged = next((info for info in reversed(infos) if is_merge_base(info)), None)
+        target = None if merged is None else read_record((merged.tag or "").removeprefix(MERGED_TAG))
+        if merged is None or target is None or not target.alive or self._forks.base is None:
+            return False
+        base = next((info.serial for info in infos if info.name == self._forks.base), 0)
+        if any(serial > base for serial in _named(volume)):
+            return False
+        try:
+            with volume.tree(merged.name) as before, volume.tree() as live:
+                if await trio.to_thread.run_sync(_changes, before, live, call, 1):
+                    return False
+            with trio.fail_after(_TARGET_ANSWERS_S):
+                peer = Peer(target.name, wire_path(os.fsencode(target.socket)))
+                there = lineage_of(await call_peer(peer, "lineage", Empty())).merged
+        except (OSError, trio.TooSlowError) as error:
+            _logger.info("cannot tell whether %s has all changes: %s", target.name, error)
+            return False
+        state = StateId.of(merged)
+        return any((each.instance, each.state) == (self._forks.instance, state) for each in there)
 
     async def _check(self, volume: SnapshotableVolume, params: UnmountParams, call: CallContext) -> int:
         """OSError (ENOTEMPTY) if something would be lost; else return the mark of the state that was checked."""

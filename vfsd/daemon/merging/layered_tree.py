@@ -55,7 +55,7 @@ class LayeredTree(LookupTree):
                 if entry.is_same:
                     raise _stale(entry.origin)
             else:
-                inode = old.inode
+                inode = old.inode or inode  # a stored snapshot has no number for a file with one name
                 if entry.is_same and old.size != entry.size:
                     raise _stale(entry.origin)
         return TreeEntry(

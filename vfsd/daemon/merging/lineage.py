@@ -11,17 +11,25 @@ The base of a merge is the newest state that is in the history of both:
 - a state of the other workspace that was merged into this one;
 - a state of this workspace that was merged into the other one.
 
+A fork over a stored snapshot has the fork point as its first snapshot, which has the identity of the stored one, too.
+
 `MergeLog` records the second and the third kind.  What was merged is a property of a state: after `restore --undo` of a
 merge, or of what followed a state of the third kind, these states do not count any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final
+
+import msgspec
 
 from protocol.values import Value
 from protocol.volume_extensions import SnapshotInfo
+
+MERGED_KEPT: Final = 200  # merged states that are remembered, the newest ones
 
 
 class StateId(Value):
@@ -88,33 +96,34 @@ def find_bases(here: Lineage, other: Lineage) -> Bases:
     """
     if here.instance == other.instance:
         raise OSError(errno.EINVAL, f"{here.name!r} cannot be merged into itself: name a fork of it")
-    fork_point = _fork_point(here, other)
-    if fork_point is None:
+    parted = fork_point(here, other)
+    if parted is None:
         raise OSError(
             errno.EINVAL,
             f"{here.name!r} and {other.name!r} have no state in common: neither is a fork of the other, and they are"
             " not forks of one workspace",
         )
     for lineage in (here, other):
-        _check_kept(fork_point, lineage, f"the state in which {here.name!r} and {other.name!r} parted")
+        _check_kept(parted, lineage, f"the state in which {here.name!r} and {other.name!r} parted")
     merged = _newest(each.state for each in here.merged if each.instance == other.instance)
     given = _newest(each.state for each in other.merged if each.instance == here.instance and each in here.merged)
-    newest = _newest([each for each in (fork_point, merged, given) if each is not None])
+    newest = _newest([each for each in (parted, merged, given) if each is not None])
     assert newest is not None
     if newest == merged:
         _check_kept(merged, other, f"the state of {other.name!r} that was merged last")
-        return Bases(fork_point, merged, of_other=True)
+        return Bases(parted, merged, of_other=True)
     if newest == given:
         _check_kept(given, here, f"the state of {here.name!r} that was merged last into {other.name!r}")
-        return Bases(fork_point, given, of_other=False)
-    return Bases(fork_point, fork_point, of_other=False)
+        return Bases(parted, given, of_other=False)
+    return Bases(parted, parted, of_other=False)
 
 
 def _newest(states: Iterable[StateId]) -> StateId | None:
     return max(states, key=lambda state: (state.created_ns, state.serial), default=None)
 
 
-def _fork_point(here: Lineage, other: Lineage) -> StateId | None:
+def fork_point(here: Lineage, other: Lineage) -> StateId | None:
+    """Return the state at which the lines of two workspaces parted; None if they have no ancestor in common."""
     mine, its = here.ancestors, other.ancestors
     common = 0
     while common < min(len(mine), len(its)) and mine[common] == its[common]:
@@ -138,7 +147,8 @@ def _check_kept(state: StateId, lineage: Lineage, what: str) -> None:
         raise OSError(
             errno.ENOENT,
             f"{what} ({state.name}) is not kept any more in {lineage.name!r}, so a merge cannot tell the changes of one"
-            f" side from those of the other: it was dropped, or memory was needed (--max-memory)",
+            f" side from those of the other: it was dropped, or memory was needed (--max-memory); `vfsd adopt --force`"
+            " works without it",
         )
 
 
@@ -146,10 +156,15 @@ class MergeLog:
     """Which states of other workspaces were merged into which state of this one.
 
     Each event says what is in the live state from a serial on: a snapshot with a higher serial was taken later.
+    `kept` is what `keep` was called with last, by an earlier daemon; `keep` is called with every change.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: bytes | None = None, keep: Callable[[bytes], object] = lambda _: None) -> None:
+        self._keep = keep
         self._events: list[tuple[int, tuple[MergedState, ...]]] = [(0, ())]
+        if kept is not None:
+            with contextlib.suppress(msgspec.DecodeError):  # damaged by a power failure: merges begin at the fork point
+                self._events = msgspec.json.decode(kept, type=list[tuple[int, tuple[MergedState, ...]]]) or self._events
 
     @property
     def now(self) -> tuple[MergedState, ...]:
@@ -164,12 +179,14 @@ class MergeLog:
         """Record what is in the live state now; `serial` is that of the last snapshot taken before."""
         if tuple(merged) != self.now:
             self._events.append((serial, tuple(merged)))
+            self._keep(msgspec.json.encode(self._events))
 
     def forget(self, oldest_serial: int) -> None:
         """Forget the events that no snapshot from `oldest_serial` on needs."""
         needed = [at for at, (since, _) in enumerate(self._events) if since < oldest_serial]
         if needed and needed[-1] > 0:
             self._events = [(0, self._events[needed[-1]][1]), *self._events[needed[-1] + 1 :]]
+            self._keep(msgspec.json.encode(self._events))
 
     def serials_of(self, instance: str) -> Collection[int]:
         """The serials of the states of workspace `instance` that the live state or a snapshot contains."""
@@ -187,4 +204,4 @@ def with_merged(here: Lineage, other: Lineage, state: StateId) -> tuple[MergedSt
         known = newest.get(key)
         if known is None or known.state.created_ns <= each.state.created_ns:
             newest[key] = each
-    return tuple(newest.values())
+    return tuple(sorted(newest.values(), key=lambda each: each.state.created_ns)[-MERGED_KEPT:])

@@ -1,29 +1,31 @@
 """The other workspace of a merge: which states both have, and its changes, received and ready to read.
 
-The content of the changes is in an unnamed file in memory, which is charged to this workspace's memory limit, as is
-what is known of each path.  Everything is checked against its hash before it is used.
+The content of the changes is in an unnamed file.  For a workspace in memory the file is in memory, and it is charged to
+the memory limit, as is what is known of each path.  For others the file is in the store.  Everything is checked against
+its hash before it is used.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
-from typing import Any, Final
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Final
 
 import trio
 
 from protocol.tree import Tree
 from protocol.values import Value
 from protocol.volume import Volume
-from protocol.volume_extensions import SnapshotableVolume, snapshotable, staging
+from protocol.volume_extensions import snapshotable
+from vfsd.daemon.merging.buffers import Buffer, buffer_in_memory, buffer_on_disk
 from vfsd.daemon.merging.delta import Delta, DeltaReader
+from vfsd.daemon.merging.empty_tree import EmptyTree
 from vfsd.daemon.merging.layered_tree import LayeredTree
 from vfsd.daemon.merging.lineage import Bases, Lineage, MergeLog, StateId, find_bases
 from vfsd.daemon.merging.peer import call_peer
 from vfsd.daemon.merging.records import lineage_of, state_id, state_record
+from vfsd.daemon.snapshots.threads import in_thread
 from vfsd.wire.base import Empty, Peer
 from vfsd.wire.merge_messages import ChangesParams, ChangesResult, ForgetMergedParams
 
@@ -34,41 +36,57 @@ class Other(Value):
     """The other workspace, and the lineages of both.
 
     `base` is the tree of the base of the merge, and `theirs` that of the other workspace's present state, which it
-    keeps as the snapshot `state` if this was asked for.
+    keeps as the snapshot `state` if this was asked for.  Without a common state, `bases` is None and `base` is empty.
     """
 
     here: Lineage
     lineage: Lineage
-    bases: Bases
+    bases: Bases | None
     base: Tree
     theirs: Tree
     state: StateId | None
 
 
 class OtherWorkspaces:
-    """Fetches the changes of other workspaces for the one with `volume`, whose `lineage` a function returns."""
+    """Fetches the changes of other workspaces for the one with `volume`.
 
-    def __init__(self, volume: Volume, lineage: Callable[[], Awaitable[Lineage]]) -> None:
-        self._maybe_volume = snapshotable(volume)
+    `lineage` returns the lineage of that workspace, and `tree` opens one of its states.  `directory` returns where the
+    content of changes is kept that a volume outside memory receives.
+    """
+
+    def __init__(
+        self,
+        volume: Volume,
+        lineage: Callable[[], Awaitable[Lineage]],
+        tree: Callable[[StateId], AbstractAsyncContextManager[Tree]],
+        directory: Callable[[], str],
+    ) -> None:
+        self._volume = volume
         self._lineage = lineage
-
-    @property
-    def _volume(self) -> SnapshotableVolume:
-        assert self._maybe_volume is not None, "`lineage` refuses other volumes"
-        return self._maybe_volume
+        self._tree = tree
+        self._directory = directory
 
     @asynccontextmanager
-    async def opened(self, peer: Peer, *, merges: MergeLog | None = None) -> AsyncIterator[Other]:
+    async def opened(
+        self, peer: Peer, *, merges: MergeLog | None = None, needs_base: bool = True
+    ) -> AsyncIterator[Other]:
         """Fetch the changes of `peer`, for the length of the block.  Serving loop.
 
         With `merges`, what was merged before, that workspace keeps the state that it sent, for the next merge.  If the
-        block raises, it drops it.
+        block raises, it drops it.  Without `needs_base`, all of `peer` is fetched if there is no common state.
         """
         here = await self._lineage()
         other = lineage_of(await call_peer(peer, "lineage", Empty()))
-        bases = find_bases(here, other)
-        with ExitStack() as stack:
-            buffer = _Buffer(self._volume, stack)
+        try:
+            bases = find_bases(here, other)
+        except OSError:
+            if needs_base or here.instance == other.instance:
+                raise
+            async with AsyncExitStack() as stack:
+                yield await self._whole(peer, here, other, stack)
+            return
+        async with AsyncExitStack() as stack:
+            buffer = self._buffer(stack)
             base = bases.base if bases.of_other else None
             params = ChangesParams(
                 fork_point=state_record(bases.fork_point),
@@ -77,64 +95,42 @@ class OtherWorkspaces:
                 merge_into=None if merges is None else here.name,
                 keep=[] if merges is None else list(merges.serials_of(other.instance)),
             )
-            fork_point = stack.enter_context(self._volume.tree(bases.fork_point.name))
+            fork_point = await stack.enter_async_context(self._tree(bases.fork_point))
             deltas = _Deltas(1 if base is None else 2, buffer)
             try:
                 result: ChangesResult = await call_peer(peer, "changes", params, deltas.feed)
                 received = deltas.finish()
                 lower: Tree = LayeredTree(fork_point)
                 if base is not None:
-                    lower = LayeredTree(lower, received.pop(0), buffer.read)
-                theirs = LayeredTree(lower, received[0], buffer.read)
+                    lower = await in_thread(LayeredTree, lower, received.pop(0), buffer.read)
+                theirs = await in_thread(LayeredTree, lower, received[0], buffer.read)
                 if base is None and bases.base != bases.fork_point:
-                    lower = LayeredTree(stack.enter_context(self._volume.tree(bases.base.name)))
+                    kept = await stack.enter_async_context(self._tree(bases.base))
+                    lower = LayeredTree(kept)
                 yield Other(here, other, bases, lower, theirs, None if result.state is None else state_id(result.state))
             except BaseException:
                 if merges is not None:
                     await _forget(peer, here.name, params.keep)
                 raise
 
+    async def _whole(self, peer: Peer, here: Lineage, other: Lineage, stack: AsyncExitStack) -> Other:
+        buffer = self._buffer(stack)
+        deltas = _Deltas(1, buffer)
+        await call_peer(peer, "changes", ChangesParams(max_bytes=buffer.free_bytes), deltas.feed)
+        nothing = LayeredTree(EmptyTree())
+        theirs = await in_thread(LayeredTree, nothing, deltas.finish()[0], buffer.read)
+        return Other(here, other, None, nothing, theirs, None)
 
-class _Buffer:
-    """Where received content is kept until `stack` is closed, within the limits of `volume`."""
-
-    def __init__(self, volume: SnapshotableVolume, stack: ExitStack) -> None:
-        stats: Any = volume.statfs()
-        self.free_bytes: int = stats.blocks_free * stats.block_size
-        self.reserve: Callable[[int], None] = lambda _: None
-        stageable = staging(volume)
-        if stageable is not None:
-            stage = stageable.new_stage()
-            stack.callback(stage.give_back)
-            self._reserve = stack.enter_context(stage.reserving())
-            self.reserve = self._reserved
-        self._file = os.memfd_create("vfsd-merge", os.MFD_CLOEXEC)
-        stack.callback(os.close, self._file)
-        self._size = 0
-
-    def _reserved(self, size: int) -> None:
-        try:
-            self._reserve(size)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            reason = "the changes of the other workspace do not fit in memory (--max-memory); nothing was changed"
-            raise OSError(errno.ENOSPC, reason) from None
-
-    def store(self, content: bytes) -> int:
-        at = self._size
-        os.pwrite(self._file, content, at)
-        self._size += len(content)
-        return at
-
-    def read(self, at: int, size: int) -> bytes:
-        return os.pread(self._file, size, at)
+    def _buffer(self, stack: AsyncExitStack) -> Buffer:
+        if snapshotable(self._volume) is None:
+            return buffer_on_disk(self._directory(), stack)
+        return buffer_in_memory(self._volume, stack)
 
 
 class _Deltas:
     """Reads `count` deltas that arrive one after the other."""
 
-    def __init__(self, count: int, buffer: _Buffer) -> None:
+    def __init__(self, count: int, buffer: Buffer) -> None:
         self._readers = [DeltaReader(buffer.store, buffer.reserve) for _ in range(count)]
         self._at = 0
 

@@ -16,12 +16,17 @@ def state_id(record: StateRecord) -> StateId:
     return StateId(record.name, record.serial, record.created_ns)
 
 
+def ancestor_record(ancestor: Ancestor) -> AncestorRecord:
+    """Return the record of `ancestor`."""
+    return AncestorRecord(ancestor.instance, ancestor.name, state_record(ancestor.left_at))
+
+
 def lineage_result(found: Lineage) -> LineageResult:
     """Return the answer with the lineage `found`."""
     return LineageResult(
         found.instance,
         found.name,
-        [AncestorRecord(each.instance, each.name, state_record(each.left_at)) for each in found.ancestors],
+        list(map(ancestor_record, found.ancestors)),
         [AncestorRecord(each.instance, each.name, state_record(each.state)) for each in found.merged],
         list(map(state_record, found.states)),
     )

@@ -23,9 +23,9 @@ from __future__ import annotations
 import errno
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -35,7 +35,7 @@ from protocol.tree import ByteProgress, Tree
 from protocol.types import ChangeCounts
 from protocol.values import Value
 from protocol.volume_extensions import SnapshotInfo, SnapshotKind
-from vfsd.daemon.merging.lineage import MergeLog
+from vfsd.daemon.merging.lineage import MergedState, MergeLog
 from vfsd.daemon.snapshots.archives import Origin
 from vfsd.daemon.snapshots.history import UndoHistory
 
@@ -48,6 +48,7 @@ FORK_TAG: Final = "forked as "
 MERGED_PREFIX: Final = "merged-"
 MERGED_TAG: Final = "merged into "
 _PATHS_SHOWN: Final = 5
+_TAG_CHARACTERS: Final = 200
 _NO_CHANGES: Final = ChangeCounts()
 _logger = logging.getLogger(__name__)
 
@@ -168,13 +169,43 @@ def in_bytes(observer: CallObserver) -> ByteProgress:
     return report
 
 
+class LiveState(Value):
+    """An immutable view of the live state.  `mark`: of the volume at that moment, if the volume has marks."""
+
+    tree: Tree
+    mark: int = 0
+
+
+class NewState(Value):
+    """A state to put in place: what `tree` has at and below `paths`, and the metadata of `directories`.
+
+    It was computed from `before`, and differs from it by `changes`.  `source` is used in messages.  `merged` is what is
+    merged into that state.
+    """
+
+    before: LiveState
+    tree: Tree
+    changes: Sequence[Change]
+    paths: Sequence[bytes]
+    directories: Sequence[bytes]
+    source: str
+    merged: Sequence[MergedState]
+
+
+CheckState: TypeAlias = Callable[[Tree | None], None]
+"""Called directly before a change, with the live state; None: it is the state that the change was computed from.  It
+may raise to change nothing."""
+
+
 class SnapshotService(Protocol):
     """The snapshots of one workspace.  A name without a snapshot raises SnapshotNotFoundError.
 
-    `merges` says which states of other workspaces were merged into which state.
+    `merges` says which states of other workspaces were merged into which state.  `needed_by_others` returns which of
+    some snapshots other workspaces need, by name; expired safety snapshots among them stay.  Any thread.
     """
 
     merges: MergeLog
+    needed_by_others: Callable[[Sequence[SnapshotInfo]], Collection[str]]
 
     @property
     def has_base(self) -> bool:
@@ -208,6 +239,10 @@ class SnapshotService(Protocol):
 
     async def drop(self, names: Sequence[str]) -> Dropped:
         """Drop the snapshots `names`; if one does not exist, drop none.  Open trees stay readable."""
+        ...
+
+    async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:
+        """Drop the snapshots in a store, but those in `keep`, that were only needed by workspaces that have ended."""
         ...
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
@@ -248,9 +283,22 @@ class SnapshotService(Protocol):
         """
         ...
 
-    def frozen(self, observer: CallObserver) -> AbstractAsyncContextManager[Tree]:
-        """Open a tree of the live state at this moment, whose content does not change while it is read."""
+    def frozen(self, observer: CallObserver) -> AbstractAsyncContextManager[LiveState]:
+        """Open the live state at this moment, whose content does not change while it is read."""
         ...
+
+    async def put_merged(self, new: NewState, step: str, observer: CallObserver, check: CheckState) -> Outcome:
+        """Make the live state equal to `new` at its paths, as a step with the name `step`, if `check` allows it."""
+        ...
+
+    async def note_merged(self, merged: Sequence[MergedState]) -> None:
+        """Record what is merged into the live state, which a merge did not need to change."""
+        ...
+
+
+def none_needed(_: Sequence[SnapshotInfo]) -> Collection[str]:
+    """Return no name: there are no other workspaces that need a snapshot."""
+    return ()
 
 
 def check_names(names: Sequence[str], infos: Sequence[SnapshotInfo]) -> None:
@@ -293,6 +341,12 @@ def free_name(prefix: str, taken: Sequence[SnapshotInfo]) -> str:
 def no_lower_layer() -> OSError:
     """Return the error for an operation that needs a lower layer."""
     return OSError(errno.EOPNOTSUPP, "only a workspace with the backend overlay:DIR has a directory below it")
+
+
+def fork_tag(name: str, mountpoint: str) -> str:
+    """Return the tag of a snapshot that is taken for a fork."""
+    tag = f"{FORK_TAG}{name} at {mountpoint}"
+    return tag.encode("utf-8", "backslashreplace").decode()[:_TAG_CHARACTERS]
 
 
 def is_fork_base(info: SnapshotInfo) -> bool:

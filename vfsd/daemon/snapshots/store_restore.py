@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,9 +26,12 @@ from protocol.diff.tree_diff import Change
 from protocol.linux.regular_file import write_atomically
 from protocol.store import Store
 from protocol.volume_extensions import CacheInvalidation, ExternallyChangedVolume, SnapshotInfo
+from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.base import CallObserver, is_staged
 from vfsd.daemon.snapshots.history import UndoHistory
+from vfsd.machine.logs import log_failure
 
+_logger = logging.getLogger(__name__)
 _PATHS_AT_ONCE: Final = 500  # given to the volume in one call: the mount waits for about 15 ms
 
 
@@ -68,6 +72,23 @@ class HistoryFile:
         write_atomically(self._path, history.encoded(), durable=False)
 
 
+def open_merges(store: Store, key: str) -> MergeLog:
+    """Return what was merged into the states of workspace `key`, which is kept in a file beside the undo history."""
+    path = os.path.join(store.layout.workspace(key), "merges")
+    kept = None
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        kept = file.read()
+
+    def keep(data: bytes) -> None:
+        try:
+            write_atomically(path, data, durable=False)
+        except OSError as error:
+            # The log in memory has it: only a later daemon would offer merged changes again.
+            log_failure(_logger, "recording what was merged", error, path=path, level=logging.WARNING)
+
+    return MergeLog(kept, keep)
+
+
 class Step:
     """The step of one restore: the history `before` it and `after` it.
 
@@ -99,12 +120,17 @@ class Step:
         planned = self.planned
         return f"{'before' if planned.to is None or planned.to > self.before.position else 'after'} {planned.name}"
 
-    def begin(self) -> None:
-        """Write the history; the safety snapshot exists, and nothing is changed yet.  EBUSY if another daemon did."""
+    def begin(self) -> int:
+        """Write the history, and return the serial of the safety snapshot; nothing is changed yet.
+
+        EBUSY if another daemon wrote it.
+        """
         if self._file.raw() != self._raw:
             reason = "another workspace of the same directory was restored meanwhile: try again"
             raise OSError(errno.EBUSY, reason)
-        self._write(self._store.snapshot(self._key, self.safety).serial)
+        serial = self._store.snapshot(self._key, self.safety).serial
+        self._write(serial)
+        return serial
 
     def _write(self, serial: int) -> None:
         planned, before = self.planned, self.before

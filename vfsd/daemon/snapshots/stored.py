@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -39,41 +39,59 @@ from protocol.store.restore import Plan
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import ExternallyChangedVolume, SnapshotInfo, SnapshotKind
-from vfsd.daemon.merging.lineage import MergeLog
+from vfsd.daemon.merging.lineage import MergedState
+from vfsd.daemon.merging.partial_tree import PartialTree
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree, Origin
 from vfsd.daemon.snapshots.base import (
     BASE,
+    MERGED_TAG,
     SAFETY_PREFIX,
     SNAPSHOT_PREFIX,
     STAGED_PREFIX,
     UNOBSERVED,
     CallObserver,
+    CheckState,
     Dropped,
     Interrupted,
+    LiveState,
+    NewState,
     Outcome,
     Staged,
     check_names,
     free_name,
     in_bytes,
+    is_fork_base,
+    is_merge_base,
     is_staged,
     log_expired,
     name_at,
     no_lower_layer,
+    none_needed,
 )
 from vfsd.daemon.snapshots.history import UndoHistory, expired
-from vfsd.daemon.snapshots.store_restore import HistoryFile, PlannedStep, Step, VolumeUpdate, scan_progress
+from vfsd.daemon.snapshots.store_restore import (
+    HistoryFile,
+    PlannedStep,
+    Step,
+    VolumeUpdate,
+    open_merges,
+    scan_progress,
+)
 from vfsd.daemon.snapshots.threads import checked, entered, in_thread
 from vfsd.machine.logs import log_failure
+from vfsd.machine.runtime import read_record
 from vfsd.wire.messages import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)
 # Garbage collection locks the store, and makes the next snapshot read every file: so not after each drop.
 _COLLECT_AFTER: Final = 16
+_BASES_WAIT_S: Final = 1.0
 _COLLECT_WAIT_S: Final = 3.0  # new snapshots wait as long
 # The tag of an archive's staged content says what it is for.
 _RESTORING: Final = "a restore of "
 _IMPORTING: Final = "an import of "
+_MERGING: Final = "a merge of "
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +122,44 @@ def interrupted(stored: Stored) -> Interrupted | None:
     return Interrupted(found.snapshot, found.safety, (), description)
 
 
+def drop_unused_bases(store: Store, key: str, keep: Collection[str] = (), only: str | None = None) -> list[str]:
+    """Drop the snapshots of workspace `key` that were kept for forks, or merges into them, that have ended.
+
+    Of the states that were forked, those in `keep` stay, and with `only` all but that one.  Return their names.  Any
+    thread.  What cannot be dropped now is left for the next call.
+    """
+    dropped: list[str] = []
+    try:
+        infos = store.snapshots(key)
+        bases = {info.name for info in infos if is_fork_base(info)}.difference(keep)
+        if only is not None:
+            bases &= {only}
+
+        def unneeded(workspace: str, infos: Sequence[SnapshotInfo], needed: Mapping[str, str]) -> Sequence[str]:
+            if workspace != key:
+                return ()
+            dropped.extend(info.name for info in infos if info.name in bases and info.name not in needed)
+            return list(dropped)
+
+        if bases:
+            store.prune(unneeded, wait_s=_BASES_WAIT_S)
+        for info in infos:
+            target = None if not is_merge_base(info) else read_record((info.tag or "").removeprefix(MERGED_TAG))
+            if is_merge_base(info) and (target is None or not target.alive):
+                store.drop(key, info.name)
+                dropped.append(info.name)
+    except (OSError, ValueError) as error:
+        if not isinstance(error, OSError) or error.errno != errno.EBUSY:
+            log_failure(_logger, "dropping the snapshots of forks", error, path=store.directory, level=logging.WARNING)
+    return dropped
+
+
 class StoreSnapshots:
     """Implements `vfsd.daemon.snapshots.base.SnapshotService` with the snapshots in a store."""
 
     def __init__(self, mounted: MountedVolume, volume: ExternallyChangedVolume, stored: Stored) -> None:
-        self.merges = MergeLog()  # always empty: such a workspace is no fork, and has none
+        self.merges = open_merges(stored.store, stored.key)
+        self.needed_by_others: Callable[[Sequence[SnapshotInfo]], Collection[str]] = none_needed
         self._mounted = mounted
         self._volume = volume
         self._stored = stored
@@ -144,20 +195,23 @@ class StoreSnapshots:
         tag: str | None,
         observer: CallObserver,
         *,
-        kind: SnapshotKind = "user",  # noqa: ARG002  (a store drops none to free memory)
+        kind: SnapshotKind = "user",
     ) -> SnapshotInfo:
         async with self._mounted.change_lock:
             await self._mounted.write_back()
             name = name or free_name(SNAPSHOT_PREFIX, await self._all())
-            return await self._take(name, self._source, tag, observer)
+            return await self._take(name, self._source, tag, observer, kind)
 
-    async def _take(self, name: str, source: Source, tag: str | None, observer: CallObserver) -> SnapshotInfo:
+    async def _take(
+        self, name: str, source: Source, tag: str | None, observer: CallObserver, kind: SnapshotKind = "user"
+    ) -> SnapshotInfo:
         taken = await in_thread(
             self._store.take,
             self._key,
             name,
             source,
             tag=tag,
+            kind=kind,
             unreadable="skip",
             progress=scan_progress(observer),
         )
@@ -182,6 +236,9 @@ class StoreSnapshots:
 
     async def _drop(self, name: str) -> None:
         await in_thread(self._store.drop, self._key, name)
+        self._note_dropped()
+
+    def _note_dropped(self) -> None:
         self._dropped += 1
         if self._dropped >= _COLLECT_AFTER:
             self._dropped = 0
@@ -199,6 +256,10 @@ class StoreSnapshots:
                 log_failure(_logger, "store gc", error, path=self._store.directory, level=logging.WARNING)
         else:
             _logger.info("freed %d bytes of the snapshot store", report.freed_bytes, extra={"operation": "store gc"})
+
+    async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:
+        for _ in await in_thread(drop_unused_bases, self._store, self._key, keep):
+            self._note_dropped()
 
     async def change_counts(self) -> Mapping[str, ChangeCounts]:
         return await in_thread(self._count_changes, await self.infos())
@@ -220,7 +281,12 @@ class StoreSnapshots:
         async with self._mounted.change_lock:
             if is_staged(name):
                 return await self._resume_staged(name, observer)
-            return await self._restore(name, paths, observer, PlannedStep(f"restore {name}"))
+            merged = None if paths else await self._merged_into(name)
+            return await self._restore(name, paths, observer, PlannedStep(f"restore {name}"), merged=merged)
+
+    async def _merged_into(self, name: str) -> Sequence[MergedState]:
+        """Return what was merged into snapshot `name`."""
+        return self.merges.at((await in_thread(self._store.snapshot, self._key, name)).serial)
 
     async def undo(self, observer: CallObserver) -> Outcome:
         async with self._mounted.change_lock:
@@ -243,7 +309,8 @@ class StoreSnapshots:
         self, history: UndoHistory, infos: Sequence[SnapshotInfo], to: int, observer: CallObserver
     ) -> Outcome:
         name = name_at(history, infos, to)
-        return await self._restore(name, (), observer, PlannedStep(history.step_between(to), to=to))
+        planned = PlannedStep(history.step_between(to), to=to)
+        return await self._restore(name, (), observer, planned, merged=await self._merged_into(name))
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
         return ()
@@ -252,8 +319,21 @@ class StoreSnapshots:
         return await in_thread(self._history.read, await self.infos())
 
     async def _restore(
-        self, name: str, paths: Sequence[bytes], observer: CallObserver, planned: PlannedStep
+        self,
+        name: str,
+        paths: Sequence[bytes],
+        observer: CallObserver,
+        planned: PlannedStep,
+        *,
+        directories: Sequence[bytes] | None = None,
+        check: CheckState = lambda _: None,
+        merged: Sequence[MergedState] | None = None,
     ) -> Outcome:
+        """Restore snapshot `name`; `merged` is what is merged into the state after it, None: what was before.
+
+        What is merged is recorded before the first change: if the daemon dies, the restore is completed or undone.
+        """
+        merged_before = self.merges.now
         await self._mounted.write_back()
         half_done = await in_thread(self._store.interrupted, self._key)
         safety = free_name(SAFETY_PREFIX, await self._all())
@@ -263,25 +343,37 @@ class StoreSnapshots:
             Step, self._store, self._key, planned, safety, resumes=resumes, is_half_done=is_half_done
         )
         update = VolumeUpdate(self._volume, observer)
+        request = RestoreRequest(
+            name,
+            tuple(paths),
+            safety=safety,
+            safety_tag=step.tag,
+            remove=planned.remove,
+            directories=None if directories is None else tuple(directories),
+        )
 
         def begin(plan: Plan) -> None:
+            check(plan.live)
             found = plan.changes()
             update.plan([*found, *plan.touched()])
             if found or planned.to is not None:
-                step.begin()
+                serial = step.begin()
+                if merged is not None:
+                    self.merges.record(serial, merged)
 
         try:
             done: RestoredChanges = await in_thread(
                 self._store.restore,
                 self._key,
                 self._target,
-                RestoreRequest(name, tuple(paths), safety=safety, safety_tag=step.tag, remove=planned.remove),
+                request,
                 planned=begin,
                 progress=update.progress,
             )
         except BaseException as error:
             with trio.CancelScope(shield=True):
                 await self._roll_back(step, error, may_restore=not is_half_done or not update.changes)
+                await self.note_merged(merged_before)
             raise
         finally:
             # Even if the restore failed or was cancelled: some files may have changed.
@@ -328,6 +420,8 @@ class StoreSnapshots:
         if half_done is not None and half_done.safety is not None:
             keep = {*keep, half_done.safety}
         gone = expired(await self.infos(), step.after, time.time_ns(), keep)
+        needed = await in_thread(self.needed_by_others, gone)
+        gone = [info for info in gone if info.name not in needed]
         for info in gone:
             await self._drop_if_there(info.name)
         log_expired(gone)
@@ -381,6 +475,34 @@ class StoreSnapshots:
                     await self._drop_staged()
             return dataclasses.replace(outcome, source=staged.name)
 
+    async def put_merged(self, new: NewState, step: str, observer: CallObserver, check: CheckState) -> Outcome:
+        # Through the store, as in `put`.
+        before = self.merges.now
+        async with self._mounted.change_lock:
+            name = free_name(STAGED_PREFIX, await self._all())
+            source = TreeSource(PartialTree(new.tree, new.paths, new.directories))
+            await self._take(name, source, f"{_MERGING}{new.source}", observer)
+            try:
+                outcome = await self._restore(
+                    name,
+                    new.paths,
+                    observer,
+                    PlannedStep(step),
+                    directories=new.directories,
+                    check=check,
+                    merged=new.merged,
+                )
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._drop_staged()
+            if outcome.problems:  # what is missing comes with the next merge
+                await self.note_merged(before)
+            self.merges.forget(min((info.serial for info in await self._all()), default=0))
+            return dataclasses.replace(outcome, source=new.source)
+
+    async def note_merged(self, merged: Sequence[MergedState]) -> None:
+        self.merges.record(max((info.serial for info in await self._all()), default=0), merged)
+
     async def _resume_staged(self, name: str, observer: CallObserver) -> Outcome:
         """Complete the import or restore of an archive that was interrupted when its daemon died."""
         half_done = await in_thread(self._store.interrupted, self._key)
@@ -389,7 +511,7 @@ class StoreSnapshots:
         kept = await in_thread(self._store.snapshot, self._key, name)
         is_import = (kept.tag or "").startswith(_IMPORTING)
         planned = PlannedStep(kept.tag or name, remove=not is_import)
-        outcome = await self._restore(name, half_done.paths, observer, planned)
+        outcome = await self._restore(name, half_done.paths, observer, planned, directories=half_done.directories)
         await self._drop_staged()
         return outcome
 
@@ -417,7 +539,7 @@ class StoreSnapshots:
             yield opened
 
     @asynccontextmanager
-    async def frozen(self, observer: CallObserver) -> AsyncIterator[Tree]:
+    async def frozen(self, observer: CallObserver) -> AsyncIterator[LiveState]:
         # Through the store: a file that is written while it is read directly may be a mix of old and new content.
         async with self._mounted.change_lock:
             await self._mounted.write_back()
@@ -425,7 +547,7 @@ class StoreSnapshots:
             await self._take(name, self._source, "an export", observer)
         try:
             async with self.tree(name, observer) as tree:
-                yield tree
+                yield LiveState(tree)
         finally:
             with trio.CancelScope(shield=True):
                 await self._drop_if_there(name)

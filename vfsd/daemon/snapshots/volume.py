@@ -47,8 +47,11 @@ from vfsd.daemon.snapshots.base import (
     SAFETY_PREFIX,
     SNAPSHOT_PREFIX,
     CallObserver,
+    CheckState,
     Dropped,
     Interrupted,
+    LiveState,
+    NewState,
     Outcome,
     Staged,
     check_names,
@@ -57,6 +60,7 @@ from vfsd.daemon.snapshots.base import (
     log_expired,
     name_at,
     no_lower_layer,
+    none_needed,
 )
 from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.threads import checked
@@ -92,21 +96,6 @@ class AppliedStep:
         self.expired: Sequence[SnapshotInfo] = ()
 
 
-class NewState(NamedTuple):
-    """A state to put in place: what `tree` has at and below `paths`, and the metadata of `directories`.
-
-    `changes` are its differences from the present state.  `source` is used in messages.  `merged` is what is merged
-    into that state.
-    """
-
-    tree: Tree
-    changes: Sequence[Change]
-    paths: Sequence[bytes]
-    directories: Sequence[bytes]
-    source: str
-    merged: Sequence[MergedState]
-
-
 class _Change(NamedTuple):
     """What a change did; `earlier` is a snapshot that already held the state before it."""
 
@@ -127,6 +116,7 @@ class VolumeSnapshots:
     ) -> None:
         self._mounted = mounted
         self.merges = merges or MergeLog()
+        self.needed_by_others: Callable[[Sequence[SnapshotInfo]], Collection[str]] = none_needed
         self._volume = volume
         self._overlaid = overlaid(volume)
         volume.on_pruned = self._record_pruned
@@ -192,6 +182,9 @@ class VolumeSnapshots:
             for name in names:
                 self._volume.drop_snapshot(name)
             return Dropped(steps, self._history())
+
+    async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:
+        """Nothing: `vfsd.daemon.forks` drops them."""
 
     async def history(self) -> UndoHistory:
         return self._history()
@@ -312,21 +305,23 @@ class VolumeSnapshots:
                 self._last_history = before.stepped(made.earlier.serial, step)
             return self._outcome(source, safety, made)
 
-    async def put_merged(self, new: NewState, step: str, observer: CallObserver, check: Callable[[], None]) -> Outcome:
-        """Make the live state equal to `new` at its paths, as a step with the name `step`.
+    async def put_merged(self, new: NewState, step: str, observer: CallObserver, check: CheckState) -> Outcome:
+        def check_state() -> None:
+            if self._volume.changed_since(new.before.mark):
+                with self._volume.tree() as live:
+                    check(live)
+            else:
+                check(None)
 
-        `check` is called directly before the change, when dirty pages are written; it may raise to change nothing.
-        """
         part = PartialTree(new.tree, new.paths, new.directories)
         origin = Origin(new.source, new.source, lambda _progress, _check, _reserve: contextlib.nullcontext(part))
         # Staged, so that the step on the loop shares the content instead of copying it.
         async with self.staged(origin, observer) as staged:
             extent = {"replace": True, "paths": new.paths, "directories": new.directories}
             made = _Change(count_changes(new.changes), new.changes[:CHANGES_LISTED])
-            return await self._put(staged, step, observer, extent, check=check, merged=new.merged, made=made)
+            return await self._put(staged, step, observer, extent, check=check_state, merged=new.merged, made=made)
 
-    def note_merged(self, merged: Sequence[MergedState]) -> None:
-        """Record what is merged into the live state, which a merge did not need to change."""
+    async def note_merged(self, merged: Sequence[MergedState]) -> None:
         self.merges.record(max((info.serial for info in self._volume.snapshots()), default=0), merged)
 
     async def undo(self, observer: CallObserver) -> Outcome:
@@ -412,6 +407,8 @@ class VolumeSnapshots:
     def _drop_expired(self, keep: Collection[str | None]) -> list[SnapshotInfo]:
         names = {name for name in keep if name is not None}
         gone = expired(self._volume.snapshots(), self._last_history, time.time_ns(), names)
+        needed = self.needed_by_others(gone)
+        gone = [info for info in gone if info.name not in needed]
         for info in gone:
             self._drop_if_there(info.name)
         log_expired(gone)
@@ -452,10 +449,11 @@ class VolumeSnapshots:
             yield tree
 
     @asynccontextmanager
-    async def frozen(self, observer: CallObserver) -> AsyncIterator[Tree]:  # noqa: ARG002
+    async def frozen(self, observer: CallObserver) -> AsyncIterator[LiveState]:  # noqa: ARG002
         await self._mounted.write_back()
+        mark = self._volume.mark()
         with self._volume.tree() as tree:
-            yield tree
+            yield LiveState(tree, mark)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vfsd.client import fork_server
-from vfsd.client.daemon_process import daemon_environment
+from vfsd.machine.daemon_start import daemon_environment
 from vfsd.machine.process_properties import difference, process_properties
 from vfsd.wire import fork_messages
 from vfsd.wire.fork_messages import Ended, Forked, Hello, Start

@@ -1,0 +1,98 @@
+"""Forks of containers: overlays on this machine over a snapshot of the container's files, which go back into it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from protocol.backends.container.podman.service import Container, PodmanService
+from tests.container.conftest import MountContainer, StartContainer, inside
+from tests.mount.conftest import check_invariants, mounted
+from tests.support.unmounting import unmount_when_idle
+from vfsd.client.workspace import Workspace
+
+pytestmark = pytest.mark.fuse
+
+
+@pytest.fixture
+def container(start_container: StartContainer, python_image: str) -> Container:
+    return start_container(python_image)
+
+
+def written(root: Path, path: str, content: str) -> None:
+    (root / path).write_text(content)
+
+
+@pytest.mark.parametrize("transport", ["agent", "rootfs"])
+def test_a_fork_of_a_container_is_merged_into_it(
+    mount_container: MountContainer, container: Container, workdir: Path, transport: str
+) -> None:
+    source = mount_container(container, transport=transport)
+    root = Path(source.path)
+    (root / "src").mkdir()
+    written(root, "src/lines", "".join(f"{number}\n" for number in range(20)))
+    written(root, "doomed", "doomed")
+    with source.fork(workdir / "copy", name="copy") as copy:
+        assert copy.status().forked_from == source.name
+        assert sorted(os.listdir(copy.path)) == ["doomed", "src"]
+        place = Path(copy.path)
+        (place / "src" / "lines").write_text((place / "src" / "lines").read_text().replace("3\n", "three\n", 1))
+        written(place, "new", "of the fork")
+        os.link(place / "new", place / "again")
+        (place / "doomed").unlink()
+        inside(container, "sed -i 's/^17$/seventeen/' /workspace/src/lines; echo inside > /workspace/inside")
+        done = source.merge(copy)
+        assert done.applied
+        assert done.conflicts == {}
+        lines = inside(container, "cat /workspace/src/lines").decode().split()
+        assert (lines[3], lines[17]) == ("three", "seventeen")
+        assert inside(container, "ls /workspace").decode().split() == ["again", "inside", "new", "src"]
+        assert inside(container, "stat -c %h /workspace/new").strip() == b"2"
+        assert copy.merge(source).applied
+        assert (place / "inside").read_text() == "inside\n"
+        source.undo()
+        assert inside(container, "ls /workspace").decode().split() == ["doomed", "inside", "src"]
+        check_invariants(copy)
+    assert [info.name for info in source.snapshots() if info.kind == "automatic"] == []
+
+
+def test_several_forks_of_a_container_have_one_state(
+    mount_container: MountContainer, container: Container, workdir: Path
+) -> None:
+    source = mount_container(container)
+    written(Path(source.path), "file", "before")
+    with source.fork(workdir / "first", name="first") as first:
+        inside(container, "echo later > /workspace/file")
+        with source.fork(workdir / "second", name="second", snapshot=first.status().base) as second:
+            assert Path(second.path, "file").read_text() == "before"
+            assert not second.merge(first).changes
+        assert source.diff(against=first).counts.modified == 1
+
+
+@pytest.mark.parametrize("backend", ["host", "memory"])
+def test_a_sandbox_gives_the_fork_a_sandbox_of_its_own(
+    podman: PodmanService, busybox_image: str, workdir: Path, backend: str
+) -> None:
+    (workdir / "directory").mkdir()
+    where = "memory" if backend == "memory" else f"host:{workdir}/directory"
+    options = {"sandbox": f"image:{busybox_image}", "podman_url": podman.address.url, "engine": "native"}
+
+    def containers(workspace: Workspace) -> set[str]:
+        return {state.id for state in podman.labelled({"vfsd.workspace": workspace.name})}
+
+    with mounted(workdir / "m", backend=where, name=workdir.name, **options) as source:
+        written(Path(source.path), "file", "before")
+        copy = source.fork(workdir / "copy", name=f"{workdir.name}-copy")
+        try:
+            copy.executor.run(["sh", "-c", "echo changed > /workspace/file"])
+            assert Path(copy.path, "file").read_text() == "changed\n"
+            assert source.executor.run(["cat", "/workspace/file"]).stdout == b"before"
+            assert containers(source)
+            assert containers(copy)
+            assert not containers(source) & containers(copy)
+        finally:
+            unmount_when_idle(copy)
+        assert containers(copy) == set()
+        assert source.executor.run(["cat", "/workspace/file"]).stdout == b"before"

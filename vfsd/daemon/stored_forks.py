@@ -1,0 +1,159 @@
+"""Forks of a workspace whose snapshots are in a store: overlays over a stored snapshot, in daemons of their own.
+
+The source's daemon starts the fork's daemon in a new interpreter.  That daemon takes a lease on the snapshot
+(`protocol.store.leases`), so it stays readable whatever is dropped.  Until then the source holds a lease.
+
+Invariant: a snapshot that was taken for a fork is in the store as long as a fork is mounted over it.  It is dropped by
+the daemon of the last such fork when that ends, or, if that was killed, by a daemon of the source: when it reaps the
+process, makes the next fork, or is mounted again (`vfsd.daemon.snapshots.stored.drop_unused_bases`).
+
+Threading: the serving loop.  The store is used in worker threads.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import TYPE_CHECKING, Final
+
+import trio
+from msgspec.structs import replace
+
+from protocol.store import Store
+from protocol.volume_extensions import SnapshotInfo, snapshotable
+from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.forks import SYSTEMD, Origin
+from vfsd.daemon.merging.lineage import Ancestor, MergedState, MergeLog, StateId
+from vfsd.daemon.merging.records import state_id, state_record
+from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, fork_tag, free_name
+from vfsd.daemon.snapshots.history import UndoHistory
+from vfsd.daemon.snapshots.stored import Stored, StoreSnapshots, drop_unused_bases
+from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.daemon.started_fork import StartedFork
+from vfsd.machine.daemon_log import log_path, open_log
+from vfsd.machine.daemon_start import start_interpreter
+from vfsd.wire.backend_spec import BackendSpec
+from vfsd.wire.handshake import Ready
+from vfsd.wire.merge_messages import AncestorRecord
+from vfsd.wire.messages import ForkParams
+from vfsd.wire.option_rules import SCOPES
+from vfsd.wire.options import DEFAULTS, JournalOptions, MountOptions, StoredOrigin
+
+if TYPE_CHECKING:
+    from vfsd.daemon.backends import Backend
+
+_DAEMON_MODULE: Final = "vfsd.daemon.main"
+_MERGED_SENT: Final = 50  # the options of a daemon fit in a pipe
+
+
+class StoredForks:
+    """The forks of the workspace that is mounted with `options` and identified by `instance`."""
+
+    def __init__(
+        self, options: MountOptions, stored: Stored, snapshots: StoreSnapshots, instance: str, nursery: trio.Nursery
+    ) -> None:
+        self._options = options
+        self._stored = stored
+        self._snapshots = snapshots
+        self._instance = instance
+        self._nursery = nursery
+        self._naming = trio.Lock()
+        self._starting: list[str] = []  # the bases of forks that do not serve yet
+
+    async def fork(self, params: ForkParams, mountpoint: str, call: CallContext) -> tuple[Ready, SnapshotInfo]:
+        """Mount an overlay over a snapshot; return when it answers, and the snapshot."""
+        await self._snapshots.drop_unused_bases(self._starting)
+        if params.snapshot is not None:
+            base = await in_thread(self._stored.store.snapshot, self._stored.key, params.snapshot)
+        else:
+            async with self._naming:
+                base_name = free_name(FORK_PREFIX, await self._snapshots.infos())
+                tag = fork_tag(params.name, mountpoint)
+                base = await self._snapshots.take(base_name, tag, call, kind="automatic")
+        self._starting.append(base.name)
+        try:
+            lease = await in_thread(self._stored.store.lease, self._stored.key, base.name)
+            try:
+                call.commit()
+                ready = await self._start(params.name, mountpoint, base).ready()
+            finally:
+                lease.close()
+        except BaseException:
+            self._starting.remove(base.name)
+            with trio.CancelScope(shield=True):
+                await self._snapshots.drop_unused_bases(self._starting)
+            raise
+        self._starting.remove(base.name)
+        return ready, base
+
+    def _start(self, name: str, mountpoint: str, base: SnapshotInfo) -> StartedFork:
+        options = fork_options(self._options, name, mountpoint, self._origin(base))
+        why = f"a fork of {self._options.workspace.name}"
+        log_fd, _ = open_log(log_path(name))
+        report_fd, child_report_fd = os.pipe()
+        try:
+            process = start_interpreter(_DAEMON_MODULE, options, child_report_fd, log_fd, why, without=SYSTEMD)
+        except BaseException:
+            os.close(report_fd)
+            raise
+        finally:
+            os.close(child_report_fd)
+            os.close(log_fd)
+        self._nursery.start_soon(self._reap, process, os.pidfd_open(process.pid))
+        return StartedFork(report_fd, os.pidfd_open(process.pid), process.pid, mountpoint)
+
+    def _origin(self, base: SnapshotInfo) -> StoredOrigin:
+        source = AncestorRecord(self._instance, self._options.workspace.name, state_record(StateId.of(base)))
+        merged = self._snapshots.merges.at(base.serial)[-_MERGED_SENT:]
+        records = tuple(AncestorRecord(each.instance, each.name, state_record(each.state)) for each in merged)
+        return StoredOrigin(source, self._stored.key, records)
+
+    async def _reap(self, process: subprocess.Popen[bytes], pidfd: int) -> None:
+        """Wait for a fork's end, so that it does not remain as a zombie; drop a base that no fork has any more."""
+        try:
+            await trio.lowlevel.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)
+            process.poll()
+        await self._snapshots.drop_unused_bases(self._starting)
+
+
+def drop_base(options: MountOptions) -> None:
+    """At the end of a fork with these options, drop its base from the store if nothing else is mounted over it."""
+    assert options.origin is not None
+    with Store(options.workspace.store) as store:
+        drop_unused_bases(store, options.origin.workspace, only=options.origin.source.state.name)
+
+
+def fork_options(options: MountOptions, name: str, mountpoint: str, origin: StoredOrigin) -> MountOptions:
+    """Return the options of a fork: those of the source that apply to an overlay over a snapshot."""
+    backend = options.workspace.backend
+    directory = backend.argument if backend.kind == "host" else ""
+    over = BackendSpec("overlay").with_snapshot(origin.source.state.name, directory)
+    values = options.values() | {"backend": over, "name": name, "mountpoint": mountpoint}
+    for option, scope in SCOPES.items():
+        if not scope.allows(values):
+            values[option] = DEFAULTS[option]
+    return replace(MountOptions.of(**values), journal=JournalOptions(), origin=origin)
+
+
+def opened_origin(given: StoredOrigin, backend: Backend) -> Origin:
+    """Return what a fork over a stored snapshot starts with.  Its first snapshot is that state, under the same name."""
+    volume = snapshotable(backend.volume)
+    assert volume is not None, "an overlay has snapshots"
+    source, left_at = given.source, state_id(given.source.state)
+    taken = volume.take_snapshot(left_at.name, tag=f"{FORK_TAG}this workspace", kind="automatic")
+    merges = MergeLog()
+    merges.record(0, [MergedState(each.instance, each.name, state_id(each.state)) for each in given.merged])
+    return Origin(
+        source=source.name,
+        base=left_at.name,
+        restores_base=False,
+        backend=backend,
+        history=UndoHistory(),
+        ancestors=(Ancestor(source.instance, source.name, left_at),),
+        merges=merges,
+        family=None,
+        source_pid=os.getppid(),
+        twin=(StateId.of(taken), left_at),
+    )
