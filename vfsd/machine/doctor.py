@@ -27,9 +27,11 @@ from typing import Final
 import vfsd
 from protocol.backends.container.podman.address import default_address
 from protocol.backends.container.podman.ulimits import PODMAN_DEFAULT
+from protocol.journal.directory import has_journal, is_locked, read_journal
 from vfsd.machine import runtime
 from vfsd.machine.foreign import foreign_protocol
 from vfsd.machine.idle_cpus import CPU_LATENCY_DEVICE, UDEV_RULE, idle_cpus
+from vfsd.machine.journals import drop_command, journal_directory, journal_names, journals_directory
 from vfsd.machine.mountinfo import mounts, vfsd_mounts
 from vfsd.machine.mounts import is_dead
 
@@ -45,6 +47,8 @@ PROCESSES_MIN: Final = 32
 REQUEST_TIMEOUT_MIN_S: Final = 60
 SOCKET_PATH_MAX: Final = 107  # sun_path without its NUL, unix(7)
 NAME_LENGTH_USUAL: Final = 32
+JOURNAL_SPACE_MIN_BYTES: Final = 128 << 20
+JOURNAL_READ_MAX_BYTES: Final = 256 << 20  # a larger journal is left to `vfsd persisted check`
 FUSERMOUNT_MOUNTS_MAX: Final = 1000  # the default of mount_max in /etc/fuse.conf, fusermount3(1)
 DEEP_TIMEOUT_S: Final = 20
 
@@ -252,6 +256,38 @@ def _check_runtime_directory(_host: Host) -> Iterator[Finding]:
 
 
 # -- limits -----------------------------------------------------------------------------------------
+def _check_journals(_host: Host) -> Iterator[Finding]:
+    """Check that `--persist` can write, and what is in the journals that no daemon uses."""
+    directory = journals_directory()
+    above = directory
+    while not os.path.exists(above):
+        above = os.path.dirname(above)
+    if not os.access(above, os.W_OK | os.X_OK):
+        yield _problem(
+            "journals", f"{above} is not writable", "set XDG_STATE_HOME, or use --journal-dir with --persist"
+        )
+        return
+    free = shutil.disk_usage(above).free
+    if free < JOURNAL_SPACE_MIN_BYTES:
+        yield _problem("journals", f"{free >> 20} MiB free in {above}", "free space: a journal grows with each change")
+    kept = []
+    for name in journal_names():
+        place = journal_directory(name)
+        try:
+            if has_journal(place) and not is_locked(place):
+                if sum(entry.stat().st_size for entry in os.scandir(place)) <= JOURNAL_READ_MAX_BYTES:
+                    read_journal(place)
+                kept.append(name)
+        except OSError as error:
+            advice = f"`vfsd persisted check {name}` shows more; `{drop_command(name, place)}` removes it"
+            yield _problem("journals", f"{place}: {error.strerror}", advice)
+    if kept:
+        advice = "`vfsd mount --persist --name NAME` continues one, `vfsd persisted drop NAME` removes one"
+        yield _fine("journals", f"kept without a running daemon: {', '.join(kept)} ({advice})")
+    else:
+        yield _fine("journals", f"{directory} can be written")
+
+
 def _check_limits(host: Host) -> Iterator[Finding]:
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = files == resource.RLIM_INFINITY
@@ -454,6 +490,7 @@ _CHECKS: Final = [
     _check_pyfuse3,
     _check_allow_other,
     _check_runtime_directory,
+    _check_journals,
     _check_limits,
     _check_wakeups,
     _check_podman,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.journal.directory import Journal
 from vfsd.machine import doctor, mountinfo, mounts
 from vfsd.machine.doctor import Finding, Host, examine
 from vfsd.machine.mountinfo import vfsd_mounts
@@ -339,3 +340,16 @@ def test_a_check_that_fails_is_a_finding(machine: Path) -> None:
 def test_this_machines_pyfuse3_and_libfuse_are_named(machine: Path) -> None:
     assert found("pyfuse3", as_user(machine)).what.startswith("version ")
     assert "libfuse3" in found("libfuse", as_user(machine)).what
+
+
+def test_journals_that_are_kept_and_damaged_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in ("kept", "damaged"):
+        place = tmp_path / "vfsd" / "journals" / name
+        Journal.create(str(place), {"backend": "memory", "workspace": name}, "no").close()
+    log = tmp_path / "vfsd" / "journals" / "damaged" / "log-00000001"
+    log.write_bytes(b"x" * 100)
+    found = [finding for finding in examine() if finding.topic == "journals"]
+    assert [finding.ok for finding in found] == [False, True]
+    assert "`vfsd persisted drop damaged`" in found[0].advice
+    assert "kept without a running daemon: kept (" in found[1].what
