@@ -210,7 +210,10 @@ class Volume(Protocol):
 
     # -- inodes ------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Answer[Attributes]:
-        """Return the inode of `name` in directory `parent`; adds a lookup.  ENOENT, ENOTDIR, ENAMETOOLONG."""
+        """Return the inode of `name` in directory `parent`; adds a lookup.  ENOENT, ENOTDIR, ENAMETOOLONG.
+
+        An engine must not have the kernel cache the absence that a SnapshotNotFoundError reports.
+        """
         ...
 
     def forget(self, inode: int, count: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from protocol.backends.container.podman.service import Container
 from tests.container.conftest import MountContainer, StartContainer, inside
+from tests.mount.test_host_backend import tree_of
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
@@ -159,3 +160,18 @@ def test_snapshots_outlive_the_mount(container: Container, mount_container: Moun
     assert [one.name for one in again.snapshots()] == ["before"]
     again.restore("before")
     assert inside(container, "cat /workspace/f") == b"kept"
+
+
+def test_the_snapshot_directory_equals_a_copy_that_was_made_then(
+    workspace: Workspace, root: Path, workdir: Path
+) -> None:
+    fill(root)
+    before = tree_of(root)
+    workspace.snapshot("before")
+    shutil.rmtree(root / "d")
+    (root / "large").write_bytes(b"changed")
+
+    assert tree_of(root / ".snapshots" / "before") == before
+    assert ".snapshots" not in os.listdir(root)
+    workspace.drop("before")
+    assert not (root / ".snapshots" / "before").exists()

@@ -20,6 +20,7 @@ import msgspec
 from protocol.tool_messages import DEFAULT_MATCHES, DEFAULT_PATHS, Edit
 from vfsd.cli.common import output
 from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, describe, printable
+from vfsd.cli.common.names import complete_snapshot
 from vfsd.cli.common.output import base64_text, text_or_base64
 from vfsd.cli.common.values import SIZE, Seconds, environment
 from vfsd.client.paths import current_directory, workspace_path
@@ -148,8 +149,9 @@ class _Tool(Command):
             root = root or (group.params.get("root") if group is not None else None)
             if root == "":
                 raise click.UsageError("--root is an empty string", context)
-            if root is not None and app.workspace is not None:
-                raise click.UsageError("--root is for a directory without a workspace, and excludes -w", context)
+            if root is not None and (app.workspace is not None or settings.get("at") is not None):
+                option = "-w" if app.workspace is not None else "--at"
+                raise click.UsageError(f"--root is for a directory without a workspace, and excludes {option}", context)
             return callback(_Workspace(app, root=root, escaped=escaped), **settings)
 
         super().__init__(*args, callback=run, **kwargs)
@@ -164,6 +166,7 @@ printf 'hello\\n' | vfsd fs write notes/hello.txt --mode create
 echo '{"old_text": "hello", "new_text": "bye"}' | vfsd fs edit notes/hello.txt
 vfsd fs grep 'def \\w+' src --glob '*.py'
 vfsd fs glob 'src/**/*.py'
+vfsd fs read --at before src/main.py   # as it was in a snapshot
 vfsd fs rm -r notes
 vfsd fs exec -- make test              # where commands can run: `vfsd exec --help`
 vfsd fs --root . grep TODO             # a plain directory, without a workspace
@@ -222,10 +225,19 @@ _limit_option = functools.partial(
 )
 
 
+_at_option = click.option(
+    "--at",
+    metavar="SNAPSHOT",
+    shell_complete=complete_snapshot,
+    help="Read this snapshot instead of the present state.",
+)
+
+
 # -- reading ----------------------------------------------------------------------------------------
 @fs_command.command("ls")
 @click.argument("path", default=".")
 @_limit_option(default=fs.DEFAULT_ENTRIES)
+@_at_option
 def ls_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """List a directory: paths, types, sizes, modes and times."""
     answer = workspace.call("fs.ls", **settings)
@@ -235,6 +247,7 @@ def ls_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
 
 @fs_command.command("stat")
 @click.argument("path")
+@_at_option
 def stat_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Show the type, size, mode and time of a path."""
     return workspace.with_path(workspace.call("fs.stat", **settings))
@@ -245,6 +258,7 @@ def stat_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
 @click.option("--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip N lines (or bytes).")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Read at most N lines (or bytes); 2,000 lines.")
 @click.option("--bytes", "as_bytes", is_flag=True, help="Count bytes instead of lines, and print them as base64.")
+@_at_option
 def read_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Read a file.
 
@@ -280,6 +294,7 @@ _all_option = click.option(
 @click.argument("path", default=".")
 @_limit_option(default=DEFAULT_PATHS)
 @_all_option
+@_at_option
 def glob_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Find files by name.
 
@@ -302,6 +317,7 @@ def glob_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
 @click.option("-i", "--ignore-case", is_flag=True)
 @_limit_option(default=DEFAULT_MATCHES)
 @_all_option
+@_at_option
 def grep_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Find lines by a regular expression, in a file or in the files below a directory.
 

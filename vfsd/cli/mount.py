@@ -25,7 +25,7 @@ from vfsd.wire.entry_points import ENGINES, is_engine, known_engines
 from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
-from vfsd.wire.options import CACHES, FSYNCS, TRANSPORTS, WAKEUPS, MountOptions
+from vfsd.wire.options import CACHES, FSYNCS, SNAPSHOT_DIRS, TRANSPORTS, WAKEUPS, MountOptions
 
 
 class _MountOption(click.Option):
@@ -175,6 +175,15 @@ _option = functools.partial(click.option, cls=_MountOption)
     show_default=True,
     help="writethrough: a write that has returned is in the workspace.  writeback: the kernel collects writes and sends"
     " them later, which is faster for databases and other small writes.",
+)
+@_option(
+    "--snapshot-dir",
+    "snapshot_directory",
+    type=click.Choice(SNAPSHOT_DIRS),
+    default="hidden",
+    show_default=True,
+    help="Show the snapshots, read-only, as .snapshots/NAME at the root of the mount.  hidden: listings leave it out;"
+    " visible: they show it; off: there is none.",
 )
 @_option(
     "--store",

@@ -16,7 +16,7 @@ from vfsd.client.requests import FilePath
 from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
 from vfsd.wire.backend_spec import BackendSpec, parse_backend
 from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
-from vfsd.wire.options import CacheChoice, FsyncChoice, MountOptions, TransportChoice, WakeupsChoice
+from vfsd.wire.options import CacheChoice, FsyncChoice, MountOptions, SnapshotDirChoice, TransportChoice, WakeupsChoice
 
 
 def _host_directory(directory: str, mountpoint: str) -> str:
@@ -104,6 +104,7 @@ class MountArguments(TypedDict, total=False):
     xattrs: bool
     wakeups: WakeupsChoice
     cache: CacheChoice
+    snapshot_directory: SnapshotDirChoice
     include: Sequence[str]
     exclude: Sequence[str]
     exec_on_host: bool

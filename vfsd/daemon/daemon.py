@@ -42,6 +42,7 @@ from vfsd.daemon.merging.records import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
+from vfsd.daemon.snapshots.directory import SnapshotDirectory, open_directory
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.choice import mount_engine
 from vfsd.kernel.inotify import Replay
@@ -114,12 +115,14 @@ async def run_daemon(
             recovered = _recover(options) or recovered
             if origin is not None and origin.family is not None:
                 origin.family.join()
-            engine = mount_engine(options.kernel.engine, backend.volume, settings, replay)
+            directory = _open_directory(options, backend)
+            served = backend.volume if directory is None else directory.volume
+            engine = mount_engine(options.kernel.engine, served, settings, replay)
     except BaseException:
         backend.close()  # removes a container that was created for the workspace
         raise
     audit.observe(engine)
-    daemon = _Daemon(options, engine, backend, replay, started_by, origin, audit, starter)
+    daemon = _Daemon(options, engine, backend, replay, directory, started_by, origin, audit, starter)
     try:
         await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
     finally:
@@ -146,6 +149,7 @@ class _Daemon:
         engine: Engine,
         backend: Backend,
         replay: Replay,
+        snapshot_directory: SnapshotDirectory | None,
         started_by: str,
         origin: Origin | None,
         audit: Audit,
@@ -154,6 +158,7 @@ class _Daemon:
         self._run_fork = functools.partial(run_daemon, starter=starter)
         self._options = options
         self._audit = audit
+        self._snapshot_directory = snapshot_directory
         self._started_by = started_by
         self._origin = origin
         self._engine = engine
@@ -191,6 +196,7 @@ class _Daemon:
                     nursery,
                     container,
                     cache=options.kernel.cache,
+                    snapshot_directory=self._snapshot_directory,
                 )
                 origin = self._origin
                 history, merges = (None, None) if origin is None else (origin.history, origin.merges)
@@ -349,6 +355,8 @@ class _Daemon:
             await trio.sleep(_TIDY_S)
             self._backend.tidy()
             self._audit.tidy()
+            if self._snapshot_directory is not None:
+                await self._snapshot_directory.refresh(self._engine)
             await memory.check()
 
     async def _feed_watchdog(self) -> None:
@@ -359,6 +367,13 @@ class _Daemon:
         while True:
             self._notifier.watchdog()
             await trio.sleep(interval_s)
+
+
+def _open_directory(options: MountOptions, backend: Backend) -> SnapshotDirectory | None:
+    chosen = options.kernel.snapshot_directory
+    if chosen == "off":
+        return None
+    return open_directory(backend.volume, backend.stored, is_visible=chosen == "visible")
 
 
 def _unless_cancelled(_done_bytes: int, _total_bytes: int) -> None:

@@ -58,6 +58,12 @@ class ContainerStatus(Protocol):
         ...
 
 
+class SnapshotDirectory(Protocol):
+    """`.snapshots` of the mount: `vfsd.daemon.snapshots.directory`."""
+
+    async def refresh(self, engine: Engine) -> None: ...
+
+
 class MountedVolume:
     """One volume, its engine and its mountpoint.  `nursery` outlives every call.
 
@@ -74,7 +80,9 @@ class MountedVolume:
         container: ContainerStatus | None = None,
         *,
         cache: CacheChoice = "writethrough",
+        snapshot_directory: SnapshotDirectory | None = None,
     ) -> None:
+        self._snapshot_directory = snapshot_directory
         self.volume = volume
         self.container = container
         self.cache = cache
@@ -131,6 +139,11 @@ class MountedVolume:
             # written back as far as there was space, and fsync(2) and close(2) tell the programs.
             level = logging.INFO if error.errno == errno.ENOSPC else logging.WARNING
             log_failure(_logger, "syncfs", error, path=self.mountpoint, level=level)
+
+    async def snapshots_dropped(self) -> None:
+        """Return when no program can find dropped snapshots in `.snapshots`, and what they held is free."""
+        if self._snapshot_directory is not None:
+            await self._snapshot_directory.refresh(self.engine)
 
     async def invalidate(self, invalidation: CacheInvalidation, changed: Sequence[bytes] | None = None) -> None:
         """Return when no program can see the state before the change; inotify events follow in the background.

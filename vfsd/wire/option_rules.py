@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 from protocol.values import Value
 from vfsd.wire.backend_spec import BACKENDS, BackendSpec
 from vfsd.wire.entry_points import is_engine, known_engines
-from vfsd.wire.options import CACHES, DEFAULTS, FSYNCS, NAME_PATTERN, TRANSPORTS, WAKEUPS, MountOptions
+from vfsd.wire.options import CACHES, DEFAULTS, FSYNCS, NAME_PATTERN, SNAPSHOT_DIRS, TRANSPORTS, WAKEUPS, MountOptions
 
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
@@ -128,6 +128,15 @@ def check_options(options: MountOptions) -> None:
         )
 
 
+_CHOICES: Final[Mapping[str, Sequence[str]]] = {
+    "transport": TRANSPORTS,
+    "wakeups": WAKEUPS,
+    "snapshot_directory": SNAPSHOT_DIRS,
+    "cache": CACHES,
+    "fsync": FSYNCS,
+}
+
+
 def _check_values(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if value == "" or (isinstance(value, tuple) and "" in value):
@@ -145,14 +154,9 @@ def _check_values(values: Mapping[str, Any]) -> None:
         )
     if not is_engine(values["engine"]):
         _refuse_choice("engine", values["engine"], known_engines())
-    if values["transport"] not in TRANSPORTS:
-        _refuse_choice("transport", values["transport"], TRANSPORTS)
-    if values["wakeups"] not in WAKEUPS:
-        _refuse_choice("wakeups", values["wakeups"], WAKEUPS)
-    if values["cache"] not in CACHES:
-        _refuse_choice("cache", values["cache"], CACHES)
-    if values["fsync"] not in FSYNCS:
-        _refuse_choice("fsync", values["fsync"], FSYNCS)
+    for name, choices in _CHOICES.items():
+        if values[name] not in choices:
+            _refuse_choice(name, values[name], choices)
     _check_workdir(values["workdir"])
     timeout_s = values["cache_timeout_s"]
     if timeout_s is not None and not 0 <= timeout_s < math.inf:

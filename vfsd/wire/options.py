@@ -20,6 +20,8 @@ from vfsd.wire.merge_messages import AncestorRecord
 
 TransportChoice = Literal["auto", "rootfs", "agent"]
 TRANSPORTS: Final = ("auto", "rootfs", "agent")
+SnapshotDirChoice = Literal["hidden", "visible", "off"]
+SNAPSHOT_DIRS: Final = ("hidden", "visible", "off")
 WakeupsChoice = Literal["auto", "on", "off"]
 WAKEUPS: Final = ("auto", "on", "off")
 CacheChoice = Literal["writethrough", "writeback"]
@@ -47,7 +49,8 @@ class KernelOptions(Value):
     for the backend's default.  Without `xattrs` the mount has neither extended attributes nor ACLs, and the kernel
     sends no requests for them.  `wakeups`: whether idle CPUs are kept awake during bursts of requests.
     sends no requests for them.  `cache`: whether write(2) returns when the data is in the volume ("writethrough") or
-    when it is in the kernel's page cache ("writeback").
+    when it is in the kernel's page cache ("writeback").  `snapshot_directory`: whether the
+    root has `.snapshots`, and whether listings show it.
     """
 
     engine: str = "auto"  # or the name of an engine: see `vfsd.wire.entry_points`
@@ -56,6 +59,7 @@ class KernelOptions(Value):
     xattrs: bool = True
     wakeups: WakeupsChoice = "auto"
     cache: CacheChoice = "writethrough"
+    snapshot_directory: SnapshotDirChoice = "hidden"
 
 
 class LimitOptions(Value):

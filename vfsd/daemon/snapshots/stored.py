@@ -232,6 +232,7 @@ class StoreSnapshots:
                         raise
                     done = ", ".join(names[:number])
                     raise OSError(error.errno, f"{error.strerror or error}; already dropped: {done}", name) from error
+            await self._mounted.snapshots_dropped()
             return Dropped(steps, await self.history())
 
     async def _drop(self, name: str) -> None:

@@ -181,6 +181,7 @@ class VolumeSnapshots:
             steps = self._history().steps_to(info for info in infos if info.name in names)
             for name in names:
                 self._volume.drop_snapshot(name)
+            await self._mounted.snapshots_dropped()
             return Dropped(steps, self._history())
 
     async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:

@@ -42,7 +42,7 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
 import pyfuse3
 import trio
 
-from protocol.errors import errno_of, os_error
+from protocol.errors import SnapshotNotFoundError, errno_of, os_error
 from protocol.volume import (
     RENAME_EXCHANGE,
     Answer,
@@ -211,8 +211,8 @@ class _Handlers(pyfuse3.Operations):
         try:
             found = volume.lookup(parent_inode, name)
             return self._fill(await found if isinstance(found, Awaitable) else found, timeout_s)
-        except FileNotFoundError:
-            if self._absent is None or not timeout_s:
+        except FileNotFoundError as error:
+            if self._absent is None or not timeout_s or isinstance(error, SnapshotNotFoundError):
                 raise
             return self._absent
 

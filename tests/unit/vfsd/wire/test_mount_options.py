@@ -41,6 +41,7 @@ VALUES: dict[str, list[str]] = {
     "--fsync": ["always", "everysec", "no", "", "sometimes"],
     "--cache-timeout": ["2", "0", "", "-1", "nan", "inf", "1e308"],
     "--cache": ["writeback", "writethrough", "", "later"],
+    "--snapshot-dir": ["hidden", "visible", "off", "", "on"],
     "--store": ["kept", "", "/proc/nothing"],
     "--include": ["*.py", "", "\udcff", "!"],
     "--exclude": [".env", "", "[", "\\"],

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import trio
 
-from protocol.errors import errno_of
+from protocol.errors import SnapshotNotFoundError, errno_of
 from protocol.volume import Volume
 from vfsd.kernel.engines import base, policy
 from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator
@@ -353,7 +353,7 @@ class NativeEngine:
     def _failure(self, operations: Operations, opcode: int, unique: int, error: Exception) -> bytes:
         """Return the reply for `error`.  Logs an unexpected exception."""
         code = errno_of(error)
-        if code == errno.ENOENT and opcode == Opcode.LOOKUP:
+        if code == errno.ENOENT and opcode == Opcode.LOOKUP and not isinstance(error, SnapshotNotFoundError):
             return operations.replies.absent(unique)
         if code == errno.EEXIST and opcode == Opcode.MKNOD and operations is self._operations:
             # The kernel's cached absence is out of date.  On ESTALE it looks the name up again, then opens what it

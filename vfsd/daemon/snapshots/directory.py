@@ -1,0 +1,131 @@
+"""SnapshotDirectory: keeps `.snapshots` of a mount (`protocol.adapters.snapshot_directory`) true and small.
+
+A state is opened when something in it is read, and closed when it was not read for a second or its snapshot was
+dropped.  So a dropped snapshot frees its memory or disk space, even if programs have files of it open.
+
+Threading: the serving loop.  `VolumeStates` never awaits, so no state is closed while it is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+from protocol.adapters.snapshot_directory import (
+    FIRST_INODE,
+    ReadableState,
+    SnapshotDirectoryVolume,
+    SnapshotStates,
+)
+from protocol.errors import SnapshotNotFoundError
+from protocol.volume import Volume
+from protocol.volume_extensions import (
+    CacheInvalidation,
+    EntryChange,
+    InodeChange,
+    SnapshotableVolume,
+    SnapshotInfo,
+    snapshotable,
+)
+from vfsd.kernel.engines.base import Engine
+from vfsd.kernel.invalidation import invalidate_kernel_caches
+from vfsd.machine.logs import log_failure
+
+if TYPE_CHECKING:
+    from vfsd.daemon.snapshots.stored import Stored
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+OPEN_STATES: Final = 4  # of one workspace; a comparison of two snapshots reads both in turns
+
+
+class States(SnapshotStates, Protocol):
+    """The snapshots of a workspace, which are opened when they are read."""
+
+    async def close_unused(self, infos: Sequence[SnapshotInfo] | None) -> None:
+        """Close the states that were not read since the last call; with `infos`, all others than these."""
+        ...
+
+
+class OpenState:
+    """A state that is open."""
+
+    def __init__(self, state: ReadableState, close: Callable[[], object]) -> None:
+        self.state = state
+        self.close = close
+        self.is_used = True
+
+
+class VolumeStates:
+    """The snapshots that `volume` itself holds."""
+
+    def __init__(self, volume: SnapshotableVolume) -> None:
+        self._volume = volume
+        self._open: dict[int, OpenState] = {}  # by serial
+
+    def infos(self) -> Sequence[SnapshotInfo]:
+        return self._volume.snapshots()
+
+    def using(self, info: SnapshotInfo, read: Callable[[ReadableState], T]) -> T:
+        if self._volume.snapshot(info.name).serial != info.serial:
+            raise SnapshotNotFoundError(info.name)
+        opened = self._open.get(info.serial)
+        if opened is None:
+            while len(self._open) >= OPEN_STATES:
+                self._open.pop(next(iter(self._open))).close()
+            stack = ExitStack()
+            tree = stack.enter_context(self._volume.tree(info.name))
+            opened = self._open[info.serial] = OpenState(tree, stack.close)
+        opened.is_used = True
+        return read(opened.state)
+
+    async def close_unused(self, infos: Sequence[SnapshotInfo] | None) -> None:
+        existing = None if infos is None else {info.serial for info in infos}
+        for serial, opened in list(self._open.items()):
+            if not opened.is_used or (existing is not None and serial not in existing):
+                self._open.pop(serial).close()
+            opened.is_used = False
+
+
+class SnapshotDirectory:
+    """`.snapshots` of a mount.  `volume` is what the engine serves."""
+
+    def __init__(self, volume: SnapshotDirectoryVolume, states: States) -> None:
+        self.volume = volume
+        self._states = states
+        self._refused: set[int] = set()
+        volume.on_refused_write = self._refused.add
+
+    async def refresh(self, engine: Engine) -> None:
+        """Close states that are not read; invalidate the names of dropped snapshots.  Failures are logged."""
+        try:
+            infos: Sequence[SnapshotInfo] | None = None
+            gone: list[tuple[bytes, int]] = []
+            if self.volume.is_entered:
+                found = self._states.infos()
+                infos = await found if isinstance(found, Awaitable) else found
+                gone = self.volume.names_to_invalidate(infos)
+            await self._states.close_unused(infos)
+            refused = [InodeChange(inode, content=True) for inode in self._refused]
+            self._refused.clear()
+            entries = [EntryChange(FIRST_INODE, name, inode, 0) for name, inode in gone]
+            await invalidate_kernel_caches(engine, CacheInvalidation(entries, refused))
+        except Exception as error:  # noqa: BLE001 -- the mount goes on; the next refresh tries it again
+            log_failure(_logger, "refreshing .snapshots", error, level=logging.WARNING)
+
+
+def open_directory(volume: Volume, stored: Stored | None, *, is_visible: bool) -> SnapshotDirectory | None:
+    """Return the directory of a workspace; None if its backend has no snapshots."""
+    own = snapshotable(volume)
+    if own is not None:
+        of_volume = VolumeStates(own)
+        return SnapshotDirectory(SnapshotDirectoryVolume(volume, of_volume, is_visible=is_visible), of_volume)
+    if stored is None:
+        return None
+    # Start-up: a workspace in memory needs no store.
+    from vfsd.daemon.snapshots.stored_states import StoreStates, WithStoredSnapshots  # noqa: PLC0415
+
+    of_store = StoreStates(stored)
+    return SnapshotDirectory(WithStoredSnapshots(volume, of_store, is_visible=is_visible), of_store)
