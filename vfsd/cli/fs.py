@@ -149,7 +149,7 @@ class _Tool(Command):
             root = root or (group.params.get("root") if group is not None else None)
             if root == "":
                 raise click.UsageError("--root is an empty string", context)
-            if root is not None and (app.workspace is not None or settings.get("at") is not None):
+            if root is not None and (app.workspace is not None or settings.get("snapshot") is not None):
                 option = "-w" if app.workspace is not None else "--at"
                 raise click.UsageError(f"--root is for a directory without a workspace, and excludes {option}", context)
             return callback(_Workspace(app, root=root, escaped=escaped), **settings)
@@ -227,6 +227,7 @@ _limit_option = functools.partial(
 
 _at_option = click.option(
     "--at",
+    "snapshot",
     metavar="SNAPSHOT",
     shell_complete=complete_snapshot,
     help="Read this snapshot instead of the present state.",

@@ -167,11 +167,14 @@ class Exchange:
         on_progress: Callable[[ProgressReport], object] | None = None,
         on_output: Callable[[bytes], object] | None = None,
     ) -> None:
-        """ValueError for a method that METHODS lacks, TypeError for params of another method."""
+        """ValueError for a method that METHODS lacks, TypeError for params of another method.
+
+        Params may be those of an agents' tool, which the method's own extend by what agents do not have.
+        """
         if method not in METHODS:
             raise ValueError(f"no such method: {method!r}")
         expected, self._result_type = METHODS[method]
-        if params is not None and not isinstance(params, expected):
+        if params is not None and not issubclass(expected, type(params)):
             raise TypeError(f"{method} takes {expected.__name__}, not {type(params).__name__}")
         self.method = method
         self._id = request_id

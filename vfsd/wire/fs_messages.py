@@ -72,6 +72,18 @@ class FsStatParams(Params):
     snapshot: str | None = None
 
 
+class FsGlobParams(GlobParams, frozen=True):
+    """Parameters of `fs.glob`: those of the agents' tool, and the `snapshot` to search."""
+
+    snapshot: str | None = None
+
+
+class FsGrepParams(GrepParams, frozen=True):
+    """Parameters of `fs.grep`: those of the agents' tool, and the `snapshot` to search."""
+
+    snapshot: str | None = None
+
+
 class FsReadParams(Params):
     """Parameters of `fs.read`: read `limit` lines from line `offset` (0 is the first), or bytes with `as_bytes`.
 
@@ -147,8 +159,8 @@ FS_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "fs.read": (FsReadParams, FsReadResult),
     "fs.write": (FsWriteParams, WriteResult),
     "fs.edit": (EditFileParams, EditFileResult),
-    "fs.glob": (GlobParams, GlobResult),
-    "fs.grep": (GrepParams, GrepResult),
+    "fs.glob": (FsGlobParams, GlobResult),
+    "fs.grep": (FsGrepParams, GrepResult),
     "fs.rm": (RmParams, RmResult),
     "fs.exec": (FsExecParams, FsExecResult),
 }

@@ -1,5 +1,5 @@
 """The `fs.` methods of the control socket: the agent's tools, on the state that the mount shows or, for `fs.ls`,
-`fs.stat` and `fs.read`, on that of a snapshot.
+`fs.stat`, `fs.read`, `fs.glob` and `fs.grep`, on that of a snapshot.
 
 Threading: a method that reads runs in a worker thread, on an immutable tree of the live state, so the mount stays
 responsive.  Clients take turns (`vfsd.daemon.control.turns`); long answers are encoded in slices, and between two

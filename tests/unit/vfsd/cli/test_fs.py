@@ -182,7 +182,8 @@ def test_help_is_help(command: str) -> None:
 
 
 def test_every_fs_method_has_a_handler(daemon: FsDaemon) -> None:
-    assert set(FsMethods(daemon.mounted, WorkspaceOptions("/m", "m"), Commands("m")).handlers()) == set(fs.FS_METHODS)  # type: ignore[arg-type]
+    methods = FsMethods(daemon.mounted, WorkspaceOptions("/m", "m"), Commands("m"))  # type: ignore[arg-type]
+    assert set(methods.handlers()) == set(fs.FS_METHODS)
     assert fs.FS_METHODS.items() <= METHODS.items()
 
 
