@@ -128,11 +128,14 @@ def test_a_sub_agent_works_in_a_fork_of_its_own(
         assert copy.mountpoint in places[0]  # the main agent learns where it is
         fork = Workspace.attach(copy.name)
         kept = [snapshot.name for snapshot in fork.snapshots()]
-        assert kept[:2] == [fork.status().base, "toolu_sub"]
+        base = str(fork.status().base)
+        assert kept[kept.index(base) :][:2] == [base, "toolu_sub"]  # before: those of the main agent
         vfsd("merge", copy.name, "-w", workspace.name)
         assert (root / "file").read_text() == "two\n"
+        vfsd("unmount", copy.name)  # everything was merged
     finally:
-        vfsd("unmount", copy.name, "--discard")
+        if os.path.ismount(copy.mountpoint):
+            vfsd("unmount", copy.name, "--discard")
 
 
 def test_two_prompts_of_one_session_and_a_run_on_an_overlay(
