@@ -427,8 +427,40 @@ class CheckableVolume(Volume, Protocol):
         ...
 
 
+class SharedLimit(Protocol):
+    """A limit of memory that a volume shares with its copies in other processes.
+
+    `bases`: snapshots that copies have as well, so that dropping them frees nothing.
+    """
+
+    bases: set[str]
+
+    def wrote(self, count: int) -> bool:
+        """Note that `count` bytes of content are written; return whether `has_room` need not be asked yet."""
+        ...
+
+    def has_room(self, total: int, count: int) -> bool:
+        """Whether there is room for `count` more bytes.  `total` is what the volume accounts for now.  Any thread."""
+        ...
+
+    def forking(self) -> AbstractContextManager[object]:
+        """A block around fork(2) in which no other thread is inside a call."""
+        ...
+
+    def forked(self) -> None:
+        """In the new process: it has nothing to do with what the old one has taken."""
+        ...
+
+
 class ForkableVolume(SnapshotableVolume, Protocol):
     """A volume that a copy of the process can serve after fork(2) (capability `forkable`): each has its own state."""
+
+    def share_limit(self, limit: SharedLimit) -> None:
+        """From now on refuse with ENOSPC what needs memory that `limit` has no room for; also in copies of the process.
+
+        Removing, shortening, dropping and restoring are never refused.
+        """
+        ...
 
     def forking(self) -> AbstractContextManager[None]:
         """Inside the block, on the thread that calls fork(2), no other thread changes the state.

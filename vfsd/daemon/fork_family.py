@@ -1,47 +1,104 @@
 """The memory of a workspace and all its forks, which has one limit: the `--max-memory` of the workspace.
 
 The processes that descend from one workspace by fork(2) are its family.  They share a table (mmap(2) with MAP_SHARED),
-in which each process has a slot that no other writes.  A slot contains the process's *charge*: the memory that its
-volume accounts for (`VolumeUsage`), times PSS / RSS of its anonymous memory.  So memory that k processes share counts
-as a k-th of it for each of them, and the sum of the charges is what the family needs.
+in which each process has a slot that no other writes:
 
-Invariant: a fork is made only if the family's charges and the whole content of the forked process fit in the limit,
-because in the worst case the fork comes to share nothing with it.
+- `total`: the memory that its volume accounts for (`VolumeUsage`), shared or not;
+- `growth`: memory that came into the family through this process.  It only increases, also from one process to the next
+  that takes the slot.
 
-Threading: the serving loop, apart from `measure`.
+A process measures the family by reading the proportional set size (PSS) of each member, and notes each member's growth
+at that time.  From then on it knows without a system call how much memory each member takes at most: the measured PSS
+and the growth since, and no more than its `total`.  A page that a process makes private is growth of that process,
+though it raises the PSS of others, too: the sum over the family is right.
+
+Invariants:
+
+- What the family takes, apart from what `slack_bytes` names, is at most the sum of these figures (`bound`).
+- A process whose memory would exceed the limit with that sum measures the family again.  If there is still no room, its
+  volume refuses what needs memory (`has_room`), and `check_fork` refuses a fork.
+- A process that has ended counts until the next measurement, which comes before any refusal.
+
+Growth is published in steps of STEP_BYTES that are written or allocated.  It is what the volume accounts for, plus page
+faults.  So new memory counts twice, which only makes the next measurement earlier.
+
+Threading: `has_room` runs on the serving loop and in threads that unpack an import, under a lock that is held for a
+measurement, a few milliseconds for each member.  `forking` holds the lock across fork(2).  All else is for the serving
+loop.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import resource
+import threading
 import time
-from typing import Final
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple
 
 from protocol.volume_extensions import VolumeUsage
 from vfsd.machine.runtime import process_start_ticks
 
-_SLOT_NUMBERS: Final = 3  # process id, its start in ticks, charge in bytes
+_NUMBERS: Final = 4  # in a slot: process id, its start in ticks, total, growth
+_TOTAL, _GROWTH = 2, 3
 _NUMBER_BYTES: Final = 8
 _SLOTS: Final = 4096
-# A process measures itself again after so many page faults, which make memory private, or after this time, because
-# memory also stops being shared when another process of the family ends.
-_FAULTS: Final = 256
-_AGE_S: Final = 30.0
+STEP_BYTES: Final = 1 << 20
+# Memory of a daemon that is not its volume's: private memory of a fork, and at most that of the first process.
+DAEMON_BYTES: Final = 10 << 20
+INTERPRETER_BYTES: Final = 48 << 20
+# A measurement takes a few milliseconds for each member, so refused programs that try again do not cause one each time.
+_PAUSE: Final = 20  # times what the last measurement took
+_ENDED_PAUSE: Final = 4  # the same, if a member has ended
+_PAGE_BYTES: Final = mmap.PAGESIZE
+
+
+def slack_bytes(members: int) -> int:
+    """Return what a family may take beyond its limit while nothing is freed and nothing but writing needs memory."""
+    return INTERPRETER_BYTES + members * (DAEMON_BYTES + STEP_BYTES)
+
+
+class _Measured(NamedTuple):
+    """A member when the family was measured: its process, the PSS of its volume, and its growth."""
+
+    pid: int
+    taken: int
+    growth: int
 
 
 class ForkFamily:
-    """One process's access to the table of its family.  A new process of the family calls `join`."""
+    """One process's access to the table of its family, as the `SharedLimit` of its volume.
 
-    def __init__(self) -> None:
-        self._table = memoryview(mmap.mmap(-1, _SLOTS * _SLOT_NUMBERS * _NUMBER_BYTES)).cast("q")
+    `limit`: in bytes, None for no limit.  `total`: what the volume of this process accounts for.  A new process of the
+    family calls `join`.
+    """
+
+    def __init__(self, limit: int | None, total: int) -> None:
+        self.limit = limit
+        self.bases: set[str] = set()
+        self._table = memoryview(mmap.mmap(-1, _SLOTS * _NUMBERS * _NUMBER_BYTES)).cast("q")
+        self._lock = threading.Lock()
         self._slot = 0
-        self._share = 1.0  # PSS / RSS
-        self._faults = 0
-        self._measured_at = 0.0
-        self._write(0)
+        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        self._total = total  # as published
+        # What all members share of the interpreter and its modules.
+        self._interpreter = min(max(0, _proportional_bytes(os.getpid()) - total), INTERPRETER_BYTES)
+        self._written = 0  # since the last step
+        self._is_full = False
+        self._next_measurement = 0.0
+        self._next_if_ended = 0.0
+        self._claim(0, total)
+        self._measured = {0: _Measured(os.getpid(), total, 0)}
+
+    def _claim(self, slot: int, total: int) -> None:
+        pid = os.getpid()
+        start = slot * _NUMBERS
+        self._table[start], self._table[start + 1] = pid, process_start_ticks(pid) or 0
+        self._table[start + _TOTAL] = total
+        self._slot = slot
 
     def join(self) -> None:
         """Take a slot for this process, which fork(2) has made.  The caller excludes other starts.
@@ -49,71 +106,135 @@ class ForkFamily:
         OSError (EAGAIN) if the family has too many processes.
         """
         for slot in range(_SLOTS):
-            pid, ticks, _ = self._read(slot)
-            if not pid or process_start_ticks(pid) != ticks:
-                self._slot, self._share, self._faults, self._measured_at = slot, 0.0, 0, 0.0
-                self._write(0)
+            if not self._is_alive(slot):
+                self._claim(slot, self._total)
+                self._faults = self._written = 0
                 return
         raise OSError(errno.EAGAIN, f"the workspace has {_SLOTS} forks already: unmount some")
 
-    def _read(self, slot: int) -> list[int]:
-        return self._table[slot * _SLOT_NUMBERS : (slot + 1) * _SLOT_NUMBERS].tolist()
+    def forking(self) -> AbstractContextManager[object]:
+        return self._lock
 
-    def _write(self, charge: int) -> None:
-        pid = os.getpid()
-        for offset, number in enumerate((pid, process_start_ticks(pid) or 0, charge)):
-            self._table[self._slot * _SLOT_NUMBERS + offset] = number
+    def forked(self) -> None:
+        self._slot = -1  # of the old process
 
-    # -- this process --------------------------------------------------------------------------------
-    @property
-    def is_due(self) -> bool:
-        """Whether this process's memory has changed enough since the last measurement to measure it again."""
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - self._faults
-        return faults >= _FAULTS or time.monotonic() - self._measured_at >= _AGE_S
+    def _is_alive(self, slot: int) -> bool:
+        pid, ticks = self._table[slot * _NUMBERS : slot * _NUMBERS + 2]
+        return bool(pid) and process_start_ticks(pid) == ticks
+
+    def _members(self) -> list[int]:
+        """The slots of all processes, whether they have ended or not: slots are taken from the first on."""
+        return list(itertools.takewhile(lambda slot: self._table[slot * _NUMBERS], range(_SLOTS)))
+
+    # -- what the family takes -----------------------------------------------------------------------
+    def bound(self) -> int:
+        """Return how many bytes the family takes at most, as far as it is published."""
+        return sum(map(self._bound_of, self._members()))
+
+    def _bound_of(self, slot: int) -> int:
+        start = slot * _NUMBERS
+        pid, total, growth = self._table[start], self._table[start + _TOTAL], self._table[start + _GROWTH]
+        measured = self._measured.get(slot)
+        if measured is None:
+            return min(total, growth)
+        taken = measured.taken if measured.pid == pid else 0
+        return min(total, taken + growth - measured.growth)
 
     def measure(self) -> None:
-        """Measure how much of this process's memory others share.  Takes some milliseconds; for a worker thread."""
-        self._faults, self._measured_at = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.monotonic()
-        sizes = {}
-        with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-            for line in file:
-                name, _, size = line.partition(":")
-                sizes[name] = size.split()[:1]
-        proportional, resident = (int((sizes.get(name) or ["0"])[0]) for name in ("Pss_Anon", "Anonymous"))
-        self._share = proportional / resident if proportional and resident else 1.0  # Pss_Anon: since Linux 5.9
+        """Measure all members; forget those that have ended."""
+        began = time.monotonic()
+        growths = {slot: self._table[slot * _NUMBERS + _GROWTH] for slot in self._members()}
+        alive = {slot for slot in growths if self._is_alive(slot)}
+        own = DAEMON_BYTES + self._interpreter // max(1, len(alive))
+        measured = {}
+        for slot, growth in growths.items():
+            pid, _, taken = self._table[slot * _NUMBERS : slot * _NUMBERS + _TOTAL + 1]
+            if slot not in alive:
+                pid = taken = 0
+            elif len(alive) > 1:  # else nothing is shared
+                taken = max(0, _proportional_bytes(pid) - own)
+            measured[slot] = _Measured(pid, taken, growth)
+        self._measured = measured
+        now = time.monotonic()
+        self._next_measurement = now + _PAUSE * (now - began)
+        self._next_if_ended = now + _ENDED_PAUSE * (now - began)
 
-    def charge(self, usage: VolumeUsage) -> int:
-        """Publish the charge of this process, and return it in bytes."""
-        charge = int(total(usage) * self._share)
-        self._write(charge)
-        return charge
+    def others(self) -> int:
+        """Return the number of other living processes of the family."""
+        return sum(slot != self._slot and self._is_alive(slot) for slot in self._members())
 
-    # -- the family ----------------------------------------------------------------------------------
-    def others(self) -> list[int]:
-        """Return the charge of each other living process of the family, in bytes."""
-        found = []
-        for slot in range(_SLOTS):
-            pid, ticks, charge = self._read(slot)
-            if pid and slot != self._slot and process_start_ticks(pid) == ticks:
-                found.append(charge)
-        return found
+    # -- this process --------------------------------------------------------------------------------
+    def publish(self, total: int) -> None:
+        """Publish what this process has taken since the last call; `total` is what its volume accounts for now."""
+        total = max(0, total)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        start = self._slot * _NUMBERS
+        self._table[start + _GROWTH] += max(0, total - self._total) + (faults - self._faults) * _PAGE_BYTES
+        self._table[start + _TOTAL] = self._total = total
+        self._faults, self._written = faults, 0
+
+    def wrote(self, count: int) -> bool:
+        self._written += max(count, _PAGE_BYTES)
+        return self._written < STEP_BYTES and not self._is_full
+
+    def has_room(self, total: int, count: int) -> bool:
+        limit = self.limit
+        if limit is None or self._slot < 0:
+            return True
+        if not self._is_full and max(self._written, total - self._total) + count < STEP_BYTES:
+            return True
+        with self._lock:
+            self.publish(total)
+            room = limit - count - self.bound()
+            if room < 0 and self._may_measure():
+                self.measure()
+                room = limit - count - self.bound()
+            self._is_full = room < 0
+            return not self._is_full
+
+    def _may_measure(self) -> bool:
+        now = time.monotonic()
+        if now >= self._next_measurement:
+            return True
+        return now >= self._next_if_ended and any(
+            self._bound_of(slot) and not self._is_alive(slot) for slot in self._members()
+        )
 
     def check_fork(self, usage: VolumeUsage) -> None:
         """OSError (ENOMEM) if the limit leaves no room for a fork that comes to share nothing with this process."""
-        limit = usage.max_memory
-        if limit is None:
-            return
-        others = self.others()
-        if not others:
-            self._share = 1.0
-        taken, needed = self.charge(usage) + sum(others), total(usage)
-        if taken + needed > limit:
-            raise OSError(
-                errno.ENOMEM,
-                f"a fork may come to need as much memory as its source, {_mib(needed)} MiB, and this workspace"
-                f"{_with_forks(len(others))} takes {_mib(taken)} of the {_mib(limit)} MiB of --max-memory: unmount"
-                " forks, drop snapshots, or mount the source with a larger --max-memory",
-            )
+        needed = total(usage)
+        with self._lock:
+            self.publish(needed)
+            if self.limit is None or self.bound() + needed <= self.limit:
+                return
+            self.measure()
+            if (taken := self.bound()) + needed > self.limit:
+                raise OSError(
+                    errno.ENOMEM,
+                    f"a fork may come to need as much memory as its source, {_mib(needed)} MiB, and this workspace"
+                    f"{_with_forks(self.others())} takes {_mib(taken)} of the {_mib(self.limit)} MiB of --max-memory:"
+                    " unmount forks, drop snapshots, or mount the source with a larger --max-memory",
+                )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the table contradicts itself."""
+        assert self._table[self._slot * _NUMBERS] == os.getpid(), "another process has this slot"
+        for slot in self._members():
+            growth = self._table[slot * _NUMBERS + _GROWTH]
+            assert growth >= 0
+            assert slot not in self._measured or growth >= self._measured[slot].growth, "growth decreased"
+            assert 0 <= self._bound_of(slot) <= max(0, self._table[slot * _NUMBERS + _TOTAL])
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return a process's proportional set size of anonymous memory; 0 if it has ended."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+            sizes = {name: size for name, _, size in (line.partition(":") for line in file)}
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    found = sizes.get("Pss_Anon") or sizes.get("Pss") or "0 kB"  # Pss_Anon: since Linux 5.9
+    return int(found.split()[0]) * 1024
 
 
 def total(usage: VolumeUsage) -> int:

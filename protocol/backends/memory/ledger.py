@@ -43,7 +43,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import os_error
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from protocol.backends.memory.content import Content
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.xattrs import Xattrs
+    from protocol.volume_extensions import SharedLimit
 
 UNLIMITED: Final = 1 << 62
 RESERVE_BYTES: Final = 448  # of each live inode, for one old version of it
@@ -115,6 +116,7 @@ class Ledger:
 
     __slots__ = (
         "_lender", "_loan", "_lock", "ceiling", "content", "kept", "lent", "limit", "metadata", "overhead", "shared",
+        "shared_limit",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -126,6 +128,7 @@ class Ledger:
         self.limit: int | None = None
         self.ceiling = UNLIMITED  # for content, metadata and kept together
         self.shared: dict[int, int] = {}
+        self.shared_limit: SharedLimit | None = None
         self._lock = threading.Lock()
         self._lender: Ledger | None = None
         self._loan = 0
@@ -150,6 +153,10 @@ class Ledger:
         self.limit = limit
         self.ceiling = UNLIMITED if limit is None else limit - self.overhead
 
+    def has_room(self, count: int) -> bool:
+        """Whether `count` more bytes fit in the limit that this volume shares with other processes, if there is one."""
+        return self.shared_limit is None or self.shared_limit.has_room(self.total, count)
+
     def charge_overhead(self, count: int) -> None:
         """Add `count` bytes, which may be negative, to the overhead.  Any thread."""
         with self._lock:
@@ -157,14 +164,18 @@ class Ledger:
             if self.limit is not None:
                 self.ceiling -= count
 
-    def forking(self) -> AbstractContextManager[object]:
-        """A block in which no other thread changes `overhead`."""
-        return self._lock
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        """A block in which no other thread changes `overhead` or asks for memory."""
+        with self.shared_limit.forking() if self.shared_limit is not None else nullcontext(), self._lock:
+            yield
 
     def forked(self) -> None:
         """Take back what is lent: the new process does not have the threads that would give it back."""
         self.charge_overhead(-self.lent)
         self.lent = 0
+        if self.shared_limit is not None:
+            self.shared_limit.forked()
 
     def _lend(self, count: int) -> None:
         """Charge `count` bytes, which may be negative, that are given back later.  Any thread."""
@@ -187,7 +198,7 @@ class Ledger:
         if lender is None:
             return False
         for loan in (max(count, _LOAN_BYTES), count):
-            if lender.used + loan <= lender.ceiling:
+            if lender.used + loan <= lender.ceiling and lender.has_room(loan):
                 lender._lend(loan)  # noqa: SLF001 (of this class)
                 self._loan += loan
                 self.set_limit(self._loan)

@@ -127,6 +127,8 @@ class MemoryLimits:
         if ledger.used + _FAR_BYTES > ledger.ceiling or self._state.pages + _FAR_PAGES > self.page_room():
             unchecked = SLACK_BYTES
             self.require(2 * SLACK_BYTES)
+        elif ledger.shared_limit is not None:
+            self.require(unchecked)
         self.checked_metadata = ledger.metadata + unchecked
         self.checked_content = 0  # metadata may now take the room that was free for content
 
@@ -144,8 +146,9 @@ class MemoryLimits:
     def require(self, count: int) -> None:
         """Raise ENOSPC if there is no memory for `count` more bytes, even after dropping automatic snapshots."""
         ledger = self._ledger
-        if ledger.used + count > ledger.ceiling and not self.make_room(count):
-            raise _full(ledger.bound, "bytes of memory (--max-memory)")
+        if (ledger.used + count > ledger.ceiling or not ledger.has_room(count)) and not self.make_room(count):
+            related = "" if ledger.shared_limit is None else ", with its forks"
+            raise _full(ledger.bound, f"bytes of memory (--max-memory{related})")
 
     def changeable(self, inode: Inode, extra: int = 0) -> Inode:
         """Return the version of `inode` that may be changed now.
@@ -187,17 +190,23 @@ class MemoryLimits:
         ledger, log = self._ledger, self._state.log
         if ledger.borrow(ledger.used + count - ledger.ceiling):
             return True
-        if not log.pins:  # while a view is open, dropping a snapshot frees nothing
+
+        def fits() -> bool:
+            return ledger.used + count <= ledger.ceiling and ledger.has_room(count)
+
+        shared_only = ledger.used + count <= ledger.ceiling  # the limit that is shared with other processes is reached
+        kept = ledger.shared_limit.bases if shared_only and ledger.shared_limit is not None else ()
+        if not log.pins and not (shared_only and ledger.kept < count):  # else dropping a snapshot frees nothing
             for info in log.infos():
-                if info.kind == "user" or info.name in self._unprunable:
+                if info.kind == "user" or info.name in self._unprunable or info.name in kept:
                     continue
                 log.close(log.find(info.name))
                 self.pruned += 1
                 if self.on_pruned is not None:
                     self.on_pruned(info)
-                if ledger.used + count <= ledger.ceiling:
+                if fits():
                     return True
-        return ledger.used + count <= ledger.ceiling
+        return fits()
 
     @contextmanager
     def keeping(self, *names: str) -> Iterator[None]:

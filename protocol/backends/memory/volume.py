@@ -34,7 +34,7 @@ from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
 from protocol.volume import DirectoryEntry, StatFs, VolumeCapabilities
-from protocol.volume_extensions import JournalStatus, PreparingVolume, SnapshotInfo, VolumeUsage
+from protocol.volume_extensions import JournalStatus, PreparingVolume, SharedLimit, SnapshotInfo, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -330,6 +330,19 @@ class MemoryVolume:
         return recorder
 
     # -- fork(2) -----------------------------------------------------------------------------------
+    def share_limit(self, limit: SharedLimit) -> None:
+        self._state.ledger.shared_limit = limit
+        write, lock, require = self.write, self._state.lock, self._limits.require
+
+        def counted_write(inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+            # What overwrites a page that another process shares needs memory, though the ledger does not grow.
+            if not limit.wrote(len(data)):
+                with lock:
+                    require(len(data))
+            return write(inode, offset, data, kill_privileges=kill_privileges)
+
+        self.write = counted_write
+
     @contextmanager
     def forking(self) -> Iterator[None]:
         with self._state.lock, self._state.ledger.forking():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import signal
 
 import pytest
 
@@ -17,40 +19,86 @@ def usage(live: int) -> VolumeUsage:
     return VolumeUsage(live_bytes=live, snapshot_bytes=0, overhead_bytes=0, max_memory=100 * MIB)
 
 
+def family_of(live: int, limit: int | None = 100 * MIB) -> ForkFamily:
+    return ForkFamily(limit, live)
+
+
 def test_a_workspace_without_forks_needs_room_for_one_copy() -> None:
-    family = ForkFamily()
-    family.check_fork(usage(50 * MIB))
+    family_of(50 * MIB).check_fork(usage(50 * MIB))
     with pytest.raises(OSError, match=r"51\.0 MiB.*takes 51\.0 of the 100\.0 MiB of --max-memory") as raised:
-        family.check_fork(usage(51 * MIB))
+        family_of(51 * MIB).check_fork(usage(51 * MIB))
     assert raised.value.errno == errno.ENOMEM
 
 
 def test_a_volume_without_a_limit_can_always_be_forked() -> None:
-    ForkFamily().check_fork(VolumeUsage(live_bytes=1 << 50))
+    family = family_of(1 << 50, None)
+    family.check_fork(VolumeUsage(live_bytes=1 << 50))
+    assert family.has_room(1 << 51, 1 << 51)
 
 
-def test_the_charge_of_another_process_counts_until_that_ends() -> None:
-    family = ForkFamily()
-    reading, writing = os.pipe()
-    joined, has_joined = os.pipe()
-    pid = os.fork()
-    if not pid:
-        family.join()
-        family.measure()  # in a process that shares nearly everything
-        charge = family.charge(usage(40 * MIB))
-        os.write(has_joined, b"+" if 0 < charge <= 40 * MIB else b"-")
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    try:
+class Member:
+    """A process of the family that has allocated `taken` bytes of its own."""
+
+    def __init__(self, family: ForkFamily, live: int, taken: int) -> None:
+        joined, has_joined = os.pipe()
+        with family.forking():
+            self.pid = os.fork()
+        if not self.pid:
+            family.forked()
+            family.join()
+            memory = bytearray(taken)
+            memory[:: mmap.PAGESIZE] = b"x" * len(memory[:: mmap.PAGESIZE])
+            family.publish(live + taken)
+            family.check_invariants()
+            os.write(has_joined, b"+")
+            signal.pause()
+            os._exit(0)
         assert os.read(joined, 1) == b"+"
-        (charge,) = family.others()
-        assert 0 < charge <= 40 * MIB
-        family.check_fork(usage(50 * MIB - charge))
+        os.close(joined)
+        os.close(has_joined)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def test_the_memory_of_another_process_counts_until_that_is_killed() -> None:
+    family = family_of(20 * MIB)
+    member = Member(family, 20 * MIB, 60 * MIB)
+    try:
+        assert family.others() == 1
+        assert 20 * MIB + 60 * MIB <= family.bound() <= 20 * MIB + 80 * MIB, "as published"
+        family.check_invariants()
+        assert not family.has_room(20 * MIB, 60 * MIB)
+        assert 50 * MIB <= family.bound() <= 100 * MIB, "as measured, at most what the volumes account for"
         with pytest.raises(OSError, match="with 1 related fork takes"):
-            family.check_fork(usage(50 * MIB))
+            family.check_fork(usage(45 * MIB))
     finally:
-        os.close(writing)
-        os.waitpid(pid, 0)
-    assert family.others() == []
-    family.check_fork(usage(50 * MIB))
+        member.kill()
+    family.check_fork(usage(45 * MIB))
+    assert family.others() == 0
+    family.check_invariants()
+
+
+def test_what_this_process_removes_makes_room_at_once() -> None:
+    family = family_of(20 * MIB)
+    assert family.wrote(1)
+    assert not family.wrote(2 * MIB), "it is time to ask"
+    assert family.has_room(60 * MIB, 30 * MIB)
+    assert family.wrote(1)
+    assert not family.has_room(90 * MIB, 30 * MIB)
+    assert not family.wrote(1), "it is full"
+    assert family.has_room(60 * MIB, 30 * MIB)
+    assert family.wrote(1)
+    family.publish(10 * MIB)
+    assert family.bound() == 10 * MIB
+
+
+def test_a_slot_is_taken_again() -> None:
+    family = family_of(1 * MIB)
+    for _ in range(3):
+        Member(family, 1 * MIB, 4 * MIB).kill()
+        family.check_invariants()
+    assert family.others() == 0
+    family.measure()
+    assert family.bound() <= 1 * MIB
