@@ -403,16 +403,16 @@ def test_a_fork_that_max_memory_does_not_allow_is_refused(workdir: Path) -> None
             return error.errno == errno.ENOMEM and "--max-memory" in str(error)
         return False
 
-    with mounted(workdir / "source", engine="native", name="source", max_memory=64 * mib) as source:
-        Path(source.path, "large").write_bytes(os.urandom(40 * mib))
+    with mounted(workdir / "source", engine="native", name="source", max_memory=128 * mib) as source:
+        Path(source.path, "large").write_bytes(os.urandom(80 * mib))
         assert refused(source)
         assert not (workdir / "another").exists()
         assert source.snapshots() == []
-    with mounted(workdir / "source", engine="native", name="source", max_memory=64 * mib) as source:
-        Path(source.path, "small").write_bytes(os.urandom(16 * mib))
+    with mounted(workdir / "source", engine="native", name="source", max_memory=128 * mib) as source:
+        Path(source.path, "small").write_bytes(os.urandom(40 * mib))
         with source.fork(workdir / "copy", name="copy") as copy:
             assert not refused(source), "what both share counts once"
-            Path(copy.path, "more").write_bytes(os.urandom(36 * mib))
+            Path(copy.path, "more").write_bytes(os.urandom(70 * mib))
             wait_until(lambda: refused(source), "what the fork has written counts")
             wait_until(lambda: refused(copy), "in each of them")
         assert not refused(source)

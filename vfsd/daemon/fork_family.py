@@ -50,7 +50,8 @@ STEP_BYTES: Final = 1 << 20
 # Memory of a daemon that is not its volume's: private memory of a fork, and at most that of the first process.
 DAEMON_BYTES: Final = 10 << 20
 INTERPRETER_BYTES: Final = 48 << 20
-# A measurement takes a few milliseconds for each member, so refused programs that try again do not cause one each time.
+# A measurement takes a few milliseconds for each member, so programs that try again after ENOSPC do not cause one each
+# time.
 _PAUSE: Final = 20  # times what the last measurement took
 _ENDED_PAUSE: Final = 4  # the same, if a member has ended
 _PAGE_BYTES: Final = mmap.PAGESIZE
@@ -186,7 +187,7 @@ class ForkFamily:
         with self._lock:
             self.publish(total)
             room = limit - count - self.bound()
-            if room < 0 and self._may_measure():
+            if room < 0 and (not self._is_full or self._may_measure()):
                 self.measure()
                 room = limit - count - self.bound()
             self._is_full = room < 0
