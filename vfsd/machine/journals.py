@@ -45,3 +45,10 @@ def journal_names() -> list[str]:
         return sorted(os.listdir(journals_directory()))
     except FileNotFoundError:
         return []
+
+
+def unused_journal(name: str) -> str | None:
+    """Return a sentence about a journal of this name, which this mount does not continue; None if there is none."""
+    if not os.path.isdir(journal_directory(name)):
+        return None
+    return f"this workspace is new, although {name} has a journal: `vfsd mount --persist --name {name}` continues that"

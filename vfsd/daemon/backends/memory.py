@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from protocol.backends.memory import MemoryVolume
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
-from vfsd.daemon.backends.shared import unused_journal
 from vfsd.daemon.snapshots.archives import archive, unpack
+from vfsd.machine.journals import unused_journal
 from vfsd.machine.memory_limits import default_max_memory
 
 if TYPE_CHECKING:

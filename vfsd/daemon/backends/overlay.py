@@ -12,8 +12,8 @@ from protocol.backends.overlay.host_lower import HostLower
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.backends.recovery import recover_apply
-from vfsd.daemon.backends.shared import unused_journal
 from vfsd.daemon.snapshots.archives import archive, read_origin
+from vfsd.machine.journals import unused_journal
 from vfsd.machine.memory_limits import default_max_memory
 
 if TYPE_CHECKING:

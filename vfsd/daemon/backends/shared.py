@@ -1,4 +1,4 @@
-"""What several openers share: limits, cache timeouts, the store of snapshots, and a journal that is not continued."""
+"""What several openers share: limits, cache timeouts, and the store of snapshots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.store import Store
 from vfsd.daemon.snapshots.stored import Stored, interrupted
-from vfsd.machine.journals import journal_directory
 
 if TYPE_CHECKING:
     from vfsd.wire.options import MountOptions
@@ -28,13 +27,6 @@ def allow_open_files() -> None:
     """Raise this process's limit of open files to the hard limit; a host volume keeps up to half as many open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def unused_journal(name: str) -> str | None:
-    """Return a sentence about a journal of this name, which this mount does not continue; None if there is none."""
-    if not os.path.isdir(journal_directory(name)):
-        return None
-    return f"this workspace is new, although {name} has a journal: `vfsd mount --persist --name {name}` continues that"
 
 
 def check_outside(options: MountOptions, store: Store) -> None:
