@@ -34,8 +34,26 @@ class DirectoryCookies:
         self._position: dict[bytes, int] | None = None
         self._gaps = 0
 
+    @classmethod
+    def of(cls, cookies: Iterable[tuple[bytes, int]], following: int) -> DirectoryCookies:
+        """Return an object in which each name has the given cookie, and the next one gets `following`."""
+        pairs = sorted(cookies, key=lambda pair: pair[1])
+        made = cls(name for name, _ in pairs)
+        made._cookies = [cookie for _, cookie in pairs]
+        made._next = following
+        return made
+
     def __len__(self) -> int:
         return len(self._names) - self._gaps
+
+    @property
+    def following(self) -> int:
+        """The cookie that the next name gets."""
+        return self._next
+
+    def pairs(self) -> Iterator[tuple[bytes, int]]:
+        """Yield (name, cookie) of every name, in order."""
+        return ((name, cookie) for cookie, name in zip(self._cookies, self._names, strict=True) if name is not None)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._positions()

@@ -504,6 +504,26 @@ class JournaledVolume(SnapshotableVolume, Protocol):
         """Describe the journal."""
         ...
 
+    def connect(self, *, is_known: bool) -> CacheInvalidation:
+        """Begin to serve a kernel; call it once, before the first request.
+
+        `is_known`: the kernel that the daemon before this one served.  Then files without a name exist until the kernel
+        forgets them, results that were recorded are returned to requests that come again, and the return value is what
+        the kernel's caches may have wrong, because a daemon died between a change and its invalidation.
+        """
+        ...
+
+    def answering(self, unique: int) -> None:
+        """Count the calls from now on as those of the kernel's request `unique`; 0: of no request.
+
+        The result of a call that changes something is recorded together with the change.
+        """
+        ...
+
+    def invalidated(self) -> None:
+        """Record, with the next change, that the kernel's caches agree with the state."""
+        ...
+
     @property
     def wants_image(self) -> bool:
         """Whether the journal has grown so much that an image of the state should replace it."""

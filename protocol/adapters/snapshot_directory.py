@@ -47,7 +47,7 @@ from protocol.volume import (
     Volume,
     VolumeCapabilities,
 )
-from protocol.volume_extensions import SnapshotInfo
+from protocol.volume_extensions import JournaledVolume, SnapshotInfo
 
 __all__ = ["FIRST_INODE", "NAME", "ReadableState", "SnapshotDirectoryVolume", "SnapshotStates", "shown_name"]
 
@@ -114,6 +114,10 @@ class SnapshotDirectoryVolume:
     @property
     def read_only(self) -> bool:
         return self._volume.read_only
+
+    def answering(self, unique: int) -> None:
+        """See `JournaledVolume`."""
+        cast("JournaledVolume", self._volume).answering(unique)
 
     # -- for the daemon ------------------------------------------------------------------------------
     @property

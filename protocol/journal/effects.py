@@ -33,6 +33,11 @@ SNAPSHOT: Final = 16  # the present state is kept
 DROP: Final = 17  # a snapshot is dropped
 NOTE: Final = 18  # a value that the user of the volume keeps with it
 NEXT: Final = 19  # the number that the next inode gets, at least
+REQUEST: Final = 20  # the kernel's request that the batch belongs to, and the result of the call
+CONNECTION: Final = 21  # a new mount: requests and open files of the one before are gone
+LISTED: Final = 22  # the names of a directory get cookies, in their order
+COOKIES: Final = 23  # the names of a directory have these cookies
+INVALIDATED: Final = 24  # the kernel caches nothing that changes without a request have made wrong
 # Of overlays; `protocol.backends.overlay.journaling.values` describes the values.
 LOWER: Final = 40  # an inode of the lower layer, as it was before its first change
 LISTING: Final = 41  # the entries of a directory of the lower layer, as they were before its first change
@@ -190,6 +195,32 @@ def next_inode(number: int) -> bytes:
     return _NUMBER.pack(NEXT, number)
 
 
+def request(unique: int, result: int) -> bytes:
+    """Return the effect that a call of the kernel's request `unique` had `result`: an inode number, a count, or 0."""
+    return _NUMBER_AND_OFFSET.pack(REQUEST, unique, result)
+
+
+def connection() -> bytes:
+    """Return the effect of a mount whose kernel knows no file and has sent no request yet."""
+    return _NUMBER.pack(CONNECTION, 0)
+
+
+def listed(number: int) -> bytes:
+    """Return the effect that the names of a directory get cookies."""
+    return _NUMBER.pack(LISTED, number)
+
+
+def cookies(number: int, names: Iterable[tuple[bytes, int]], following: int) -> bytes:
+    """Return the effect that the names of a directory have these cookies, and the next name gets `following`."""
+    encoded = msgspec.msgpack.encode((list(names), following))
+    return _NUMBER_AND_LENGTH.pack(COOKIES, number, len(encoded)) + encoded
+
+
+def invalidated() -> bytes:
+    """Return the effect that the kernel's caches agree with the state."""
+    return _NUMBER.pack(INVALIDATED, 0)
+
+
 def of_overlay(code: int, number: int, value: object) -> bytes:
     """Return one of the effects of overlays."""
     encoded = msgspec.msgpack.encode(value)
@@ -206,11 +237,11 @@ def note(key: str, value: bytes) -> bytes:
 Effect = tuple[Any, ...]  # the code, and the fields in the order of the functions above
 
 _OF_RANGE: Final = frozenset({PUNCH, RESERVE})
-_WITH_OFFSET: Final = frozenset({TRUNCATE, NO_BLOCK})
+_WITH_OFFSET: Final = frozenset({TRUNCATE, NO_BLOCK, REQUEST})
 _WITH_DATA: Final = frozenset({WRITE, BLOCK, SPARSE_BLOCK})
 _OF_OVERLAY: Final = frozenset(range(LOWER, DEVICE + 1))
-_WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT}) | _OF_OVERLAY
-_WITH_NUMBER: Final = frozenset({FREE, RESET, DROP, NEXT})
+_WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT, COOKIES}) | _OF_OVERLAY
+_WITH_NUMBER: Final = frozenset({FREE, RESET, DROP, NEXT, CONNECTION, LISTED, INVALIDATED})
 
 
 def decoded(payload: bytes) -> Iterator[Effect]:

@@ -38,7 +38,7 @@ class Persistent:
 
     def mount(self, **options: Any) -> Workspace:
         self.running = Workspace.mount(
-            self.path, name=self.name, persist=True, **{"journal_dir": self.journal, **options}
+            self.path, name=self.name, persist=True, **{"journal_dir": self.journal, "keeper": False, **options}
         )
         return self.running
 
@@ -299,7 +299,7 @@ def test_after_a_crash_check_and_mount_say_once_that_the_daemon_had_died(persist
     checked = vfsd("persisted", "check", *journal)
     assert succeeded(checked).startswith("no damage found: 1 file")
     assert "did not end cleanly" in checked.stderr
-    done = vfsd("mount", persistent.path, "--persist", "--name", persistent.name, *journal)
+    done = vfsd("mount", persistent.path, "--persist", "--no-keeper", "--name", persistent.name, *journal)
     succeeded(done)
     assert "continued from the journal" in done.stderr
     assert done.stderr.count("its daemon had died") == 1

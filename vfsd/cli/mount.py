@@ -139,6 +139,14 @@ _option = functools.partial(click.option, cls=_MountOption)
     show_default=True,
     help="When the journal is synced without fsync(2): after every change, every second, or when the kernel does.",
 )
+@_option(
+    "--no-keeper",
+    "keeper",
+    flag_value=False,
+    default=True,
+    help="With --persist: leave a dead mount if the daemon dies.  By default a keeper starts another one; programs in"
+    " the workspace wait meanwhile, and continue with their open files and locks.",
+)
 @_option("--read-only", is_flag=True, help="Refuse all changes, including restore and import.")
 @_option(
     "--allow-other",

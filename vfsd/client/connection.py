@@ -118,13 +118,19 @@ def _no_daemon(socket_path: str, error: OSError) -> OSError:
 def connected(socket_path: str, timeout_s: float | None = None) -> socket.socket:
     """Connect to a daemon.  ConnectionError or PermissionError.
 
-    With `timeout_s` 0, BlockingIOError if the daemon's backlog is full.
+    Without `timeout_s`, wait for the replacement of a daemon that died, if a keeper starts one.  With `timeout_s` 0,
+    BlockingIOError if the daemon's backlog is full.
     """
     try:
         return connect(socket_path, timeout_s)
     except OSError as error:
         if timeout_s == 0 and isinstance(error, BlockingIOError):
             raise
+        if timeout_s is None and isinstance(error, ConnectionRefusedError):
+            from vfsd.machine.runtime import is_restarted  # noqa: PLC0415 (start-up: only errors need it)
+
+            if is_restarted(socket_path):
+                return connect(socket_path, timeout_s)
         raise _no_daemon(socket_path, error) from error
 
 

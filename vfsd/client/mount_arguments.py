@@ -98,6 +98,7 @@ class MountArguments(TypedDict, total=False):
     persist: bool
     journal_dir: FilePath | None
     fsync: FsyncChoice
+    keeper: bool
     read_only: bool
     allow_other: bool
     cache_timeout_s: float | None

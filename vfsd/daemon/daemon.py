@@ -28,7 +28,7 @@ import trio
 
 import vfsd
 from protocol.linux.regular_file import open_regular
-from protocol.volume_extensions import journaled, snapshotable
+from protocol.volume_extensions import CacheInvalidation, journaled, snapshotable
 from vfsd.daemon import preload
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.backends import Backend, open_backend
@@ -44,7 +44,7 @@ from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
 from vfsd.daemon.snapshots.directory import SnapshotDirectory, open_directory
 from vfsd.kernel.engines.base import EngineSettings
-from vfsd.kernel.engines.choice import mount_engine
+from vfsd.kernel.engines.choice import mount_engine, resume_engine
 from vfsd.kernel.inotify import Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches
 from vfsd.machine import interpreter, mounts, runtime
@@ -53,6 +53,8 @@ from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire.handshake import Ready
 
 if TYPE_CHECKING:
+    from protocol.volume import Volume
+    from vfsd.daemon.keeper.kept import Kept
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions
 
@@ -73,17 +75,21 @@ async def run_daemon(
     started_by: str,
     starter: int = 0,
     origin: Origin | None = None,
+    kept: Kept | None = None,
 ) -> None:
     """Mount a workspace and serve it until it is unmounted; call `ready` when the mount answers.
 
     `started_by` is what `vfsd status` says, `starter` the id of the process that started this one.
-    `origin`: what a fork starts with; else the backend is opened.
+    `origin`: what a fork starts with; else the backend is opened.  `kept`: the keeper of this daemon, and the mount to
+    continue with if this is a replacement.
 
     If the start fails, everything is undone: OSError, ArchiveError, ValueError, or a group of them.
     """
     interpreter.set_up(f"vfsd:{options.workspace.name}")
     # Before the archive is read, which may take minutes, and again under the lock that excludes other starts.
-    recovered = await trio.to_thread.run_sync(_recover, options) if origin is None else None
+    resumed = None if kept is None else kept.resumed
+    is_new = origin is None and resumed is None
+    recovered = await trio.to_thread.run_sync(_recover, options) if is_new else None
     if origin is None:
         backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
         if options.origin is not None:
@@ -111,18 +117,22 @@ async def run_daemon(
     replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
         audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
-        with _alone():
-            recovered = _recover(options) or recovered
-            if origin is not None and origin.family is not None:
-                origin.family.join()
-            directory = _open_directory(options, backend)
-            served = backend.volume if directory is None else directory.volume
-            engine = mount_engine(options.kernel.engine, served, settings, replay)
+        stale = _connected(backend, is_known=resumed is not None)
+        directory = _open_directory(options, backend)
+        if resumed is not None:
+            started_by = f"its keeper, because the daemon before it died ({started_by} started the first one)"
+            engine = resume_engine(_served(backend, directory), settings, replay, resumed.descriptor, resumed.saved)
+        else:
+            with _alone():
+                recovered = _recover(options) or recovered
+                if origin is not None and origin.family is not None:
+                    origin.family.join()
+                engine = mount_engine(options.kernel.engine, _served(backend, directory), settings, replay)
     except BaseException:
         backend.close()  # removes a container that was created for the workspace
         raise
     audit.observe(engine)
-    daemon = _Daemon(options, engine, backend, replay, directory, started_by, origin, audit, starter)
+    daemon = _Daemon(options, engine, backend, replay, directory, started_by, origin, audit, starter, kept, stale)
     try:
         await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
     finally:
@@ -140,6 +150,15 @@ async def run_daemon(
                 await trio.to_thread.run_sync(drop_base, options)
 
 
+def _connected(backend: Backend, *, is_known: bool) -> CacheInvalidation:
+    journal = journaled(backend.volume)
+    return CacheInvalidation() if journal is None else journal.connect(is_known=is_known)
+
+
+def _served(backend: Backend, directory: SnapshotDirectory | None) -> Volume:
+    return backend.volume if directory is None else directory.volume
+
+
 class _Daemon:
     """A mounted workspace while it is served."""
 
@@ -154,11 +173,15 @@ class _Daemon:
         origin: Origin | None,
         audit: Audit,
         starter: int,
+        kept: Kept | None,
+        stale: CacheInvalidation,
     ) -> None:
         self._run_fork = functools.partial(run_daemon, starter=starter)
         self._options = options
         self._audit = audit
         self._snapshot_directory = snapshot_directory
+        self._kept = kept
+        self._stale = stale
         self._started_by = started_by
         self._origin = origin
         self._engine = engine
@@ -168,7 +191,7 @@ class _Daemon:
         self._commands = Commands(options.workspace.name)
         self._engine_ended = trio.Event()
         self._imported = trio.Event()
-        self._answers = False
+        self._answers = kept is not None and kept.resumed is not None
         self._unmounted = False
 
     @property
@@ -202,7 +225,7 @@ class _Daemon:
                 history, merges = (None, None) if origin is None else (origin.history, origin.merges)
                 snapshots = open_snapshots(mounted, self._backend.stored, history, merges)
                 self._commands = commands = choose_commands(options, self._backend.container, snapshots)
-                start = Start(started_at, self._started_by, self._origin)
+                start = Start(started_at, self._started_by, self._origin, self._kept)
                 forks = Forks(options, self._backend, engine.name, nursery, self._run_fork, self._origin)
                 if snapshots is not None:
                     snapshots.needed_by_others = forks.needed
@@ -218,11 +241,9 @@ class _Daemon:
                 if compaction is not None:
                     nursery.start_soon(compaction.attend)
                 nursery.start_soon(self._serve, methods, nursery)
-                # Waits for an answer of the loop, which serves already.
-                await trio.to_thread.run_sync(os.stat, options.workspace.mountpoint, abandon_on_cancel=True)
+                await self._wait_answering(mounted)
                 await nursery.start(commands.attend)
-                record = self._record(socket, started_at, forks)
-                runtime.write_record(record)
+                record = self._written_record(socket, started_at, forks)
                 # Raises if the starter is gone.  An error up to here undoes the mount; a later one is a crash.
                 ready(
                     Ready(
@@ -243,7 +264,9 @@ class _Daemon:
                     nursery.start_soon(snapshots.drop_unused_bases)  # of forks that were killed
                 self._notifier.ready(f"serving {options.workspace.mountpoint}")
                 _logger.info(
-                    "mounted, served by the %s engine", self._engine.name,
+                    "%s, served by the %s engine",
+                    "mounted" if self._kept is None or self._kept.resumed is None else "continued the mount",
+                    self._engine.name,
                     extra={"operation": "mount", "path": options.workspace.mountpoint},
                 )  # fmt: skip
         finally:
@@ -251,6 +274,13 @@ class _Daemon:
                 await self._leave()
             if record is not None and not self.crashed:
                 runtime.remove_record(record)
+
+    async def _wait_answering(self, mounted: MountedVolume) -> None:
+        """Wait for an answer of the loop, which serves already; or correct what a dead daemon left in the kernel."""
+        if not self._answers:
+            await trio.to_thread.run_sync(os.stat, mounted.mountpoint, abandon_on_cancel=True)
+        else:
+            await mounted.invalidate_caches(self._stale)
 
     async def _import_rest(self) -> None:
         """Import in a thread what the mount did not need to answer; the methods of the control socket wait for it."""
@@ -273,9 +303,17 @@ class _Daemon:
                 await trio.sleep(_ANSWER_POLL_S)
         nursery.cancel_scope.cancel()
 
+    def _written_record(self, socket: str, started_at: str, forks: Forks) -> WorkspaceRecord:
+        """Have the keeper keep the mount, and write the record."""
+        if self._kept is not None:
+            self._kept.begin(self._engine)
+        record = self._record(socket, started_at, forks)
+        runtime.write_record(record)
+        return record
+
     def _record(self, socket: str, started_at: str, forks: Forks) -> WorkspaceRecord:
         pid = os.getpid()
-        journal = journaled(self._backend.volume)
+        journal, kept = journaled(self._backend.volume), self._kept
         return WorkspaceRecord(
             name=self._options.workspace.name,
             mountpoint=self._options.workspace.mountpoint,
@@ -289,6 +327,8 @@ class _Daemon:
             journal=None if journal is None else journal.journal_status().directory,
             instance=forks.instance,
             ancestors=tuple(map(ancestor_record, forks.ancestors)),
+            keeper=kept.pid if kept is not None and kept.is_kept else None,
+            keeper_start_ticks=kept.start_ticks if kept is not None and kept.is_kept else 0,
         )
 
     # -- the end -------------------------------------------------------------------------------
@@ -298,6 +338,9 @@ class _Daemon:
         """Unmount on the first SIGTERM, SIGINT or SIGHUP; end at once on the second."""
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             task_status.started()
+            early = None if self._kept is None else self._kept.early_signal()
+            if early is not None:
+                os.kill(os.getpid(), early)
             async with trio.open_nursery() as nursery:
                 async for number in signals:
                     _logger.info("%s", signal.Signals(number).name, extra={"operation": "signal"})
@@ -400,7 +443,7 @@ def _recover(options: MountOptions) -> str | None:
     FileExistsError for a name in use; otherwise as `mounts.check_mountpoint`.
     """
     record = runtime.read_record(options.workspace.name)
-    if record is not None and record.alive:
+    if record is not None and (record.alive or record.is_kept):
         reason = f"a workspace named {record.name!r} is mounted at {record.mountpoint}; give --name another name"
         raise FileExistsError(errno.EEXIST, reason)
     dead = mounts.check_mountpoint(options.workspace.mountpoint)

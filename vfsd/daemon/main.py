@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from vfsd.daemon.starting import RunDaemon, run, serve_starter
+from vfsd.daemon.starting import RunKept, run, serve_kept
 from vfsd.wire.handshake import Ready, decode_options
 from vfsd.wire.options import MountOptions
 
@@ -30,12 +30,12 @@ def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None =
     run(options, ready or (lambda _: None), functools.partial(run_daemon, started_by=started_by, starter=os.getppid()))
 
 
-def main(arguments: list[str], run_daemon: RunDaemon) -> int:
+def main(arguments: list[str], run_daemon: RunKept) -> int:
     """Return the exit status: 0 after a clean unmount, 1 if the start or the daemon failed."""
     options_fd, report_fd = (int(argument) for argument in arguments[:2])
     with open(options_fd, "rb") as file:
         options = decode_options(file.read())
-    return serve_starter(options, report_fd, run_daemon)
+    return serve_kept(options, report_fd, run_daemon)
 
 
 if __name__ == "__main__":

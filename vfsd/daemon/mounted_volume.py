@@ -25,7 +25,7 @@ import trio
 
 from protocol.linux.syscalls import syncfs
 from protocol.volume import Volume
-from protocol.volume_extensions import CacheInvalidation, OverlaidVolume, overlaid, snapshotable
+from protocol.volume_extensions import CacheInvalidation, OverlaidVolume, journaled, overlaid, snapshotable
 from vfsd.daemon.audit import calls
 from vfsd.daemon.audit.log import changed_paths
 from vfsd.kernel.engines.base import Engine, PruningEngine
@@ -172,7 +172,7 @@ class MountedVolume:
             await done.wait()
 
     async def _invalidate(self, invalidation: CacheInvalidation, paths: list[bytes], files: list[FileState]) -> None:
-        await _logged("invalidation", functools.partial(self._invalidate_caches, invalidation))
+        await _logged("invalidation", functools.partial(self.invalidate_caches, invalidation))
         if files:
             await _logged("refresh", functools.partial(self._refresh, files))
         moved, rest = split_moved_directories(invalidation)
@@ -187,8 +187,12 @@ class MountedVolume:
             await _logged("stat", functools.partial(self._stat_all, paths))
         self._nursery.start_soon(_logged, "replay", functools.partial(self._run_replay, rest))
 
-    async def _invalidate_caches(self, invalidation: CacheInvalidation) -> None:
+    async def invalidate_caches(self, invalidation: CacheInvalidation) -> None:
+        """Invalidate the kernel's caches, without inotify events."""
         await invalidate_kernel_caches(self.engine, invalidation, known_inodes(self.volume, invalidation))
+        journal = journaled(self.volume)
+        if journal is not None:
+            journal.invalidated()
 
     async def _refresh(self, files: list[FileState]) -> None:
         """Have the kernel forget or correct the sizes and times of `files`, which it keeps with a write-back cache."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import select
@@ -15,6 +16,8 @@ from typing import Protocol
 
 import trio
 
+from vfsd.daemon.keeper import keeping
+from vfsd.daemon.keeper.kept import Kept
 from vfsd.machine import logs
 from vfsd.wire.handshake import Failed, Ready, encode_report
 from vfsd.wire.options import MountOptions
@@ -104,6 +107,33 @@ def _wait_for_closed_reader(pipe: int) -> None:
         poll.poll()
     finally:
         os.close(pipe)
+
+
+class RunKept(Protocol):
+    """`vfsd.daemon.daemon.run_daemon`."""
+
+    def __call__(
+        self, options: MountOptions, *, ready: Callable[[Ready], None], kept: Kept | None = None
+    ) -> Awaitable[None]: ...
+
+
+def serve_kept(options: MountOptions, report_fd: int, run_daemon: RunKept) -> int:
+    """Do as `serve_starter`; with options that want a keeper, become it and run the daemon in a child process."""
+    if not keeping.is_wanted(options):
+        return serve_starter(options, report_fd, run_daemon)
+
+    def start(kept: Kept) -> int:
+        return serve_starter(options, report_fd, functools.partial(run_daemon, kept=kept))
+
+    def restart(kept: Kept) -> int:
+        try:
+            run(options, lambda _: None, functools.partial(run_daemon, kept=kept))
+        except Exception as error:  # noqa: BLE001 (logged with its traceback)
+            logs.log_failure(_logger, "restart", error)
+            return 1
+        return 0
+
+    return keeping.Keeper(options).run(start, restart, functools.partial(os.close, report_fd))
 
 
 def serve_starter(options: MountOptions, report_fd: int, run_daemon: RunDaemon) -> int:

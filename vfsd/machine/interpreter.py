@@ -35,6 +35,7 @@ _SWITCH_INTERVAL_S: Final = 0.00002
 # for the interpreter lock.
 _PR_SET_TIMERSLACK: Final = 29
 _PR_SET_NAME: Final = 15
+_PR_SET_PDEATHSIG: Final = 1
 _TIMER_SLACK_NS: Final = 1
 
 
@@ -56,6 +57,16 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
     return {**inherited, _TUNABLES: f"{tunables}:{_HUGE_PAGES}" if tunables else _HUGE_PAGES}
 
 
+def set_name(name: str) -> None:
+    """Set the name of this process in ps(1) and top(1), which show 15 bytes of it."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()))
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process the signal `number` when its parent ends; 0: none."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 def set_up(name: str) -> None:
     """Apply the settings to this process.  Skips those that the C library lacks.
 
@@ -67,8 +78,8 @@ def set_up(name: str) -> None:
     gc.collect()
     gc.freeze()  # modules live as long as the process
     gc.set_threshold(*_COLLECT_AFTER)
+    set_name(name)
     libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()))
     libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_TIMER_SLACK_NS))  # new threads inherit it
     mallopt = getattr(libc, "mallopt", None)
     if mallopt is not None:

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import stat
+import time
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
@@ -41,6 +42,8 @@ __all__ = ["RUNTIME_VARIABLE", "WORKSPACE_VARIABLE", "process_start_ticks", "run
 
 _RECORD_MAX_BYTES: Final = 256 * 1024  # three paths of PATH_MAX with every byte escaped
 _NAME_LENGTH: Final = 64  # of NAME_PATTERN
+_RESTART_TIMEOUT_S: Final = 10.0  # a workspace of 100,000 files takes 2 s
+_RESTART_POLL_S: Final = 0.02
 
 _logger = logging.getLogger(__name__)
 
@@ -106,11 +109,20 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     journal: str | None = None  # the directory of its journal
     instance: str = ""  # of the daemon: see `vfsd.daemon.merging.lineage`, as for the next one
     ancestors: tuple[AncestorRecord, ...] = ()
+    # The process that restarts the daemon if it dies, and when that process was started.
+    keeper: int | None = None
+    keeper_start_ticks: int = 0
+    failure: str | None = None  # why the keeper does not restart the daemon any more: a clause
 
     @property
     def alive(self) -> bool:
         """Whether the daemon is running."""
         return process_start_ticks(self.pid) == self.pid_start_ticks
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a keeper is running, which restarts the daemon if it dies."""
+        return self.keeper is not None and process_start_ticks(self.keeper) == self.keeper_start_ticks
 
     @property
     def state(self) -> Literal["alive", "dead"]:
@@ -134,9 +146,14 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
         """Raise ConnectionRefusedError, with advice, if the daemon is dead."""
         if not self.alive:
             advice = f"`vfsd unmount {self.name}` removes the mount, `vfsd mount` at the same path replaces it"
-            raise ConnectionRefusedError(
-                errno.ECONNREFUSED, f"the daemon of {self.name} is dead, and {self.content_after_crash}; {advice}"
-            )
+            what = f"the daemon of {self.name} is dead"
+            if self.is_kept:
+                raise ConnectionRefusedError(
+                    errno.ECONNREFUSED, f"{what}, and its keeper is starting another one: repeat the command"
+                )
+            if self.failure is not None:
+                what += f" ({self.failure})"
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"{what}, and {self.content_after_crash}; {advice}")
 
 
 _PATH_FIELDS: Final = ("mountpoint", "backend", "socket", "journal")
@@ -210,7 +227,7 @@ def find_workspace(selector: str | None, cwd: str, *, environ: Mapping[str, str]
     records = read_records()
     found = selected(selector, cwd, records, environ)
     if found is not None:
-        return found
+        return _restarted(found)
     if selector:
         raise _not_found(selector, cwd, records, "")
     if environ.get(WORKSPACE_VARIABLE):
@@ -221,6 +238,21 @@ def find_workspace(selector: str | None, cwd: str, *, environ: Mapping[str, str]
             f"several workspaces are running, pick one with -w NAME or -w PATH: {_listed(running)}"
         )
     raise WorkspaceNotFoundError(_describe_all(records))
+
+
+def is_restarted(socket: str) -> bool:
+    """Wait until the daemon at the path `socket`, which died, has a replacement.  False if no keeper starts one."""
+    record = read_record(os.path.basename(socket).removesuffix(".sock"))
+    return record is not None and record.is_kept and _restarted(record).alive
+
+
+def _restarted(record: WorkspaceRecord) -> WorkspaceRecord:
+    """Wait until a daemon that died has a replacement, if its keeper starts one; return the newest record."""
+    deadline = time.monotonic() + _RESTART_TIMEOUT_S
+    while not record.alive and record.is_kept and time.monotonic() < deadline:
+        time.sleep(_RESTART_POLL_S)
+        record = read_record(record.name) or record
+    return record
 
 
 def _not_found(selector: str, cwd: str, records: list[WorkspaceRecord], origin: str) -> WorkspaceNotFoundError:

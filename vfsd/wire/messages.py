@@ -205,6 +205,7 @@ class StatusResult(msgspec.Struct, frozen=True):
     shared_memory: int | None = None
     private_memory: int | None = None
     started_by: str | None = None  # "the fork server", or "a new interpreter" and why, ...
+    keeper: str | None = None  # the process that restarts the daemon if it dies, or why there is none
     engine_reason: str | None = None  # why the engine is not the preferred one
     wakeups: str | None = None  # what the engine does about slow wake-ups of idle CPUs
     # The journal of a workspace with --persist.

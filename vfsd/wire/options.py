@@ -33,13 +33,18 @@ NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class WorkspaceOptions(Value):
-    """What identifies a workspace.  `store`: the directory of snapshots that are not in memory; None for the user's."""
+    """What identifies a workspace.
+
+    `store`: the directory of snapshots that are not in memory; None for the user's.  `keeper`: whether a process
+    restarts the daemon if it dies, where the state can be rebuilt (with a journal).
+    """
 
     mountpoint: str
     name: str
     backend: BackendSpec = MEMORY
     read_only: bool = False
     store: str | None = None
+    keeper: bool = True
 
 
 class KernelOptions(Value):

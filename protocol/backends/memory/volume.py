@@ -34,7 +34,14 @@ from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
 from protocol.volume import DirectoryEntry, StatFs, VolumeCapabilities
-from protocol.volume_extensions import JournalStatus, PreparingVolume, SharedLimit, SnapshotInfo, VolumeUsage
+from protocol.volume_extensions import (
+    CacheInvalidation,
+    JournalStatus,
+    PreparingVolume,
+    SharedLimit,
+    SnapshotInfo,
+    VolumeUsage,
+)
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -75,6 +82,7 @@ class MemoryVolume:
     )
 
     _recorder: Recorder | None = None  # while a journal records the changes
+    _replay: Replay | None = None  # from the replay of a journal until `connect`
 
     def __init_subclass__(cls) -> None:
         for name in vars(cls):
@@ -202,6 +210,8 @@ class MemoryVolume:
 
     def check_invariants(self) -> None:
         Invariants(self._state).check()
+        if self._recorder is not None:
+            self._recorder.check_invariants()
 
     def new_stage(self) -> MemoryVolume:
         stage = MemoryVolume(self._limits.max_bytes, self._limits.max_inodes)
@@ -220,13 +230,14 @@ class MemoryVolume:
     def replay(self, batches: Iterable[Sequence[bytes]]) -> None:
         """Rebuild state, snapshots and notes from the batches of a journal.  The volume is new.
 
-        ValueError if a batch has an effect of a later version.
+        Files without a name exist until `connect`.  ValueError if a batch has an effect of a later version.
         """
         replay = self._new_replay()
         for batch in batches:
             replay.apply(batch)
         replay.finish()
         self._replayed(replay)
+        self._replay = replay
 
     def keep_journal(self, journal: Journal, *, is_new: bool) -> None:
         """Record every change in `journal` from now on; in a new one, the present state first.  OSError.
@@ -239,6 +250,9 @@ class MemoryVolume:
             write_image(self._new_image(), journal.log)
         self._recorder = self._history.recorder = self._new_recorder(journal)
         self.capabilities = replace(self.capabilities, durable=True, journal=True)
+
+        self.answering = self._recorder.answering
+        self.invalidated = self._recorder.invalidated
 
     def _replayed(self, replay: Replay) -> None:
         """Take over what a replay found, apart from state and notes."""
@@ -258,6 +272,19 @@ class MemoryVolume:
         from protocol.backends.memory.journaling.recorder import Recorder  # noqa: PLC0415
 
         return Recorder(self, self._state, journal)
+
+    def connect(self, *, is_known: bool) -> CacheInvalidation:
+        """See `JournaledVolume`."""
+        replay, self._replay = self._replay, None
+        recorder = self._recorder
+        assert recorder is not None
+        if is_known and replay is not None:
+            recorder.reconnect(replay.requests)
+            return replay.invalidation()
+        if replay is not None:
+            replay.disconnect()
+        recorder.connect()
+        return CacheInvalidation()
 
     @property
     def journal(self) -> Journal | None:

@@ -108,6 +108,7 @@ def status_rows(status: StatusResult) -> list[tuple[str, Kind, Cell]]:
         ("pid", "text", status.pid),
         ("started", "time", status.started_at),
         *_if_any("started by", "text", status.started_by),
+        *_if_any("keeper", "text", status.keeper),
         *_if_any("fork of", "text", status.forked_from),
         *_if_any("base", "text", status.base),
         *_if_any("shared memory", "size", status.shared_memory),

@@ -28,14 +28,16 @@ from vfsd.wire.options import WorkspaceOptions
 
 if TYPE_CHECKING:
     from vfsd.daemon.control.method_groups import MethodGroups
+    from vfsd.daemon.keeper.kept import Kept
 
 
 class Start(NamedTuple):
-    """When (ISO 8601 in UTC) and by what the daemon was started, and what it was forked from."""
+    """When (ISO 8601 in UTC) and by what the daemon was started, what it was forked from, and its keeper."""
 
     at: str
     by: str
     origin: Origin | None
+    kept: Kept | None
 
 
 class Methods:
@@ -129,6 +131,7 @@ class Methods:
             version=vfsd.__version__,
             started_at=self._start.at,
             started_by=self._start.by,
+            keeper=None if self._start.kept is None else self._start.kept.state,
             forked_from=None if origin is None else origin.source,
             base=None if origin is None else origin.base,
             shared_memory=memory.get("Shared"),

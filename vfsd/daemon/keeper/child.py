@@ -20,7 +20,7 @@ from typing import Final
 
 from vfsd.daemon.daemon import run_daemon
 from vfsd.daemon.keeper.server import ForkedStart
-from vfsd.daemon.starting import serve_starter
+from vfsd.daemon.starting import serve_kept
 from vfsd.wire import fork_messages
 from vfsd.wire.fork_messages import Forked, Go, Refused, Start
 from vfsd.wire.handshake import decode_options
@@ -53,7 +53,7 @@ def run(forked: ForkedStart) -> int:
             return 1
         finally:
             os.close(pidfd)
-    return serve_starter(
+    return serve_kept(
         decode_options(forked.start.options.encode()), forked.report_fd, functools.partial(_run_daemon, starter=starter)
     )
 

@@ -136,6 +136,33 @@ class PruningEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class ResumableEngine(Protocol):
+    """An engine whose mount can outlive the process that serves it."""
+
+    @property
+    def descriptor(self) -> int | None:
+        """The descriptor that the kernel sends requests to; while a process has a duplicate, the mount exists."""
+        ...
+
+    def resumable(self) -> bytes | None:
+        """Return what `resume` needs besides the descriptor; None if this kernel cannot send requests again."""
+        ...
+
+    def resume(self, descriptor: int, saved: bytes) -> None:
+        """Take the place of `mount`: continue to serve a mount whose daemon died.
+
+        The kernel sends the requests again that the daemon read and did not answer.
+
+        OSError: EPROTONOSUPPORT if a later version of the engine made the mount.
+        """
+        ...
+
+    def count_in(self, counter: memoryview) -> None:
+        """Add the requests that are answered to `counter[0]`, a 64-bit number in shared memory."""
+        ...
+
+
 def invalidate_attributes(engine: Engine, inode: int) -> None:
     """Invalidate the cached attributes of the inode of the request that the loop is answering.
 

@@ -63,6 +63,15 @@ def mount_engine(choice: str, volume: Volume, settings: EngineSettings, imperson
     return engine
 
 
+def resume_engine(
+    volume: Volume, settings: EngineSettings, impersonator: Impersonator | None, descriptor: int, saved: bytes
+) -> Engine:
+    """Return the engine that continues to serve the mount behind `descriptor`.  OSError: see `ResumableEngine`."""
+    engine = NativeEngine(volume, settings, impersonator)
+    engine.resume(descriptor, saved)
+    return engine
+
+
 def _import_pyfuse3(reason: str | None) -> type[Pyfuse3Engine]:
     """Import the pyfuse3 engine.  OSError (EOPNOTSUPP) if pyfuse3 or libfuse is missing or broken.
 

@@ -59,9 +59,17 @@ class Image:
                 yield effects.snapshot(step.epoch.info)
             yield from self.begin_step(step.epoch)
             yield from self._changes(step, at, named, epochs)
+        yield from self.cookies()
         yield effects.next_inode(self._state.next_inode)
+        yield effects.invalidated()  # an image is begun when no change is in progress
         for key, value in self._notes.items():
             yield effects.note(key, value)
+
+    def cookies(self) -> Iterator[bytes]:
+        """Yield the cookies of the directories that were listed."""
+        for number, live in self._state.inodes.items():
+            if live.cookies is not None:
+                yield effects.cookies(number, live.cookies.pairs(), live.cookies.following)
 
     def begin_step(self, epoch: Epoch) -> Iterator[bytes]:  # noqa: ARG002
         """Yield what a subclass records of an epoch itself."""

@@ -11,7 +11,11 @@ Invariants:
 3. If the volume refuses a call, nothing is recorded; except for snapshots that were dropped to free memory, which
    wait in `_pending` for the next record, as do inodes whose last user has closed them.
 
-Not recorded: lookups, directory cookies, and access times, which the next change of the inode records.
+4. A batch that a request of the kernel led to has a REQUEST effect with the result (see `answering`), so a request
+   that a daemon recorded and did not answer is answered by its replacement and not executed again.
+5. The first listing of a directory is recorded before the next change of it, so a replay gives the same cookies.
+
+Not recorded: lookups, and access times, which the next change of the inode records.
 
 Threading: the serving loop only, as the volume.
 """
@@ -19,6 +23,7 @@ Threading: the serving loop only, as the volume.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +34,7 @@ from protocol.backends.memory.journaling.changes import changes_since
 from protocol.journal import effects
 from protocol.journal.log import Batch
 from protocol.journal.records import Buffer
-from protocol.volume import SUPERUSER, AttributeChanges, Caller
+from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges, Caller, PlainEntry
 from protocol.volume_extensions import JournalStatus
 
 if TYPE_CHECKING:
@@ -46,8 +51,12 @@ _MOST_PENDING: Final = 1000
 PUNCH_HOLE: Final = 2  # linux/falloc.h
 _RECORDED: Final = (
     "mknod", "mkdir", "symlink", "tmpfile", "link", "unlink", "rmdir", "rename", "setattr", "setxattr", "removexattr",
-    "write", "fallocate", "forget", "take_snapshot", "drop_snapshot",
+    "write", "fallocate", "forget", "take_snapshot", "drop_snapshot", "entries",
 )  # fmt: skip
+# Of these calls a recorded result is returned.
+_ANSWERED_ONCE: Final = frozenset(_RECORDED) - {"forget", "take_snapshot", "drop_snapshot", "entries"}
+_ANSWERED_WITH_INODE: Final = frozenset({"mknod", "mkdir", "symlink", "tmpfile", "link", "setattr"})
+UNIQUE_RESEND: Final = 1 << 63  # linux/fuse.h: set in the number of a request that the kernel sends again
 
 
 class Recorder:
@@ -60,6 +69,9 @@ class Recorder:
         self._inodes = state.inodes
         self._pending: list[bytes] = []
         self._in_transaction = False
+        self._request = 0  # the request of the kernel that is being executed; 0: none
+        self._repeats: dict[int, list[int]] = {}  # recorded results of requests that may come again, by request
+        self._pinned: set[int] = set()  # inodes with one lookup more than is known
         self._replaced: dict[str, Callable[..., Any]] = {name: getattr(volume, name) for name in _RECORDED}
         for name in _RECORDED:
             setattr(volume, name, getattr(self, name))
@@ -70,6 +82,52 @@ class Recorder:
         for name, method in self._replaced.items():
             setattr(self._volume, name, method)
         self._state.log.on_drop = None
+
+    # -- requests of the kernel ------------------------------------------------------------------
+    def answering(self, unique: int) -> None:
+        """See `JournaledVolume.answering`."""
+        self._request = unique & ~UNIQUE_RESEND
+
+    def connect(self) -> None:
+        """Record that a new mount begins: its kernel knows no file, and numbers its requests from the start."""
+        self._pending.append(effects.connection())
+        with contextlib.suppress(OSError):  # the disk is full: the first change records it
+            self.flush()
+
+    def reconnect(self, requests: dict[int, list[int]]) -> None:
+        """Continue with a kernel whose lookups are not known.  `requests`: the results that the journal has.
+
+        An inode that exists now is kept until the kernel's next FORGET of it.
+        """
+        self._repeats = requests
+        self._pinned = set(self._inodes)
+        self._pinned.discard(ROOT_INODE)
+        lookups = self._state.lookups
+        for number in self._pinned:
+            lookups[number] = lookups.get(number, 0) + 1
+        for name in _ANSWERED_ONCE:
+            setattr(self._volume, name, functools.partial(self._once, name))
+
+    def _once(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return the recorded result of a call, or make the call."""
+        results = self._repeats.get(self._request)
+        if not results:
+            return getattr(self, name)(*args, **kwargs)
+        result = results.pop(0)
+        if name in _ANSWERED_WITH_INODE:
+            if name != "setattr":  # the kernel counts a lookup
+                self._state.lookups[result] = self._state.lookups.get(result, 0) + 1
+            return self._state.getattr(result)
+        return result if name == "write" else None
+
+    def check_invariants(self) -> None:
+        """Check that no request is being executed, and that each inode with a pin has a lookup."""
+        assert not self._request
+        assert self._pinned <= self._state.lookups.keys(), "a pinned inode without lookups"
+
+    def invalidated(self) -> None:
+        """See `JournaledVolume.invalidated`."""
+        self._pending.append(effects.invalidated())
 
     # -- records ---------------------------------------------------------------------------------
     @property
@@ -84,9 +142,12 @@ class Recorder:
     def _pending_bytes(self) -> int:
         return sum(map(len, self._pending))
 
-    def _commit(self, *pieces: Buffer) -> None:
+    def _commit(self, *pieces: Buffer, result: int | None = None) -> None:
+        """Append a record.  `result`: of the call, for a request that comes again."""
         if self._in_transaction:
             return
+        if self._request and result is not None:
+            pieces = (*pieces, effects.request(self._request, result))
         if self._pending:
             pieces = (*self._pending, *pieces)
             self._pending.clear()
@@ -164,7 +225,7 @@ class Recorder:
         pieces = [effects.inode(node), *more, effects.entry(parent, name, node.inode)]
         if node.xattrs is not None:
             pieces.append(effects.xattrs(node.inode, node.xattrs))
-        self._commit(*pieces, effects.inode(self._inodes[parent]))
+        self._commit(*pieces, effects.inode(self._inodes[parent]), result=node.inode)
 
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
         self._require(self._acl_bytes(parent))
@@ -187,13 +248,14 @@ class Recorder:
     def tmpfile(self, parent: int, mode: int, caller: Caller) -> Inode:
         self._require(self._acl_bytes(parent))
         node: Inode = self._replaced["tmpfile"](parent, mode, caller)
-        self._commit(effects.inode(node), effects.xattrs(node.inode, node.xattrs))
+        self._commit(effects.inode(node), effects.xattrs(node.inode, node.xattrs), result=node.inode)
         return node
 
     def link(self, inode: int, parent: int, name: bytes) -> Inode:
         self._require(0)
         node: Inode = self._replaced["link"](inode, parent, name)
-        self._commit(effects.inode(node), effects.entry(parent, name, node.inode), effects.inode(self._inodes[parent]))
+        above = effects.inode(self._inodes[parent])
+        self._commit(effects.inode(node), effects.entry(parent, name, node.inode), above, result=node.inode)
         return node
 
     def unlink(self, parent: int, name: bytes) -> None:
@@ -207,7 +269,7 @@ class Recorder:
         number = self._number(parent, name)
         self._replaced[method](parent, name)
         after = self._after(number)
-        self._commit(effects.entry(parent, name, 0), effects.inode(self._inodes[parent]), after)
+        self._commit(effects.entry(parent, name, 0), effects.inode(self._inodes[parent]), after, result=0)
 
     def _number(self, parent: int, name: bytes) -> int:
         directory = self._inodes.get(parent)
@@ -239,16 +301,30 @@ class Recorder:
         pieces.append(effects.entry(new_parent, new_name, self._number(new_parent, new_name)))
         if is_gone:
             pieces.append(effects.free(victim))
-        self._commit(*pieces)
+        self._commit(*pieces, result=0)
 
     def forget(self, inode: int, count: int) -> None:
         was = inode in self._inodes
+        if inode in self._pinned:
+            self._pinned.remove(inode)
+            count = min(count + 1, self._state.lookups.get(inode, 0))
         self._replaced["forget"](inode, count)
         if was and inode not in self._inodes:
             self._pending.append(effects.free(inode))
             if len(self._pending) >= _MOST_PENDING:
                 with contextlib.suppress(OSError):  # the next call reports it
                     self.flush()
+
+    def record_listing(self, directory: Inode) -> None:
+        """Record, with the next change, that the names of a directory get cookies."""
+        self._pending.append(effects.listed(directory.inode))
+
+    def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
+        directory = self._inodes.get(inode)
+        if directory is not None and directory.cookies is None and directory.children:
+            self.record_listing(directory)
+        found: Iterator[PlainEntry] = self._replaced["entries"](inode, cookie)
+        return found
 
     # -- attributes ------------------------------------------------------------------------------
     def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
@@ -259,20 +335,20 @@ class Recorder:
         changed: Inode = self._replaced["setattr"](inode, changes)
         # At the same size, too: that frees pages which are reserved beyond it.
         pieces = [effects.truncate(inode, size)] if size is not None and size <= old_size else []
-        self._commit(*pieces, effects.inode(changed), *changed_xattrs(changed, before))
+        self._commit(*pieces, effects.inode(changed), *changed_xattrs(changed, before), result=inode)
         return changed
 
     def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
         self._require(xattr_bytes(self._inodes.get(inode)) + len(name) + len(value) + 64)
         self._replaced["setxattr"](inode, name, value, flags)
         node = self._inodes[inode]
-        self._commit(effects.inode(node), effects.xattrs(inode, node.xattrs))
+        self._commit(effects.inode(node), effects.xattrs(inode, node.xattrs), result=0)
 
     def removexattr(self, inode: int, name: bytes) -> None:
         self._require(xattr_bytes(self._inodes.get(inode)), removes=True)
         self._replaced["removexattr"](inode, name)
         node = self._inodes[inode]
-        self._commit(effects.inode(node), effects.xattrs(inode, node.xattrs))
+        self._commit(effects.inode(node), effects.xattrs(inode, node.xattrs), result=0)
 
     # -- content ---------------------------------------------------------------------------------
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
@@ -291,6 +367,7 @@ class Recorder:
                 data if done == len(data) else memoryview(data)[:done],
                 effects.inode(node),
                 *changed_xattrs(node, before),
+                result=done,
             )
         return done
 
@@ -310,7 +387,7 @@ class Recorder:
         self._replaced["fallocate"](inode, mode, offset, length)
         node = self._inodes[inode]
         effect = effects.punch if is_hole else effects.reserve
-        self._commit(effect(inode, offset, length), effects.inode(node), *changed_xattrs(node, before))
+        self._commit(effect(inode, offset, length), effects.inode(node), *changed_xattrs(node, before), result=0)
 
     # -- snapshots -------------------------------------------------------------------------------
     def take_snapshot(self, name: str, *, tag: str | None = None, kind: SnapshotKind = "user") -> SnapshotInfo:

@@ -4,8 +4,8 @@ It uses the primitives of `MemoryState`, so the undo log takes its pre-images an
 changes were made.  Limits are not checked: what was recorded fitted once.
 
 Invariant: after each batch the state equals the recorded one after the same batch, in every attribute, every snapshot
-and every inode number; except for lookups, directory cookies, and access times that changed after the last recorded
-change of an inode.  An inode without links exists until its FREE effect, or until `finish`.
+and every inode number; except for lookups, and access times that changed
+after the last recorded change of an inode.  An inode without links exists until its FREE effect, or until `disconnect`.
 
 Threading: nothing else uses the state.
 """
@@ -22,9 +22,10 @@ from protocol.backends.memory.blocks import SparseBlock
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, Inode, with_link, without_link
 from protocol.backends.memory.ledger import DIRECTORY_BYTES, ENTRY_BYTES, INODE_BYTES
 from protocol.backends.memory.reservations import Reserved
+from protocol.directory_cookies import DirectoryCookies
 from protocol.journal import effects
 from protocol.volume import ROOT_INODE
-from protocol.volume_extensions import SnapshotInfo
+from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, SnapshotInfo
 
 if TYPE_CHECKING:
     from protocol.backends.memory.content import Content
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 _XATTRS: Final = list[tuple[bytes, bytes]]
 _SPARSE: Final = tuple[int, list[tuple[int, bytes]]]
 _RESERVED: Final = list[tuple[int, int, bool]]
+_COOKIES: Final = tuple[list[tuple[bytes, int]], int]
+# A daemon executes one request at a time, so only those of the last moments can be without an answer.
+_REQUESTS_KEPT: Final = 1000
 
 
 class Replay:
@@ -61,22 +65,89 @@ class Replay:
             effects.DROP: self._drop,
             effects.NOTE: self._note,
             effects.NEXT: self._next,
+            effects.REQUEST: self._request,
+            effects.CONNECTION: self._connection,
+            effects.LISTED: self._listed,
+            effects.COOKIES: self._cookies,
+            effects.INVALIDATED: self._invalidated,
         }
+        # The results of the newest requests of the kernel, oldest first, by the number of the request.
+        self.requests: dict[int, list[int]] = {}
+        # What changed without a request of the kernel since its caches agreed with the state.
+        self.inodes_to_invalidate: dict[int, None] = {}
+        self.names_to_invalidate: dict[tuple[int, bytes], None] = {}
+        self._is_of_request = False
 
     def apply(self, batch: Sequence[bytes]) -> None:
         """Apply the payloads of one batch.  ValueError for an unknown effect, KeyError for one that does not fit."""
+        changed: list[effects.Effect] = []
+        self._is_of_request = False
         for payload in batch:
             for code, *fields in effects.decoded(payload):
                 self._handlers[code](*fields)
+                if code in (effects.INODE, effects.ENTRY):
+                    changed.append((code, *fields))
+        if not self._is_of_request:
+            self._collect(changed)
         self._state.forget_revived()
 
     def finish(self) -> None:
-        """Free the inodes without links: the programs that had them open have lost them."""
+        """End the replay: lookups are known of the root and of inodes without links, which exist until `disconnect`."""
+        lookups = self._state.lookups
+        lookups.clear()
+        lookups.update(dict.fromkeys((ROOT_INODE, *self._state.orphans), 1))
+
+    def disconnect(self) -> None:
+        """Forget the kernel: programs have lost the files that they had open, and no request comes again."""
         state = self._state
-        state.lookups.clear()
-        state.lookups[ROOT_INODE] = 1
         for number in list(state.orphans):
+            state.lookups.pop(number, None)
             state.release(state.inodes[number])
+        for node in state.inodes.values():
+            node.cookies = None
+        self.requests.clear()
+        self._invalidated(0)
+
+    # -- the kernel ------------------------------------------------------------------------------
+    def _request(self, unique: int, result: int) -> None:
+        self._is_of_request = True
+        self.requests.setdefault(unique, []).append(result)
+        if len(self.requests) > _REQUESTS_KEPT:
+            del self.requests[next(iter(self.requests))]
+
+    def _connection(self, _number: int) -> None:
+        self.disconnect()
+
+    def _listed(self, number: int) -> None:
+        node = self._owned(number)
+        node.cookies = DirectoryCookies(node.children or ())
+
+    def _cookies(self, number: int, encoded: bytes) -> None:
+        names, following = msgspec.msgpack.decode(encoded, type=_COOKIES)
+        self._owned(number).cookies = DirectoryCookies.of(names, following)
+
+    def _collect(self, changed: list[effects.Effect]) -> None:
+        """Collect what a change without a request of the kernel may have made wrong in the kernel's caches."""
+        for code, *fields in changed:
+            if code == effects.INODE:
+                self.inodes_to_invalidate[fields[0].inode] = None
+            else:
+                self.names_to_invalidate[fields[0], fields[1]] = None
+
+    def invalidation(self) -> CacheInvalidation:
+        """Return what the kernel's caches may have wrong after the last batch."""
+        inodes = self._state.inodes
+        names = [
+            EntryChange(parent, name, 0, (inodes[parent].children or {}).get(name, 0))
+            for parent, name in self.names_to_invalidate
+            if parent in inodes
+        ]
+        changed = [InodeChange(number, content=True) for number in self.inodes_to_invalidate if number in inodes]
+        return CacheInvalidation(names, changed)
+
+    def _invalidated(self, _number: int) -> None:
+        self.inodes_to_invalidate.clear()
+        self.names_to_invalidate.clear()
 
     # -- inodes ----------------------------------------------------------------------------------
     def _inode(self, attributes: effects.Attributes) -> None:

@@ -39,6 +39,10 @@ class OverlayImage(Image):
         self._base = base
         self._identities = identities
 
+    def cookies(self) -> Iterator[bytes]:
+        """Yield nothing: a listing has names of the lower layer, too."""
+        yield from ()
+
     def effects(self) -> Iterator[bytes]:
         yield effects.of_overlay(effects.DEVICE, self._overlay.device, None)
         for file in kept_files(self._overlay):

@@ -162,7 +162,10 @@ class OverlayRecorder(Recorder):
         self._introduced.clear()
         self._introductions.clear()
 
-    def _commit(self, *pieces: Buffer) -> None:
+    def record_listing(self, directory: Inode) -> None:
+        """Record nothing: a listing has names of the lower layer, too."""
+
+    def _commit(self, *pieces: Buffer, result: int | None = None) -> None:
         if self._in_transaction:
             return
         if self._writing is not None:
@@ -171,7 +174,7 @@ class OverlayRecorder(Recorder):
         if sum(map(len, corrections)) > _CORRECTIONS_BYTES:
             self._log.require(sum(map(len, (*corrections, *self._pending, *pieces))), removes=True)
         self._pending += corrections
-        super()._commit(*pieces)
+        super()._commit(*pieces, result=result)
         self._recorded_pending()
 
     def _corrected(self) -> Iterator[bytes]:

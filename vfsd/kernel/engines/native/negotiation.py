@@ -33,6 +33,7 @@ _WANTED: Final = (
     | InitFlag.HANDLE_KILLPRIV_V2
     | InitFlag.INIT_EXT
     | InitFlag.HAS_EXPIRE_ONLY
+    | InitFlag.HAS_RESEND
 )
 # This engine has no handlers of OPEN and OPENDIR.
 _REQUIRED: Final = InitFlag.NO_OPEN_SUPPORT | InitFlag.NO_OPENDIR_SUPPORT | InitFlag.MAX_PAGES

@@ -34,6 +34,7 @@ from protocol.volume import (
     QuietLookupsVolume,
     Volume,
 )
+from protocol.volume_extensions import JournaledVolume
 from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.negotiation import MAX_WRITE_BYTES
@@ -145,9 +146,28 @@ class Operations:
         if self._volume.capabilities.durable:
             rows.append((Opcode.FSYNC, wire.FUSE_FSYNC_IN.size, self._fsync, r.done))
             rows.append((Opcode.FSYNCDIR, wire.FUSE_FSYNC_IN.size, self._fsync, r.done))
+        if self._volume.capabilities.journal:
+            rows = [
+                (code, size, self._counted(method) if code in _CHANGING else method, r)
+                for code, size, method, r in rows
+            ]
         # OPEN, OPENDIR, CREATE, BMAP, IOCTL, POLL and usually FLUSH are missing on purpose: after one ENOSYS the kernel
         # does these itself for the lifetime of the mount.  Opens then keep the page cache, and CREATE becomes MKNOD.
         return {int(opcode): Handler(BODY + length, method, reply) for opcode, length, method, reply in rows}
+
+    def _counted(self, method: Method) -> Method:
+        """Return `method`, with the calls that it makes counted as those of its request."""
+        answering = cast("JournaledVolume", self._volume).answering
+        unique_of = wire.IN_HEADER_UNIQUE.unpack_from
+
+        def counted(node: int, message: Request, length: int) -> object:
+            answering(unique_of(message)[0])
+            try:
+                return method(node, message, length)
+            finally:
+                answering(0)
+
+        return counted
 
     # -- inodes ------------------------------------------------------------------------------
     def _lookup(self, node: int, message: Request, length: int) -> object:
@@ -484,6 +504,14 @@ class Operations:
         """Answer success without doing anything."""
 
 
+# The opcodes whose requests change the volume.
+_CHANGING: Final = frozenset(
+    {
+        Opcode.SETATTR, Opcode.MKNOD, Opcode.MKDIR, Opcode.SYMLINK, Opcode.LINK, Opcode.UNLINK, Opcode.RMDIR,
+        Opcode.RENAME, Opcode.RENAME2, Opcode.TMPFILE, Opcode.WRITE, Opcode.FALLOCATE, Opcode.COPY_FILE_RANGE,
+        Opcode.COPY_FILE_RANGE_64, Opcode.SETXATTR, Opcode.REMOVEXATTR,
+    }
+)  # fmt: skip
 _CAPABILITY: Final = b"security.capability"
 _DOTS: Final = frozenset({b".", b".."})
 _DIRENTPLUS_BYTES: Final = wire.FUSE_DIRENTPLUS.size + 7  # without the name; entries are aligned to 8 bytes

@@ -6,6 +6,11 @@ other thread (see `vfsd.kernel.engines.base`).
 The loop answers requests until the device is empty, waits up to 1 ms for the next one (a client that got its answer
 mostly asks again at once, and a pass through trio's scheduler costs more than an answer), and only then waits in trio.
 After 1 ms of requests it lets other tasks run.
+
+A mount outlives its daemon if another process has a duplicate of the descriptor.  The next daemon's engine continues
+with `resume`: it takes over what was negotiated, and has the kernel send again the requests that were read and not
+answered (`abandoned`).  This works because the engine keeps no state about the kernel: handles are inode numbers, and
+what was answered with ENOSYS once stays so by negotiation.
 """
 
 from __future__ import annotations
@@ -24,14 +29,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 from typing import Any, Final
 
+import msgspec
 import trio
 
 from protocol.errors import SnapshotNotFoundError, errno_of
+from protocol.values import Value
 from protocol.volume import Volume
 from vfsd.kernel.engines import base, policy
 from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator
 from vfsd.kernel.engines.markers import Markers
-from vfsd.kernel.engines.native import mounting, observation, wire
+from vfsd.kernel.engines.native import abandoned, mounting, observation, wire
 from vfsd.kernel.engines.native.negotiation import (
     MAX_BACKGROUND,
     MAX_REQUEST_BYTES,
@@ -69,6 +76,19 @@ _IMPERSONATED: Final = frozenset(
         Opcode.SYMLINK, Opcode.LINK, Opcode.UNLINK, Opcode.RMDIR, Opcode.RENAME, Opcode.RENAME2,
     }
 )  # fmt: skip
+
+
+_SAVED_VERSION: Final = 1
+
+
+class _Saved(Value):
+    """What a mount was made with, for the engine that resumes it."""
+
+    version: int
+    minor: int
+    flags: int
+    mountpoint: str
+    device: int
 
 
 class _PendingRequest:
@@ -114,6 +134,7 @@ class NativeEngine:
         self._notify_lock = threading.Lock()
         self._notifications = 0  # the threads that are sending one
         self._is_unmounted = False
+        self._counter: memoryview | None = None
 
     @property
     def requests(self) -> int:
@@ -169,6 +190,40 @@ class NativeEngine:
         if self._mount:
             mounting.set_readahead(self._mount, MAX_WRITE_BYTES)
         _logger.debug("FUSE 7.%d, %r", agreed.minor, agreed.flags)
+
+    # -- a mount that outlives this process ----------------------------------------------------
+    @property
+    def descriptor(self) -> int | None:
+        """The descriptor of /dev/fuse, while there is a mount."""
+        return None if self._device is None else self._device.fileno()
+
+    def resumable(self) -> bytes | None:
+        """See `vfsd.kernel.engines.base.ResumableEngine`."""
+        agreed = self._agreement
+        if agreed is None or self._mount is None or InitFlag.HAS_RESEND not in agreed.flags:
+            return None
+        return msgspec.json.encode(
+            _Saved(_SAVED_VERSION, agreed.minor, int(agreed.flags), self._mount.mountpoint, self._mount.device)
+        )
+
+    def resume(self, descriptor: int, saved: bytes) -> None:
+        """See `vfsd.kernel.engines.base.ResumableEngine`."""
+        found = msgspec.json.decode(saved, type=_Saved)
+        if found.version != _SAVED_VERSION:
+            raise OSError(errno.EPROTONOSUPPORT, f"the mount was made by another vfsd (format {found.version})")
+        abandoned.resend(descriptor)
+        self._agreement = Agreement(found.minor, InitFlag(found.flags), b"")
+        self._mount = mounting.FuseMount(found.mountpoint, found.device)
+        self._wakeups, self._warning = make_wakeups(self._settings.wakeups)
+        self._device = io.FileIO(descriptor, "r+")
+        self._operations = self._operations_over(self._volume, self._replies)
+
+    def count_in(self, counter: memoryview) -> None:
+        """See `vfsd.kernel.engines.base.ResumableEngine`."""
+        self._counter = counter
+        # If this process is killed while the kernel copies a request into pages that do not exist yet, the kernel ends
+        # that request with EIO (fuse_dev_do_read, fs/fuse/dev.c).
+        self._buffer[:] = bytes(len(self._buffer))
 
     def _operations_over(self, volume: Volume, replies: Replies) -> Operations:
         operations = Operations(
@@ -251,6 +306,8 @@ class NativeEngine:
                     self._retry_postponed(descriptor)
                     slices = 0
             patience_s = wakeups.answered(self._requests - seen)
+            if self._counter is not None and self._requests != seen:
+                self._counter[0] += self._requests - seen
             seen = self._requests
             if empty:
                 self._empty_count += 1

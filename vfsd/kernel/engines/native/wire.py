@@ -90,6 +90,7 @@ class InitFlag(IntFlag):
     SETXATTR_EXT = 1 << 29
     INIT_EXT = 1 << 30
     HAS_EXPIRE_ONLY = 1 << 35
+    HAS_RESEND = 1 << 39
 
 
 # -- requests ----------------------------------------------------------------------------------
@@ -98,6 +99,7 @@ FUSE_IN_HEADER: Final = Struct("=IIQQIIIHH")
 IN_HEADER_BYTES: Final = FUSE_IN_HEADER.size
 # The fields that the loop needs: opcode, unique, nodeid, pid.
 IN_HEADER_ROUTE: Final = Struct("=4xIQQ8xI4x")
+IN_HEADER_UNIQUE: Final = Struct("=8xQ")
 IN_HEADER_CALLER: Final = Struct("=24xIII")  # uid, gid, pid
 
 FUSE_FORGET_IN: Final = Struct("=Q")  # nlookup
@@ -207,6 +209,7 @@ FUSE_DIRENTPLUS: Final = Struct("=QQ24s" + _ATTR_IN_PIECES + FUSE_DIRENT.format[
 # -- notifications: `unique` is 0, the code stands in the field of the error -----------------------
 FUSE_NOTIFY_INVAL_INODE: Final = 2
 FUSE_NOTIFY_INVAL_ENTRY: Final = 3
+FUSE_NOTIFY_RESEND: Final = 7  # protocol 7.40; no body
 FUSE_NOTIFY_PRUNE: Final = 9  # protocol 7.45
 FUSE_NOTIFY_PRUNE_OUT: Final = Struct("=IIQ")  # count, padding, spare; then `count` node ids
 FUSE_NOTIFY_INVAL_INODE_OUT: Final = Struct("=Qqq")  # ino, off, len

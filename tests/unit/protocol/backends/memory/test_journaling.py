@@ -126,6 +126,9 @@ def test_an_inode_that_nobody_has_open_any_more_is_freed_by_a_replay(volume: Mem
     volume.unlink(ROOT_INODE, b"f")
     volume.write(number, BLOCK, b"still open")
     again = assert_recorded(volume, journal)
+    assert again.read(number, BLOCK, 10) == b"still open"
+    again.keep_journal(journal, is_new=False)
+    again.connect(is_known=False)
     with pytest.raises(FileNotFoundError):
         again.getattr(number)
     assert again.usage().live_bytes == MemoryVolume().usage().live_bytes

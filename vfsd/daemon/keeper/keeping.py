@@ -1,0 +1,228 @@
+"""The keeper of one daemon: the parent process, which holds the mount's descriptor and restarts a daemon that died.
+
+While a process has a duplicate of the descriptor of /dev/fuse, the mount exists, and programs that use it wait instead
+of getting ENOTCONN.  The keeper is forked off before the daemon does anything, so it is small, shares its memory with
+the daemon, and has the environment, limits, namespaces and code that the daemon was started with.  A replacement is
+forked from it.
+
+Invariants:
+
+1. The daemon is the keeper's only child.  A replacement is forked after the daemon before it was reaped, so the two
+   never use the mount or the journal at the same time.
+2. Nothing is kept before the daemon's `Kept.begin`: a start that fails ends the keeper with the same exit status.
+3. The keeper ends with its daemon if that ends with status 0 (it unmounted) or was asked to end by a signal.  It ends
+   after `_DEATHS_MAX` deaths in a row between which no request was answered.  Then the descriptor is closed, so
+   programs get ENOTCONN.
+4. A signal to end that reaches the keeper reaches the daemon, also if it comes between two daemons.
+
+Threading: one thread and no event loop, so that fork(2) is safe.
+
+A thread of the daemon may itself wait for the mount when the daemon is killed.  Such a thread cannot be killed, so the
+daemon would never end: about once a second the keeper looks for that state, and answers the thread's request with EIO.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import logging
+import mmap
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from vfsd.daemon.keeper.kept import MAX_BYTES, Kept, Resumed
+from vfsd.kernel.engines.native import abandoned
+from vfsd.machine import interpreter, logs, runtime
+from vfsd.machine.logs import log_failure
+
+if TYPE_CHECKING:
+    from vfsd.wire.options import MountOptions
+
+_logger = logging.getLogger(__name__)
+_DEATHS_MAX: Final = 5
+_PAUSES_S: Final = (0.0, 0.05, 0.2, 0.5)  # before a replacement, by the deaths in a row before it
+_STUCK_CHECK_S: Final = 1.0
+_COUNTER_BYTES: Final = 8
+_TO_END: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+Serve = Callable[[Kept], int]  # serves the workspace in the new process; returns its exit status
+
+
+def is_wanted(options: MountOptions) -> bool:
+    """Whether a daemon with these options has a keeper."""
+    workspace = options.workspace
+    is_possible = options.journal.persist and workspace.backend.kind == "memory"
+    return is_possible and workspace.keeper and options.kernel.engine in {"auto", "native"}
+
+
+class Keeper:
+    """Keeps the daemon of the workspace that is mounted with `options`."""
+
+    def __init__(self, options: MountOptions) -> None:
+        self._name = options.workspace.name
+        self._options = options
+        self._counter = memoryview(mmap.mmap(-1, _COUNTER_BYTES)).cast("Q")
+        self._device: int | None = None
+        self._saved = b""
+        self._child = 0
+        self._end_signal: int | None = None  # that asked the daemon to end
+        self._deaths = 0  # in a row, without an answered request
+        self._restarts = 0
+        self._channel: socket.socket | None = None
+
+    def run(self, start: Serve, restart: Serve, close: Callable[[], None]) -> int:
+        """Fork the daemon, which calls `start`, and its replacements, which call `restart`.
+
+        Return the exit status of the process: in the keeper that of the last daemon.  `close` closes what belongs to
+        the first daemon only.
+        """
+        gc.collect()
+        gc.freeze()  # a collection would copy every page that the processes share
+        status = self._fork(start)
+        if status is not None:
+            return status
+        close()
+        logs.configure(self._options.log.log_level, self._options.log.log_format)
+        interpreter.set_name(f"vfsd-keep:{self._name}")
+        while True:
+            ended = self._wait()
+            if self._device is None or ended == 0 or self._end_signal is not None or -ended in _TO_END:
+                return _end_like(ended)
+            if not self._may_restart(ended):
+                return 1
+            status = self._fork(restart)
+            if status is not None:
+                return status
+
+    # -- the daemon's process ----------------------------------------------------------------------
+    def _fork(self, serve: Serve) -> int | None:
+        """Fork a daemon.  None in the keeper; in the new process, its exit status."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_END)  # until `_forward` knows the new process
+        keeper = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for channel in filter(None, (ours, self._channel)):
+                channel.close()
+            return self._become(serve, theirs, keeper)
+        theirs.close()
+        self._child = pid
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = ours
+        for number in _TO_END:
+            signal.signal(number, self._forward)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return None
+
+    def _become(self, serve: Serve, channel: socket.socket, keeper: int) -> int:
+        if self._device is None:
+            interpreter.end_with_parent(signal.SIGKILL)  # a starter that gives up kills the keeper
+            if os.getppid() != keeper:
+                return 1
+            return serve(Kept(channel, self._counter, None, lambda: None))
+        # A replacement has `_forward` as its handler, with no child, until it has a handler of its own.
+        resumed = Resumed(self._device, self._saved, self._restarts)
+        return serve(Kept(channel, self._counter, resumed, lambda: self._end_signal))
+
+    def _forward(self, number: int, _frame: object) -> None:
+        self._end_signal = number
+        if self._child:
+            try:
+                os.kill(self._child, number)
+            except ProcessLookupError:
+                pass
+
+    def _wait(self) -> int:
+        """Wait until the daemon has ended and is reaped; return its status, negative for a signal."""
+        channel = self._channel
+        assert channel is not None
+        pidfd = os.pidfd_open(self._child)
+        try:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            if self._device is None:
+                poll.register(channel, select.POLLIN)
+            while True:
+                timeout_ms = None if self._device is None else _STUCK_CHECK_S * 1000
+                ready = [descriptor for descriptor, _ in poll.poll(timeout_ms)]
+                if channel.fileno() in ready:
+                    self._take_over(channel)
+                    poll.unregister(channel)
+                if pidfd in ready:
+                    break
+                if not ready:
+                    self._release_stuck()
+        finally:
+            os.close(pidfd)
+        child, self._child = self._child, 0
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def _take_over(self, channel: socket.socket) -> None:
+        descriptors = array.array("i")
+        size = socket.CMSG_SPACE(descriptors.itemsize)
+        saved, ancillary, _, _ = channel.recvmsg(MAX_BYTES, size, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        if saved and descriptors:
+            self._device, self._saved = descriptors[0], saved
+
+    def _release_stuck(self) -> None:
+        """Answer the requests of a daemon that was killed and does not end."""
+        try:
+            with open(f"/proc/{self._child}/stat", encoding="utf-8", errors="replace") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+            if state != "Z" or self._device is None:
+                return
+            threads = {int(thread) for thread in os.listdir(f"/proc/{self._child}/task")}
+            count = abandoned.answer(self._device, threads)
+        except OSError as error:  # ENODEV: the mount is gone, and its requests with it
+            log_failure(_logger, "releasing the dead daemon", error, level=logging.INFO)
+            return
+        if count:
+            _logger.warning("%d requests of the dead daemon itself were answered with EIO", count)
+
+    # -- a death -----------------------------------------------------------------------------------
+    def _may_restart(self, ended: int) -> bool:
+        how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"failed with exit status {ended}"
+        self._deaths = 1 if self._counter[0] else self._deaths + 1
+        self._counter[0] = 0
+        if self._deaths >= _DEATHS_MAX:
+            self._give_up(how)
+            return False
+        self._restarts += 1
+        _logger.error("the daemon %s: its keeper starts another one", how, extra={"operation": "keep"})
+        time.sleep(_PAUSES_S[self._deaths - 1])  # a signal that comes meanwhile is handled, and the sleep goes on
+        return self._end_signal is None
+
+    def _give_up(self, how: str) -> None:
+        reason = (
+            f"its daemon died {_DEATHS_MAX} times in a row without answering a request; the last one {how}, and its log"
+            " says more"
+        )
+        _logger.error("%s: the keeper ends, and the mount fails with ENOTCONN", reason, extra={"operation": "keep"})
+        record = runtime.read_record(self._name)
+        if record is not None and not record.alive and record.keeper == os.getpid():
+            runtime.write_record(replace(record, failure=reason))
+        assert self._device is not None
+        os.close(self._device)
+
+
+def _end_like(status: int) -> int:
+    """Return an exit status; or end this process with the signal that ended the daemon, which its starter reports."""
+    if status >= 0:
+        return status
+    if -status in (*_TO_END, signal.SIGKILL):
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return 128 - status

@@ -1,0 +1,89 @@
+"""The daemon's side of its keeper: hand over what a replacement needs, and take it over as a replacement.
+
+The first message on the socket to the keeper is the engine's saved negotiation, with a duplicate of the descriptor of
+the mount.  From then on the keeper restarts the daemon if it dies (`keeping`).
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from protocol.values import Value
+from vfsd.kernel.engines.base import ResumableEngine
+from vfsd.machine import interpreter
+from vfsd.machine.runtime import process_start_ticks
+
+if TYPE_CHECKING:
+    from vfsd.kernel.engines.base import Engine
+
+MAX_BYTES: Final = 4096 + 1024  # a mountpoint, and some numbers
+
+
+class Resumed(Value):
+    """A mount that another daemon made: a descriptor of its own, and the engine's saved negotiation.
+
+    `restarts`: how many daemons of this mount have died.
+    """
+
+    descriptor: int
+    saved: bytes
+    restarts: int
+
+
+class Kept:
+    """What a daemon has of its keeper.
+
+    `resumed`: the mount to continue with; None for the first daemon.  `early_signal`: returns the signal that asked
+    this process to end before it handled signals itself, or None.
+    """
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        counter: memoryview,
+        resumed: Resumed | None,
+        early_signal: Callable[[], int | None],
+    ) -> None:
+        self.resumed = resumed
+        self.early_signal = early_signal
+        self.why_not: str | None = None  # why this daemon is not kept
+        self.pid = os.getppid()
+        self.start_ticks = process_start_ticks(self.pid) or 0
+        self.is_kept = False
+        self._channel = channel
+        self._counter = counter
+
+    @property
+    def state(self) -> str:
+        """Describe the keeper in a line for people."""
+        if self.why_not is not None:
+            return f"none: {self.why_not}"
+        if os.getppid() != self.pid:
+            return "none: it died, so a daemon that dies stays dead"
+        restarts = 0 if self.resumed is None else self.resumed.restarts
+        return f"pid {self.pid}" + (f", restarted the daemon {restarts} time{'s' * (restarts > 1)}" if restarts else "")
+
+    def begin(self, engine: Engine) -> None:
+        """Have the keeper keep the mount from now on; `why_not` says why, if that is impossible."""
+        self.why_not = self._begin(engine)
+        self.is_kept = self.why_not is None
+        interpreter.end_with_parent(0)
+
+    def _begin(self, engine: Engine) -> str | None:
+        if not isinstance(engine, ResumableEngine):
+            return f"the engine {engine.name} cannot continue a mount"
+        engine.count_in(self._counter)
+        if self.resumed is None:
+            saved, descriptor = engine.resumable(), engine.descriptor
+            if saved is None or descriptor is None:
+                return "this kernel does not send requests again (Linux 6.9)"
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+            try:
+                self._channel.sendmsg([saved], rights)
+            except OSError as error:
+                return f"the keeper died ({error.strerror})"
+        return None
