@@ -106,18 +106,20 @@ class Store:
         *,
         tag: str | None = None,
         kind: SnapshotKind = "user",
+        created_ns: int | None = None,
         unreadable: Unreadable = "fail",
         progress: FileProgress = no_progress,
     ) -> SnapshotInfo:
         """Keep the present state of `source` under `name`.
 
+        `created_ns` is the time of an older state; None: now.
         SnapshotExistsError; EACCES with the first path that cannot be read, unless `unreadable` is "skip"; EINVAL if
         the store lies inside the directory.
         """
         self.check_apart(source.identity)
         self.layout.create()
         with self.layout.shared(), self.layout.workspace_lock(workspace, exclusive=False):
-            info, _ = self._take(workspace, name, source, tag, kind, unreadable, progress)
+            info, _ = self._take(workspace, name, source, tag, kind, unreadable, progress, created_ns)
         return info
 
     def check_apart(self, identity: tuple[int, int] | None) -> None:
@@ -131,10 +133,11 @@ class Store:
 
     def _take(
         self, workspace: str, name: str, source: Source, tag: str | None, kind: SnapshotKind, unreadable: Unreadable,
-        progress: FileProgress,
+        progress: FileProgress, created_ns: int | None = None,
     ) -> tuple[SnapshotInfo, Scanned]:  # fmt: skip
         layout, blobs = self.layout, self.blobs
-        created_ns = time.time_ns()
+        if created_ns is None:
+            created_ns = time.time_ns()
         blobs.packs.refresh()
         self._catalog.check_new(workspace, name)
         objects = NewObjects(layout, blobs.objects)
@@ -251,6 +254,21 @@ class Store:
         self._require(name)
         with self.layout.shared():
             return Lease(self.layout, self._catalog.get(workspace, name).root.content)
+
+    @contextlib.contextmanager
+    def leased(self, workspace: str, name: str) -> Iterator[tuple[Record, Blobs]]:
+        """The record of a snapshot and the blobs, which stay inside the block, also if it is dropped.
+
+        A garbage collection may move a blob meanwhile: `Packs.refresh` finds it.  SnapshotNotFoundError.
+        """
+        self._require(name)
+        with self.layout.shared():
+            record = self._catalog.get(workspace, name)
+            lease = Lease(self.layout, record.root.content)
+        try:
+            yield record, self.blobs
+        finally:
+            lease.close()
 
     def workspaces_with(self, name: str) -> list[str]:
         """The keys of the workspaces that have a snapshot `name`, sorted."""

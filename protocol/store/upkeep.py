@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from protocol.tree import ByteProgress
 
 _SMALL_PACK_BYTES: Final = 4 << 20
-_LOST_PATHS_SHOWN: Final = 20
+LOST_PATHS_SHOWN: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def _lost(blobs: Blobs, records: list[Record], found: _Found) -> list[Damage]:
         for path, why in _damaged_paths(blobs, record.root, found, whole):
             snapshots, paths = lost.setdefault(why, ({}, {}))
             snapshots[key] = None
-            if len(paths) < _LOST_PATHS_SHOWN:
+            if len(paths) < LOST_PATHS_SHOWN:
                 paths[path] = None
     return [Damage(why, tuple(snapshots), tuple(paths)) for why, (snapshots, paths) in lost.items()]
 

@@ -61,7 +61,9 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "discard": ("overlay", "Discard the changes of an overlay, and show the directory below it again."),
     "exec": ("exec", "Run a command in the workspace."),
     "run": ("run", "Run a command on an overlay of the current directory."),
-    "store": ("store", "Manage the snapshots that are kept on disk."),
+    "push": ("transfer", "Upload the present state, or a snapshot, to an object store."),
+    "pull": ("transfer", "Download a snapshot from an object store to this machine."),
+    "store": ("store", "Manage the snapshots that are kept on disk or in an object store."),
     "compact": ("persisted", "Replace the journal of a workspace by an image of its state."),
     "persisted": ("persisted", "Manage the journals of workspaces that were mounted with --persist."),
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
@@ -77,7 +79,7 @@ _ALIASES: Final = {"umount": "unmount", "ls": "list", "rm": "drop"}
 _GROUPS: Final = {
     "Workspaces": ("mount", "unmount", "list", "status", "compact", "persisted"),
     "Forks": ("fork", "merge", "adopt"),
-    "Snapshots": ("snapshot", "snapshots", "drop", "prune", "restore", "diff", "log", "store"),
+    "Snapshots": ("snapshot", "snapshots", "drop", "prune", "restore", "diff", "log", "push", "pull", "store"),
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),
     "Commands": ("exec", "run"),
@@ -222,6 +224,11 @@ def main(begun: BegunCall | None = None) -> None:
         _run(begun)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        if "obstore" in sys.modules and isinstance(end.code, int | None):
+            # Its threads may still release Python objects.  If Python finalizes itself meanwhile, the process aborts.
+            os._exit(end.code or 0)
+        raise
     finally:
         # The outcome is decided and printed. While Python finalizes itself, Ctrl-C would kill the process instead.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -9,29 +9,42 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from protocol.store import Store, default_directory
+from protocol.store.object_store import RemoteStore
 from protocol.store.upkeep import GONE, CheckReport, Damage, GarbageReport
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, Group, did_you_mean
+from vfsd.cli.common.object_stores import is_url, open_remote, store_option
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds, in_home
 from vfsd.client.requests import workspace_key
 from vfsd.machine.runtime import read_records
 from vfsd.wire.messages import ProgressReport, from_wire_path, wire_path
 
+if TYPE_CHECKING:
+    from protocol.store.object_store.collect import CollectionReport
+
+AnyStore = Store | RemoteStore
 _NAMES_SHOWN: Final = 5
 _FORM: Final = "; WORKSPACE is host:DIR, or another name that `vfsd store list` prints"
 
 
 class _StoreCommand(Command):
-    """A command on a store, which it opens for its function.  It takes --store instead of -w."""
+    """A command on a store, which it opens for its function.  It takes --store instead of -w.
+
+    With `remote` it also works on an object store, which it opens with --store-option.
+    """
 
     def __init__(self, *args: Any, callback: Callable[..., None], **kwargs: Any) -> None:
-        def run(*, store: str | None, **settings: Any) -> None:
+        def run(*, store: str | None, store_options: tuple[str, ...], **settings: Any) -> None:
+            if store is not None and is_url(store):
+                with open_remote(store, store_options) as remote:
+                    callback(click.get_current_context().obj, remote, **settings)
+                return
             with Store(default_directory() if store is None else store) as opened:
                 # The first snapshot creates the default store.
                 if store is not None and not opened.layout.exists():
@@ -40,25 +53,27 @@ class _StoreCommand(Command):
 
         super().__init__(*args, callback=run, **kwargs)
         self.params = [param for param in self.params if param.name != "workspace"]
-        how = "Use the store in this directory instead of the default one."
-        self.params.insert(-1, click.Option(["--store"], metavar="DIR", type=click.Path(file_okay=False), help=how))
+        how = "Use the store in this directory, or the object store at this URL, instead of the default one."
+        self.params.insert(-1, click.Option(["--store"], metavar="DIR|URL", type=click.Path(file_okay=False), help=how))
+        self.params.insert(-1, store_option())
 
 
 _EXAMPLES: Final = """
 vfsd store list
 vfsd store check
 vfsd store gc
+vfsd store list --store s3://bucket/team/job-7
 """
 
 
 @click.group("store", cls=Group, acts_on_workspace=False, examples=_EXAMPLES)
 def store_command() -> None:
-    """Manage the snapshots that are kept on disk.
+    """Manage the snapshots that are kept on disk or in an object store.
 
     Snapshots of host directories and containers are kept in one store for all workspaces of a user:
     $VFSD_STORE_DIR, else $XDG_STATE_HOME/vfsd/store, else ~/.local/state/vfsd/store.  The store contains each file
     content once, for all snapshots and workspaces.  It survives the mounts: a directory that is mounted again has its
-    snapshots.
+    snapshots.  With --store URL the commands act on an object store that `vfsd push` made.
     """
 
 
@@ -91,7 +106,7 @@ _GROUP_COLUMNS: Final = {
     vfsd store list --json
     """,
 )
-def list_command(app: App, store: Store) -> None:
+def list_command(app: App, store: AnyStore) -> None:
     """List the snapshots of all workspaces, mounted or not.
 
     A workspace is named by its backend and path, such as "host:/srv/project".  SIZE is the size of the files.  The
@@ -151,7 +166,7 @@ def _show_by_workspace(rows: list[dict[str, Any]]) -> None:
     vfsd store check --json
     """,
 )
-def check_command(app: App, store: Store) -> None:
+def check_command(app: App, store: AnyStore) -> None:
     """Read the whole store and name what is damaged.
 
     The command compares every content with its digest, and follows every snapshot to its last file.  It names each
@@ -231,7 +246,7 @@ def _show_check(report: CheckReport) -> None:
     help="How long to wait for snapshots, restores and readers to end.",
 )
 @click.option("--repair", is_flag=True, help="Also remove what is damaged.  Snapshots that need it lose these paths.")
-def gc_command(app: App, store: Store, *, wait: float, repair: bool) -> None:
+def gc_command(app: App, store: AnyStore, *, wait: float, repair: bool) -> None:
     """Free the disk space that no snapshot needs any more.
 
     `vfsd store gc` frees the disk space of dropped snapshots, and so does a mounted workspace after every 16 drops.
@@ -241,7 +256,16 @@ def gc_command(app: App, store: Store, *, wait: float, repair: bool) -> None:
     --repair first removes damaged contents and prints their number.  Snapshots that need them stay, without these
     paths, until a new snapshot stores the same content again.  `vfsd store check` names them until then, or until
     `vfsd store drop WORKSPACE NAME` drops them.
+
+    In an object store the command frees space in two steps, so that pushes can run meanwhile.  It condemns packs that
+    are not needed, and a later run deletes them, at least 24 hours after they were condemned.  A pack that is younger
+    than that is not condemned.  There, `vfsd push --replace` stores damaged contents again.
     """
+    if isinstance(store, RemoteStore):
+        with _progress("collecting") as progress:
+            collected = store.collect_garbage(progress, repair=repair)
+        app.emit(collected, _show_collection)
+        return
     app.emit(collect_with_progress(store, wait, repair=repair), show_gc)
 
 
@@ -249,6 +273,17 @@ def collect_with_progress(store: Store, wait_s: float, *, repair: bool = False) 
     """Collect the garbage of a store with a progress bar; see `Store.collect_garbage`."""
     with _progress("collecting") as progress:
         return store.collect_garbage(progress, wait_s=wait_s, repair=repair)
+
+
+def _show_collection(report: CollectionReport) -> None:
+    if report.damaged_contents:
+        output.say(f"removed {counted(report.damaged_contents, 'damaged content')}")
+    freed, kept = output.human_size(max(0, report.freed_bytes)), output.human_size(report.kept_bytes)
+    output.say(f"freed {freed} ({counted(report.freed_packs, 'pack')}); {kept} are kept")
+    if report.condemned_packs:
+        condemned = f"{output.human_size(report.condemned_bytes)} ({counted(report.condemned_packs, 'pack')})"
+        hours = report.grace_s / 3600
+        output.note(f"{condemned} are condemned: `vfsd store gc` deletes them if it runs {hours:g} hours later")
 
 
 def show_gc(report: GarbageReport) -> None:
@@ -272,7 +307,7 @@ def show_gc(report: GarbageReport) -> None:
 @click.option("-f", "--force", is_flag=True, help="Drop also snapshots that running forks need to be merged.")
 @click.argument("key", metavar="WORKSPACE")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], drop_all: bool, force: bool) -> None:
+def drop_command(app: App, store: AnyStore, *, key: str, names: tuple[str, ...], drop_all: bool, force: bool) -> None:
     """Delete some snapshots of a workspace, mounted or not, or (--all) all of them.
 
     WORKSPACE is host:DIR, or another name that `vfsd store list` prints.  Without names and --all the command asks on
@@ -285,7 +320,7 @@ def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], dr
     dropped: list[str] = []
     app.interrupted = "interrupted: nothing was dropped"
     chosen = _to_drop(store, key, names, drop_all=drop_all, may_ask=not app.json)
-    if not force:
+    if not force and isinstance(store, Store):
         _check_not_forked(store, key, chosen)
     for name in chosen:
         store.drop(key, name)
@@ -295,7 +330,7 @@ def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], dr
     app.emit({"dropped": dropped}, lambda _: output.say(f"dropped {snapshots} of {key}: {_some(dropped)}"))
 
 
-def known_key(argument: str, store: Store) -> str:
+def known_key(argument: str, store: AnyStore) -> str:
     """Return the key of the workspace that `argument` names: a key of the store, or host:DIR as for --backend.
 
     FileNotFoundError if it has no snapshots.
@@ -308,7 +343,7 @@ def known_key(argument: str, store: Store) -> str:
     return key
 
 
-def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, may_ask: bool) -> list[str]:
+def _to_drop(store: AnyStore, key: str, names: tuple[str, ...], *, drop_all: bool, may_ask: bool) -> list[str]:
     """Return the snapshots to drop, which exist.  EBUSY for a snapshot that an interrupted restore needs."""
     there = [info.name for info in store.snapshots(key)]
     if drop_all:
@@ -324,7 +359,7 @@ def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, 
         if name not in there:
             close = did_you_mean(name, there) or "; nothing was dropped"
             raise FileNotFoundError(errno.ENOENT, f"{key} has no snapshot {name}{close}")
-    half_done = store.interrupted(key)
+    half_done = None if isinstance(store, RemoteStore) else store.interrupted(key)
     if half_done is not None:
         for name in sorted(set(names).intersection([half_done.snapshot, half_done.safety or ""])):
             advice = "mount it, and `vfsd status` says how; or drop everything with --all"

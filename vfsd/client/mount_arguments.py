@@ -61,7 +61,9 @@ def _absolute_backend(spec: BackendSpec, mountpoint: str) -> BackendSpec:
     """Make the paths of a backend absolute, and check them.  OSError, ValueError."""
     if spec.snapshot is not None:
         name, directory = spec.snapshot
-        return spec.with_snapshot(name, os.path.abspath(directory) if directory else "")
+        return spec.with_snapshot(
+            name, os.path.abspath(directory) if directory and "://" not in directory else directory
+        )
     if spec.lower_layer == "archive":
         return replace(spec, argument=_archive_below(spec.argument, mountpoint))
     return replace(spec, argument=_host_directory(spec.argument, mountpoint)) if spec.is_path else spec

@@ -377,6 +377,10 @@ class Requests:
         """Give process `pid` (None: this one) a label in the log, which what it starts from now on inherits."""
         return RemoteCall("label", audit_messages.LabelParams(label=label, pid=pid))
 
+    def save(self, snapshot: str | None = None) -> RemoteCall[messages.SaveResult]:
+        """Put the live state, or a snapshot, into the snapshot store on disk, from where it can be uploaded."""
+        return RemoteCall("save", messages.SaveParams(snapshot), lambda answer: answer)
+
     # -- the workspace itself ---------------------------------------------------------------------
     def status(self) -> RemoteCall[Status]:
         """Return the workspace's settings, contents and limits."""

@@ -47,6 +47,7 @@ LONG_METHODS: Final = frozenset(
         "diff",
         "export",
         "import",
+        "save",
         "merge",
         "adopt",
         "changes",
@@ -423,6 +424,24 @@ class ExportResult(msgspec.Struct):
     skipped: list[ProblemRecord] = []
 
 
+class SaveParams(Params):
+    """Parameters of `save`: put the state `snapshot`, None for the live state, into the snapshot store on disk."""
+
+    snapshot: str | None = None
+
+
+class SaveResult(msgspec.Struct):
+    """Result of `save`: snapshot `name` of `workspace` in the store `directory`.
+
+    The caller drops it when it has read it, if `is_temporary`.
+    """
+
+    directory: str
+    workspace: str
+    name: str
+    is_temporary: bool = False
+
+
 class ImportParams(Params):
     """Parameters of `import`: add the content of the ZIP file `path` (absolute) and replace existing files."""
 
@@ -553,6 +572,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "diff": (DiffParams, DiffResult),
     "export": (ExportParams, ExportResult),
     "import": (ImportParams, ImportResult),
+    "save": (SaveParams, SaveResult),
     "apply": (ApplyParams, ApplyResult),
     "unsaved": (Empty, UnsavedResult),
     "compact": (Empty, CompactResult),

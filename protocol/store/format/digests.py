@@ -13,6 +13,8 @@ import hashlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from protocol.volume import Buffer
 
 DIGEST_BYTES: Final = 32
@@ -138,6 +140,20 @@ class ContentDigest:
     def _zero_digest(self) -> bytes:
         self._zero_chunk = self._zero_chunk or _zero_chunk()
         return self._zero_chunk
+
+
+def digest_of_chunks(size: int, chunks: Mapping[int, bytes]) -> bytes:
+    """The digest of a content of more than CHUNK_BYTES, from the digests of its chunks: see `ContentDigest.chunks`."""
+    whole = hashlib.sha256(_LONG)
+    number = 0
+    for at in [*sorted(chunks), -(-size // CHUNK_BYTES)]:
+        if at > number:
+            whole.update(b"zeros %d" % (at - number))
+        if at in chunks:
+            whole.update(chunks[at])
+        number = at + 1
+    whole.update(b"size %d" % size)
+    return whole.digest()
 
 
 def _feed_zeros(digest: hashlib._Hash, length: int) -> None:

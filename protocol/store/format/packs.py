@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from protocol.linux.regular_file import open_regular
@@ -112,13 +112,7 @@ class PackWriter:
 
     def finish(self, path: str, record: bytes = b"") -> None:
         """Make the pack durable and rename it to `path`.  The caller syncs the directory."""
-        index = b"".join(
-            _ENTRY.pack(digest, offset, length) for digest, (offset, length) in sorted(self._index.items())
-        )
-        at = self._at
-        digest = hashlib.sha256(index + record).digest()
-        footer = _FOOTER.pack(at, len(self._index), at + len(index), len(record), digest, _END)
-        self._buffer += index + record + footer
+        self._buffer += _pack_end(self._index, self._at, record)
         self._flush()
         os.fsync(self._fd)
         self._close()
@@ -139,14 +133,70 @@ class PackWriter:
             self._fd = -1
 
 
+def _pack_end(index: dict[bytes, tuple[int, int]], at: int, record: bytes) -> bytes:
+    """Encode what follows the blobs of a pack, which end at `at`: the index, the record and the footer."""
+    entries = b"".join(_ENTRY.pack(digest, offset, length) for digest, (offset, length) in sorted(index.items()))
+    digest = hashlib.sha256(entries + record).digest()
+    return entries + record + _FOOTER.pack(at, len(index), at + len(entries), len(record), digest, _END)
+
+
+class MemoryPack:
+    """A pack that is built in memory, without a record."""
+
+    def __init__(self) -> None:
+        self._data = bytearray(_MAGIC)
+        self._index: dict[bytes, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size so far."""
+        return len(self._data)
+
+    def add(self, digest: bytes, data: Buffer) -> None:
+        """Add a blob."""
+        self._index[digest] = (len(self._data), len(data))
+        self._data += data
+
+    def encoded(self) -> bytes:
+        """The pack as it is stored."""
+        return bytes(self._data) + _pack_end(self._index, len(self._data), b"")
+
+
 class Pack:
-    """The index and the record of a pack.  DamagedError."""
+    """The index and the record of a pack of `size_bytes`.  `read` returns bytes of it from (offset, length).
+
+    `place` names it in DamagedError.
+    """
 
     __slots__ = ("entries", "index", "name", "record", "size_bytes", "stem")
 
-    def __init__(self, path: str) -> None:
-        self.name = os.path.basename(path)
-        self.stem = _stem(self.name)
+    def __init__(self, name: str, size_bytes: int, read: Callable[[int, int], bytes], place: str) -> None:
+        self.name = name
+        self.stem = _stem(name)
+        self.size_bytes = size_bytes
+        start = max(0, size_bytes - _TAIL_BYTES)
+        tail = read(start, size_bytes - start)
+        if len(tail) < _FOOTER.size:
+            raise DamagedError("the pack is truncated", place)
+        at, self.entries, record_at, record_length, digest, end = _FOOTER.unpack(tail[-_FOOTER.size :])
+        whole = record_at + record_length + _FOOTER.size == size_bytes
+        if end != _END or not whole or record_at - at != self.entries * _ENTRY.size:
+            raise DamagedError("the pack is truncated, or its end was overwritten", place)
+        length = size_bytes - _FOOTER.size - at
+        stored = tail[-length - _FOOTER.size : -_FOOTER.size]
+        if len(stored) < length:
+            stored = read(at, length)
+        if hashlib.sha256(stored).digest() != digest:
+            raise DamagedError("the pack's index is damaged", place)
+        self.index = stored[: self.entries * _ENTRY.size]
+        self.record = stored[self.entries * _ENTRY.size :]
+
+    @classmethod
+    def from_file(cls, path: str) -> Pack:
+        """The pack in a file.  DamagedError."""
         try:
             descriptor = open_regular(path)
         except OSError as error:
@@ -154,27 +204,15 @@ class Pack:
                 raise
             raise DamagedError(f"the pack cannot be read ({error.strerror})", path) from None
         try:
-            self.size_bytes = os.fstat(descriptor).st_size
-            self._read(descriptor, path)
+            size = os.fstat(descriptor).st_size
+            return cls(os.path.basename(path), size, lambda at, length: os.pread(descriptor, length, at), path)
         finally:
             os.close(descriptor)
 
-    def _read(self, descriptor: int, path: str) -> None:
-        tail = os.pread(descriptor, _TAIL_BYTES, max(0, self.size_bytes - _TAIL_BYTES))
-        if len(tail) < _FOOTER.size:
-            raise DamagedError("the pack is truncated", path)
-        at, self.entries, record_at, record_length, digest, end = _FOOTER.unpack(tail[-_FOOTER.size :])
-        whole = record_at + record_length + _FOOTER.size == self.size_bytes
-        if end != _END or not whole or record_at - at != self.entries * _ENTRY.size:
-            raise DamagedError("the pack is truncated, or its end was overwritten", path)
-        length = self.size_bytes - _FOOTER.size - at
-        stored = tail[-length - _FOOTER.size : -_FOOTER.size]
-        if len(stored) < length:
-            stored = os.pread(descriptor, length, at)
-        if hashlib.sha256(stored).digest() != digest:
-            raise DamagedError("the pack's index is damaged", path)
-        self.index = stored[: self.entries * _ENTRY.size]
-        self.record = stored[self.entries * _ENTRY.size :]
+    @property
+    def end_bytes(self) -> int:
+        """The size of what follows the blobs."""
+        return len(self.index) + len(self.record) + _FOOTER.size
 
     def places(self) -> Iterator[tuple[bytes, BlobLocation]]:
         """The digest and the position of every blob."""
@@ -204,7 +242,7 @@ class Pack:
         return None
 
 
-class _Lookup:
+class PackLookup:
     """Finds blobs: those of the first small packs in a table, all others in a fan-out."""
 
     def __init__(self) -> None:
@@ -230,7 +268,7 @@ class Packs:
         self._layout = layout
         self._directory = layout.packs
         self._packs: dict[str, Pack] = {}
-        self._lookup = _Lookup()
+        self._lookup = PackLookup()
         self._listed: tuple[int, int, int] | None = None  # inode and times of the directory when it was listed
         self._generation = 0
         self.version = 0  # changes whenever the packs or their names change
@@ -303,9 +341,9 @@ class Packs:
 
     def _opened(self, name: str) -> Pack:
         try:
-            return Pack(os.path.join(self._directory, name))
+            return Pack.from_file(os.path.join(self._directory, name))
         except FileNotFoundError:  # dropped since it was listed, so it has the other suffix
-            return Pack(os.path.join(self._directory, _stem(name) + ".pack"))
+            return Pack.from_file(os.path.join(self._directory, _stem(name) + ".pack"))
 
     def _forget(self, stems: set[str]) -> None:
         for stem in stems:
@@ -313,7 +351,7 @@ class Packs:
             if descriptor is not None:
                 os.close(descriptor)
         self._packs = {stem: pack for stem, pack in self._packs.items() if stem not in stems}
-        lookup = _Lookup()
+        lookup = PackLookup()
         for pack in self._packs.values():
             lookup.add(pack)
         self._lookup = lookup  # in one step: another thread may be searching

@@ -50,10 +50,15 @@ def encode_record(record: Record) -> bytes:
         return _encoder.encode((*astuple(record)[:-1], encodable(record.root)))
 
 
+def decode_record(data: bytes) -> Record:
+    """Decode a record.  ValueError."""
+    return _decoder.decode(data)
+
+
 def read_record(pack: Pack) -> Record:
     """Read the record of a snapshot's pack.  DamagedError."""
     try:
-        record = _decoder.decode(pack.record)
+        record = decode_record(pack.record)
     except ValueError:
         raise DamagedError("the snapshot's record is damaged", pack.name) from None
     if workspace_and_serial(pack.name) != (Layout.workspace_id(record.workspace), record.serial):

@@ -92,6 +92,22 @@ class VerifiedObjects:
         finally:
             os.close(descriptor)
 
+    def size(self, digest: bytes) -> int:
+        """The size of a content in bytes."""
+        descriptor = self._objects.open(digest)
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+
+    def chunk_digests(self, digest: bytes) -> dict[int, bytes]:
+        """The digests of the chunks of a content of more than CHUNK_BYTES, without those of chunks of zeros."""
+        descriptor = self._objects.open(digest)
+        try:
+            return self._chunks(digest, descriptor).digests
+        finally:
+            os.close(descriptor)
+
     def verify(self, digest: bytes, done: Done = lambda _: None) -> None:
         """Read and compare a whole content.  `done` is called with the bytes of each read."""
         descriptor = self._objects.open(digest)

@@ -187,7 +187,7 @@ class _Bar:
 
     def update(self, step: ProgressReport) -> None:
         if self._drawn is None:
-            self._start()
+            self._start(step.unit)
         assert self._drawn is not None
         shown = human_size(step.done) if step.unit == "bytes" else counted(step.done, "file")
         self._drawn.update(self._task, completed=step.done, total=step.total or None, shown=shown)
@@ -196,11 +196,12 @@ class _Bar:
         if self._drawn is not None:
             self._drawn.stop()
 
-    def _start(self) -> None:
+    def _start(self, unit: str) -> None:
         from rich import progress as rich  # noqa: PLC0415 start-up, see the module's docstring
 
         text, shown = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[shown]}")
-        columns = (text, rich.BarColumn(), shown, rich.TimeRemainingColumn())
+        rate = (rich.TransferSpeedColumn(),) if unit == "bytes" else ()
+        columns = (text, rich.BarColumn(), shown, *rate, rich.TimeRemainingColumn())
         self._drawn = rich.Progress(*columns, console=_console(err=True), transient=True)
         self._drawn.start()
         self._task = self._drawn.add_task(self._label, total=None, shown="")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def open_snapshot(options: MountOptions) -> TreeLower:
     """Open the snapshot that "overlay:snapshot:NAME[@DIRECTORY]" names.  OSError, ValueError.
 
-    With a directory it is a snapshot of the workspace host:DIRECTORY, else of the only workspace in the store that has
-    one of this name.
+    With a directory it is a snapshot of the workspace host:DIRECTORY, with a URL one that was pulled from there, else
+    one of the only workspace in the store that has one of this name.
     """
     named = options.workspace.backend.snapshot
     assert named is not None
@@ -30,7 +30,7 @@ def open_snapshot(options: MountOptions) -> TreeLower:
         if options.origin is not None:
             key = options.origin.workspace
         else:
-            key = f"host:{os.path.realpath(directory)}" if directory else _only_workspace(store, name)
+            key = _key(directory) if directory else _only_workspace(store, name)
         try:
             mounted = store.mounted(key, name)
         except SnapshotNotFoundError:
@@ -53,13 +53,18 @@ def _missing(name: str, who_has_none: str, store: Store) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, f"{who_has_none} {name!r} in the store {store.directory}; {advice}")
 
 
+def _key(origin: str) -> str:
+    """Return the key of the workspace host:DIRECTORY, or of the object store that a snapshot was pulled from."""
+    return origin if "://" in origin else f"host:{os.path.realpath(origin)}"
+
+
 def _only_workspace(store: Store, name: str) -> str:
     """Return the key of the only workspace that has a snapshot `name`.  FileNotFoundError; ValueError if several do."""
     keys = store.workspaces_with(name)
     if not keys:
         raise _missing(name, "no workspace has a snapshot", store)
     if len(keys) > 1:
-        directories = [key.removeprefix("host:") for key in keys if key.startswith("host:")]
+        directories = [key.removeprefix("host:") for key in keys if key.startswith("host:") or "://" in key]
         example = f"overlay:snapshot:{name}@{directories[0]}" if directories else f"overlay:snapshot:{name}@DIRECTORY"
         raise ValueError(f"{len(keys)} workspaces have a snapshot {name} ({', '.join(keys)}): write {example}")
     return keys[0]

@@ -17,6 +17,7 @@ from vfsd.daemon.control.fork_method import ForkMethod
 from vfsd.daemon.control.fs_methods import FsMethods
 from vfsd.daemon.control.merge_methods import MergeMethods
 from vfsd.daemon.control.merge_source import MergeSource
+from vfsd.daemon.control.save_method import save_method
 from vfsd.daemon.control.snapshot_methods import SnapshotMethods
 from vfsd.daemon.control.tree_methods import TreeMethods
 from vfsd.daemon.control.unmount_methods import UnmountMethods
@@ -47,6 +48,7 @@ class MethodGroups:
             "unsaved": self._unmount.unsaved,
             "unmount": self._unmount.unmount,
             "compact": compact_method(mounted),
+            "save": save_method(snapshots, options),
             "fork": ForkMethod(mounted, snapshots, forks).fork,
             **SnapshotMethods(snapshots, options, forks).handlers(),
             **TreeMethods(mounted, snapshots, options, forks.base, others).handlers(),

@@ -25,7 +25,7 @@ import logging
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -197,6 +197,15 @@ CheckState: TypeAlias = Callable[[Tree | None], None]
 may raise to change nothing."""
 
 
+class StoredState(NamedTuple):
+    """Snapshot `name` of the workspace `key` in the store `directory`.  The caller drops it, if `is_temporary`."""
+
+    directory: str
+    key: str
+    name: str
+    is_temporary: bool = False
+
+
 class SnapshotService(Protocol):
     """The snapshots of one workspace.  A name without a snapshot raises SnapshotNotFoundError.
 
@@ -280,6 +289,13 @@ class SnapshotService(Protocol):
         """Open a tree of snapshot `name`, of BASE, or of the live state (None).  A worker thread may read it.
 
         If other programs can change the live state directly, a file may have newer content when it is read.
+        """
+        ...
+
+    async def stored_state(self, name: str | None, observer: CallObserver) -> StoredState | None:
+        """Return where a store on disk has snapshot `name`; None: a new temporary snapshot of the live state.
+
+        None if the snapshots are not in a store.
         """
         ...
 

@@ -58,6 +58,7 @@ from vfsd.daemon.snapshots.base import (
     NewState,
     Outcome,
     Staged,
+    StoredState,
     check_names,
     free_name,
     in_bytes,
@@ -538,6 +539,16 @@ class StoreSnapshots:
         )
         async with entered(tree) as opened:
             yield opened
+
+    async def stored_state(self, name: str | None, observer: CallObserver) -> StoredState:
+        if name is not None:
+            await in_thread(self._store.snapshot, self._key, name)
+            return StoredState(self._store.directory, self._key, name)
+        async with self._mounted.change_lock:
+            await self._mounted.write_back()
+            name = free_name(STAGED_PREFIX, await self._all())
+            await self._take(name, self._source, None, observer)
+        return StoredState(self._store.directory, self._key, name, is_temporary=True)
 
     @asynccontextmanager
     async def frozen(self, observer: CallObserver) -> AsyncIterator[LiveState]:

@@ -449,6 +449,9 @@ class VolumeSnapshots:
         with self._lower().base_tree() if name == BASE else self._volume.tree(name) as tree:
             yield tree
 
+    async def stored_state(self, name: str | None, observer: CallObserver) -> None:
+        del name, observer
+
     @asynccontextmanager
     async def frozen(self, observer: CallObserver) -> AsyncIterator[LiveState]:  # noqa: ARG002
         await self._mounted.write_back()

@@ -1,0 +1,214 @@
+"""Collection: frees what no snapshot of a remote store needs, while other processes push.
+
+A pack is first condemned by a marker, which is never taken back.  After the grace period, a later collection copies
+what snapshots need of the pack to a new one, and deletes it.  docs/object-stores.md has the argument.
+
+One collection, in this order:
+1. take the store's time, list the markers, then the packs, then the names;
+2. delete the packs that were condemned before the grace period began, after copying what no usable pack has;
+3. condemn packs that are older than the grace period, if they are small or if a quarter or more is not needed.
+
+A snapshot that was dropped or replaced within the grace period counts for step 2 and not for step 3.
+
+Threading: one thread.  Several collections may run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from protocol.store.format.packs import DamagedError
+from protocol.store.object_store.layout import (
+    CLOCK,
+    CONDEMNED,
+    NAMES,
+    PACK_BYTES,
+    PACKS,
+    Generation,
+    check_blob,
+    generation_of,
+    kind_of,
+)
+from protocol.store.object_store.needed import needed_blobs
+from protocol.store.object_store.push import Uploads
+
+if TYPE_CHECKING:
+    from protocol.store.format.packs import Pack
+    from protocol.store.object_store.packs import PackView
+    from protocol.store.object_store.remote import RemoteStore
+    from protocol.tree import ByteProgress
+
+_SMALL_PACK_BYTES: Final = PACK_BYTES // 4
+_SEVERAL: Final = 8  # small packs, which are worth merging
+_CLOCK_ERROR_S: Final = 2.0  # S3 and HTTP give times in whole seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionReport:
+    """What a collection freed, and what it condemned, so that a collection after `grace_s` can free it."""
+
+    freed_bytes: int
+    freed_packs: int
+    condemned_bytes: int
+    condemned_packs: int
+    kept_bytes: int
+    kept_packs: int
+    grace_s: float
+    damaged_contents: int = 0  # that a repair deleted; a pack that cannot be read counts as one
+
+
+class Collection:
+    """A collection of the store `remote`."""
+
+    def __init__(self, remote: RemoteStore, progress: ByteProgress) -> None:
+        self._remote = remote
+        self._storage = remote.storage
+        self._progress = progress
+        self._freed_bytes = self._freed_packs = 0
+
+    def run(self, *, repair: bool = False) -> CollectionReport:
+        """Collect.  DamagedError if a listing is damaged, because it might need any content.
+
+        `repair` first deletes damaged contents, and ignores the listings that are gone.
+        """
+        grace_s = self._remote.grace_s
+        before_s = self._now_s() - grace_s - _CLOCK_ERROR_S
+        damaged = self._remove_damage() if repair else 0
+        view = self._remote.packs.view()
+        for error in view.damaged.values():
+            raise error
+        current, recent = self._roots(before_s)
+        self._add_new_packs(view)
+        packs = self._remote.packs
+        needed = needed_blobs(packs, view, current, tolerant=repair)
+        self._delete(view, needed | needed_blobs(packs, view, recent, tolerant=repair), before_s)
+        self._remove_markers(view)
+        candidates = self._candidates(view, needed, before_s)
+        for pack in candidates:
+            self._storage.create(f"{CONDEMNED}/{pack.name}", b"").result()
+        kept = [pack for pack in view.packs.values() if pack.name not in view.condemned and pack not in candidates]
+        return CollectionReport(
+            self._freed_bytes, self._freed_packs,
+            sum(pack.size_bytes for pack in candidates), len(candidates),
+            sum(pack.size_bytes for pack in kept), len(kept), grace_s, damaged,
+        )  # fmt: skip
+
+    def _now_s(self) -> float:
+        """The present time of the store's own clock, from a new object."""
+        key = f"{CLOCK}/{secrets.token_hex(8)}"
+        self._storage.create(key, b"").result()
+        times = [info.modified_s for info in self._storage.list(CLOCK).result() if info.key == key]
+        self._storage.delete(key).result()
+        return times[0] if times else 0.0  # 0: nothing is old enough
+
+    def _roots(self, before_s: float) -> tuple[list[bytes], list[bytes]]:
+        """The roots of all names; and of generations that were replaced or dropped since `before_s`.
+
+        Deletes older generations.
+        """
+        current, recent = [], []
+        found = sorted(
+            (one, info)
+            for info in self._storage.list(NAMES).result()
+            if (one := generation_of(info.key, info.size_bytes))
+        )
+        for at, (one, info) in enumerate(found):
+            after = found[at + 1] if at + 1 < len(found) and found[at + 1][0].name == one.name else None
+            if after is None:
+                current.append(one)
+            elif after[1].modified_s >= before_s:
+                recent.append(one)
+            else:
+                self._storage.delete(info.key).result()
+        return self._roots_of(current), self._roots_of(recent)
+
+    def _roots_of(self, generations: list[Generation]) -> list[bytes]:
+        return [one.record.root.content for one in self._remote.records(generations)]
+
+    def _add_new_packs(self, view: PackView) -> None:
+        """Add packs of names that were published after `view` listed the packs."""
+        later = self._remote.packs.view()
+        for name, pack in later.packs.items():
+            if name not in view.packs:
+                if name in later.condemned:
+                    view.condemned[name] = later.condemned[name]
+                view.modified_s[name] = later.modified_s[name]
+                view.add(pack)
+
+    # -- repair --------------------------------------------------------------------------------
+    def _remove_damage(self) -> int:
+        """Delete packs with damage, after copying what is whole in them; return the number of damaged contents."""
+        view = self._remote.packs.view()
+        lost = len(view.damaged)
+        for name in view.damaged:
+            self._storage.delete(f"{PACKS}/{name}").result()
+        for name, pack in view.packs.items():
+            try:
+                data = self._storage.read(f"{PACKS}/{name}").result()
+            except FileNotFoundError:
+                continue
+            whole = {}
+            for digest, place in pack.places():
+                blob = data[place.offset : place.offset + place.length]
+                with contextlib.suppress(DamagedError):
+                    check_blob(digest, blob)
+                    whole[digest] = blob
+            if len(whole) == pack.entries:
+                continue
+            lost += pack.entries - len(whole)
+            uploads = Uploads(self._storage, self._remote.packs, lambda _: None)
+            for digest, blob in whole.items():
+                uploads.add(kind_of(name), digest, blob)
+            uploads.finish()
+            self._storage.delete(f"{PACKS}/{name}").result()
+        return lost
+
+    # -- deleting ------------------------------------------------------------------------------
+    def _delete(self, view: PackView, needed: set[bytes], before_s: float) -> None:
+        """Delete the packs that were condemned before `before_s`; first copy what is needed of them."""
+        doomed = [
+            pack for name, pack in view.packs.items() if name in view.condemned and view.condemned[name] < before_s
+        ]
+        rescued = {
+            digest: place
+            for pack in doomed
+            for digest, place in pack.places()
+            if digest in needed and not view.usable(digest)
+        }
+        kinds = {pack.stem: kind_of(pack.name) for pack in doomed}
+        total = sum(place.length for place in rescued.values())
+        uploads = Uploads(self._storage, self._remote.packs, lambda done: self._progress(min(done, total), total))
+        try:
+            for digest, data in self._remote.packs.blobs(rescued.items()):
+                uploads.add(kinds[rescued[digest].pack], digest, data)
+            uploads.finish()
+        finally:
+            uploads.cancel()
+        self._freed_bytes -= uploads.done_bytes
+        for pack in doomed:
+            self._storage.delete(f"{PACKS}/{pack.name}").result()
+            self._freed_bytes += pack.size_bytes
+            self._freed_packs += 1
+
+    def _remove_markers(self, view: PackView) -> None:
+        """Remove the markers of packs that were already gone when this collection listed the packs."""
+        for name in view.condemned:
+            if name not in view.modified_s:
+                self._storage.delete(f"{CONDEMNED}/{name}").result()
+
+    # -- condemning ----------------------------------------------------------------------------
+    def _candidates(self, view: PackView, needed: set[bytes], before_s: float) -> list[Pack]:
+        """The packs to condemn: written before `before_s`, because a running push has not yet named what is younger."""
+        wasteful, small = [], []
+        for name, pack in view.packs.items():
+            if name in view.condemned or view.modified_s[name] >= before_s:
+                continue
+            waste = sum(place.length for digest, place in pack.places() if digest not in needed)
+            if waste * 4 >= sum(place.length for _, place in pack.places()):
+                wasteful.append(pack)
+            elif pack.size_bytes < _SMALL_PACK_BYTES:
+                small.append(pack)
+        return wasteful + (small if len(small) >= _SEVERAL else [])

@@ -1,0 +1,257 @@
+"""RemotePacks: which packs a remote store has, and verified reads of their blobs.
+
+A view lists the markers of condemned packs before it lists the packs.  So a pack that the view calls usable was, after
+the view began, there and not condemned: docs/object-stores.md relies on this order.
+
+Threading: one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from protocol.linux.regular_file import write_atomically
+from protocol.store.format.packs import BlobLocation, DamagedError, Pack, PackLookup, damaged_blob
+from protocol.store.object_store.layout import CONDEMNED, PACKS, check_blob
+
+if TYPE_CHECKING:
+    from protocol.store.object_store.storage import Objects, Storage
+
+_TAIL_BYTES: Final = 64 << 10  # holds the index of a pack with 1,300 blobs
+_GAP_BYTES: Final = 64 << 10  # reading so much more costs less than another request
+_RANGE_BYTES: Final = 4 << 20
+_IN_FLIGHT: Final = 12
+_CACHE_BYTES: Final = 256 << 20
+
+
+class IndexCache:
+    """Indexes of packs on this machine's disk, of all remote stores; a pack never changes.  None: no cache."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = directory
+
+    def get(self, name: str) -> bytes | None:
+        """The end of a pack, from its index on, or more."""
+        if self._directory is None:
+            return None
+        path = os.path.join(self._directory, name)
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            os.utime(path)
+            return file.read()
+        return None
+
+    def put(self, name: str, end: bytes) -> None:
+        """Keep the end of a pack.  A cache that cannot be written is not an error."""
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                os.makedirs(self._directory, mode=0o700, exist_ok=True)
+                write_atomically(os.path.join(self._directory, name), end, durable=False)
+
+    def trim(self) -> None:
+        """Remove the indexes that were not used for the longest time, if all together are too large."""
+        if self._directory is None:
+            return
+        with contextlib.suppress(OSError):
+            found = [(seen.st_mtime_ns, seen.st_size, entry.path) for entry in os.scandir(self._directory)
+                     if (seen := entry.stat(follow_symlinks=False))]  # fmt: skip
+            total = sum(size for _, size, _ in found)
+            for _, size, path in sorted(found):
+                if total <= _CACHE_BYTES:
+                    return
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                total -= size
+
+
+@dataclass(slots=True)
+class PackView:
+    """The packs that were there at one moment.
+
+    `condemned` has the time of each marker in the store's seconds, also of packs that are gone.  `modified_s` has that
+    of each pack.
+    """
+
+    packs: dict[str, Pack] = field(default_factory=dict)
+    condemned: dict[str, float] = field(default_factory=dict)
+    modified_s: dict[str, float] = field(default_factory=dict)
+    damaged: dict[str, DamagedError] = field(default_factory=dict)
+    _usable: PackLookup = field(default_factory=PackLookup)
+    _all: PackLookup = field(default_factory=PackLookup)
+
+    def add(self, pack: Pack) -> None:
+        """Add a pack."""
+        self.packs[pack.name] = pack
+        self._all.add(pack)
+        if pack.name not in self.condemned:
+            self._usable.add(pack)
+
+    def usable(self, digest: bytes) -> bool:
+        """Whether a pack that is not condemned has a blob."""
+        return self._usable.find(digest) is not None
+
+    def find(self, digest: bytes) -> BlobLocation | None:
+        """The position of a blob, in a condemned pack only if no other has it."""
+        return self._usable.find(digest) or self._all.find(digest)
+
+    def located(self, digest: bytes) -> tuple[bytes, BlobLocation]:
+        """A digest, and the position of its blob.  DamagedError."""
+        place = self.find(digest)
+        if place is None:
+            raise damaged_blob(digest, "is gone from the object store")
+        return digest, place
+
+
+def key_of(stem: str) -> str:
+    """The key of the pack that a `BlobLocation` names."""
+    return f"{PACKS}/{stem}.pack"
+
+
+class RemotePacks:
+    """The packs of the store in `storage`."""
+
+    def __init__(self, storage: Storage, cache: IndexCache) -> None:
+        self._storage = storage
+        self._cache = cache
+        self._known: dict[str, Pack] = {}  # packs whose index was read, also if they are gone
+
+    def view(self) -> PackView:
+        """List the packs."""
+        return self.view_after(self._storage.list(CONDEMNED))
+
+    def view_after(self, markers: Future[Objects]) -> PackView:
+        """List the packs after the markers, whose listing has begun."""
+        view = PackView(condemned={_last(info.key): info.modified_s for info in markers.result()})
+        sizes = {}
+        for info in self._storage.list(PACKS).result():
+            name = _last(info.key)
+            if name.endswith(".pack"):
+                sizes[name] = info.size_bytes
+                view.modified_s[name] = info.modified_s
+        self._load(sizes, view)
+        return view
+
+    def learn(self, name: str, data: bytes) -> None:
+        """Remember a pack that was just uploaded."""
+        pack = Pack(name, len(data), lambda at, length: data[at : at + length], name)
+        self._known[name] = pack
+        self._cache.put(name, data[_index_start(pack) :])
+
+    def _load(self, sizes: dict[str, int], view: PackView) -> None:
+        """Add the packs to `view`; read the indexes that are not known yet."""
+        waiting: deque[tuple[str, Future[bytes]]] = deque()
+        unknown = []
+        for name, size in sizes.items():
+            pack = self._known.get(name) or self._from_cache(name, size)
+            if pack is None:
+                unknown.append(name)
+            else:
+                view.add(pack)
+        for name in unknown:
+            if len(waiting) >= _IN_FLIGHT:
+                self._take(*waiting.popleft(), sizes, view)
+            start = max(0, sizes[name] - _TAIL_BYTES)
+            waiting.append((name, self._storage.read_range(f"{PACKS}/{name}", start, sizes[name] - start)))
+        while waiting:
+            self._take(*waiting.popleft(), sizes, view)
+        if unknown:
+            self._cache.trim()
+
+    def _from_cache(self, name: str, size: int) -> Pack | None:
+        end = self._cache.get(name)
+        if end is None:
+            return None
+        start = size - len(end)
+        try:
+            # A pack reads more of its end than its index: zeros in front of it do no harm.
+            pack = Pack(name, size, lambda at, n: (bytes(max(0, start - at)) + end[max(0, at - start) :])[:n], name)
+        except DamagedError:
+            return None
+        self._known[name] = pack
+        return pack
+
+    def _take(self, name: str, tail: Future[bytes], sizes: dict[str, int], view: PackView) -> None:
+        size = sizes[name]
+        try:
+            data = tail.result()
+        except FileNotFoundError:
+            return  # collected since it was listed
+        start = size - len(data)
+
+        def read(at: int, length: int) -> bytes:
+            if at < start:
+                return self._storage.read_range(f"{PACKS}/{name}", at, length).result()
+            return data[at - start : at - start + length]
+
+        try:
+            pack = Pack(name, size, read, name)
+            at = _index_start(pack)
+            self._cache.put(name, read(at, size - at))
+        except DamagedError as error:
+            view.damaged[name] = error
+            return
+        except FileNotFoundError:
+            return
+        self._known[name] = pack
+        view.add(pack)
+
+    def blobs(self, wanted: Iterable[tuple[bytes, BlobLocation]]) -> Iterator[tuple[bytes, bytes]]:
+        """Read and verify blobs, neighbours in one request, several at once; in the order of their positions.
+
+        DamagedError, also if a pack is gone.
+        """
+        waiting: deque[tuple[list[tuple[bytes, BlobLocation]], Future[bytes]]] = deque()
+        for group in _neighbours(sorted(wanted, key=lambda item: item[1])):
+            if len(waiting) >= _IN_FLIGHT:
+                yield from self._verified(*waiting.popleft())
+            first, last = group[0][1], group[-1][1]
+            length = last.offset + last.length - first.offset
+            waiting.append((group, self._storage.read_range(key_of(first.pack), first.offset, length)))
+        while waiting:
+            yield from self._verified(*waiting.popleft())
+
+    def _verified(
+        self, group: list[tuple[bytes, BlobLocation]], answer: Future[bytes]
+    ) -> Iterator[tuple[bytes, bytes]]:
+        try:
+            data = answer.result()
+        except FileNotFoundError:
+            raise DamagedError("a pack is gone from the object store", key_of(group[0][1].pack)) from None
+        start = group[0][1].offset
+        for digest, place in group:
+            blob = data[place.offset - start : place.offset - start + place.length]
+            try:
+                check_blob(digest, blob)
+            except DamagedError:
+                # Perhaps it was damaged on its way.
+                blob = self._storage.read_range(key_of(place.pack), place.offset, place.length).result()
+                check_blob(digest, blob)
+            yield digest, blob
+
+
+def _neighbours(items: list[tuple[bytes, BlobLocation]]) -> Iterator[list[tuple[bytes, BlobLocation]]]:
+    """Split sorted positions into groups that one request reads."""
+    group: list[tuple[bytes, BlobLocation]] = []
+    for digest, place in items:
+        if group:
+            first, last = group[0][1], group[-1][1]
+            near = place.pack == first.pack and place.offset - last.offset - last.length <= _GAP_BYTES
+            if not near or place.offset + place.length - first.offset > _RANGE_BYTES:
+                yield group
+                group = []
+        group.append((digest, place))
+    if group:
+        yield group
+
+
+def _index_start(pack: Pack) -> int:
+    return pack.size_bytes - pack.end_bytes
+
+
+def _last(key: str) -> str:
+    return key.rpartition("/")[2]

@@ -1,0 +1,119 @@
+"""RemoteSource: a snapshot of a remote store as the source of a local one; downloads what the local store lacks.
+
+Threading: one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from protocol.store.directory.scan import FileProgress, Scanned, Unreadable
+from protocol.store.directory.statcache import StatCache
+from protocol.store.format.blobs import LARGE_BYTES, Blobs, Sink
+from protocol.store.format.digests import CHUNK_BYTES
+from protocol.store.format.packs import damaged_blob
+from protocol.store.format.rows import Row, TreeCounts, decode_listing
+from protocol.store.object_store.layout import decode_chunk_map
+from protocol.tree import no_progress
+
+if TYPE_CHECKING:
+    from protocol.store.format.records import Record
+    from protocol.store.object_store.packs import PackView, RemotePacks
+    from protocol.tree import ByteProgress
+
+_ZEROS: Final = bytes(1 << 20)
+
+
+class RemoteSource:
+    """The snapshot `record` in the packs of a remote store.  `local` are the blobs of the store that takes it.
+
+    Implements what `Store.take` needs of a `Source`.  `progress` is called with (bytes downloaded, all missing bytes).
+    """
+
+    identity: Final = None
+
+    def __init__(self, packs: RemotePacks, record: Record, local: Blobs, progress: ByteProgress) -> None:
+        self._packs = packs
+        self._record = record
+        self._local = local
+        self._progress = progress
+        self._done = 0
+        self._total = 0
+
+    def scan(
+        self, sink: Sink, cache: StatCache, *, unreadable: Unreadable = "fail", progress: FileProgress = no_progress
+    ) -> Scanned:
+        """Give the snapshot to `sink`.  DamagedError."""
+        del cache, unreadable, progress
+        view = self._packs.view()
+        missing = self._take_listings(view, sink)
+        self._total = sum(row.size for row in missing)
+        short = {row.content: row for row in missing if row.size <= LARGE_BYTES}
+        for digest, data in self._packs.blobs(map(view.located, short)):
+            sink.small(data)
+            self._count(len(data), digest)
+        for row in missing:
+            if row.size > LARGE_BYTES:
+                digest, _ = sink.stream(self._content(view, row), self._count)
+                if digest != row.content:
+                    raise damaged_blob(row.content)
+        record = self._record
+        counts = TreeCounts(record.files, record.directories, record.size_bytes)
+        return Scanned(record.root, counts, record.unstable, record.unreadable)
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        """Not used: `Store.take` reads nothing but the scan."""
+        raise NotImplementedError
+
+    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+        """Not used, as `read`."""
+        raise NotImplementedError
+
+    def _count(self, size: int, _digest: bytes = b"") -> None:
+        self._done += size
+        self._progress(self._done, self._total)
+
+    def _take_listings(self, view: PackView, sink: Sink) -> list[Row]:
+        """Give all listings to `sink`, one level of the tree after the other; return the files that it lacks."""
+        missing: dict[bytes, Row] = {}
+        seen: set[bytes] = set()
+        level = {self._record.root.content}
+        while level:
+            seen |= level
+            below: set[bytes] = set()
+            for data in self._listings(view, level):
+                sink.listing(data)
+                for row in decode_listing(data):
+                    if row.is_dir:
+                        below.add(row.content)
+                    elif row.is_file and row.content and row.content not in missing and not sink.has(row.content):
+                        missing[row.content] = row
+            level = below - seen
+        return list(missing.values())
+
+    def _listings(self, view: PackView, digests: set[bytes]) -> Iterator[bytes]:
+        remote = []
+        for digest in digests:
+            data = self._local.small(digest)
+            if data is None:
+                remote.append(digest)
+            else:
+                yield data
+        for _, data in self._packs.blobs(map(view.located, remote)):
+            yield data
+
+    def _content(self, view: PackView, row: Row) -> Iterator[bytes]:
+        """The content of a file, in pieces."""
+        ((_, data),) = self._packs.blobs([view.located(row.content)])
+        if row.size <= CHUNK_BYTES:
+            yield data
+            return
+        chunks = decode_chunk_map(row.content, data).chunks
+        for number in range(-(-row.size // CHUNK_BYTES)):
+            if number in chunks:
+                ((_, chunk),) = self._packs.blobs([view.located(chunks[number])])
+                yield chunk
+            else:
+                for _ in range(CHUNK_BYTES // len(_ZEROS)):
+                    yield _ZEROS

@@ -1,0 +1,310 @@
+"""Push: uploads what a remote store lacks of a snapshot, and then publishes its name.
+
+Invariants, on which the argument in docs/object-stores.md rests:
+1. A name is published only after a view, not older than half of the grace period, in which every blob of the snapshot
+   is in a pack that is not condemned; or is part of a base, and the base is the newest generation of its name.
+2. A push reports success only after a second view, which began after the name was published, shows the same.  What is
+   missing there is uploaded again, to a new pack.
+
+So an interrupted push leaves packs that no name needs.  The next push finds their blobs, and uploads only the rest.
+
+Threading: one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import stat
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, ParamSpec, TypeVar
+
+from msgspec import structs
+
+from protocol.store.format.blobs import Blobs
+from protocol.store.format.digests import CHUNK_BYTES
+from protocol.store.format.packs import DamagedError, MemoryPack
+from protocol.store.format.records import Record
+from protocol.store.format.rows import Row
+from protocol.store.object_store.layout import (
+    CONDEMNED,
+    FORMAT,
+    NAMES,
+    PACK_BYTES,
+    PACKS,
+    Generation,
+    PackKind,
+    encode_chunk_map,
+    encode_named,
+    new_pack_name,
+)
+from protocol.store.object_store.remote import RemoteSnapshot, RemoteStore, newest_of
+
+if TYPE_CHECKING:
+    from protocol.store.object_store.packs import PackView, RemotePacks
+    from protocol.store.object_store.storage import Objects, Storage
+    from protocol.tree import ByteProgress
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_UPLOADS: Final = 4  # at once: as many packs are in memory
+_BASES_TRIED: Final = 4
+_ROUNDS: Final = 10  # of uploads, while collections condemn what the push relies on
+_ATTEMPTS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What a push did.  `is_new` is False if the store already had this state under this name."""
+
+    name: str
+    generation: int
+    files: int
+    size_bytes: int
+    uploaded_bytes: int
+    uploaded_contents: int
+    is_new: bool
+
+
+class _Item(NamedTuple):
+    """A blob of the snapshot.  `chunk` is the number of a chunk of the content `content`."""
+
+    kind: PackKind
+    size: int
+    content: bytes
+    chunk: int | None = None
+    is_map: bool = False
+
+
+class Push:
+    """A push of the local snapshot `record` as `name`.
+
+    `replace` makes a new generation of a name that exists, and looks for everything; without it: FileExistsError if the
+    name has another state.
+    """
+
+    def __init__(
+        self, remote: RemoteStore, blobs: Blobs, record: Record, name: str, *, replace: bool, progress: ByteProgress
+    ) -> None:
+        self._remote = remote
+        self._storage = remote.storage
+        self._blobs = blobs
+        self._record = record
+        self._name = name
+        self._replace = replace
+        self._progress = progress
+        self._base: RemoteSnapshot | None = None
+        self._items: dict[bytes, _Item] = {}
+        self._uploaded_bytes = 0
+        self._uploaded = 0
+
+    def run(self) -> PushReport:
+        """Push.  OSError; DamagedError if the local snapshot is damaged."""
+        began = time.monotonic()
+        answers = self._storage.read(FORMAT), self._storage.list(NAMES), self._storage.list(CONDEMNED)
+        self._remote.create(answers[0])
+        objects = answers[1].result()
+        current = newest_of(objects).get(self._name)
+        if self._is_there(current):
+            assert current is not None
+            return self._report(current.number, is_new=False)
+        if not self._replace:
+            self._choose_base(objects)
+        self._items = self._needed()
+        self._upload(self._remote.packs.view_after(answers[2]))
+        for _ in range(_ROUNDS):
+            if time.monotonic() - began <= self._remote.grace_s / 2:
+                break
+            began = time.monotonic()
+            self._upload(self._remote.packs.view())
+        published = self._publish(current)
+        for _ in range(_ROUNDS):
+            if self._is_complete():
+                return self._report(published, is_new=True)
+        what = "collections of this store delete what the push uploads: repeat it when they have ended"
+        raise OSError(errno.EAGAIN, what, self._remote.directory)
+
+    def _report(self, number: int, *, is_new: bool) -> PushReport:
+        record = self._record
+        return PushReport(
+            self._name, number, record.files, record.size_bytes, self._uploaded_bytes, self._uploaded, is_new
+        )
+
+    # -- the name ------------------------------------------------------------------------------
+    def _is_there(self, current: Generation | None) -> bool:
+        """Whether the name has this state already.  FileExistsError if it has another one that must stay."""
+        if current is None or current.is_dropped or self._replace:
+            return False
+        found = self._remote.records([current])
+        if found and found[0].record.root == self._record.root:
+            return True
+        if found:
+            what = f"the store has another snapshot {self._name}: choose a name with --as, or add --replace"
+            raise FileExistsError(errno.EEXIST, what, self._remote.directory)
+        return False
+
+    def _publish(self, current: Generation | None) -> int:
+        """Create the next generation of the name, and return its number."""
+        while True:
+            number = current.number + 1 if current is not None else 1
+            record = encode_named(_renamed(self._record, self._name, number))
+            if self._storage.create(Generation(self._name, number).key, record).result():
+                return number
+            current = self._remote.generation(self._name)  # another process was faster
+            if self._is_there(current):
+                assert current is not None
+                return current.number
+
+    # -- what is missing -----------------------------------------------------------------------
+    def _choose_base(self, objects: Objects) -> None:
+        """Choose a recent snapshot of the store whose listings are here: what it shares needs no comparison."""
+        newest = newest_of(objects)
+        times = {info.key: info.modified_s for info in objects}
+        recent = sorted(newest.values(), key=lambda one: times.get(one.key, 0.0), reverse=True)
+        recent = [one for one in recent if not one.is_dropped][:_BASES_TRIED]
+        for one in self._remote.records(recent, lambda _one, _error: None):
+            if self._blobs.packs.find(one.record.root.content) is not None:
+                self._base = one
+                return
+
+    def _needed(self) -> dict[bytes, _Item]:
+        """The blobs of the snapshot that the base does not have, in the order of a walk."""
+        items: dict[bytes, _Item] = {}
+        base = None if self._base is None else self._base.record.root
+        pending: list[tuple[Row, Row | None]] = [(self._record.root, base)]
+        while pending:
+            row, old = pending.pop()
+            if not row.content or (old is not None and old.mode == row.mode and old.content == row.content):
+                continue
+            if stat.S_ISREG(row.mode):
+                self._add_content(items, row)
+            elif stat.S_ISDIR(row.mode) and row.content not in items:
+                items[row.content] = _Item("tree", self._listing_bytes(row.content), row.content)
+                before: dict[bytes, Row] = {}
+                if old is not None and stat.S_ISDIR(old.mode):
+                    with contextlib.suppress(DamagedError):  # then all of it is compared
+                        before = {below.name: below for below in self._blobs.listing(old.content)}
+                rows = self._local(self._blobs.listing, row.content)
+                pending += [(below, before.get(below.name)) for below in reversed(rows)]
+        return items
+
+    def _add_content(self, items: dict[bytes, _Item], row: Row) -> None:
+        digest = row.content
+        if digest in items:
+            return
+        if row.size <= CHUNK_BYTES:
+            items[digest] = _Item("data", row.size, digest)
+            return
+        chunks = self._local(self._blobs.large.chunk_digests, digest)
+        items[digest] = _Item("tree", len(encode_chunk_map(row.size, chunks)), digest, is_map=True)
+        for number, chunk in chunks.items():
+            length = min(CHUNK_BYTES, row.size - number * CHUNK_BYTES)
+            items.setdefault(chunk, _Item("data", length, digest, number))
+
+    def _listing_bytes(self, digest: bytes) -> int:
+        place = self._blobs.packs.find(digest)
+        return place.length if place is not None else 0
+
+    def _local(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Read from the local store, whose garbage collection may move a blob meanwhile."""
+        for _ in range(_ATTEMPTS - 1):
+            with contextlib.suppress(DamagedError):
+                return read(*args, **kwargs)
+            self._blobs.packs.refresh()
+        return read(*args, **kwargs)
+
+    # -- uploading -----------------------------------------------------------------------------
+    def _upload(self, view: PackView) -> bool:
+        """Upload what no usable pack has; whether there was anything."""
+        missing = {digest: item for digest, item in self._items.items() if not view.usable(digest)}
+        total = sum(item.size for item in missing.values())
+        uploads = Uploads(self._storage, self._remote.packs, lambda done: self._progress(min(done, total), total))
+        try:
+            for digest, item in missing.items():
+                uploads.add(item.kind, digest, self._content(item, digest))
+            uploads.finish()
+        finally:
+            uploads.cancel()
+        self._uploaded_bytes += uploads.done_bytes
+        self._uploaded += len(missing)
+        return bool(missing)
+
+    def _content(self, item: _Item, digest: bytes) -> bytes:
+        if item.is_map:
+            size = self._local(self._blobs.large.size, digest)
+            return encode_chunk_map(size, self._local(self._blobs.large.chunk_digests, digest))
+        if item.kind == "tree":
+            data = self._local(self._blobs.small, digest)
+            if data is None:
+                raise DamagedError(f"the stored content {digest.hex()[:16]} is gone from the store")
+            return data
+        at = 0 if item.chunk is None else item.chunk * CHUNK_BYTES
+        return self._local(self._blobs.read, item.content, at, item.size)
+
+    def _is_complete(self) -> bool:
+        """Whether every blob is in a usable pack now; else upload those that are not."""
+        markers = self._storage.list(CONDEMNED)
+        names = self._storage.list(NAMES) if self._base is not None else None
+        view = self._remote.packs.view_after(markers)
+        # The names are listed after the publication: a base that is still there was needed by every collection so far.
+        if names is not None and self._base is not None:
+            newest = newest_of(names.result()).get(self._base.name)
+            if newest != self._base.generation:
+                self._base = None
+                self._items = self._needed()
+        return not self._upload(view)
+
+
+class Uploads:
+    """Packs that are filled and uploaded.  `progress` is called with the bytes that are uploaded."""
+
+    def __init__(self, storage: Storage, packs: RemotePacks, progress: Callable[[int], object]) -> None:
+        self._storage = storage
+        self._packs = packs
+        self._progress = progress
+        self._open: dict[PackKind, MemoryPack] = {}
+        self._running: deque[tuple[str, bytes, Future[bool]]] = deque()
+        self.done_bytes = 0
+
+    def add(self, kind: PackKind, digest: bytes, data: bytes) -> None:
+        """Add a blob; upload a pack that is full."""
+        pack = self._open.setdefault(kind, MemoryPack())
+        pack.add(digest, data)
+        if pack.size_bytes >= PACK_BYTES:
+            self._begin(kind)
+
+    def finish(self) -> None:
+        """Upload the rest, and wait until all packs are there."""
+        for kind in list(self._open):
+            self._begin(kind)
+        while self._running:
+            self._wait()
+
+    def cancel(self) -> None:
+        """Cancel the uploads that are running, if there are any."""
+        for _, _, answer in self._running:
+            answer.cancel()
+
+    def _begin(self, kind: PackKind) -> None:
+        name, data = new_pack_name(kind), self._open.pop(kind).encoded()
+        while len(self._running) >= _UPLOADS:
+            self._wait()
+        self._running.append((name, data, self._storage.create(f"{PACKS}/{name}", data)))
+
+    def _wait(self) -> None:
+        name, data, answer = self._running[0]
+        if not answer.result():
+            raise OSError(errno.EEXIST, "another object has the name of a new pack", f"{self._storage.url}/{name}")
+        self._running.popleft()
+        self._packs.learn(name, data)
+        self.done_bytes += len(data)
+        self._progress(self.done_bytes)
+
+
+def _renamed(record: Record, name: str, number: int) -> Record:
+    """The record of a snapshot as generation `number` of `name`."""
+    return structs.replace(record, name=name, serial=number, kind="user")

@@ -1,0 +1,89 @@
+"""`vfsd push` from each kind of snapshots, `vfsd pull`, and a mount of what was pulled; on a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.s3_server import BUCKET, KEYS, s3_server
+from vfsd.client.workspace import Workspace
+
+pytestmark = pytest.mark.fuse
+
+
+@pytest.fixture(scope="module")
+def s3_environment() -> Iterator[dict[str, str]]:
+    with s3_server() as port:
+        yield {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", **KEYS}
+
+
+def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = ["vfsd", *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def answer(environment: dict[str, str], *words: str) -> dict[str, Any]:
+    done = run(environment, *words, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["memory", "overlay", "host"])
+def test_a_pushed_state_is_pulled_and_mounted(
+    backend: str, s3_environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{BUCKET}/{backend}"
+    monkeypatch.setenv("VFSD_STORE_DIR", str(tmp_path / "store"))
+    below = tmp_path / "below"
+    below.mkdir()
+    (below / "old").write_text("old")
+    text = "memory" if backend == "memory" else f"{backend}:{below}"
+    with Workspace.mount(tmp_path / "m", backend=text) as work:
+        Path(work.path, "file").write_text("first")
+        work.snapshot("one", tag="a tag")
+        Path(work.path, "file").write_text("second")
+        first = answer(s3_environment, "push", url, "--snapshot", "one", "-w", work.path)
+        live = answer(s3_environment, "push", url, "--as", "live", "-w", work.path)
+        assert [info.name for info in work.snapshots()] == ["one"]
+    assert (first["name"], first["is_new"], live["name"]) == ("one", True, "live")
+    (kept, *_) = answer(s3_environment, "store", "list", "--store", url)["snapshots"]
+    assert (kept["name"], kept["tag"]) == ("one", "a tag")
+    assert answer(s3_environment, "store", "check", "--store", url)["ok"]
+    if backend != "host":
+        assert answer(s3_environment, "store", "list")["snapshots"] == []  # nothing temporary is left
+
+    monkeypatch.setenv("VFSD_STORE_DIR", str(tmp_path / "other"))
+    assert answer(s3_environment, "pull", f"{url}#one")["is_new"]
+    assert not answer(s3_environment, "pull", f"{url}#one")["is_new"]
+    with Workspace.mount(tmp_path / "m", backend=f"overlay:snapshot:one@{url}") as work:
+        assert Path(work.path, "file").read_text() == "first"
+        assert Path(work.path, "old").exists() == (backend != "memory")
+
+
+def test_errors_are_one_line(s3_environment: dict[str, str], tmp_path: Path) -> None:
+    url = f"s3://{BUCKET}/errors"
+    others = dict(s3_environment)
+    cases = [
+        (("pull", f"{url}#x"), "no snapshot store here"),
+        (("pull", "s3://no-such-bucket/x"), "no such bucket"),
+        (("pull", "relative/path"), "is not a URL"),
+        (("pull", url, "--store-option", "region"), "write KEY=VALUE"),
+        (("pull", url, "--store-option", "wrong=1"), "wrong"),
+        (("store", "gc", "--store", url), "no snapshot store here"),
+    ]
+    for words, expected in cases:
+        done = run(others, *words)
+        assert done.returncode in {1, 2}
+        assert expected in done.stderr
+        assert done.stderr.count("\n") == 1
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        del others[name]
+    done = run({**others, "AWS_EC2_METADATA_DISABLED": "true"}, "pull", url)
+    assert "set AWS_ACCESS_KEY_ID" in done.stderr

@@ -1,0 +1,54 @@
+"""A local store, a directory, and remote stores on a real S3 server and in a directory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from protocol.store import DirectorySource, Store
+from protocol.store.object_store import RemoteStore, open_storage
+from tests.support.s3_server import BUCKET, options, s3_server
+
+PREFIXES = itertools.count()
+Open = Callable[..., RemoteStore]
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "root"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "local") as store:
+        yield store
+
+
+@pytest.fixture(params=["s3", "file"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens one remote store, each time as another machine would: without cached indexes."""
+    port = request.getfixturevalue("s3_port") if request.param == "s3" else 0
+    url = f"s3://{BUCKET}/test-{next(PREFIXES)}" if port else f"file://{tmp_path}/remote"
+    with ExitStack() as stack:
+
+        def opened(*, through: int | None = None, patience_s: float = 5.0, grace_s: float = 3600.0) -> RemoteStore:
+            storage = open_storage(url, options(through or port) if port else {}, patience_s=patience_s)
+            return stack.enter_context(RemoteStore(storage, grace_s=grace_s))
+
+        yield opened
+
+
+def taken(local: Store, name: str, root: Path) -> None:
+    local.take("host:/w", name, DirectorySource(root))

@@ -1,0 +1,205 @@
+"""Collections free what no snapshot needs, and never what a snapshot or a running push needs."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from protocol.store import DirectorySource, Store
+from protocol.store.format.packs import DamagedError
+from protocol.store.object_store import RemoteStore, collect, open_storage
+from protocol.store.object_store.push import Push
+from tests.unit.protocol.store.object_store import worker
+
+KEY = worker.KEY
+GRACE_S = 0.3
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(collect, "_CLOCK_ERROR_S", 0.0)
+    return f"file://{tmp_path}/remote"
+
+
+def opened(url: str) -> RemoteStore:
+    return RemoteStore(open_storage(url), grace_s=GRACE_S)
+
+
+def states(local: Store, root: Path, count: int) -> None:
+    """Snapshots that share some of their files."""
+    made = random.Random(5)
+    contents = [made.randbytes(500 + number) for number in range(30)]
+    for number in range(count):
+        for slot in range(10):
+            (root / f"d{slot % 3}").mkdir(exist_ok=True)
+            (root / f"d{slot % 3}" / f"f{slot}").write_bytes(made.choice(contents))
+        local.take(KEY, f"state{number}", DirectorySource(root))
+
+
+def collected(url: str) -> collect.CollectionReport:
+    time.sleep(GRACE_S * 1.2)
+    with opened(url) as remote:
+        return remote.collect_garbage()
+
+
+def packs(url: str) -> list[str]:
+    return sorted(os.listdir(f"{url.removeprefix('file://')}/packs"))
+
+
+def test_what_a_dropped_snapshot_needed_is_freed_after_the_grace_period(url: str, local: Store, root: Path) -> None:
+    states(local, root, 2)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0")
+        remote.push(local, KEY, "state1")
+        remote.drop(KEY, "state0")
+
+    assert collected(url).condemned_packs == 2
+    assert collected(url).freed_packs == 2
+    with opened(url) as remote:
+        assert remote.check().ok
+        remote.drop(KEY, "state1")
+    collected(url)
+    collected(url)
+    assert packs(url) == []
+    with opened(url) as remote:
+        assert remote.push(local, KEY, "state0").is_new
+        assert remote.check().ok
+
+
+def test_a_young_pack_is_not_condemned(url: str, local: Store, root: Path) -> None:
+    states(local, root, 1)
+    with RemoteStore(open_storage(url), grace_s=3600) as remote:
+        remote.push(local, KEY, "state0")
+        remote.drop(KEY, "state0")
+        assert remote.collect_garbage().condemned_packs == 0
+
+
+def test_a_push_does_not_rely_on_a_condemned_pack(url: str, local: Store, root: Path) -> None:
+    states(local, root, 1)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0")
+        remote.drop(KEY, "state0")
+    assert collected(url).condemned_packs == 2
+
+    with opened(url) as remote:
+        assert remote.push(local, KEY, "state0", name="again").uploaded_contents > 5
+    assert collected(url).freed_packs == 2
+    with opened(url) as remote:
+        assert remote.check().ok
+
+
+def test_a_push_whose_packs_are_deleted_before_it_publishes_uploads_them_again(
+    url: str, local: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states(local, root, 1)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0", name="old")
+        remote.drop(KEY, "old")
+    publish = Push._publish
+
+    def slowly(push: Push, *args: object) -> int:
+        """As a process that is stopped for longer than two collections take."""
+        assert collected(url).condemned_packs == 2
+        assert collected(url).freed_packs == 2
+        monkeypatch.setattr(Push, "_publish", publish)
+        return publish(push, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Push, "_publish", slowly)
+    with opened(url) as remote:
+        report = remote.push(local, KEY, "state0", name="new")
+        assert report.uploaded_contents > 5
+        assert remote.check().ok
+
+
+def test_a_push_whose_base_is_dropped_and_collected_meanwhile_is_complete(
+    url: str, local: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states(local, root, 1)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0", name="base")
+    (root / "new").write_bytes(b"new")
+    local.take(KEY, "next", DirectorySource(root))
+    publish = Push._publish
+
+    def slowly(push: Push, *args: object) -> int:
+        with opened(url) as other:
+            other.drop(KEY, "base")
+        for _ in range(3):
+            collected(url)
+        return publish(push, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Push, "_publish", slowly)
+    with opened(url) as remote:
+        remote.push(local, KEY, "next")
+        assert remote.check().ok
+
+
+def test_a_repair_removes_damage_and_a_push_brings_it_back(url: str, local: Store, root: Path) -> None:
+    states(local, root, 1)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0")
+    for kind in ("data", "tree"):
+        (name,) = [name for name in packs(url) if f".{kind}." in name]
+        path = Path(url.removeprefix("file://"), "packs", name)
+        data = bytearray(path.read_bytes())
+        data[20] ^= 1
+        path.write_bytes(data)
+    with opened(url) as remote:
+        report = remote.check()
+        assert [damage.snapshots for damage in report.damages if damage.snapshots] == [((KEY, "state0"),)]
+        with pytest.raises(DamagedError):
+            remote.collect_garbage()
+        assert remote.collect_garbage(repair=True).damaged_contents == 2
+        assert not remote.check().ok
+        assert remote.push(local, KEY, "state0", replace=True).uploaded_contents == 2
+        assert remote.check().ok
+        remote.collect_garbage()
+
+
+def test_pushers_and_collectors_that_are_killed_lose_no_name(
+    url: str, local: Store, root: Path, runs_long: bool, tmp_path: Path
+) -> None:
+    states(local, root, worker.STATES)
+    made = random.Random(11)
+    pushers, duration_s = (16, 90.0) if runs_long else (4, 5.0)
+    output = tmp_path / "output"
+    output.mkdir()
+    count = 0
+
+    def start(kind: str) -> subprocess.Popen[bytes]:
+        nonlocal count
+        count += 1
+        with open(output / f"{kind}-{count}", "wb") as file:
+            module = "tests.unit.protocol.store.object_store.worker"
+            words = [url, local.directory, str(count)] if kind == "push" else [url]
+            return subprocess.Popen([sys.executable, "-m", module, kind, *words], stdout=file)
+
+    running = [start("push") for _ in range(pushers)] + [start("collect"), start("collect")]
+    end = time.monotonic() + duration_s
+    while time.monotonic() < end:
+        time.sleep(made.uniform(0.2, 0.8))
+        victim = made.randrange(len(running))
+        assert running[victim].poll() is None, "a worker failed"
+        running[victim].kill()
+        running[victim].wait()
+        running[victim] = start("push" if victim < pushers else "collect")
+    for process in running:
+        process.kill()
+        process.wait()
+
+    lines = [line.split() for path in output.glob("push-*") for line in path.read_text().splitlines()]
+    dropped = {words[1] for words in lines if words[0] == "dropping"}
+    wanted = {words[1] for words in lines if words[0] == "pushed"} - dropped
+    assert len(wanted | dropped) >= pushers
+    with opened(url) as remote:
+        report = remote.check()
+        assert report.damages == ()
+        assert wanted <= {one.name for one in remote.all()}
+    freed = sum(int(line.split()[1]) for path in output.glob("collect-*") for line in path.read_text().splitlines())
+    assert freed or not runs_long

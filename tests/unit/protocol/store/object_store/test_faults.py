@@ -1,0 +1,158 @@
+"""Faults of the network and of the store: retried, or named; damage is never used."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.store import DamagedError, Store
+from protocol.store.object_store import RemoteStore, open_storage
+from tests.support.s3_server import BUCKET, FaultyProxy, options
+from tests.unit.protocol.store.object_store.conftest import PREFIXES, taken
+
+KEY = "host:/w"
+
+
+@pytest.fixture
+def proxy(s3_port: int) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3_port) as started:
+        yield started
+
+
+@pytest.fixture
+def url() -> str:
+    return f"s3://{BUCKET}/faults-{next(PREFIXES)}"
+
+
+def remote(url: str, port: int, patience_s: float = 20.0) -> RemoteStore:
+    return RemoteStore(open_storage(url, options(port), patience_s=patience_s))
+
+
+@pytest.fixture
+def scene(local: Store, root: Path) -> Store:
+    made = random.Random(1)
+    for number in range(30):
+        (root / f"f{number}").write_bytes(made.randbytes(2000))
+    (root / "large").write_bytes(made.randbytes(5 << 20))
+    taken(local, "one", root)
+    return local
+
+
+@pytest.mark.parametrize("fault", ["503", "429", "500", "reset", "truncate", "lost"])
+def test_a_passing_fault_is_retried(fault: str, proxy: FaultyProxy, url: str, scene: Store, tmp_path: Path) -> None:
+    failed: set[tuple[str, str]] = set()
+
+    def once(method: str, path: str) -> str | None:
+        if (method, path) in failed:
+            return None
+        failed.add((method, path))
+        return fault
+
+    proxy.fault = once
+    with remote(url, proxy.port) as store:
+        assert store.push(scene, KEY, "one").is_new
+        assert store.get("one").generation.number == 1  # a create whose answer was lost was not made twice
+    failed.clear()
+    with remote(url, proxy.port) as store, Store(tmp_path / "other") as other:
+        store.pull(other, store.get("one"), workspace="x")
+        assert other.check().ok
+    proxy.fault = lambda _method, _path: None
+    with remote(url, proxy.port) as store:
+        assert store.check().ok
+
+
+def test_random_faults_lose_nothing(proxy: FaultyProxy, url: str, scene: Store, root: Path) -> None:
+    made = random.Random(7)
+    kinds = ["503", "reset", "lost", "truncate", "500"]
+    proxy.fault = lambda _method, _path: made.choice(kinds) if made.random() < 0.15 else None
+    with remote(url, proxy.port) as store:
+        for number in range(4):
+            (root / f"new{number}").write_bytes(made.randbytes(1000))
+            taken(scene, f"n{number}", root)
+            store.push(scene, KEY, f"n{number}")
+        assert [one.name for one in store.all()] == ["n0", "n1", "n2", "n3"]
+    proxy.fault = lambda _method, _path: None
+    with remote(url, proxy.port) as store:
+        assert store.check().ok
+
+
+def test_a_body_that_was_corrupted_on_its_way_is_read_again(
+    proxy: FaultyProxy, url: str, scene: Store, tmp_path: Path
+) -> None:
+    with remote(url, proxy.port) as store:
+        store.push(scene, KEY, "one")
+        found = store.get("one")
+        store.packs.view()
+        failed: set[str] = set()
+
+        def once(_method: str, path: str) -> str | None:
+            if ".pack" not in path or path in failed:
+                return None
+            failed.add(path)
+            return "corrupt"
+
+        proxy.fault = once
+        with Store(tmp_path / "other") as other:
+            store.pull(other, found, workspace="x")
+            assert failed
+            assert other.check().ok
+
+
+def test_damage_is_named_and_not_used(proxy: FaultyProxy, url: str, scene: Store, tmp_path: Path) -> None:
+    with remote(url, proxy.port) as store:
+        store.push(scene, KEY, "one")
+        found = store.get("one")
+        store.packs.view()
+        proxy.fault = lambda _method, path: "corrupt" if ".data.pack" in path else None
+        with Store(tmp_path / "other") as other:
+            with pytest.raises(DamagedError, match="stored content"):
+                store.pull(other, found, workspace="x")
+            assert other.snapshots("x") == []
+        report = store.check()
+    assert not report.ok
+
+
+def test_a_store_that_does_not_answer_is_named_in_time(proxy: FaultyProxy, url: str, scene: Store) -> None:
+    proxy.fault = lambda _method, _path: "503"
+    with remote(url, proxy.port, patience_s=0.5) as store, pytest.raises(OSError, match="does not answer") as caught:
+        store.push(scene, KEY, "one")
+    assert caught.value.errno == errno.ETIMEDOUT
+
+
+def test_an_interrupted_push_uploads_the_rest(
+    proxy: FaultyProxy, url: str, scene: Store, root: Path, s3_port: int
+) -> None:
+    made = random.Random(3)
+    for number in range(5):
+        (root / f"large{number}").write_bytes(made.randbytes(4 << 20))
+    taken(scene, "many", root)
+    names = "/names/many"
+    proxy.fault = lambda method, path: "503" if method == "PUT" and names in path else None
+    with remote(url, proxy.port, patience_s=1.0) as store, pytest.raises(OSError, match="does not answer"):
+        store.push(scene, KEY, "many")
+    with remote(url, s3_port) as store:
+        report = store.push(scene, KEY, "many")
+        assert (report.is_new, report.uploaded_bytes) == (True, 0)
+        assert store.check().ok
+
+
+def test_a_missing_bucket_is_named(scene: Store, s3_port: int) -> None:
+    with remote("s3://no-such-bucket/x", s3_port) as store:
+        for call in (store.require, lambda: store.push(scene, KEY, "one")):
+            with pytest.raises(FileNotFoundError, match="no such bucket"):
+                call()
+
+
+def test_ten_changes_are_pushed_with_few_requests(proxy: FaultyProxy, url: str, scene: Store, root: Path) -> None:
+    with remote(url, proxy.port) as store:
+        store.push(scene, KEY, "one")
+        for number in range(10):
+            (root / f"f{number}").write_bytes(b"changed %d" % number)
+        taken(scene, "two", root)
+        proxy.requests.clear()
+        store.push(scene, KEY, "two")
+    assert len(proxy.requests) <= 14

@@ -1,0 +1,159 @@
+"""`vfsd push` and `vfsd pull`: snapshots to and from an object store.
+
+The daemon puts the state into the store on disk.  This process uploads it: `obstore` has threads, and daemons fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from dataclasses import asdict
+from typing import Any, Final
+
+import click
+
+from protocol.store import Store
+from protocol.store.object_store import RemoteSnapshot, RemoteStore
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.names import complete_snapshot
+from vfsd.cli.common.object_stores import bytes_progress, is_url, open_remote, store_option
+from vfsd.wire.messages import SaveResult
+
+_URLS: Final = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR"
+
+
+def _check_url(url: str) -> None:
+    if not is_url(url):
+        raise click.UsageError(f"{url} is not a URL: write {_URLS}")
+
+
+class _TransferCommand(Command):
+    """A command that takes --store-option."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.insert(-1, store_option())
+
+
+@click.command(
+    "push",
+    cls=_TransferCommand,
+    interrupted="interrupted: no snapshot was published; the same command continues with what is missing",
+    examples="""
+    vfsd push s3://bucket/team/job-7                     # the present state
+    vfsd push s3://bucket/team/job-7 --snapshot turn-3   # prints the name under which it is stored
+    vfsd push s3://bucket/x --store-option endpoint=http://localhost:9000 --store-option allow_http=true
+    """,
+)
+@click.argument("destination")
+@click.option("--snapshot", metavar="NAME", help="Push this snapshot.", shell_complete=complete_snapshot)
+@click.option("--as", "name", metavar="NAME", help="The name in the object store; else that of the snapshot.")
+@click.option("--replace", is_flag=True, help="Replace another snapshot of this name, and upload what is damaged.")
+@click.pass_obj
+def push_command(
+    app: App, destination: str, snapshot: str | None, name: str | None, replace: bool, store_options: tuple[str, ...]
+) -> None:
+    """Upload the present state, or a snapshot, to an object store.
+
+    DESTINATION is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR; the first push makes a
+    store there.  Only contents that the store lacks are uploaded.  A push that is interrupted uploads the rest when it
+    is repeated.  Several machines can push to one store at once.
+
+    Without --snapshot and --as the name is push-, the date and the time.  A name that exists with another state is
+    refused without --replace.  The credentials come from the environment, as for the tools of each cloud.
+
+    It needs a package: pip install 'vfsd[remote]'.
+    """
+    _check_url(destination)
+    target = name or snapshot or time.strftime("push-%Y%m%d-%H%M%S", time.gmtime())
+    with open_remote(destination, store_options) as remote:
+        saved: SaveResult = app.call(app.requests.save(snapshot), label="saving")
+        with Store(saved.directory) as local:
+            try:
+                with bytes_progress("pushing") as progress:
+                    report = remote.push(
+                        local, saved.workspace, saved.name, name=target, replace=replace, progress=progress
+                    )
+            finally:
+                if saved.is_temporary:
+                    with contextlib.suppress(FileNotFoundError):
+                        local.drop(saved.workspace, saved.name)
+    app.emit({"store": destination, **asdict(report)}, lambda _: _show_push(destination, report))
+
+
+def _show_push(destination: str, report: Any) -> None:
+    size = output.human_size(report.size_bytes)
+    files = f"{output.counted(report.files, 'file')}, {size}"
+    if not report.is_new:
+        output.say(f"{report.name} is already in {destination} ({files})")
+        return
+    uploaded = output.human_size(report.uploaded_bytes)
+    output.say(f"pushed {report.name} to {destination} ({files}); uploaded {uploaded}")
+
+
+@click.command(
+    "pull",
+    cls=_TransferCommand,
+    acts_on_workspace=False,
+    interrupted="interrupted: no snapshot was added to the store on this machine",
+    examples="""
+    vfsd pull s3://bucket/team/job-7#turn-3
+    vfsd mount ~/work --backend overlay:snapshot:turn-3  # a workspace that starts with this state
+    vfsd pull s3://bucket/team/job-7                     # the newest snapshot
+    """,
+)
+@click.argument("source", metavar="SOURCE[#NAME]")
+@click.option("--as", "name", metavar="NAME", help="The name on this machine; else that in the object store.")
+@click.option(
+    "--store", metavar="DIR", type=click.Path(file_okay=False), help="Download to the store in this directory."
+)
+@click.pass_obj
+def pull_command(app: App, source: str, name: str | None, store: str | None, store_options: tuple[str, ...]) -> None:
+    """Download a snapshot from an object store to this machine.
+
+    The snapshot is added to the snapshot store on disk.  SOURCE is the DESTINATION of `vfsd push`.  Without #NAME the
+    newest snapshot is downloaded.  Only contents that the store on this machine lacks are downloaded, and each is
+    compared with its digest.
+
+    `vfsd mount MOUNTPOINT --backend overlay:snapshot:NAME` makes a workspace that starts with the snapshot; write
+    overlay:snapshot:NAME@SOURCE if other workspaces have snapshots of the same name.  `vfsd store list` shows it.
+
+    It needs a package: pip install 'vfsd[remote]'.
+    """
+    url, _, wanted = source.partition("#")
+    _check_url(url)
+    url = url.rstrip("/")
+    with open_remote(url, store_options) as remote, Store(store) as local:
+        found = remote.get(wanted or None)
+        is_new = _pulled(remote, local, found, url, name or found.name)
+        directory = local.directory
+    record = found.record
+    answer = {
+        "source": url, "name": name or found.name, "workspace": url, "store": directory, "files": record.files,
+        "size_bytes": record.size_bytes, "is_new": is_new,
+    }  # fmt: skip
+    app.emit(answer, _show_pull)
+
+
+def _pulled(remote: RemoteStore, local: Store, found: RemoteSnapshot, url: str, name: str) -> bool:
+    """Download a snapshot; return whether it was not there already.  FileExistsError."""
+    try:
+        with local.tree(url, name) as tree:
+            if tree.root == found.record.root:
+                return False
+        what = f"{local.directory} has another snapshot {name} from {url}: choose a name with --as"
+        raise FileExistsError(errno.EEXIST, what)
+    except FileNotFoundError:
+        pass
+    with bytes_progress("pulling") as progress:
+        remote.pull(local, found, workspace=url, name=name, progress=progress)
+    return True
+
+
+def _show_pull(answer: dict[str, Any]) -> None:
+    files = f"{output.counted(answer['files'], 'file')}, {output.human_size(answer['size_bytes'])}"
+    name = answer["name"]
+    output.say(f"pulled {name} ({files})" if answer["is_new"] else f"{name} is already here ({files})")
+    output.note(f"`vfsd mount MOUNTPOINT --backend overlay:snapshot:{name}@{answer['source']}` starts with it")

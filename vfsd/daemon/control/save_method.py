@@ -1,0 +1,60 @@
+"""The method `save`: put a state into the snapshot store on disk, from where a client can upload it."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import AsyncExitStack
+from typing import Final
+
+from protocol.store import Store, TreeSource
+from protocol.volume_extensions import SnapshotInfo
+from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.snapshot_methods import required
+from vfsd.daemon.snapshots.archives import CountedTree
+from vfsd.daemon.snapshots.base import BASE, STAGED_PREFIX, SnapshotService, free_name, in_bytes
+from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.wire.messages import SaveParams, SaveResult
+from vfsd.wire.options import WorkspaceOptions
+
+_ATTEMPTS: Final = 16
+
+
+def save_method(snapshots: SnapshotService | None, options: WorkspaceOptions) -> Handler:
+    """Return the handler.  It fails with EOPNOTSUPP for a workspace without snapshots."""
+
+    async def save(params: SaveParams, call: CallContext) -> SaveResult:
+        service = required(snapshots)
+        if params.snapshot == BASE:
+            raise OSError(errno.EINVAL, "the lower layer of an overlay is not a snapshot: name one, or none", BASE)
+        stored = await service.stored_state(params.snapshot, call)
+        if stored is not None:
+            return SaveResult(*stored)
+        name = params.snapshot
+        infos = {info.name: info for info in await service.infos()}
+        info = infos.get(name) if name is not None else None
+        async with AsyncExitStack() as stack:
+            if name is None:
+                tree = (await stack.enter_async_context(service.frozen(call))).tree
+            else:
+                tree = await stack.enter_async_context(service.tree(name, call))
+            source = TreeSource(await in_thread(CountedTree, tree, in_bytes(call)))
+            with Store(options.store) as store:
+                key = f"{options.backend.kind}:{options.mountpoint}"
+                return await in_thread(_taken, store, key, source, info)
+
+    return save
+
+
+def _taken(store: Store, key: str, source: TreeSource, info: SnapshotInfo | None) -> SaveResult:
+    """Take a snapshot under a free name.  Another client of this workspace may save a state at the same moment."""
+    for _ in range(_ATTEMPTS - 1):
+        name = free_name(STAGED_PREFIX, store.snapshots(key))
+        try:
+            if info is None:
+                store.take(key, name, source)
+            else:
+                store.take(key, name, source, tag=info.tag, created_ns=info.created_ns)
+        except FileExistsError:
+            continue
+        return SaveResult(store.directory, key, name, is_temporary=True)
+    raise OSError(errno.EBUSY, "other clients save states of this workspace: repeat the command")
