@@ -121,7 +121,7 @@ def test_overwriting_without_a_snapshot_counts(family: list[Workspace]) -> None:
     """The blocks are changed in place, which the volume does not account for; the pages were shared before."""
     for fork in family[1:]:
         for info in fork.snapshots():
-            fork.drop(info.name)
+            fork.drop(info.name, force=True)
     complete = [rewrite(fork) for fork in family[1:]]
     assert complete[-1] < FILES
     assert taken(family) <= LIMIT + slack_bytes(len(family))
