@@ -12,8 +12,9 @@ process is known by its name only.
 
 Threading: the serving loop, and the threads of `_Reader`, which touch nothing but their own question.
 
-Invariants (`check_invariants`): at most `_KEPT` threads are kept, each with at most two descriptors; a process holds at
-most COMMAND_BYTES of its command line, and at most `_DEPTH` ancestors.
+Invariants (`check_invariants`): at most `_KEPT` threads are kept, each with at most two descriptors, and fewer where
+the daemon may have few descriptors; a process holds at most COMMAND_BYTES of its command line, and at most `_DEPTH`
+ancestors.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import contextlib
 import itertools
 import os
 import re
+import resource
 import select
 import threading
 from queue import SimpleQueue
@@ -29,6 +31,7 @@ from typing import Final, NamedTuple
 
 COMMAND_BYTES: Final = 1024  # of a command line; the rest is cut off
 _KEPT: Final = 128
+_DESCRIPTORS_PER_KEPT: Final = 32  # of RLIMIT_NOFILE: the rest is for the volume and for clients
 _DEPTH: Final = 16
 _PATIENCE_S: Final = 0.05
 _STUCK_MAX: Final = 4  # threads of `_Reader` that wait; then processes are known by their names until one returns
@@ -158,6 +161,7 @@ class Processes:
 
     def __init__(self, starter: int = 0) -> None:
         self._kept: dict[int, _Kept] = {}  # by thread
+        self._kept_max = max(1, min(_KEPT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _DESCRIPTORS_PER_KEPT))
         self._reader = _Reader()
         self._daemon = os.getpid()
         self._labels: dict[int, tuple[int, str]] = {}  # by process id: a pidfd, and the label that it was given
@@ -219,7 +223,7 @@ class Processes:
             _close(name)
             name = -1
         if memory >= 0 or name >= 0:
-            if len(self._kept) >= _KEPT:
+            if len(self._kept) >= self._kept_max:
                 self._kept.pop(next(iter(self._kept))).close()
             self._kept[thread] = _Kept(process, memory, name)
         return process
@@ -274,7 +278,7 @@ class Processes:
 
     def check_invariants(self) -> None:
         """AssertionError if an invariant of the module's docstring does not hold."""
-        assert len(self._kept) <= _KEPT
+        assert len(self._kept) <= self._kept_max <= _KEPT
         assert len(self._labels) <= _KEPT
         for kept in self._kept.values():
             assert len(kept.process.command) <= COMMAND_BYTES
