@@ -76,7 +76,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         monkeypatch.setattr(owner, name, call)
 
     count(Pack, "find")
-    count(Pack, "_read")
+    count(Pack, "from_file")
     count(os, "listdir")
     return found
 
@@ -110,7 +110,7 @@ def test_what_has_not_changed_is_neither_listed_nor_read_again(crowded: Store, m
         assert not calls
         crowded.take("w", "second", DirectorySource(Path(crowded.directory).parent / "root"))
         assert [info.name for info in other.snapshots("w")] == ["first", "second"]
-        assert calls["_read"] <= 3  # the new one, in each of the two
+        assert calls["from_file"] <= 3  # the new one, in each of the two
 
 
 def test_snapshots_and_restores_and_collections_work_among_many(crowded: Store, root: Path, many: int) -> None:
