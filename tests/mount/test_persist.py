@@ -313,7 +313,10 @@ def test_an_unmount_asks_nothing_and_says_what_is_kept(persistent: Persistent) -
     done = vfsd("unmount", persistent.name)
     assert done.returncode == 0
     assert "are kept" in done.stderr
-    assert f"`vfsd mount --persist --name {persistent.name} --journal-dir {persistent.journal}`" in done.stderr
+    assert (
+        f"`vfsd mount {persistent.path} --persist --name {persistent.name} --journal-dir {persistent.journal}`"
+        in done.stderr
+    )
     assert f"`vfsd persisted drop --journal-dir {persistent.journal}`" in done.stderr
     persistent.mount()
     assert (persistent.path / "f").read_bytes() == b"x"

@@ -95,7 +95,9 @@ def _show(app: App, selected: dict[str, Any]) -> None:
                 out.write(b',"file_missing":%d' % answer.file_missing)
                 out.write(b',"file_problem":' + msgspec.json.encode(answer.file_problem) + b"}\n")
             return
-        output.table(_COLUMNS, [_row(entry) for entry in _entries.decode_lines(lines)], empty="no change is logged")
+        limited = selected["paths"] or selected["by"] is not None or selected["since"] is not None
+        empty = "no logged change matches" if limited else "no change is logged"
+        output.table(_COLUMNS, [_row(entry) for entry in _entries.decode_lines(lines)], empty=empty)
     if answer.dropped:
         reach = output.show_time(answer.since)
         output.note(f"{output.counted(answer.dropped, 'older change')} up to {reach} are not in the log any more")

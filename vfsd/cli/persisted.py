@@ -38,7 +38,7 @@ _DAMAGED: Final = "damaged"
 def persisted_command() -> None:
     """Manage the journals of workspaces that were mounted with --persist.
 
-    A journal has the content, the snapshots and the undo history of a workspace; `vfsd mount --persist --name NAME`
+    A journal has the content, the snapshots and the undo history of a workspace; `vfsd mount DIR --persist --name NAME`
     continues it.  Journals are in $XDG_STATE_HOME/vfsd/journals, else ~/.local/state/vfsd/journals (for root
     /var/lib/vfsd/journals), or where --journal-dir puts them.
     """

@@ -122,10 +122,10 @@ def prune_command(
 ) -> None:
     """Remove the snapshots that no rule keeps.
 
-    The command works on the store: on all its workspaces, mounted or not, or on those that are named as
-    `vfsd store list` prints them.  With -w it works on the snapshots in the memory of a running workspace.  It
-    applies the rules to each workspace by itself, prints which snapshots it keeps and why, and removes the others.
-    At least one --keep option is needed.  Run it with --dry-run first.
+    Without -w the command works on the store, wherever you run it: on all its workspaces, mounted or not, or on those
+    that are named as `vfsd store list` prints them.  With -w it works on the snapshots in the memory of a running
+    workspace.  It applies the rules to each workspace by itself, prints which snapshots it keeps and why, and removes
+    the others.  At least one --keep option is needed.  Run it with --dry-run first.
 
     The rules are those of `restic forget`.  A snapshot is kept if any rule keeps it.  "The newest snapshot of each of
     the last 7 days" counts only days that have snapshots, in the time zone of this machine.  Periods count back from
@@ -247,13 +247,14 @@ def _show(answer: dict[str, Any], freed: GarbageReport | None = None) -> None:
             (action, each["name"], each["created_at"], each["tag"], ", ".join(each.get("reasons", ())))
             for action, each in group
         ]
-        if on_terminal:
+        if on_terminal and shown:
             output.say(click.style(name, bold=True))
             output.table(_NARROW, [tuple(cell or "" for cell in row) for row in shown], empty="")
             output.say("")
         rows += [(workspace["workspace"], *row) for row in shown]
     if not rows:
-        output.note("no snapshots; nothing was removed")
+        where = "" if answer["store"] is None else " in the store (-w NAME prunes those in the memory of a workspace)"
+        output.note(f"no snapshots{where}; nothing was removed")
         return
     if not on_terminal:
         output.table(_COLUMNS, rows, empty="")

@@ -23,7 +23,7 @@ from vfsd.machine.journals import drop_command, mount_command
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import clear_dead_mount, is_dead
 from vfsd.machine.own_places import remove_place
-from vfsd.machine.runtime import WorkspaceRecord, read_records, remove_record
+from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
 from vfsd.wire import messages
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import wire_path
@@ -264,13 +264,22 @@ def _applies(record: WorkspaceRecord) -> bool:
     return BackendSpec.split(record.backend).lower_layer == "directory"
 
 
+def _source_runs(record: WorkspaceRecord) -> bool:
+    """Whether this is a fork of a workspace that runs, so that its changes can be merged."""
+    source = None if record.forked_from is None else read_record(record.forked_from)
+    return source is not None and source.alive
+
+
 def _advice(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
     if _only_snapshots(found):
         save = f"`vfsd export -w {record.name} --snapshot NAME FILE.zip` saves one"
         return f"{save}, `vfsd unmount {record.name} --discard` drops them"
-    applies = f"`vfsd apply -w {record.name}` writes them, " if _applies(record) else ""
+    if _source_runs(record):
+        keeps = f"`vfsd merge {record.name} -w {record.forked_from}` takes them over, "
+    else:
+        keeps = f"`vfsd apply -w {record.name}` writes them, " if _applies(record) else ""
     unmount = f"vfsd unmount {record.name}"
-    return f"{applies}`{unmount} --export FILE.zip` saves them, `{unmount} --discard` drops them"
+    return f"{keeps}`{unmount} --export FILE.zip` saves them, `{unmount} --discard` drops them"
 
 
 def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, *, exported: bool, discarded: bool) -> None:
@@ -282,7 +291,8 @@ def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, *, e
     if answer.changed_late and not discarded:
         output.note("a program changed it during the unmount; that change is lost")
     if answer.journal is not None:
-        mount, drop = mount_command(record.name, answer.journal), drop_command(record.name, answer.journal)
+        mount = mount_command(record.name, answer.journal, mountpoint=record.mountpoint, backend=record.backend)
+        drop = drop_command(record.name, answer.journal)
         output.note(f"its content, snapshots and undo history are kept: `{mount}` continues it, `{drop}` removes it")
     if answer.holders:
         output.note(f"it is still in use by {', '.join(answer.holders)}")

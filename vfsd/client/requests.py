@@ -269,8 +269,8 @@ class Requests:
         "ours" keeps this workspace's version, "theirs" takes the fork's, and "markers" writes both into text files.
 
         `Merged.applied` says whether anything was changed, and `Merged.conflicts` why not.  `undo` takes a merge back.
-        A merge that is limited to `paths` does not count as the last one.  OSError: EINVAL if the workspaces have no
-        state in common; EBUSY if programs keep changing what is merged; ENOSPC.
+        After a merge that is limited to `paths`, the next merge offers the other changes.  OSError: EINVAL if the
+        workspaces have no state in common; EBUSY if programs keep changing what is merged; ENOSPC.
         """
         params = merge_messages.MergeParams(
             fork=_peer(fork), paths=self._paths(paths), conflicts=conflicts, dry_run=dry_run

@@ -282,7 +282,7 @@ def _check_journals(_host: Host) -> Iterator[Finding]:
             advice = f"`vfsd persisted check {name}` shows more; `{drop_command(name, place)}` removes it"
             yield _problem("journals", f"{place}: {error.strerror}", advice)
     if kept:
-        advice = "`vfsd mount --persist --name NAME` continues one, `vfsd persisted drop NAME` removes one"
+        advice = "`vfsd mount DIR --persist --name NAME` continues one, `vfsd persisted drop NAME` removes one"
         yield _fine("journals", f"kept without a running daemon: {', '.join(kept)} ({advice})")
     else:
         yield _fine("journals", f"{directory} can be written")

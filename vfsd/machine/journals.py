@@ -26,11 +26,17 @@ def journal_directory(name: str) -> str:
     return os.path.join(journals_directory(), name)
 
 
-def mount_command(name: str, directory: str) -> str:
-    """Return the command that continues the journal of workspace `name` in `directory`, without a mountpoint."""
-    elsewhere = directory != journal_directory(name)
-    option = f" --journal-dir {shlex.quote(directory)}" if elsewhere else ""
-    return f"vfsd mount --persist --name {name}{option}"
+def mount_command(name: str, directory: str, *, mountpoint: str, backend: str) -> str:
+    """Return the command that continues the journal of workspace `name` in `directory`.
+
+    A workspace that was mounted with more options, such as --exclude, needs these as well.
+    """
+    words = ["vfsd", "mount", mountpoint, "--persist", "--name", name]
+    if directory != journal_directory(name):
+        words += ["--journal-dir", directory]
+    if backend != "memory":
+        words += ["--backend", backend]
+    return shlex.join(words)
 
 
 def drop_command(name: str, directory: str) -> str:
@@ -51,4 +57,4 @@ def unused_journal(name: str) -> str | None:
     """Return a sentence about a journal of this name, which this mount does not continue; None if there is none."""
     if not os.path.isdir(journal_directory(name)):
         return None
-    return f"this workspace is new, although {name} has a journal: `vfsd mount --persist --name {name}` continues that"
+    return f"this workspace is new, although {name} has a journal: to continue that, unmount, and mount with --persist"

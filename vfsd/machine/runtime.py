@@ -132,9 +132,8 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     def content_after_crash(self) -> str:
         """A clause that states where the content is after the daemon died."""
         if self.journal is not None:
-            return (
-                f"its content is in the journal {self.journal}: `{mount_command(self.name, self.journal)}` continues it"
-            )
+            command = mount_command(self.name, self.journal, mountpoint=self.mountpoint, backend=self.backend)
+            return f"its content is in the journal {self.journal}: `{command}` continues it"
         backend = BackendSpec.split(self.backend)
         if backend.kind == "exec":
             return f"its content is at the other end of `{backend.argument}`"
@@ -259,7 +258,7 @@ def _not_found(selector: str, cwd: str, records: list[WorkspaceRecord], origin: 
     is_path = is_path_selector(selector)
     if (lost := _lost_mount(selector, os.path.join(cwd, selector) if is_path else None)) is not None:
         return WorkspaceNotFoundError(f"{lost.describe()} at {lost.mountpoint} has {no_socket(lost)}")
-    reason = "in no workspace" if is_path else f"no workspace's name (a path would be ./{selector})"
+    reason = "in no workspace" if is_path else f"not the name of a workspace (write a path as ./{selector})"
     import difflib  # noqa: PLC0415 (start-up: only errors need it)
 
     similar = difflib.get_close_matches(selector, [record.name for record in records])

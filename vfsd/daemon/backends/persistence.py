@@ -79,7 +79,11 @@ def _check_identity(files: JournalFiles, identity: Mapping[str, str | int]) -> N
     of = files.identity
     another = "give this one another --name or --journal-dir"
     if of.get(_KIND) != identity[_KIND]:
-        raise ValueError(f"the journal {files.directory} is of a workspace with the backend {of.get(_KIND)}: {another}")
+        kind = of.get(_KIND)
+        raise ValueError(
+            f"the journal {files.directory} is of a workspace with the backend {kind}: "
+            f"mount it with --backend {kind}{'' if kind == 'memory' else ':...'}, or {another}"
+        )
     if of.get(_BELOW) != identity.get(_BELOW):
         raise ValueError(
             f"the journal {files.directory} is of an overlay over {of.get(_ARGUMENT)}, and {identity[_ARGUMENT]} is not"

@@ -152,7 +152,7 @@ def test_a_dead_daemon_is_an_envelope_too(daemon: FsDaemon) -> None:
     ("workspace", "reason"),
     [
         ("demo", "standard output: No space left on device, but the file was written"),
-        ("other", "'other' is no workspace"),
+        ("other", "'other' is not the name of a workspace"),
     ],
 )
 def test_an_envelope_that_cannot_be_written_is_a_line_on_standard_error(

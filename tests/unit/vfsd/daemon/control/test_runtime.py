@@ -254,7 +254,9 @@ def test_in_a_workspace_a_name_that_no_workspace_has_does_not_mean_that_one() ->
     put("a", "/mnt/a")
     put("inner", "/mnt/a/mounted")
     for mistyped in ("aa", "sub"):
-        with pytest.raises(WorkspaceNotFoundError, match=rf"'{mistyped}' is no workspace's name.*\./{mistyped}"):
+        with pytest.raises(
+            WorkspaceNotFoundError, match=rf"'{mistyped}' is not the name of a workspace.*\./{mistyped}"
+        ):
             find(mistyped, cwd="/mnt/a")
     assert find("./sub", cwd="/mnt/a") == find("sub/dir", cwd="/mnt/a") == "a"
     assert find("mounted", cwd="/mnt/a") == "inner"
@@ -316,7 +318,7 @@ def test_errors_say_what_there_is_and_what_to_type() -> None:
     running = r"a \(/mnt/a\), b \(/mnt/b\)"
     with pytest.raises(WorkspaceNotFoundError, match=f"several workspaces are running, .*-w NAME.*: {running}"):
         find(None)
-    with pytest.raises(WorkspaceNotFoundError, match=f"'c' is no workspace's name.*running: {running}"):
+    with pytest.raises(WorkspaceNotFoundError, match=f"'c' is not the name of a workspace.*running: {running}"):
         find("c")
     with pytest.raises(WorkspaceNotFoundError, match=f"'/mnt' is in no workspace; running: {running}"):
         find("/mnt")
