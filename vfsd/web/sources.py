@@ -315,4 +315,4 @@ def _check_index(path: str, count: int) -> None:
 
 
 def _ended(name: str) -> FileNotFoundError:
-    return FileNotFoundError(errno.ENOENT, f"there is no workspace {name} (any more): it was unmounted")
+    return FileNotFoundError(errno.ENOENT, f"there is no workspace {name}: it was unmounted, or has another name")
