@@ -365,6 +365,17 @@ def has_journal(directory: str) -> bool:
         return False
 
 
+def read_identity(directory: str) -> Identity:
+    """Return what the journal in `directory` belongs to, without verifying it.
+
+    FileNotFoundError without a journal, JournalDamagedError, OSError.  A daemon may use the journal meanwhile.
+    """
+    number = max(_numbers(directory, "log"), default=0)
+    path = os.path.join(directory, f"log-{number:08}")
+    with _opened(path) as file:
+        return read_header(file, path).identity
+
+
 def is_locked(directory: str) -> bool:
     """Return whether a daemon uses the journal in `directory`."""
     try:

@@ -30,6 +30,11 @@ _CACHES_BYTES: Final = 16 << 20  # listings and chunks that were read last
 _INDEX_FACTOR: Final = 4  # memory of the lookup tables, to the size of the packs' indexes
 
 
+def fingerprint_of(root: Row) -> str:
+    """Return the identity of a snapshot's content."""
+    return f"snapshot {root.content.hex()}"
+
+
 class MountedSnapshot:
     """The snapshot whose root is `root`.  Implements `protocol.backends.overlay.tree_lower.LowerTree`.
 
@@ -45,7 +50,7 @@ class MountedSnapshot:
     @property
     def fingerprint(self) -> str:
         """The identity of the snapshot's content."""
-        return f"snapshot {self._tree.root.content.hex()}"
+        return fingerprint_of(self._tree.root)
 
     @property
     def memory_bytes(self) -> int:

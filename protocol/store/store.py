@@ -36,7 +36,7 @@ from protocol.store.format.packs import DamagedError, PackWriter
 from protocol.store.format.records import Record, encode_record, info_of
 from protocol.store.intent_log import InterruptedRestore, RestoreIntentLog
 from protocol.store.leases import Lease, leased
-from protocol.store.mounted import MountedSnapshot
+from protocol.store.mounted import MountedSnapshot, fingerprint_of
 from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, RestoreRun, plan
 from protocol.store.trees import MerkleTree
 from protocol.store.upkeep import CheckReport, GarbageReport
@@ -191,8 +191,11 @@ class Store:
             sync_directory(self.layout.packs)
         self.blobs.packs.refresh()
 
-    def prune(self, choose: Choose, *, wait_s: float = 60.0) -> None:
+    def prune(self, choose: Choose, *, wait_s: float = 60.0, journals: Callable[[], Mapping[str, str]] = dict) -> None:
         """Drop the snapshots that `choose` returns, which is called for each workspace.
+
+        `journals` returns the reason why a snapshot is needed though nothing has it mounted, by its fingerprint
+        (`MountedSnapshot.fingerprint`).  It is called when nothing else uses the store.
 
         Nothing else uses the store meanwhile, so what `choose` is told stays true until its choice is dropped.  EBUSY
         if snapshots, restores or readers take longer than `wait_s`.
@@ -200,12 +203,17 @@ class Store:
         if not self.layout.exists():
             return
         with self.layout.exclusive(wait_s):
-            held = set(leased(self.layout))
+            held, journaled = set(leased(self.layout)), journals()
             chosen = []
             records = self._catalog.all()
             for workspace, group in itertools.groupby(records, key=lambda record: record.workspace):
                 found = {record.name: record for record in group}
-                needed = {name: "mounted" for name, record in found.items() if record.root.content in held}
+                needed = {
+                    name: journaled[fingerprint_of(record.root)]
+                    for name, record in found.items()
+                    if fingerprint_of(record.root) in journaled
+                }
+                needed |= {name: "mounted" for name, record in found.items() if record.root.content in held}
                 needed |= dict.fromkeys(self._needed_by_restore(workspace), "needed by an interrupted restore")
                 infos = [info_of(record) for record in found.values()]
                 chosen += [
@@ -269,6 +277,11 @@ class Store:
             yield record, self.blobs
         finally:
             lease.close()
+
+    def fingerprint(self, workspace: str, name: str) -> str:
+        """Return what a journal over this snapshot has as its lower layer.  SnapshotNotFoundError."""
+        self._require(name)
+        return fingerprint_of(self._catalog.get(workspace, name).root)
 
     def workspaces_with(self, name: str) -> list[str]:
         """The keys of the workspaces that have a snapshot `name`, sorted."""

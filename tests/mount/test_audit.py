@@ -563,3 +563,42 @@ def test_a_full_disk_stops_nothing_and_the_file_says_what_is_missing(
     assert missing + len(kept) == 101
     assert kept == sorted(kept)
     assert kept[-1] == 101
+
+
+def test_a_file_that_is_rotated_or_torn_is_continued_with_whole_lines(
+    alone: Callable[..., Workspace], workdir: Path
+) -> None:
+    file = workdir / "log.jsonl"
+    file.write_text('{"number":')
+    workspace = alone(audit_file=file)
+    root = Path(workspace.path)
+    (root / "first").mkdir()
+    deadline = time.monotonic() + 20
+    while "first" not in file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    file.rename(workdir / "old.jsonl")
+    (root / "second").mkdir()
+    workspace.unmount()
+    torn, *lines = (workdir / "old.jsonl").read_text().splitlines()
+    assert torn == '{"number":'
+    assert [json.loads(line)["path"] for line in lines] == ["first"]
+    assert [json.loads(line)["path"] for line in file.read_text().splitlines()] == ["second"]
+
+
+def test_the_log_says_that_it_begins_later_than_asked(mount: MountIt) -> None:
+    workspace = mount()
+    (Path(workspace.path) / "d").mkdir()
+    assert "the log begins at" in vfsd("log", "-w", workspace.name, "--since", "1d").stderr
+    workspace.snapshot("now")
+    assert vfsd("log", "-w", workspace.name, "--since", "now").stderr == ""
+
+
+def test_the_file_must_not_be_in_the_directory_that_the_workspace_shows(mount: MountIt, workdir: Path) -> None:
+    below = workdir / "below"
+    below.mkdir()
+    for backend in ("host", "overlay"):
+        for option in ({"audit_file": below / "log"}, {"journal_dir": below / "journal", "persist": True}):
+            with pytest.raises(ValueError, match="inside the directory that the workspace shows"):
+                mount(backend=f"{backend}:{below}", **option)
+    assert not any(below.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import mmap
 import os
 import random
@@ -12,6 +13,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -461,3 +463,24 @@ def test_a_workspace_without_a_journal_has_no_keeper(workdir: Path) -> None:
     done = vfsd("mount", workdir / "mount", "--no-keeper")
     assert done.returncode == 2
     assert "--persist" in done.stderr
+
+
+def test_a_follower_of_the_log_goes_on_with_the_next_daemon(kept: Kept) -> None:
+    name = kept.mount().name
+    with subprocess.Popen(
+        [sys.executable, "-m", "vfsd.cli.main", "log", "-w", name, "--follow", "--json", "--since", "1h"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        (kept.path / "first").mkdir()
+        assert json.loads(program.stdout.readline())["path"] == "first"
+        kept.kill()
+        (kept.path / "second").mkdir()
+        assert json.loads(program.stdout.readline())["path"] == "second"
+        kept.end()
+        _, errors = program.communicate(timeout=30)
+    assert program.returncode == 0
+    assert "died; changes of its last seconds may be missing here" in errors
+    assert "was unmounted" in errors

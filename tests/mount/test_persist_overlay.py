@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.mount.conftest import MountIt
 from tests.mount.programs import succeeded, vfsd
 from tests.mount.test_overlay_backend import contents
 from tests.mount.test_persist import Persistent, check_killed_writer
@@ -234,3 +235,34 @@ def test_what_a_writer_was_answered_is_there_after_kill_9(workdir: Path, seed: i
     workspace.mount()
     check_killed_writer(workspace, seed, before)
     workspace.end()
+
+
+def test_a_snapshot_below_a_kept_journal_stays(
+    overlay: PersistentOverlay, mount: MountIt, monkeypatch: pytest.MonkeyPatch, workdir: Path
+) -> None:
+    state = workdir / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    of_host = mount(name="of-host", backend=f"host:{overlay.below}")
+    for name in ("base", "second", "third"):
+        of_host.snapshot(name)
+        (overlay.below / "file").write_text(name)
+    place = workdir / "over-base"
+    place.mkdir()
+    over = Workspace.mount(place, name="over-base", backend=f"overlay:snapshot:base@{overlay.below}", persist=True)
+    (place / "mine").write_text("kept")
+    over.unmount()
+    key = f"host:{overlay.below}"
+
+    said = succeeded(vfsd("prune", "--keep-last", "1", "--gc", key))
+    assert "below the journal over-base" in said
+    assert [info.name for info in of_host.snapshots()] == ["base", "third"]
+    refused = vfsd("store", "drop", key, "base")
+    assert refused.returncode == 1
+    assert "`vfsd persisted drop`" in refused.stderr
+
+    over = Workspace.mount(place, name="over-base", backend=f"overlay:snapshot:base@{overlay.below}", persist=True)
+    assert (place / "mine").read_text() == "kept"
+    assert (place / "file").read_bytes() == b"file"
+    over.unmount()
+    succeeded(vfsd("persisted", "drop", "over-base"))
+    succeeded(vfsd("store", "drop", key, "base"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 import sys
+import time
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -16,10 +18,13 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import INTERRUPTED, App, Command
 from vfsd.cli.common.streamed import PatientOutput
 from vfsd.client.connection import ControlClient
-from vfsd.wire.audit_messages import LogEntry, LogResult, Overflow, ProcessRecord
+from vfsd.machine.runtime import WorkspaceRecord, read_record
+from vfsd.wire.audit_messages import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams
 
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])(?:\s+ago)?")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_RESTART_S: Final = 15.0  # for a keeper to start another daemon
+_POLL_S: Final = 0.05
 _COMMAND_CHARACTERS: Final = 100  # of a command line that is shown
 _COLUMNS: Final = output.columns("TIME:time PID CHANGE PATH:path SIZE:size COMMAND BELONGS-TO")
 _entries: Final = msgspec.json.Decoder(LogEntry)
@@ -101,31 +106,62 @@ def _show(app: App, selected: dict[str, Any]) -> None:
     if answer.dropped:
         reach = output.show_time(answer.since)
         output.note(f"{output.counted(answer.dropped, 'older change')} up to {reach} are not in the log any more")
+    elif answer.begins_late:
+        output.note(f"the log begins at {output.show_time(answer.since)}, when the daemon started")
     if answer.file_missing:
         output.note(f"the audit file lacks {output.counted(answer.file_missing, 'change')}: {answer.file_problem}")
 
 
 def _follow(app: App, selected: dict[str, Any]) -> None:
-    from vfsd.client.log_results import WatchedLines, decode_watched  # noqa: PLC0415 start-up
-    from vfsd.client.requests import RemoteCall  # noqa: PLC0415
-    from vfsd.wire.audit_messages import WatchParams  # noqa: PLC0415
-
     record = app.record()
     record.check_alive()
-    client = ControlClient(record.socket)
     try:
-        with closing(client.stream(RemoteCall("watch", WatchParams(**selected)))) as pieces:
-            lines = WatchedLines()
-            for line in itertools.chain.from_iterable(map(lines.feed, pieces)):
-                if app.json:
-                    output.write_bytes(line + b"\n")
-                else:
-                    _say(decode_watched(line))
-                    sys.stdout.flush()
-    except ConnectionResetError:
-        output.note(f"workspace {record.name} was unmounted")
+        while True:
+            try:
+                _print_changes(app, record.socket, WatchParams(**selected))
+            except (ConnectionResetError, ConnectionRefusedError, FileNotFoundError):
+                found = _next_daemon(record)
+            if found is None:
+                output.note(f"workspace {record.name} was unmounted")
+                return
+            record = found
+            output.note(f"the daemon of {record.name} died; changes of its last seconds may be missing here")
+            selected |= {"since": None, "since_ns": 0}  # all that the log of the next daemon has
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None  # the usual end
+
+
+def _next_daemon(ended: WorkspaceRecord) -> WorkspaceRecord | None:
+    """Wait until a daemon that ended was replaced by its keeper; None if the workspace was unmounted.
+
+    ConnectionRefusedError if the daemon died and no other one starts.
+    """
+    deadline = time.monotonic() + _RESTART_S
+    while True:
+        found = read_record(ended.name)
+        if found is None or found.mountpoint != ended.mountpoint:
+            return None
+        if found.pid != ended.pid and found.alive:
+            return found
+        if time.monotonic() > deadline or not (found.alive or found.is_kept):
+            found.check_alive()
+            raise ConnectionResetError(errno.ECONNRESET, f"the daemon of {ended.name} sends no changes any more")
+        time.sleep(_POLL_S)
+
+
+def _print_changes(app: App, socket: str, params: WatchParams) -> None:
+    """Print changes until the daemon ends: ConnectionResetError."""
+    from vfsd.client.log_results import WatchedLines, decode_watched  # noqa: PLC0415 start-up
+    from vfsd.client.requests import RemoteCall  # noqa: PLC0415
+
+    with closing(ControlClient(socket).stream(RemoteCall("watch", params))) as pieces:
+        lines = WatchedLines()
+        for line in itertools.chain.from_iterable(map(lines.feed, pieces)):
+            if app.json:
+                output.write_bytes(line + b"\n")
+            else:
+                _say(decode_watched(line))
+                sys.stdout.flush()
 
 
 def _say(record: LogEntry | Overflow) -> None:

@@ -17,6 +17,7 @@ from protocol.store.upkeep import GarbageReport
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.journals import bases_of_journals
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds
 from vfsd.cli.store import collect_with_progress, known_key, show_gc
@@ -132,8 +133,8 @@ def prune_command(
     the newest snapshot of the workspace, not from now.
 
     Never removed: safety snapshots (`vfsd restore --undo` needs them), snapshots that are mounted or the base of a
-    running fork or of a later merge, and snapshots that an interrupted restore needs.  The rules do not count safety
-    snapshots.
+    running fork or of a later merge, snapshots that an interrupted restore needs, and those below a workspace that
+    `vfsd persisted list` shows.  The rules do not count safety snapshots.
 
     Only names are removed.  `vfsd store gc` frees the disk space, and --gc does both.
     """
@@ -176,7 +177,7 @@ def _prune_store(
             found.append(workspace)
             return () if dry_run else [each["name"] for each in workspace["remove"]]
 
-        store.prune(choose, wait_s=wait_s)
+        store.prune(choose, wait_s=wait_s, journals=bases_of_journals)
         freed = collect_with_progress(store, wait_s) if collect and not dry_run else None
         place = wire_path(os.fsencode(store.directory))
     answer = {"store": place, "dry_run": dry_run, "workspaces": found, "freed": freed}

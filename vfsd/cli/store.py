@@ -18,6 +18,7 @@ from protocol.store.object_store import RemoteStore
 from protocol.store.upkeep import GONE, CheckReport, Damage, GarbageReport
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, Group, did_you_mean
+from vfsd.cli.common.journals import bases_of_journals
 from vfsd.cli.common.object_stores import is_url, open_remote, store_option
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds, in_home
@@ -322,6 +323,7 @@ def drop_command(app: App, store: AnyStore, *, key: str, names: tuple[str, ...],
     chosen = _to_drop(store, key, names, drop_all=drop_all, may_ask=not app.json)
     if not force and isinstance(store, Store):
         _check_not_forked(store, key, chosen)
+        _check_no_journal(store, key, chosen)
     for name in chosen:
         store.drop(key, name)
         dropped.append(name)
@@ -376,6 +378,16 @@ def _check_not_forked(store: Store, key: str, names: list[str]) -> None:
             if each.instance == instance and each.state.name in names:
                 what = f"{each.state.name} is the base of the running fork {record.name}, which could not be merged"
                 raise OSError(errno.EBUSY, f"{what} without it: unmount the fork first, or add --force")
+
+
+def _check_no_journal(store: Store, key: str, names: list[str]) -> None:
+    """Raise OSError (EBUSY) if a journal of this user is over one of the snapshots `names`."""
+    journaled = bases_of_journals()
+    for name in names:
+        reason = journaled.get(store.fingerprint(key, name))
+        if reason is not None:
+            what = f"{name} is {reason}, which could not be mounted without it"
+            raise OSError(errno.EBUSY, f"{what}: `vfsd persisted drop` removes that first, or add --force")
 
 
 def _some(names: list[str]) -> str:

@@ -69,12 +69,15 @@ def _absolute_backend(spec: BackendSpec, mountpoint: str) -> BackendSpec:
     return replace(spec, argument=_host_directory(spec.argument, mountpoint)) if spec.is_path else spec
 
 
-def _check_outside(name: str, path: str | None, mountpoint: str) -> None:
-    """Raise OptionError if `path`, the value of the option `name`, is in the directory that the mount covers."""
-    if path is not None:
-        real = os.path.realpath(mountpoint)
-        if os.path.commonpath((real, os.path.realpath(path))) == real:
-            raise OptionError(f"{{{name}}} is inside the mountpoint: {{path}}", path=path)
+def _check_outside(name: str, path: str | None, mountpoint: str, spec: BackendSpec) -> None:
+    """Raise OptionError if `path`, the value of the option `name`, is where the workspace would hide or show it."""
+    places = {"mountpoint": mountpoint}
+    if spec.kind == "host" or spec.lower_layer == "directory":
+        places["directory that the workspace shows"] = spec.argument
+    for place, directory in places.items():
+        real = os.path.realpath(directory)
+        if path is not None and os.path.commonpath((real, os.path.realpath(path))) == real:
+            raise OptionError(f"{{{name}}} is inside the {place}: {{path}}", path=path)
 
 
 def _check_patterns(name: str, patterns: tuple[str, ...]) -> None:
@@ -148,7 +151,7 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
     if given.get("store") is not None and os.path.exists(given["store"]) and not os.path.isdir(given["store"]):
         raise OptionError("{store} is not a directory: {path}", path=given["store"])
     for name in ("journal_dir", "audit_file"):
-        _check_outside(name, given.get(name), path)
+        _check_outside(name, given.get(name), path, spec)
     for name in ("include", "exclude"):
         given[name] = tuple(given.get(name, ()))
         _check_patterns(name, given[name])

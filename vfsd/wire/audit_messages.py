@@ -85,6 +85,7 @@ class LogResult(msgspec.Struct):
     """Result of `log`.  Before it, "output" has the entries: one LogEntry per line of JSON.
 
     `dropped` entries are older than the log reaches back, and `since` is the time from which it is complete.
+    `begins_late`: that is later than the time that the client asked for.
     """
 
     entries: int
@@ -92,6 +93,7 @@ class LogResult(msgspec.Struct):
     since: str
     file_missing: int = 0  # entries that --audit FILE lacks, because writing failed
     file_problem: str | None = None  # why, while it fails
+    begins_late: bool = False
 
 
 class WatchParams(LogParams):

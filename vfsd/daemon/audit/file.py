@@ -2,7 +2,8 @@
 
 The loop only puts entries into a bounded queue; a worker thread encodes and writes them.  A file that cannot be written
 stops nothing: what does not fit is counted, and the next line that can be written says how many entries are missing and
-why.  A line that was written only in part, because the disk is full, is removed again.
+why.  A line that was written only in part, because the disk is full, is removed again.  If the file is renamed or
+removed, the next entries begin another one of its name.
 
 Threading: `attend` runs on the serving loop.  `_append` runs in a worker thread, one call at a time, and alone uses the
 descriptor.
@@ -10,6 +11,7 @@ descriptor.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -38,12 +40,36 @@ class AuditFile:
 
     def __init__(self, path: str, log: AuditLog) -> None:
         self._path = path
-        self._descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        directory, self._name = os.path.split(path)
+        # A path could lead into the workspace if a directory above was replaced.
+        self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._open()
+        except BaseException:
+            os.close(self._directory)
+            raise
         self._log = log
         self._follower = log.follow(limit_bytes=_QUEUE_BYTES)
         self._unsaid = 0  # missing entries that no line of the file mentions yet
         self.missing = 0
         self.problem: str | None = None
+
+    def _open(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        self._descriptor = open_regular(self._name, flags, dir_fd=self._directory)
+        size = os.fstat(self._descriptor).st_size
+        # An interrupted program may have left the beginning of a line.
+        self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+
+    def _follow_name(self) -> None:
+        """Begin another file if the one that is open was renamed or removed, as programs that rotate logs do."""
+        with contextlib.suppress(FileNotFoundError):
+            there = os.stat(self._name, dir_fd=self._directory, follow_symlinks=False)
+            if os.path.samestat(there, os.fstat(self._descriptor)):
+                return
+        old = self._descriptor
+        self._open()
+        os.close(old)
 
     async def attend(self) -> None:
         """Write entries until cancelled, and then those that still wait."""
@@ -59,6 +85,7 @@ class AuditFile:
                 await trio.to_thread.run_sync(self._append, self._follower.take_nowait(), abandon_on_cancel=True)
             self._log.unfollow(self._follower)
             os.close(self._descriptor)
+            os.close(self._directory)
 
     def _append(self, found: Sequence[Entry | Overflow]) -> None:
         pending = [one.missing for one in found if isinstance(one, Overflow)]
@@ -69,6 +96,8 @@ class AuditFile:
             if self._unsaid:
                 data = msgspec.json.encode(MissingLine(self._unsaid, self.problem or "")) + b"\n" + data
             try:
+                if entry is entries[0]:
+                    self._follow_name()
                 self._write(data)
             except OSError as error:
                 if self.problem is None:
@@ -86,8 +115,14 @@ class AuditFile:
 
     def _write(self, data: bytes) -> None:
         """Write `data`, whole or not at all.  OSError."""
+        if self._is_torn:
+            data = b"\n" + data
         size = os.fstat(self._descriptor).st_size
         written = os.write(self._descriptor, data)
         if written < len(data):
-            os.ftruncate(self._descriptor, size)
+            if os.fstat(self._descriptor).st_size == size + written:
+                os.ftruncate(self._descriptor, size)
+            else:  # another program has appended to the file, too
+                self._is_torn = True
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._is_torn = False

@@ -47,7 +47,8 @@ class AuditMethods:
 
     async def _show(self, params: LogParams, call: CallContext) -> LogResult:
         log = self._kept()
-        wanted = await self._filter(params)
+        asked_ns = await self._since_ns(params)
+        wanted = _filter(params, asked_ns)
         entries, dropped, since = list(log.entries()), log.dropped, log.complete_since_ns
         pieces = OutputPieces(call.output_from_thread)
 
@@ -69,12 +70,13 @@ class AuditMethods:
             time_text(since),
             0 if file is None else file.missing,
             None if file is None else file.problem,
+            begins_late=asked_ns is not None and asked_ns < since,
         )
 
     async def _watch(self, params: WatchParams, call: CallContext) -> Empty:
         log = self._kept()
-        wanted = await self._filter(params)
-        has_start = params.since is not None or params.since_ns is not None
+        since_ns = await self._since_ns(params)
+        wanted, has_start = _filter(params, since_ns), since_ns is not None
         # No await between the two: an entry is in one of them.  Those of writes that go on follow when they end.
         follower = log.follow(wanted)
         going_on = {id(entry) for entry in log.going_on()}
@@ -94,24 +96,14 @@ class AuditMethods:
             if lines:
                 await call.output(lines)
 
-    async def _filter(self, params: LogParams) -> Callable[[Entry], bool]:
-        """Return a function that tells whether a client asked for an entry.  SnapshotNotFoundError."""
-        since_ns = params.since_ns
-        if params.since is not None:
-            taken = await self._taken_ns(params.since)
-            if taken is None and since_ns is None:
-                raise SnapshotNotFoundError(params.since)
-            since_ns = since_ns if taken is None else taken
-        paths, by = tree_paths(params.paths), params.by
-
-        def wanted(entry: Entry) -> bool:
-            return (
-                (since_ns is None or entry.until_ns >= since_ns)
-                and (not paths or any(map(entry.is_below, paths)))
-                and (by is None or entry.is_by(by))
-            )
-
-        return wanted
+    async def _since_ns(self, params: LogParams) -> int | None:
+        """Return the time from which a client asked for entries; None for all.  SnapshotNotFoundError."""
+        if params.since is None:
+            return params.since_ns
+        taken = await self._taken_ns(params.since)
+        if taken is None and params.since_ns is None:
+            raise SnapshotNotFoundError(params.since)
+        return params.since_ns if taken is None else taken
 
     async def _taken_ns(self, name: str) -> int | None:
         """When the snapshot `name` was taken; None if there is none."""
@@ -125,6 +117,20 @@ class AuditMethods:
         label = None if params.label is None else " ".join(params.label.split())[:_LABEL_CHARACTERS]
         self._kept().processes.set_label(pid, label or None)
         return Empty()
+
+
+def _filter(params: LogParams, since_ns: int | None) -> Callable[[Entry], bool]:
+    """Return a function that tells whether a client asked for an entry."""
+    paths, by = tree_paths(params.paths), params.by
+
+    def wanted(entry: Entry) -> bool:
+        return (
+            (since_ns is None or entry.until_ns >= since_ns)
+            and (not paths or any(map(entry.is_below, paths)))
+            and (by is None or entry.is_by(by))
+        )
+
+    return wanted
 
 
 def _encoded(found: Iterable[Entry | Overflow]) -> bytes:
