@@ -72,7 +72,7 @@ class Below(Driver):
         else:
             Path(os.fsdecode(place)).write_bytes(self.read(number))
         seen = volume.lower.stat(path)
-        there = state._inode(number, path, seen)
+        there = state._loaded(number, path, seen)
         state.ledger.leave(made)
         for name in SHOWN:
             setattr(there, name, getattr(made, name))
