@@ -496,8 +496,11 @@ class JournaledVolume(SnapshotableVolume, Protocol):
 
     notes: Mapping[str, bytes]
 
-    def note(self, key: str, value: bytes) -> None:
-        """Keep a value with the state: `notes` has it, also after a crash.  OSError if it cannot be recorded."""
+    def note(self, key: str, value: bytes, *, with_next: bool = False) -> None:
+        """Keep a value with the state: `notes` has it, also after a crash.  OSError if it cannot be recorded.
+
+        `with_next`: it is recorded together with the next change, so a crash keeps both or neither.
+        """
         ...
 
     def journal_status(self) -> JournalStatus:

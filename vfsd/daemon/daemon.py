@@ -262,6 +262,7 @@ class _Daemon:
                 nursery.start_soon(self._import_rest)
                 if self._backend.stored is not None and snapshots is not None:
                     nursery.start_soon(snapshots.drop_unused_bases)  # of forks that were killed
+                nursery.start_soon(forks.attend_bases)
                 self._notifier.ready(f"serving {options.workspace.mountpoint}")
                 _logger.info(
                     "%s, served by the %s engine",

@@ -24,6 +24,7 @@ import errno
 import fcntl
 import functools
 import gc
+import logging
 import os
 import secrets
 import signal
@@ -40,14 +41,16 @@ from msgspec.structs import replace
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.values import Value
-from protocol.volume_extensions import ForkableVolume, SnapshotInfo, forkable
+from protocol.volume_extensions import ForkableVolume, SnapshotInfo, forkable, journaled, snapshotable
 from vfsd.daemon.fork_family import ForkFamily, total
 from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId
 from vfsd.daemon.merging.needed import needed_states
+from vfsd.daemon.snapshots.base import is_fork_base
 from vfsd.daemon.started_fork import StartedFork
 from vfsd.daemon.starting import serve_starter
 from vfsd.machine.daemon_log import log_path, open_log
-from vfsd.machine.runtime import ensure_socket_dir
+from vfsd.machine.logs import log_failure
+from vfsd.machine.runtime import WorkspaceRecord, ensure_socket_dir, read_record, read_records
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import JournalOptions
 
@@ -57,8 +60,10 @@ if TYPE_CHECKING:
     from vfsd.daemon.snapshots.history import UndoHistory
     from vfsd.wire.options import MountOptions
 
+_logger = logging.getLogger(__name__)
 SYSTEMD: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")
 _NATIVE: Final = "native"
+_INSTANCE_NOTE: Final = "instance"
 _DESCRIPTORS: Final = 512
 _LAST_STANDARD: Final = 2
 _PUBLISH_S: Final = 1.0
@@ -122,18 +127,17 @@ class Forks:
         self._source_pid = None if origin is None else origin.source_pid
         self.ancestors = () if origin is None else origin.ancestors
         self.stored = backend.stored
-        # Identifies the workspace in the lineage of its forks: one whose snapshots are in a store is the same when it
-        # is mounted again.
-        self.instance = secrets.token_hex(8)
-        if self.stored is not None:
-            self.instance = self.stored.store.layout.workspace_id(self.stored.key)
+        self.instance = _instance(options.workspace.name, backend)
         self.count = 0  # made since this daemon started
         self.twin = None if origin is None else origin.twin
         self._family = None if origin is None else origin.family
         if self._family is not None:
             nursery.start_soon(self._publish_memory)
-        self._bases: dict[str, int] = {}  # the running forks of each base
-        self._kept: set[str] = set()  # the bases that are snapshots of this class
+        self._bases: dict[str, int] = {}  # the running forks of each base that this process made
+        self._kept: set[str] = set()  # the bases to drop when no fork needs them any more
+        volume = journaled(backend.volume)
+        if volume is not None and origin is None:
+            self._kept.update(info.name for info in volume.snapshots() if is_fork_base(info))
 
     @property
     def is_possible(self) -> bool:
@@ -181,8 +185,13 @@ class Forks:
 
     @property
     def base_of_source(self) -> str | None:
-        """The base, if this is a fork whose source still runs: then what the fork started with is not only here."""
-        return self.base if self._source_pid == os.getppid() else None
+        """The base, if this is a fork whose source runs: then what the fork started with is not only here."""
+        if self.base is None or self._source_pid == os.getppid():
+            return self.base
+        source = self.ancestors[-1]
+        record = read_record(source.name)  # the source may have been mounted again
+        is_running = record is not None and record.alive and record.instance == source.instance
+        return self.base if is_running else None
 
     def is_base(self, name: str) -> bool:
         """Whether snapshot `name` is the last common state of this workspace and a running fork, or of its source."""
@@ -277,15 +286,35 @@ class Forks:
         self._bases[base] -= 1
         self._drop_bases()
 
+    async def attend_bases(self) -> None:
+        """Drop the bases of forks that an earlier daemon of this workspace made, when these forks have ended."""
+        if not self._kept:
+            return
+        self._drop_bases()
+        async with trio.open_nursery() as nursery:
+            for record in read_records():
+                if record.alive and any(each.instance == self.instance for each in record.ancestors):
+                    nursery.start_soon(self._drop_bases_after, record)
+
+    async def _drop_bases_after(self, record: WorkspaceRecord) -> None:
+        await _wait_ended(record)
+        self._drop_bases()
+
     def _drop_bases(self) -> None:
         """Drop the bases that no fork has any more, and no fork of such a fork."""
-        unused = [info for info in self.volume.snapshots() if info.name in self._kept and not self._bases[info.name]]
+        volume = snapshotable(self._backend.volume)
+        assert volume is not None, "it was forked"
+        unused = [info for info in volume.snapshots() if info.name in self._kept and not self._bases.get(info.name)]
         needed = self.needed(unused)
         for info in unused:
             if info.name not in needed:
                 self._kept.remove(info.name)
-                with contextlib.suppress(SnapshotNotFoundError):  # dropped or pruned meanwhile
-                    self.volume.drop_snapshot(info.name)
+                try:
+                    volume.drop_snapshot(info.name)
+                except SnapshotNotFoundError:  # dropped or pruned meanwhile
+                    continue
+                except OSError as error:  # of the journal, which the next change reports to its caller
+                    log_failure(_logger, "dropping the base of a fork", error, path=info.name, level=logging.WARNING)
 
     def _become(self, options: MountOptions, origin: Origin, log_fd: int, report_fd: int) -> int:
         """Run the fork's daemon in the new process; return the exit status."""
@@ -299,6 +328,39 @@ class Forks:
         sys.argv[1:] = []
         run = functools.partial(self._run, started_by=f"a fork of {origin.source}", origin=origin)
         return serve_starter(options, report_fd, run)
+
+
+def _instance(name: str, backend: Backend) -> str:
+    """Return what identifies the workspace `name` in the lineage of its forks.
+
+    One with a journal, or with its snapshots in a store, is the same when it is mounted again.
+    """
+    if backend.stored is not None:
+        return backend.stored.store.layout.workspace_id(backend.stored.key)
+    instance = secrets.token_hex(8)
+    volume = journaled(backend.volume)
+    if volume is not None:
+        kept, _, of = volume.notes.get(_INSTANCE_NOTE, b"").decode().partition(" ")
+        if of == name:  # a copy of a journal that is mounted under another name is another workspace
+            return kept
+        try:
+            volume.note(_INSTANCE_NOTE, f"{instance} {name}".encode())
+        except OSError as error:
+            log_failure(_logger, "recording what identifies the workspace", error, level=logging.WARNING)
+    return instance
+
+
+async def _wait_ended(record: WorkspaceRecord) -> None:
+    """Wait until the daemon of a record has ended."""
+    try:
+        pidfd = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if record.alive:  # it is not another process with the same number
+            await trio.lowlevel.wait_readable(pidfd)
+    finally:
+        os.close(pidfd)
 
 
 def _check_memory() -> None:

@@ -296,11 +296,11 @@ class MemoryVolume:
         assert self._recorder is not None
         return self._recorder.status()
 
-    def note(self, key: str, value: bytes) -> None:
-        """Keep a value with the state: `notes` has it, after a crash too.  OSError."""
+    def note(self, key: str, value: bytes, *, with_next: bool = False) -> None:
+        """See `JournaledVolume`."""
         if self.notes.get(key) != value:
             if self._recorder is not None:
-                self._recorder.note(key, value)
+                self._recorder.note(key, value, with_next=with_next)
             self.notes[key] = value
 
     @property

@@ -13,6 +13,9 @@ The base of a merge is the newest state that is in the history of both:
 
 A fork over a stored snapshot has the fork point as its first snapshot, which has the identity of the stored one, too.
 
+A workspace with a journal keeps its identity, its snapshots and its `MergeLog` there, so it has the same lineage when
+it is mounted again.
+
 `MergeLog` records the second and the third kind.  What was merged is a property of a state: after `restore --undo` of a
 merge, or of what followed a state of the third kind, these states do not count any more.
 """
@@ -156,15 +159,24 @@ class MergeLog:
     """Which states of other workspaces were merged into which state of this one.
 
     Each event says what is in the live state from a serial on: a snapshot with a higher serial was taken later.
-    `kept` is what `keep` was called with last, by an earlier daemon; `keep` is called with every change.
+    `kept` is what `keep` was called with last, by an earlier daemon.  `keep` is called with every change, and with
+    whether that is to be kept together with the next change of the volume.  `newest_serial`: that of the newest
+    snapshot, if serials above it may be given again.
     """
 
-    def __init__(self, kept: bytes | None = None, keep: Callable[[bytes], object] = lambda _: None) -> None:
+    def __init__(
+        self,
+        kept: bytes | None = None,
+        keep: Callable[[bytes, bool], object] = lambda _data, _with_next: None,
+        newest_serial: int | None = None,
+    ) -> None:
         self._keep = keep
         self._events: list[tuple[int, tuple[MergedState, ...]]] = [(0, ())]
         if kept is not None:
             with contextlib.suppress(msgspec.DecodeError):  # damaged by a power failure: merges begin at the fork point
                 self._events = msgspec.json.decode(kept, type=list[tuple[int, tuple[MergedState, ...]]]) or self._events
+        if newest_serial is not None:
+            self._events = [(min(since, newest_serial), merged) for since, merged in self._events]
 
     @property
     def now(self) -> tuple[MergedState, ...]:
@@ -175,18 +187,21 @@ class MergeLog:
         """What was merged into the snapshot `serial`."""
         return next(merged for since, merged in reversed(self._events) if since < serial or since == 0)
 
-    def record(self, serial: int, merged: Sequence[MergedState]) -> None:
-        """Record what is in the live state now; `serial` is that of the last snapshot taken before."""
+    def record(self, serial: int, merged: Sequence[MergedState], *, with_next: bool = False) -> None:
+        """Record what is in the live state now; `serial` is that of the last snapshot taken before.
+
+        `with_next`: it is so only after the change that the caller makes next.
+        """
         if tuple(merged) != self.now:
             self._events.append((serial, tuple(merged)))
-            self._keep(msgspec.json.encode(self._events))
+            self._keep(msgspec.json.encode(self._events), with_next)
 
     def forget(self, oldest_serial: int) -> None:
         """Forget the events that no snapshot from `oldest_serial` on needs."""
         needed = [at for at, (since, _) in enumerate(self._events) if since < oldest_serial]
         if needed and needed[-1] > 0:
             self._events = [(0, self._events[needed[-1]][1]), *self._events[needed[-1] + 1 :]]
-            self._keep(msgspec.json.encode(self._events))
+            self._keep(msgspec.json.encode(self._events), False)
 
     def serials_of(self, instance: str) -> Collection[int]:
         """The serials of the states of workspace `instance` that the live state or a snapshot contains."""

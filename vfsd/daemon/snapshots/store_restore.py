@@ -79,7 +79,7 @@ def open_merges(store: Store, key: str) -> MergeLog:
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         kept = file.read()
 
-    def keep(data: bytes) -> None:
+    def keep(data: bytes, _with_next: bool) -> None:
         try:
             write_atomically(path, data, durable=False)
         except OSError as error:

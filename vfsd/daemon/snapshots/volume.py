@@ -71,6 +71,7 @@ _logger = logging.getLogger(__name__)
 _TAG_CHARACTERS: Final = TAG_MAX_BYTES // 4
 _PRUNED_NAMED: Final = 1000  # the newest pruned snapshots that one answer names
 _HISTORY_NOTE: Final = "undo"
+_MERGES_NOTE: Final = "merges"
 _SLICE_S: Final = 0.004  # a request through the mount waits for one slice at most
 _CLOCK_EVERY: Final = 16  # steps
 
@@ -115,7 +116,6 @@ class VolumeSnapshots:
         merges: MergeLog | None = None,
     ) -> None:
         self._mounted = mounted
-        self.merges = merges or MergeLog()
         self.needed_by_others: Callable[[Sequence[SnapshotInfo]], Collection[str]] = none_needed
         self._volume = volume
         self._overlaid = overlaid(volume)
@@ -123,8 +123,27 @@ class VolumeSnapshots:
         self._journaled = journaled(volume)
         # After the last step; see `_history` for the drops since.
         self._history_after_step = history or _recorded_history(self._journaled, volume) or UndoHistory()
+        self.merges = merges or self._recorded_merges()
         self._pruned: deque[SnapshotInfo] = deque(maxlen=_PRUNED_NAMED)  # since the last answer that named them
         self._lost: set[int] = set()  # serials of the safety snapshots pruned since the last step
+
+    def _recorded_merges(self) -> MergeLog:
+        if self._journaled is None:
+            return MergeLog()
+        # After a compaction and a restart, the serials of the newest snapshots, if they were dropped, are given again.
+        newest = max((info.serial for info in self._volume.snapshots()), default=0)
+        return MergeLog(self._journaled.notes.get(_MERGES_NOTE), self._keep_merges, newest)
+
+    def _keep_merges(self, data: bytes, with_next: bool) -> None:
+        self._note(_MERGES_NOTE, data, "recording what was merged", with_next=with_next)
+
+    def _note(self, key: str, value: bytes, operation: str, *, with_next: bool = False) -> None:
+        if self._journaled is not None:
+            try:
+                self._journaled.note(key, value, with_next=with_next)
+            except OSError as error:
+                # The step itself is recorded.  After a crash it may not be in the history, or be offered again.
+                log_failure(_logger, operation, error, level=logging.WARNING)
 
     @property
     def _last_history(self) -> UndoHistory:
@@ -134,11 +153,7 @@ class VolumeSnapshots:
     def _last_history(self, history: UndoHistory) -> None:
         self._history_after_step = history
         if self._journaled is not None:
-            try:
-                self._journaled.note(_HISTORY_NOTE, history.encoded())
-            except OSError as error:
-                # The step itself is recorded: only its place in the history may be missing after a crash.
-                log_failure(_logger, "recording the undo history", error, level=logging.WARNING)
+            self._note(_HISTORY_NOTE, history.encoded(), "recording the undo history")
 
     @property
     def has_base(self) -> bool:
@@ -289,9 +304,7 @@ class VolumeSnapshots:
             check()
             observer.commit()
             before = self._history()
-            safety, invalidation = self._change(change, f"before {step}", source)
-            if merged is not None:
-                self.merges.record(safety.serial, merged)
+            safety, invalidation = self._change(change, f"before {step}", source, merged)
             if not invalidation.entries and not invalidation.inodes:
                 self._drop_if_there(safety.name)
                 return self._outcome(source, None)
@@ -341,8 +354,7 @@ class VolumeSnapshots:
             observer.commit()
             tag = f"after {step}" if by < 0 else f"before {step}"
             merged = self.merges.at(self._volume.snapshot(source).serial)
-            safety, invalidation = self._change(lambda: self._volume.restore_snapshot(source), tag, source)
-            self.merges.record(safety.serial, merged)
+            safety, invalidation = self._change(lambda: self._volume.restore_snapshot(source), tag, source, merged)
             self._last_history = before.moved(to, safety.serial)
             made = await self._invalidate(invalidation, safety, before, observer)
             if made.earlier is not None:
@@ -350,14 +362,27 @@ class VolumeSnapshots:
             return self._outcome(source, safety, made, step)
 
     def _change(
-        self, change: Callable[[], CacheInvalidation], tag: str, source: str
+        self,
+        change: Callable[[], CacheInvalidation],
+        tag: str,
+        source: str,
+        merged: Sequence[MergedState] | None,
     ) -> tuple[SnapshotInfo, CacheInvalidation]:
-        """Make `change` after taking a safety snapshot; if it fails, drop that again."""
+        """Make `change` after taking a safety snapshot; if it fails, drop that again.
+
+        `merged` is what is merged into the state after the change (None: what was before).  The journal records both
+        together: else, after a crash, a merge could take what an undo removed for removed by a program, and leave it
+        out.
+        """
         with self._volume.keeping(source):
             safety = self._take_safety(tag)
+            before = self.merges.now
             try:
+                if merged is not None:
+                    self.merges.record(safety.serial, merged, with_next=True)
                 return safety, change()
             except BaseException:
+                self.merges.record(safety.serial, before, with_next=True)
                 self._drop_if_there(safety.name)
                 raise
 

@@ -9,8 +9,8 @@ Invariants:
 2. `Log.require` comes before the change: if there is no space on disk, the call fails and changes nothing.  A
    transaction is recorded at its end and undone if that fails.
 3. If the volume refuses a call, nothing is recorded; except for snapshots that were dropped to free memory, which
-   wait in `_pending` for the next record, as do inodes whose last user has closed them.
-
+   wait in `_pending` for the next record, as do inodes whose last user has closed them, and notes about the next
+   change.
 4. A batch that a request of the kernel led to has a REQUEST effect with the result (see `answering`), so a request
    that a daemon recorded and did not answer is answered by its replacement and not executed again.
 5. The first listing of a directory is recorded before the next change of it, so a replay gives the same cookies.
@@ -205,8 +205,11 @@ class Recorder:
         """Yield the effects of a transaction."""
         return changes_since(self._state, epoch)
 
-    def note(self, key: str, value: bytes) -> None:
-        """Record a value that is replayed with the state.  OSError."""
+    def note(self, key: str, value: bytes, *, with_next: bool) -> None:
+        """Record a value that is replayed with the state; `with_next`: in the record of the next change.  OSError."""
+        if with_next:
+            self._pending.append(effects.note(key, value))
+            return
         self._require(len(key) + len(value))
         self._commit(effects.note(key, value))
 

@@ -56,6 +56,19 @@ def test_a_small_write_costs_its_own_bytes_and_not_its_block(volume: MemoryVolum
     assert_recorded(volume, journal)
 
 
+def test_a_note_about_the_next_change_is_recorded_with_it_or_not_at_all(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    volume.take_snapshot("one")
+    file(volume, b"f")
+    volume.note("state", b"with f")
+    before = len(journal.batches())
+    volume.note("state", b"without f", with_next=True)
+    assert len(journal.batches()) == before
+    volume.restore_snapshot("one")
+    assert len(journal.batches()) == before + 1
+    assert assert_recorded(volume, journal).notes == {"state": b"without f"}
+
+
 def test_a_restore_costs_no_content(volume: MemoryVolume) -> None:
     journal = journal_of(volume)
     number = file(volume, b"f", b"1" * (4 * BLOCK))

@@ -96,6 +96,18 @@ def test_a_snapshot_has_what_was_merged_when_it_was_taken() -> None:
     assert (log.now, log.serials_of("f")) == ((one,), {3})
 
 
+def test_what_was_merged_is_known_to_a_later_daemon_also_if_serials_are_given_again() -> None:
+    kept: list[tuple[bytes, bool]] = []
+    log = MergeLog(keep=lambda data, with_next: kept.append((data, with_next)))
+    one = MergedState("f", "f", state(3, "merged"))
+    log.record(4, [one])
+    log.record(9, [], with_next=True)
+    assert [with_next for _, with_next in kept] == [False, True]
+    later = MergeLog(kept[-1][0], newest_serial=5)  # snapshots 6 to 9 were dropped
+    assert [later.at(serial) for serial in (4, 5, 6)] == [(), (one,), ()]
+    assert MergeLog(b"damaged").now == ()
+
+
 def test_what_was_merged_into_the_other_workspace_comes_with_it() -> None:
     old, new = (MergedState("g", "g", state(number)) for number in (2, 4))
     other = fork("f", 5, merged=(new,))
