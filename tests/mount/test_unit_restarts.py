@@ -1,4 +1,4 @@
-"""What the systemd units run at start and stop, run as systemd would: a workspace in memory outlives a restart."""
+"""What the systemd units run at the start, run as systemd would: what is in memory outlives a restart."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from vfsd.client.workspace import Workspace
 
 SYSTEMD = Path(__file__).parents[2] / "systemd"
 UNITS = {"system": SYSTEMD / "vfsd@.service", "user": SYSTEMD / "user" / "vfsd@.service"}
@@ -38,7 +39,7 @@ class Service:
             "VFSD": str(program),
             "VFSD_MOUNTPOINT": str(self.mountpoint),
             "VFSD_OPTIONS": options,
-            "STATE_DIRECTORY": str(self.state),
+            "XDG_STATE_HOME": str(self.state),
         }
 
     def command(self, setting: str) -> list[str]:
@@ -61,87 +62,61 @@ class Service:
                 main.communicate(timeout=60)
             os.unlink(address)
 
-    def stop(self, main: subprocess.Popen[bytes]) -> subprocess.CompletedProcess[str]:
-        """ExecStop=; systemd sets $MAINPID while the main process runs."""
-        pid = {"MAINPID": str(main.pid)} if main.poll() is None else {}
-        command = self.command("ExecStop")
-        environment = {**self.variables, **pid}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-
-    def saved(self, name: str) -> bytes:
-        with zipfile.ZipFile(self.state / name) as archive:
-            return archive.read("files/a")
+    @property
+    def journal(self) -> Path:
+        return self.state / "vfsd" / "journals" / self.name
 
 
-@pytest.fixture(params=UNITS)
-def unit(request: pytest.FixtureRequest) -> Path:
-    return UNITS[request.param]
-
-
-def test_a_workspace_in_memory_outlives_restarts_and_the_archive_before_is_kept(unit: Path, workdir: Path) -> None:
-    service = Service(unit, workdir, "--max-bytes 64MiB")
+@pytest.mark.parametrize(
+    ("unit", "options"),
+    [("system", "--max-bytes 64MiB"), ("user", "--backend memory"), ("user", "--fsync always --backend=memory")],
+)
+def test_content_and_snapshots_in_memory_outlive_stops_and_crashes(unit: str, workdir: Path, options: str) -> None:
+    service = Service(UNITS[unit], workdir, options)
     for number in range(3):
         with service.running() as main:
-            before = [(service.mountpoint / "a").read_text()] if number else sorted(os.listdir(service.mountpoint))
-            assert before == ([str(number - 1)] if number else [])
+            before = (service.mountpoint / "a").read_text() if number else None
+            assert before == (str(number - 1) if number else None)
+            assert len(Workspace.attach(service.name).snapshots()) == number
             (service.mountpoint / "a").write_text(str(number))
-            done = service.stop(main)
-            assert done.returncode == 0, done.stderr
-    assert sorted(os.listdir(service.state)) == [f"{service.name}.previous.zip", f"{service.name}.zip"]
-    assert service.saved(f"{service.name}.zip") == b"2"
-    assert service.saved(f"{service.name}.previous.zip") == b"1"
+            Workspace.attach(service.name).snapshot(f"s{number}")
+            if number == 1:
+                main.kill()
+                main.wait(60)
 
 
-def test_an_export_that_fails_is_seen_and_keeps_the_old_archive(unit: Path, workdir: Path) -> None:
-    service = Service(unit, workdir)
-    archive = service.state / f"{service.name}.zip"
-    with service.running() as main:
-        (service.mountpoint / "a").write_text("old")
-        assert service.stop(main).returncode == 0
-        (service.mountpoint / "a").write_text("new")
-        # In place of a full disk: a directory of that name, which cannot be replaced.
-        (service.state / f"{service.name}.new.zip").mkdir()
-        done = service.stop(main)
-        assert done.returncode != 0
-        assert done.stderr != ""
-        assert service.saved(archive.name) == b"old"
-        (service.state / f"{service.name}.new.zip").rmdir()
-        # A daemon that does not answer.
-        service.variables["VFSD"] = "/bin/false"
-        assert service.stop(main).returncode != 0
-        assert service.saved(archive.name) == b"old"
-
-
-def test_after_a_crash_it_starts_from_the_last_archive_and_the_loss_is_told(workdir: Path) -> None:
-    service = Service(UNITS["system"], workdir)
-    with service.running() as main:
-        (service.mountpoint / "a").write_text("saved")
-        assert service.stop(main).returncode == 0
-        (service.mountpoint / "a").write_text("lost")
-        main.kill()
-        main.wait(60)
-        done = service.stop(main)
-        assert done.returncode == 0
-        assert "is lost" in done.stderr
-    with service.running():
-        assert (service.mountpoint / "a").read_text() == "saved"
-
-
-@pytest.mark.parametrize("backend", ["--backend host:{}", "--backend=overlay:{}"])
-def test_a_workspace_with_another_backend_is_not_exported(backend: str, workdir: Path) -> None:
+@pytest.mark.parametrize("option", ["--backend overlay:{}", "--max-memory 1GiB --backend=overlay:{}"])
+def test_the_changes_of_an_overlay_outlive_a_restart(option: str, workdir: Path) -> None:
     (workdir / "below").mkdir()
-    service = Service(UNITS["system"], workdir, backend.format(workdir / "below"))
-    (service.state / f"{service.name}.zip").write_text("of another time: not to be read")
-    with service.running() as main:
-        (service.mountpoint / "a").write_text("x")
-        assert service.stop(main).returncode == 0
-    assert os.listdir(service.state) == [f"{service.name}.zip"]
-
-
-def test_memory_may_be_named(workdir: Path) -> None:
-    service = Service(UNITS["system"], workdir, "--backend memory")
-    with service.running() as main:
-        (service.mountpoint / "a").write_text("x")
-        assert service.stop(main).returncode == 0
+    (workdir / "below" / "removed").touch()
+    service = Service(UNITS["system"], workdir, option.format(workdir / "below"))
     with service.running():
-        assert (service.mountpoint / "a").read_text() == "x"
+        (service.mountpoint / "a").write_text("x")
+        (service.mountpoint / "removed").unlink()
+    with service.running():
+        assert os.listdir(service.mountpoint) == ["a"]
+    assert os.listdir(workdir / "below") == ["removed"]
+
+
+@pytest.mark.parametrize("option", ["--backend host:{}", "--backend=host:{}"])
+def test_a_backend_that_keeps_its_content_itself_has_no_journal(option: str, workdir: Path) -> None:
+    (workdir / "memory").mkdir()
+    service = Service(UNITS["system"], workdir, option.format(workdir / "memory"))
+    with service.running():
+        (service.mountpoint / "a").write_text("x")
+    assert os.listdir(workdir / "memory") == ["a"]
+    assert not service.journal.exists()
+
+
+def test_an_archive_is_read_until_there_is_a_journal(workdir: Path) -> None:
+    archive = workdir / "a.zip"
+    (workdir / "other").mkdir()
+    with Workspace.mount(workdir / "other", name=f"{workdir.name}-other") as other:
+        (workdir / "other" / "a").write_text("archived")
+        other.export(archive)
+    service = Service(UNITS["system"], workdir, f"--from {archive}")
+    for content in ("archived", "changed"):
+        with service.running():
+            assert (service.mountpoint / "a").read_text() == content
+            (service.mountpoint / "a").write_text("changed")
+    assert service.journal.is_dir()
