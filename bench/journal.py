@@ -2,13 +2,19 @@
 
 Mounts three workspaces at a time, without a journal and with `--fsync everysec` and `no`, and takes turns between them
 in one run, so that all have the same machine.  Prints medians in microseconds, and ratios to the workspace without.
+Then kills the daemon of a workspace with many files (`--files`), and prints how long the next mount takes until it
+answers: from a journal of all calls, and from an image that a compaction has written.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,11 +59,49 @@ def _median_us(call: Callable[[int], object], numbers: range) -> float:
     return statistics.median(times) * 1e6
 
 
+def _fill(root: Path, files: int) -> None:
+    for number in range(files):
+        if number % 1000 == 0:
+            directory = root / str(number)
+            directory.mkdir()
+        (directory / str(number)).write_bytes(bytes(1000))
+
+
+def _recovery_s(root: Path, journal: Path, workspace: Workspace) -> tuple[float, Workspace]:
+    """Kill the daemon; return how long the next mount takes, and that mount."""
+    pidfd = os.pidfd_open(workspace.pid)
+    os.kill(workspace.pid, signal.SIGKILL)
+    select.select([pidfd], [], [])
+    os.close(pidfd)
+    start = time.perf_counter()
+    again = Workspace.mount(root, name=workspace.name, persist=True, journal_dir=journal, keeper=False)
+    os.stat(root / "0" / "0")
+    return time.perf_counter() - start, again
+
+
+def _print_recovery(place: Path, files: int) -> None:
+    root, journal = place / "recovered", place / "recovered-journal"
+    root.mkdir()
+    name = f"bench-journal-{os.getpid()}-recovered"
+    workspace = Workspace.mount(root, name=name, persist=True, journal_dir=journal, keeper=False)
+    try:
+        _fill(root, files)
+        from_log, workspace = _recovery_s(root, journal, workspace)
+        command = [sys.executable, "-m", "vfsd.cli.main", "compact", "-w", name]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        from_image, workspace = _recovery_s(root, journal, workspace)
+    finally:
+        workspace.unmount()
+    print(f"recovery of {files:,} files: {from_log:.2f} s from the log, {from_image:.2f} s from an image")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", help="where the journals are; by default a temporary directory")
-    directory = parser.parse_args().directory
+    parser.add_argument("--files", type=int, default=100_000, help="how many files are recovered")
+    arguments = parser.parse_args()
+    directory = arguments.directory
     modes: dict[str, dict[str, Any]] = {
         "without": {},
         "everysec": {"persist": True, "fsync": "everysec"},
@@ -91,6 +135,7 @@ def main() -> None:
                 f"{statistics.median(each):9.1f} ({statistics.median(each) / base:4.2f})" for each in by_name.values()
             ]
             print(f"{what:14}" + "".join(f"{cell:>20}" for cell in cells))
+        _print_recovery(place, arguments.files)
 
 
 if __name__ == "__main__":
