@@ -53,6 +53,9 @@ _NO_CREDENTIALS: Final = re.compile(r"credential|169\.254\.169\.254|metadata\.go
 _NO_HTTP: Final = re.compile(r"builder error|URL scheme is not allowed|is not https", re.IGNORECASE)
 _NO_BUCKET: Final = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound", re.IGNORECASE)
 
+_ERRNO: Final = re.compile(r"\(os error (\d+)\)")  # how a store in a directory reports a failed system call
+_FINAL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR})
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -128,6 +131,9 @@ def open_storage(
     if scheme not in {"s3", "gs", "az", "file"}:
         advice = "not a store's URL: write s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR"
         raise OSError(errno.EINVAL, advice, url)
+    if scheme == "file" and re.search("[?#%]", url):
+        # A URL parser would cut the path there, or decode it, and the store would be in another directory.
+        raise OSError(errno.EINVAL, "the directory of a store cannot have ?, # or % in its path: rename it", url)
     # Retries are made here, because those of `obstore` do not cover a create.
     arguments: dict[str, Any] = {} if scheme == "file" else {
         "config": config or None, "client_options": client, "retry_config": {"max_retries": 0},
@@ -274,8 +280,11 @@ class ObstoreStorage:
             return OSError(errno.EINVAL, advice, self.url)
         if isinstance(error, wrong_use):
             return OSError(errno.EINVAL, f"the store refuses the request ({_first_line(error)})", self.url)
-        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR}:
+        if isinstance(error, OSError) and error.errno in _FINAL_ERRNOS:
             return OSError(error.errno, error.strerror, self.url)
+        number = _ERRNO.search(text)
+        if number is not None and int(number[1]) in _FINAL_ERRNOS:
+            return OSError(int(number[1]), os.strerror(int(number[1])), self.url)
         return None
 
 

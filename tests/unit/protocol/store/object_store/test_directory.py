@@ -1,0 +1,40 @@
+"""A store in a directory: `file:///DIRECTORY`."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from protocol.store.object_store import open_storage
+
+obstore = pytest.importorskip("obstore")
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%20b"])
+def test_a_path_that_a_url_parser_would_change_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OSError, match="cannot have") as caught:
+        open_storage(f"file://{tmp_path}/{name}")
+    assert caught.value.errno == errno.EINVAL
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_named_and_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    async def put(*_arguments: object, **_options: object) -> None:
+        attempts.append(1)
+        raise obstore.exceptions.GenericError(
+            "Generic LocalFileSystem error: Unable to copy data to file: No space left on device (os error 28)"
+        )
+
+    monkeypatch.setattr(obstore, "put_async", put)
+    storage = open_storage(f"file://{tmp_path}/store")
+    try:
+        with pytest.raises(OSError, match="No space left") as caught:
+            storage.create("key", b"data").result()
+    finally:
+        storage.close()
+    assert caught.value.errno == errno.ENOSPC
+    assert len(attempts) == 1
