@@ -602,3 +602,28 @@ def test_the_file_must_not_be_in_the_directory_that_the_workspace_shows(mount: M
             with pytest.raises(ValueError, match="inside the directory that the workspace shows"):
                 mount(backend=f"{backend}:{below}", **option)
     assert not any(below.iterdir())
+
+
+def test_the_timeline_names_the_programs_and_counts_what_they_changed(workspace: Workspace, root: Path) -> None:
+    def timeline() -> list[tuple[str | None, dict[str, int], dict[str, int]]]:
+        states = json.loads(succeeded(vfsd("-w", workspace.name, "--json", "timeline")))["states"]
+        return [
+            (each["name"], each["changes"], {one["name"]: one["entries"] for one in each["authors"]}) for each in states
+        ]
+
+    run(workspace, "mkdir", "d")
+    workspace.snapshot("one")
+    time.sleep(0.01)  # a snapshot's time is in milliseconds
+    run(workspace, "touch", "d/a", "d/b")
+    workspace.snapshot("two")
+    time.sleep(0.01)
+    run(workspace, "rm", "d/a")
+    counts = [{"added": 1, "modified": 0, "removed": 0}, {"added": 2, "modified": 0, "removed": 0}]
+    found = timeline()
+    assert [(name, changes) for name, changes, _ in found[:2]] == [("one", counts[0]), ("two", counts[1])]
+    assert found[2][:2] == (None, {"added": 0, "modified": 0, "removed": 1})
+    assert [set(programs) for _, _, programs in found] == [{"mkdir"}, {"touch"}, {"rm"}]
+    workspace.drop("two")
+    name, changes, programs = timeline()[-1]
+    assert (name, changes) == (None, {"added": 1, "modified": 0, "removed": 0})
+    assert programs.keys() == {"touch", "rm"}

@@ -36,6 +36,7 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
         ("list",),
         ("status",),
         ("snapshots",),
+        ("timeline",),
         ("diff",),
         ("diff --patch",),
         ("log",),

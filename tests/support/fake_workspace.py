@@ -28,6 +28,7 @@ from vfsd.machine.runtime import (
     write_record,
 )
 from vfsd.wire import messages as m
+from vfsd.wire.audit_messages import LogEntry, LogResult, ProcessRecord
 
 State = dict[bytes, bytes]
 CREATED_AT = "2026-01-02T03:04:05Z"
@@ -80,6 +81,9 @@ class FakeDaemon:
     unreadable: list[str] = field(default_factory=list)  # in snapshots
     silent: bool = False  # takes requests and never answers
     undo_to: str | None = None
+    authors: list[tuple[str, int]] | None = field(default_factory=list)  # of log entries, all now; None: no log
+    log_dropped: int = 0
+    drop_before_diff: str | None = None  # a snapshot that another client drops first
     unmounted: bool = False
     asked: threading.Event = field(default_factory=threading.Event)  # set by the first request
 
@@ -219,6 +223,16 @@ class FakeDaemon:
             before = state
         return m.SnapshotsResult(records)
 
+    async def do_log(self, params: Any, call: Any) -> LogResult:
+        if self.authors is None:
+            raise OSError(errno.EOPNOTSUPP, "the workspace was mounted with --no-audit")
+        for name, count in self.authors:
+            process = ProcessRecord(1, name)
+            for number in range(count):
+                entry = LogEntry(number, "2026-06-02T03:04:05Z", "write", "x", 1, process=process)
+                await call.output(msgspec.json.encode(entry) + b"\n")
+        return LogResult(sum(count for _, count in self.authors), self.log_dropped, CREATED_AT)
+
     async def do_drop(self, params: m.DropParams, call: Any) -> m.DropResult:
         names = list(dict.fromkeys([params.name, *params.also]))
         for name in names:
@@ -265,6 +279,7 @@ class FakeDaemon:
         return name
 
     async def do_diff(self, params: m.DiffParams, call: Any) -> m.DiffResult:
+        self.snapshots.pop(self.drop_before_diff or "", None)
         a = params.a or next(reversed(self.snapshots), None)
         if a is None:
             raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with")

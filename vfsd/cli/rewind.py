@@ -12,7 +12,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, did_you_mean
 from vfsd.cli.common.changes import show_changes, show_outcome, show_problems
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
-from vfsd.cli.common.wording import count_words, nothing_to_restore
+from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts
 from vfsd.client.agent_points import AgentPoint, parse_tag
 from vfsd.wire import messages
 
@@ -142,16 +142,12 @@ def _show_list(moments: Sequence[_Moment]) -> None:
             moment.prompt_number or None,
             moment.snapshot.created_at,
             moment.point.tool_use_id or (moment.point.prompt if moment.point.kind == "prompt" else "") or None,
-            _signed(moment.snapshot.changes),
+            signed_counts(moment.snapshot.changes),
             f"{moment.point.kind} {moment.point.text}".rstrip(),
         )
         for moment in moments
     ]
     output.table(_COLUMNS, rows, empty="no states yet; `vfsd hooks install claude` installs the hooks that keep them")
-
-
-def _signed(counts: messages.ChangeCounts | None) -> str | None:
-    return None if counts is None else f"+{counts.added} ~{counts.modified} -{counts.removed}"
 
 
 def _document(moment: _Moment) -> dict[str, object]:

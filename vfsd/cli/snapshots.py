@@ -19,7 +19,7 @@ from vfsd.cli.common.names import complete_restore, complete_snapshot
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.values import in_home
-from vfsd.cli.common.wording import count_words, nothing_to_restore, step_lines
+from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts, step_lines, step_words
 from vfsd.wire import messages
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path
@@ -102,20 +102,10 @@ def snapshots_command(app: App, no_changes: bool) -> None:
 
 def _show_snapshots(answer: messages.SnapshotsResult) -> None:
     rows = [
-        (s.name, s.created_at, s.files, s.size_bytes, _signed(s.changes), s.kind, s.tag, _step(s.step))
+        (s.name, s.created_at, s.files, s.size_bytes, signed_counts(s.changes), s.kind, s.tag, step_words(s.step))
         for s in answer.snapshots
     ]
     output.table(_COLUMNS, rows, empty="no snapshots yet; `vfsd snapshot` takes one")
-
-
-def _step(step: int | None) -> str | None:
-    if step is None:
-        return None
-    return f"{'undo' if step < 0 else 'redo'} {abs(step)}" if step else "here"
-
-
-def _signed(counts: messages.ChangeCounts | None) -> str | None:
-    return None if counts is None else f"+{counts.added} ~{counts.modified} -{counts.removed}"
 
 
 @click.command(

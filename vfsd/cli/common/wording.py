@@ -31,6 +31,18 @@ def count_words(counts: ChangeCounts) -> str:
     return ", ".join(f"{count:,} {word}" for word, count in parts if count) or "no changes"
 
 
+def signed_counts(counts: ChangeCounts | None) -> str | None:
+    """Format counts in the width of a column: "+2 ~1 -0"."""
+    return None if counts is None else f"+{counts.added} ~{counts.modified} -{counts.removed}"
+
+
+def step_words(step: int | None) -> str | None:
+    """Say how an undo or redo reaches a snapshot: "undo 2", "redo 1" or "here"."""
+    if step is None:
+        return None
+    return f"{'undo' if step < 0 else 'redo'} {abs(step)}" if step else "here"
+
+
 def nothing_to_restore(source: str) -> str:
     """Say that a restore changed nothing."""
     return f"nothing to restore: everything is as in {source}"

@@ -890,3 +890,60 @@ def test_a_fork_command_that_is_stopped_says_that_no_fork_is_left(
     result = run("fork", str(tmp_path), "--count", "3")
     assert result.exit_code == 130
     assert "stopped: no fork was made" in result.stderr
+
+
+# -- timeline ---------------------------------------------------------------------------------------
+def test_the_timeline_has_each_state_with_its_changes_and_authors(daemon: FakeDaemon) -> None:
+    files = len(daemon.live)
+    ok("snapshot", "one", "--tag", "a remark")
+    daemon.live[b"new"] = b""
+    ok("snapshot", "two")
+    daemon.live.clear()
+    daemon.authors = [("git", 1), ("make", 2)]
+    rows = [line.split("\t") for line in ok("timeline").splitlines()]
+    assert [[row[0], *row[2:]] for row in rows] == [
+        ["one", f"+{files} ~0 -0", "-", "user", "a remark", "-"],
+        ["two", "+1 ~0 -0", "-", "user", "-", "-"],
+        ["-", f"+0 ~0 -{files + 1}", "make, git", "live", "-", "-"],
+    ]
+    assert [row[1][:10] for row in rows] == ["2026-01-02", "2026-01-02", "-"]
+
+
+def test_the_timeline_can_be_limited_to_the_newest_states(daemon: FakeDaemon) -> None:
+    for name in ("one", "two", "three"):
+        ok("snapshot", name)
+    result = run("timeline", "-n", "2")
+    assert [line.split("\t")[0] for line in result.stdout.splitlines()] == ["three", "-"]
+    assert result.stderr == "vfsd: 2 older snapshots not shown; `vfsd timeline -n 4` shows all\n"
+    answer = as_json("timeline", "-n", "2")
+    assert ([state["name"] for state in answer["states"]], answer["older"]) == (["three", None], 2)
+
+
+def test_the_timeline_without_counts_compares_nothing(daemon: FakeDaemon) -> None:
+    ok("snapshot", "one")
+    assert [state["changes"] for state in as_json("timeline", "--no-changes")["states"]] == [None, None]
+    assert not [name for name, _ in daemon.requests if name == "diff"]
+    assert not last(daemon, "snapshots").changes
+
+
+def test_the_timeline_without_snapshots_is_the_live_state(daemon: FakeDaemon) -> None:
+    (state,) = as_json("timeline")["states"]
+    assert (state["name"], state["kind"], state["changes"]) == (None, "live", None)
+
+
+def test_the_timeline_of_a_workspace_without_a_log_names_no_programs(daemon: FakeDaemon) -> None:
+    daemon.authors = None
+    answer = as_json("timeline")
+    assert (answer["states"][0]["authors"], answer["authors_since"]) == (None, None)
+
+
+def test_the_timeline_says_how_far_the_log_reaches_back(daemon: FakeDaemon) -> None:
+    daemon.log_dropped = 1
+    assert "the log does not reach back to changes before 2026-01-0" in run("timeline").stderr
+
+
+def test_the_timeline_starts_again_if_the_newest_snapshot_is_dropped_meanwhile(daemon: FakeDaemon) -> None:
+    ok("snapshot", "one")
+    ok("snapshot", "two")
+    daemon.drop_before_diff = "two"
+    assert [state["name"] for state in as_json("timeline")["states"]] == ["one", None]

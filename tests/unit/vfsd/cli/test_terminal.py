@@ -61,6 +61,29 @@ def test_changes_have_colours(daemon: FakeDaemon) -> None:
     assert on_a_terminal("diff") == "\x1b[32mA\x1b[0m new\n"
 
 
+def test_the_timeline_fits_50_columns_and_ends_with_the_live_state(daemon: FakeDaemon) -> None:
+    on_a_terminal("snapshot", "base", "--tag", "what the user asked for " * 4 + "\x1b[31m")
+    daemon.live[b"new"] = b""
+    daemon.authors = [("label" * 5, 3), ("c\x1bc", 2), *((f"program{number}", 1) for number in range(6))]
+    on_a_terminal("snapshot", "before-restore")
+    del daemon.live[b"new"]
+    text = on_a_terminal("timeline", COLUMNS="50")
+    plain = ESCAPES.sub("", text).splitlines()
+    assert max(map(len, plain)) <= 50
+    assert [line.split()[0] for line in plain if not line.startswith(" ")] == ["base", "before-restore", "live"]
+    assert "before-restore  (safety)" in plain
+    assert "\x1b[32m+1\x1b[0m ~0 -0\n" in text
+    assert text.endswith(" +0 ~0 \x1b[31m-1\x1b[0m\n  by " + "label" * 5 + ", c\\x1bc,\n    program0, program1, ...\n")
+    assert "what the user asked" in text
+    assert "\\x1b[31m" in text
+
+
+def test_the_timeline_goes_through_the_pager(daemon: FakeDaemon) -> None:
+    on_a_terminal("snapshot", "base")
+    text = on_a_terminal("timeline", VFSD_PAGER="sed s/^/paged:/")
+    assert "paged:\x1b[33m\x1b[1mbase" in text
+
+
 def test_a_file_name_cannot_send_escapes_to_the_terminal(daemon: FakeDaemon) -> None:
     on_a_terminal("snapshot")
     daemon.live[b"\x1b]0;owned\x07\xc2\x9b31m"] = b""
