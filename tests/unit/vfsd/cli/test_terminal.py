@@ -73,7 +73,7 @@ def test_the_timeline_fits_50_columns_and_ends_with_the_live_state(daemon: FakeD
     assert [line.split()[0] for line in plain if not line.startswith(" ")] == ["base", "before-restore", "live"]
     assert "before-restore  (safety)" in plain
     assert "\x1b[32m+1\x1b[0m ~0 -0\n" in text
-    assert text.endswith(" +0 ~0 \x1b[31m-1\x1b[0m\n  by " + "label" * 5 + ", c\\x1bc,\n    program0, program1, ...\n")
+    assert text.endswith(" +0 ~0 \x1b[31m-1\x1b[0m\n  by " + "label" * 5 + ", c\\x1bc, program0,\n    program1, ...\n")
     assert "what the user asked" in text
     assert "\\x1b[31m" in text
 
