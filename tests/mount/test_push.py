@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def s3_environment() -> Iterator[dict[str, str]]:
 
 
 def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = ["vfsd", *words]
+    command = [sys.executable, "-m", "vfsd.cli.main", *words]
     return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **environment})
 
 

@@ -171,14 +171,17 @@ def test_keys_move_open_and_go_up(page: Page, site: Site, story: None) -> None:
     assert page.evaluate("document.activeElement.textContent") == "a.txt"
     page.keyboard.press("Enter")
     page.wait_for_selector("pre.content")
+    page.wait_for_load_state()  # keys work once the page's script has run
     page.keyboard.press("u")
     page.wait_for_selector("table.files")
+    page.wait_for_load_state()
     page.keyboard.press("?")
     assert page.locator("dialog").is_visible()
     page.keyboard.press("Escape")
     assert not page.locator("dialog").is_visible()
     page.keyboard.press("r")
     page.wait_for_url("**/restore**")
+    page.wait_for_load_state()
     page.keyboard.press("t")
     page.wait_for_selector(".timeline")
     page.keyboard.press("Tab")

@@ -12,7 +12,7 @@ import pytest
 
 from vfsd.daemon.keeper.loaded_files import LoadedFiles
 
-LATER_NS = time.time_ns() + 10**12
+LATER_NS = time.time_ns() + 10**15  # later than this run
 
 
 @pytest.fixture
