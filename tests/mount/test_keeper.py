@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.mount.conftest import check_invariants
 from tests.mount.dying_daemon import STEPS
 from tests.mount.programs import Program, failed, log_of, succeeded, vfsd, wait_ended
 from tests.support.fork_server import wait_until
+from vfsd.cli.main import cli
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
@@ -426,10 +428,32 @@ def test_an_unmount_ends_daemon_and_keeper(kept: Kept, way: str) -> None:
     assert read_record(kept.name) is None
 
 
+def test_an_unmount_does_not_remove_what_the_keeper_is_about_to_bring_back(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.mount()
+    monkeypatch.setattr("vfsd.machine.runtime._RESTART_TIMEOUT_S", 0.2)
+    record = kept.record
+    assert record.keeper is not None
+    os.kill(record.keeper, signal.SIGSTOP)
+    try:
+        os.kill(record.pid, signal.SIGKILL)
+        wait_until(lambda: not record.alive, "the daemon's end")
+        done = CliRunner().invoke(cli, ["unmount", kept.name], prog_name="vfsd")
+        assert done.exit_code == 1
+        assert f"its keeper (process {record.keeper}) is starting another one: repeat the command" in done.stderr
+    finally:
+        os.kill(record.keeper, signal.SIGCONT)
+    wait_until(lambda: kept.record.alive, "a replacement")
+    assert os.path.ismount(kept.path)
+
+
 def test_commands_wait_for_the_replacement(kept: Kept) -> None:
     workspace = kept.mount()
     (kept.path / "f").write_bytes(b"x")
-    os.kill(kept.record.pid, signal.SIGKILL)
+    record = kept.record
+    os.kill(record.pid, signal.SIGKILL)
+    wait_until(lambda: not record.alive, "the daemon's end")  # else it may have the request and not answer it
     assert "keeper\tpid" in succeeded(vfsd("status", "-w", kept.name))
     assert "restarted the daemon 1 time" in (workspace.status().keeper or "")
 

@@ -129,8 +129,10 @@ def _checked(file: str, *, every: bool, discard: bool) -> str:
 
 
 def _unmount(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
-    """Unmount through the daemon; if it is dead, remove what it left."""
+    """Unmount through the daemon; if it is dead, and nothing restarts it, remove what it left."""
     if not record.alive:
+        if record.is_kept:
+            record.check_alive()  # raises: the mount waits for the next daemon
         return clear_away(record)
     may_ask = not app.json and sys.stdin.isatty() and output.on_terminal(err=True)
     while True:

@@ -148,7 +148,9 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
             what = f"the daemon of {self.name} is dead"
             if self.is_kept:
                 raise ConnectionRefusedError(
-                    errno.ECONNREFUSED, f"{what}, and its keeper is starting another one: repeat the command"
+                    errno.ECONNREFUSED,
+                    f"{what}, and its keeper (process {self.keeper}) is starting another one: repeat the command, or"
+                    " end the keeper first",
                 )
             if self.failure is not None:
                 what += f" ({self.failure})"
