@@ -268,7 +268,11 @@ def test_while_the_helper_is_gone_all_is_eio_and_nobody_waits(
     container: Container, workspace: Workspace, root: Path
 ) -> None:
     (root / "f").write_text("x")
-    os.kill(helper_of(container), signal.SIGSTOP)  # it does not even end
+    pid = helper_of(container)
+    os.kill(pid, signal.SIGSTOP)  # it does not even end
+    # Until each of its threads has stopped, it answers.
+    tasks = Path(f"/proc/{pid}/task")
+    eventually(lambda: all("\nState:\tT" in (task / "status").read_text() for task in tasks.iterdir()))
     failed: list[int] = []
 
     def ask() -> None:
