@@ -215,7 +215,7 @@ class SnapshotDirectoryVolume:
         return _then(self._entry(inode), lambda entry: _attributes(inode, entry))
 
     def _top(self) -> Answer[Attributes]:
-        """The attributes of `.snapshots`: whoever may enter the root may enter it."""
+        """The attributes of `.snapshots`: those of the root, without permission to write."""
 
         def attributes(root: Attributes) -> Attributes:
             mode = stat.S_IFDIR | (root.mode & 0o555)

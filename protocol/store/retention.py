@@ -27,7 +27,7 @@ class Period(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Period:
-        """Parse "1y5m7d2h", of which any parts may be missing.  ValueError."""
+        """Parse a period such as "1y5m7d2h", "7d" or "36h".  ValueError."""
         match = _PERIOD.fullmatch(text)
         if match is None or not any(int(number or 0) for number in match.groups()):
             raise ValueError(f"{text!r} is not a period: write years, months, days and hours, such as 1y5m7d2h or 36h")

@@ -193,7 +193,7 @@ def test_pages_that_the_kernel_writes_back_have_no_process(mount: MountIt) -> No
         assert [change.process for change in written] == [None]
         assert "(the kernel, or another pid namespace)" in succeeded(vfsd("log", "-w", workspace.name))
     else:
-        # libfuse writes through the handle of whoever opened the file.
+        # A write request of libfuse names the process that opened the file.
         assert [change.process and change.process.command[0] for change in written] == [sys.executable]
 
 

@@ -102,7 +102,7 @@ def identity_record(of: Identity) -> IdentityRecord:
 
 
 def recorded_identity(record: IdentityRecord) -> Identity:
-    """Return the identity of which `record` is the record."""
+    """Return the identity that `record` describes."""
     device, inode, size, mtime_s, mtime_ns, ctime_s, ctime_ns = record
     return device, inode, size, mtime_s * _NS + mtime_ns, ctime_s * _NS + ctime_ns
 

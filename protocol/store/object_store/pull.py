@@ -63,7 +63,7 @@ class RemoteSource:
         return Scanned(record.root, counts, record.unstable, record.unreadable)
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
-        """Not used: `Store.take` reads nothing but the scan."""
+        """Raise NotImplementedError: `Store.take` uses only the scan."""
         raise NotImplementedError
 
     def chunks(self, path: bytes, size: int) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
-"""Storage: the operations that an object store has, whoever runs it; through `obstore`.
+"""Storage: the operations on an object store, through `obstore`.
 
-Only what every object store has: create an object that does not exist, read a range, list, delete.  Objects are never
-overwritten.
+Uses only what S3, GCS, Azure and a directory have in common: create an object that does not exist, read a range, list,
+delete.  Objects are never overwritten.
 
 Retries: a request that fails for a reason that may pass (429, 5xx, a time-out, a dropped connection, a short body) is
 repeated with exponential backoff and jitter until `patience_s` have passed.  A create whose answer was lost is

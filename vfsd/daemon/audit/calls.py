@@ -36,7 +36,7 @@ _current: ContextVar[_Call | None] = ContextVar("audited call", default=None)
 
 
 def audited(handlers: Mapping[str, Handler], log: AuditLog) -> dict[str, Handler]:
-    """Wrap the handlers of methods that change the workspace, so that `log` learns for whom they do."""
+    """Wrap the handlers of methods that change the workspace, so that `log` names the caller."""
     return {name: _audited(name, handler, log) if name in _CHANGING else handler for name, handler in handlers.items()}
 
 

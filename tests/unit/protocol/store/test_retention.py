@@ -176,7 +176,7 @@ def test_restic_forget_keeps_the_same_snapshots(restic: Path) -> None:
         for second in _times(dice):
             text = datetime.fromtimestamp(second).isoformat(sep=" ")
             tag = "kept" if dice.random() < 0.2 else None
-            # restic reads a local time, of which there are two when the clock is set back.
+            # restic reads a local time.  When the clock is set back, one local time stands for two moments.
             taken = int(datetime.fromisoformat(text).timestamp())
             command = ["restic", "backup", "--quiet", "--force", f"--host=h{number}", f"--time={text}"]
             subprocess.run([*command, *([f"--tag={tag}"] if tag else []), os.fspath(restic)], check=True)

@@ -142,6 +142,14 @@ class Handlers(pyfuse3.Operations):
         """The observer, for a change of `volume`; None if an impersonator's volume only pretends to make it."""
         return self.observer if volume is self._volume else None
 
+    def _entry_changed(
+        self, volume: Volume, change: str, ctx: pyfuse3.RequestContext, parent: int, name: bytes
+    ) -> None:
+        """Report a change of `name` in `parent` to the observer."""
+        observer = self._observer_of(volume)
+        if observer is not None:
+            observer.entry_changed(change, ctx.pid, parent, name)
+
     @staticmethod
     def _fill(attributes: Attributes, timeout_s: float) -> pyfuse3.EntryAttributes:
         entry = pyfuse3.EntryAttributes()
@@ -246,9 +254,7 @@ class Handlers(pyfuse3.Operations):
     ) -> pyfuse3.EntryAttributes:
         volume, timeout_s = self._volume_for(ctx)
         made = self._fill(await _result(volume.mknod(parent_inode, name, mode, rdev, _caller(ctx))), timeout_s)
-        observer = self._observer_of(volume)
-        if observer is not None:
-            observer.entry_changed("create" if stat.S_ISREG(mode) else "mknod", ctx.pid, parent_inode, name)
+        self._entry_changed(volume, "create" if stat.S_ISREG(mode) else "mknod", ctx, parent_inode, name)
         return made
 
     @_handler
@@ -257,9 +263,7 @@ class Handlers(pyfuse3.Operations):
     ) -> pyfuse3.EntryAttributes:
         volume, timeout_s = self._volume_for(ctx)
         made = self._fill(await _result(volume.mkdir(parent_inode, name, mode, _caller(ctx))), timeout_s)
-        observer = self._observer_of(volume)
-        if observer is not None:
-            observer.entry_changed("mkdir", ctx.pid, parent_inode, name)
+        self._entry_changed(volume, "mkdir", ctx, parent_inode, name)
         return made
 
     @_handler
@@ -268,9 +272,7 @@ class Handlers(pyfuse3.Operations):
     ) -> pyfuse3.EntryAttributes:
         volume, timeout_s = self._volume_for(ctx)
         made = self._fill(await _result(volume.symlink(parent_inode, name, target, _caller(ctx))), timeout_s)
-        observer = self._observer_of(volume)
-        if observer is not None:
-            observer.entry_changed("symlink", ctx.pid, parent_inode, name)
+        self._entry_changed(volume, "symlink", ctx, parent_inode, name)
         return made
 
     @_handler
@@ -288,17 +290,13 @@ class Handlers(pyfuse3.Operations):
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         volume = self._volume_for(ctx)[0]
         await _result(volume.unlink(parent_inode, name))
-        observer = self._observer_of(volume)
-        if observer is not None:
-            observer.entry_changed("unlink", ctx.pid, parent_inode, name)
+        self._entry_changed(volume, "unlink", ctx, parent_inode, name)
 
     @_handler
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         volume = self._volume_for(ctx)[0]
         await _result(volume.rmdir(parent_inode, name))
-        observer = self._observer_of(volume)
-        if observer is not None:
-            observer.entry_changed("rmdir", ctx.pid, parent_inode, name)
+        self._entry_changed(volume, "rmdir", ctx, parent_inode, name)
 
     @_handler
     async def rename(
