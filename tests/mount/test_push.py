@@ -68,6 +68,20 @@ def test_a_pushed_state_is_pulled_and_mounted(
         assert Path(work.path, "old").exists() == (backend != "memory")
 
 
+def test_a_name_with_odd_characters_is_escaped_and_the_command_can_be_pasted(
+    s3_environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, name = f"s3://{BUCKET}/odd", "two words\x1b[31m"
+    monkeypatch.setenv("VFSD_STORE_DIR", str(tmp_path / "store"))
+    with Workspace.mount(tmp_path / "m") as work:
+        pushed = run(s3_environment, "push", url, "--as", name, "-w", work.path)
+    assert (pushed.returncode, pushed.stderr) == (0, "")
+    assert pushed.stdout.startswith(r"pushed two words\x1b[31m to ")
+    pulled = run(s3_environment, "pull", f"{url}#{name}")
+    assert pulled.stdout.startswith(r"pulled two words\x1b[31m (")
+    assert "--backend 'overlay:snapshot:two words" in pulled.stderr
+
+
 def test_errors_are_one_line(s3_environment: dict[str, str], tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/errors"
     others = dict(s3_environment)

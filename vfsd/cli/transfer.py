@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shlex
 import time
 from dataclasses import asdict
 from typing import Any, Final
@@ -87,10 +88,10 @@ def _show_push(destination: str, report: Any) -> None:
     size = output.human_size(report.size_bytes)
     files = f"{output.counted(report.files, 'file')}, {size}"
     if not report.is_new:
-        output.say(f"{report.name} is already in {destination} ({files})")
+        output.say(f"{output.show_path(report.name)} is already in {destination} ({files})")
         return
     uploaded = output.human_size(report.uploaded_bytes)
-    output.say(f"pushed {report.name} to {destination} ({files}); uploaded {uploaded}")
+    output.say(f"pushed {output.show_path(report.name)} to {destination} ({files}); uploaded {uploaded}")
 
 
 @click.command(
@@ -154,6 +155,7 @@ def _pulled(remote: RemoteStore, local: Store, found: RemoteSnapshot, url: str, 
 
 def _show_pull(answer: dict[str, Any]) -> None:
     files = f"{output.counted(answer['files'], 'file')}, {output.human_size(answer['size_bytes'])}"
-    name = answer["name"]
+    name = output.show_path(answer["name"])
     output.say(f"pulled {name} ({files})" if answer["is_new"] else f"{name} is already here ({files})")
-    output.note(f"`vfsd mount MOUNTPOINT --backend overlay:snapshot:{name}@{answer['source']}` starts with it")
+    backend = shlex.quote(f"overlay:snapshot:{answer['name']}@{answer['source']}")
+    output.note(f"`vfsd mount MOUNTPOINT --backend {backend}` starts with it")
