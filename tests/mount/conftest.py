@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.hung_daemons import end_watch
 from tests.support.lower_layers import LAYERS, NAME, make
 from tests.support.unmounting import unmount_when_idle
 from vfsd.client.connection import ControlClient
@@ -92,8 +93,11 @@ def socket_of(workspace: Workspace) -> str:
 @contextmanager
 def mounted(path: Path, **options: Any) -> Iterator[Workspace]:
     """A workspace at `path`; on leaving, its invariants hold and its log complains of nothing."""
-    with Workspace.mount(path, **options) as workspace:
-        yield workspace
+    with end_watch() as end_begins, Workspace.mount(path, **options) as workspace:
+        try:
+            yield workspace
+        finally:
+            end_begins(workspace)
         check_invariants(workspace)
         unmount_when_idle(workspace)
     assert complaints(workspace.name) == []

@@ -18,6 +18,7 @@ import pytest
 
 from tests.mount.programs import VFSD, Program, failed, left_behind, log_of, succeeded, vfsd, wait_ended, wait_logged
 from tests.support.leaks import mounts
+from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import socket_dir, socket_path
 
 MANIFEST = '{"version": "1", "created_at": "2020-01-01T00:00:00Z", "file_count": 1, "total_bytes": 1}'
@@ -217,6 +218,17 @@ def test_a_signal_unmounts_and_leaves_nothing(mount: MountCli, place: Path, numb
     assert left_behind("work") == []
     assert complaints("work") == []
     assert number.name in log_of("work")
+
+
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_sigusr1_writes_the_stacks_of_all_threads_and_tasks_to_the_log(workdir: Path, is_fork: bool) -> None:
+    with Workspace.mount(workdir / "m", engine="native") as source, ExitStack() as stack:
+        workspace = stack.enter_context(source.fork(workdir / "fork")) if is_fork else source
+        os.kill(workspace.pid, signal.SIGUSR1)
+        wait_logged(workspace.name, " _handle_signals\n", workspace.pid)
+        assert "most recent call first" in log_of(workspace.name)
+        assert "\nTasks:\n" in log_of(workspace.name)
+        Path(workspace.path, "file").write_bytes(b"it serves on")
 
 
 @pytest.mark.parametrize("number", END_SIGNALS)

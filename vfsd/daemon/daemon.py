@@ -43,6 +43,7 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
 from vfsd.daemon.snapshots.directory import SnapshotDirectory, open_directory
+from vfsd.daemon.stacks import STACKS_SIGNAL, dump_threads_on_signal, write_task_stacks
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.choice import mount_engine, resume_engine
 from vfsd.kernel.inotify import Replay
@@ -336,14 +337,18 @@ class _Daemon:
     async def _handle_signals(
         self, mounted: MountedVolume, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Unmount on the first SIGTERM, SIGINT or SIGHUP; end at once on the second."""
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        """Unmount on the first SIGTERM, SIGINT or SIGHUP; end at once on the second.  Log the stacks on SIGUSR1."""
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STACKS_SIGNAL) as signals:
+            dump_threads_on_signal()
             task_status.started()
             early = None if self._kept is None else self._kept.early_signal()
             if early is not None:
                 os.kill(os.getpid(), early)
             async with trio.open_nursery() as nursery:
                 async for number in signals:
+                    if number == STACKS_SIGNAL:
+                        write_task_stacks()
+                        continue
                     _logger.info("%s", signal.Signals(number).name, extra={"operation": "signal"})
                     if nursery.child_tasks:
                         _logger.warning("a second signal: ending at once", extra={"operation": "unmount"})

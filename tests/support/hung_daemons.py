@@ -1,0 +1,55 @@
+"""End a daemon that hangs at the end of a test: the test fails, shows the daemon's stacks, and the session goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from vfsd.client.launch import log_path
+from vfsd.client.workspace import Workspace
+from vfsd.machine.runtime import process_start_ticks
+
+__all__ = ["end_watch"]
+
+# A test that timed out has no time limit for its end any more.
+_PATIENCE_S = 90.0
+_WRITES_S = 1.0
+
+
+@contextlib.contextmanager
+def end_watch() -> Iterator[Callable[[Workspace], None]]:
+    """Yield a function that starts the clock for the end of a workspace; kill its daemon if the block takes longer."""
+    watches: list[threading.Timer] = []
+
+    def begin(workspace: Workspace) -> None:
+        pid = workspace.pid
+        watch = threading.Timer(_PATIENCE_S, _kill, (workspace.name, pid, process_start_ticks(pid)))
+        watch.daemon = True
+        watches.append(watch)
+        watch.start()
+
+    try:
+        yield begin
+    finally:
+        for watch in watches:
+            watch.cancel()
+
+
+def _kill(name: str, pid: int, start_ticks: int | None) -> None:
+    if process_start_ticks(pid) != start_ticks:
+        return
+    os.kill(pid, signal.SIGUSR1)
+    time.sleep(_WRITES_S)
+    log = Path(log_path(name)).read_text(errors="replace")
+    print(f"the daemon of {name} hangs, and is killed; its log:\n{log}", file=sys.stderr)
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            print(f"{task.name}: {(task / 'stack').read_text()}", file=sys.stderr)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
