@@ -11,7 +11,7 @@ Invariants:
    never use the mount or the journal at the same time.
 2. Nothing is kept before the daemon's `Kept.begin`: a start that fails ends the keeper with the same exit status.
 3. The keeper ends with its daemon if that ends with status 0 (it unmounted) or was asked to end by a signal.  It ends
-   after `_DEATHS_MAX` deaths in a row between which no request was answered.  Then the descriptor is closed, so
+   after `_DEATHS_MAX` deaths in a row of daemons that answered no request.  Then the descriptor is closed, so
    programs get ENOTCONN.
 4. A signal to end that reaches the keeper reaches the daemon, also if it comes between two daemons.
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _DEATHS_MAX: Final = 5
-_PAUSES_S: Final = (0.0, 0.05, 0.2, 0.5)  # before a replacement, by the deaths in a row before it
+_PAUSES_S: Final = (0.0, 0.0, 0.05, 0.2, 0.5)  # before a replacement, by the deaths in a row before it
 _STUCK_CHECK_S: Final = 1.0
 _COUNTER_BYTES: Final = 8
 _TO_END: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -194,14 +194,14 @@ class Keeper:
     # -- a death -----------------------------------------------------------------------------------
     def _may_restart(self, ended: int) -> bool:
         how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"failed with exit status {ended}"
-        self._deaths = 1 if self._counter[0] else self._deaths + 1
+        self._deaths = 0 if self._counter[0] else self._deaths + 1
         self._counter[0] = 0
         if self._deaths >= _DEATHS_MAX:
             self._give_up(how)
             return False
         self._restarts += 1
         _logger.error("the daemon %s: its keeper starts another one", how, extra={"operation": "keep"})
-        time.sleep(_PAUSES_S[self._deaths - 1])  # a signal that comes meanwhile is handled, and the sleep goes on
+        time.sleep(_PAUSES_S[self._deaths])  # a signal that comes meanwhile is handled, and the sleep goes on
         return self._end_signal is None
 
     def _give_up(self, how: str) -> None:
