@@ -5,33 +5,45 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from protocol.store import Store, default_directory
+from protocol.store.object_store import RemoteStore
 from protocol.store.retention import Candidate, Period, Policy, judge
-from protocol.store.upkeep import GarbageReport
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.app import App
 from vfsd.cli.common.journals import bases_of_journals
+from vfsd.cli.common.object_stores import (
+    RemoteCommand,
+    bytes_progress,
+    check_no_options,
+    is_url,
+    open_remote,
+    selecting,
+)
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds
-from vfsd.cli.store import collect_with_progress, known_key, show_gc
+from vfsd.cli.store import AnyStore, collect_with_progress, known_key, note_damaged, show_collection, show_gc
 from vfsd.client.requests import workspace_key
 from vfsd.daemon.snapshots.base import is_merge_base, is_staged
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import SnapshotRecord, SnapshotsResult, from_wire_path, wire_path
 
 _SAFETY: Final = "safety snapshot"
+_REPLACED: Final = "replaced meanwhile"
 _COLUMNS: Final = output.columns("WORKSPACE ACTION NAME TIME:time TAG REASONS")
 _NARROW: Final = output.columns("ACTION NAME TIME:minute TAG REASONS")
 
 
 if TYPE_CHECKING:
+    from protocol.store.store import Choose
+
     _Parameter = click.ParamType[Period]
 else:  # generic only in newer versions of click than the oldest supported one
     _Parameter = click.ParamType
@@ -84,20 +96,24 @@ def _policy_options(function: Callable[..., None]) -> Callable[..., None]:
 
 @click.command(
     "prune",
-    cls=Command,
-    interrupted="interrupted: some of the snapshots may be removed; `vfsd store list` shows those that are left",
+    cls=RemoteCommand,
+    interrupted="interrupted: some of the snapshots may be removed; the same command removes the others",
     examples="""
     vfsd prune --keep-last 10 --keep-daily 7 --dry-run         # show what would be kept, and why
     vfsd prune --keep-last 10 --keep-daily 7
     vfsd prune --keep-within 14d --keep-tag 'release*' host:~/project
     vfsd prune --keep-last 20 -w scratch                       # a workspace in memory
+    vfsd prune --keep-daily 30 --store s3://bucket/team/job-7
     """,
 )
 @_policy_options
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be kept and removed, and remove nothing.")
 @click.option("--gc", "collect", is_flag=True, help="Then free the disk space, as `vfsd store gc` does.")
 @click.option(
-    "--store", "directory", metavar="DIR", type=click.Path(file_okay=False), help="Use this store, not the default one."
+    "--store",
+    metavar="DIR|URL",
+    type=click.Path(file_okay=False),
+    help="Use the store in this directory, or the object store at this URL, instead of the default one.",
 )
 @click.option(
     "--wait",
@@ -105,7 +121,7 @@ def _policy_options(function: Callable[..., None]) -> Callable[..., None]:
     type=Seconds(min=0),
     default=60.0,
     show_default=True,
-    help="How long to wait for snapshots, restores and readers to end.",
+    help="How long to wait for snapshots, restores and readers of the store on disk to end.",
 )
 @click.argument("keys", metavar="[host:DIR]...", nargs=-1)
 @click.pass_obj
@@ -117,7 +133,8 @@ def prune_command(
     keep_tag: tuple[str, ...],
     dry_run: bool,
     collect: bool,
-    directory: str | None,
+    store: str | None,
+    store_options: tuple[str, ...],
     wait: float,
     **rules: Any,
 ) -> None:
@@ -137,35 +154,44 @@ def prune_command(
     `vfsd persisted list` shows.  The rules do not count safety snapshots.
 
     Only names are removed.  `vfsd store gc` frees the disk space, and --gc does both.
+
+    With --store URL the command works on an object store that `vfsd push` made.  Other machines can push to it
+    meanwhile: what they push stays.  Nothing there says that another machine uses a snapshot, so keep those that are
+    used.
     """
     policy = Policy(**{name.removeprefix("keep_"): rule for name, rule in rules.items() if rule}, tags=keep_tag)
     if policy.is_empty:
         raise click.UsageError("this would remove every snapshot: add a rule, such as --keep-last 10")
     if app.workspace is not None:
-        if keys or directory is not None or collect:
+        if keys or store is not None or collect:
             raise click.UsageError("-w goes with neither host:DIR nor --store nor --gc")
         _prune_running(app, policy, dry_run=dry_run)
         return
-    _prune_store(app, policy, keys, directory, wait_s=wait, dry_run=dry_run, collect=collect)
+    run = _Run(policy, dry_run=dry_run)
+    if store is not None and is_url(store):
+        with open_remote(store, store_options) as remote:
+            _prune_remote(app, remote, run, keys, collect=collect)
+        return
+    check_no_options(store_options)
+    with Store(default_directory() if store is None else store) as local:
+        if store is not None and not local.layout.exists():
+            raise FileNotFoundError(errno.ENOENT, f"no snapshot store at {store}")
+        _prune_local(app, local, run, keys, wait_s=wait, collect=collect)
 
 
-# -- the store ------------------------------------------------------------------------------------
-def _prune_store(
-    app: App,
-    policy: Policy,
-    keys: Sequence[str],
-    directory: str | None,
-    *,
-    wait_s: float,
-    dry_run: bool,
-    collect: bool,
-) -> None:
-    with Store(default_directory() if directory is None else directory) as store:
-        if directory is not None and not store.layout.exists():
-            raise FileNotFoundError(errno.ENOENT, f"no snapshot store at {directory}")
+# -- a store --------------------------------------------------------------------------------------
+class _Run:
+    """A prune of a store.  `workspaces` is what the answer says of each workspace that was judged."""
+
+    def __init__(self, policy: Policy, *, dry_run: bool) -> None:
+        self.dry_run = dry_run
+        self.workspaces: list[dict[str, Any]] = []
+        self._policy = policy
+        self._now_ns = time.time_ns()
+
+    def choosing(self, keys: Sequence[str], store: AnyStore) -> Choose:
+        """Return the function that chooses what to remove of the workspaces `keys`; none: of all."""
         chosen = {known_key(key, store) for key in keys}
-        found: list[dict[str, Any]] = []
-        now_ns = time.time_ns()
 
         def choose(key: str, infos: Sequence[SnapshotInfo], needed: Mapping[str, str]) -> Iterable[str]:
             if chosen and key not in chosen:
@@ -173,15 +199,43 @@ def _prune_store(
             # `vfsd export` and `import` have temporary snapshots.
             shown = [info for info in infos if not is_staged(info.name)]
             needed = {**{info.name: info.tag or "" for info in infos if is_merge_base(info)}, **needed}
-            workspace = _judged(wire_path(os.fsencode(key)), policy, shown, needed, now_ns)
-            found.append(workspace)
-            return () if dry_run else [each["name"] for each in workspace["remove"]]
+            workspace = _judged(wire_path(os.fsencode(key)), self._policy, shown, needed, self._now_ns)
+            self.workspaces.append(workspace)
+            return () if self.dry_run else [each["name"] for each in workspace["remove"]]
 
-        store.prune(choose, wait_s=wait_s, journals=bases_of_journals)
-        freed = collect_with_progress(store, wait_s) if collect and not dry_run else None
+        return choose
+
+    def keep_replaced(self, names: Collection[str]) -> None:
+        """Say that the snapshots `names` were not removed, because another process has replaced them."""
+        for workspace in self.workspaces:
+            kept = [{**each, "reasons": [_REPLACED]} for each in workspace["remove"] if each["name"] in names]
+            workspace["remove"] = [each for each in workspace["remove"] if each["name"] not in names]
+            workspace["keep"] = sorted(workspace["keep"] + kept, key=lambda each: each["created_at"], reverse=True)
+
+    def answer(self, store: AnyStore, freed: object) -> dict[str, Any]:
+        """Return the answer."""
         place = wire_path(os.fsencode(store.directory))
-    answer = {"store": place, "dry_run": dry_run, "workspaces": found, "freed": freed}
-    app.emit(answer, lambda answer: _show(answer, freed))
+        damaged = [wire_path(os.fsencode(path)) for path in store.damaged_snapshots()]
+        return {
+            "store": place, "dry_run": self.dry_run, "workspaces": self.workspaces, "damaged": damaged, "freed": freed,
+        }  # fmt: skip
+
+
+def _prune_local(app: App, store: Store, run: _Run, keys: Sequence[str], *, wait_s: float, collect: bool) -> None:
+    store.prune(run.choosing(keys, store), wait_s=wait_s, journals=bases_of_journals)
+    freed = collect_with_progress(store, wait_s) if collect and not run.dry_run else None
+    show_freed = None if freed is None else partial(show_gc, freed)
+    app.emit(run.answer(store, freed), lambda answer: _show_store(answer, store, show_freed))
+
+
+def _prune_remote(app: App, store: RemoteStore, run: _Run, keys: Sequence[str], *, collect: bool) -> None:
+    run.keep_replaced(store.prune(run.choosing(keys, store)))
+    freed = None
+    if collect and not run.dry_run:
+        with bytes_progress("collecting") as progress:
+            freed = store.collect_garbage(progress)
+    show_freed = None if freed is None else partial(show_collection, freed, store)
+    app.emit(run.answer(store, freed), lambda answer: _show_store(answer, store, show_freed))
 
 
 # -- a running workspace --------------------------------------------------------------------------
@@ -198,7 +252,8 @@ def _prune_running(app: App, policy: Policy, *, dry_run: bool) -> None:
     workspace = _judged(record.name, policy, infos, needed, time.time_ns())
     if workspace["remove"] and not dry_run:
         app.call(app.requests.drop_unneeded({each["name"]: each["created_at"] for each in workspace["remove"]}))
-    app.emit({"store": None, "dry_run": dry_run, "workspaces": [workspace], "freed": None}, _show)
+    answer = {"store": None, "dry_run": dry_run, "workspaces": [workspace], "damaged": [], "freed": None}
+    app.emit(answer, lambda answer: _show(answer, "no snapshots"))
 
 
 def _info(record: SnapshotRecord, serial: int) -> SnapshotInfo:
@@ -235,7 +290,18 @@ def _judged(
     return {"workspace": workspace, "keep": keep, "remove": remove}
 
 
-def _show(answer: dict[str, Any], freed: GarbageReport | None = None) -> None:
+def _show_store(answer: dict[str, Any], store: AnyStore, show_freed: Callable[[], None] | None) -> None:
+    note_damaged(answer["damaged"], store)
+    where = f" in {output.show_path(answer['store'])}" if selecting(store) else " in the store"
+    hint = "" if isinstance(store, RemoteStore) else " (-w NAME prunes those in the memory of a workspace)"
+    advice = "" if show_freed else f"; `vfsd store gc{selecting(store)}` frees their disk space"
+    _show(answer, f"no snapshots{where}{hint}", advice)
+    if show_freed:
+        show_freed()
+
+
+def _show(answer: dict[str, Any], empty: str, advice: str = "") -> None:
+    """Print what was kept and removed.  `advice` follows the number of removed snapshots."""
     workspaces, dry_run = answer["workspaces"], answer["dry_run"]
     verb = "would remove" if dry_run else "removed"
     on_terminal = output.on_terminal()
@@ -254,16 +320,11 @@ def _show(answer: dict[str, Any], freed: GarbageReport | None = None) -> None:
             output.say("")
         rows += [(workspace["workspace"], *row) for row in shown]
     if not rows:
-        where = "" if answer["store"] is None else " in the store (-w NAME prunes those in the memory of a workspace)"
-        output.note(f"no snapshots{where}; nothing was removed")
+        output.note(f"{empty}; nothing was removed")
         return
     if not on_terminal:
         output.table(_COLUMNS, rows, empty="")
     removed = sum(len(workspace["remove"]) for workspace in workspaces)
     kept = sum(len(workspace["keep"]) for workspace in workspaces)
-    tail = ""
-    if removed and not dry_run and answer["store"] is not None and freed is None:
-        tail = "; `vfsd store gc` frees their disk space"
+    tail = advice if removed and not dry_run else ""
     output.note(f"{verb} {counted(removed, 'snapshot')}, {'would keep' if dry_run else 'kept'} {kept:,}{tail}")
-    if freed is not None:
-        show_gc(freed)

@@ -6,8 +6,7 @@ import errno
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,12 +18,12 @@ from protocol.store.upkeep import GONE, CheckReport, Damage, GarbageReport
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.journals import bases_of_journals
-from vfsd.cli.common.object_stores import is_url, open_remote, store_option
+from vfsd.cli.common.object_stores import bytes_progress, check_no_options, is_url, open_remote, selecting, store_option
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds, in_home
 from vfsd.client.requests import workspace_key
 from vfsd.machine.runtime import read_records
-from vfsd.wire.messages import ProgressReport, from_wire_path, wire_path
+from vfsd.wire.messages import from_wire_path, wire_path
 
 if TYPE_CHECKING:
     from protocol.store.object_store.collect import CollectionReport
@@ -46,6 +45,7 @@ class _StoreCommand(Command):
                 with open_remote(store, store_options) as remote:
                     callback(click.get_current_context().obj, remote, **settings)
                 return
+            check_no_options(store_options)
             with Store(default_directory() if store is None else store) as opened:
                 # The first snapshot creates the default store.
                 if store is not None and not opened.layout.exists():
@@ -79,12 +79,6 @@ def store_command() -> None:
 
 
 store_command.command_class = _StoreCommand
-
-
-@contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    with output.progress(label) as show:
-        yield show and (lambda done, total: show(ProgressReport(id=None, done=done, total=total, unit="bytes")))
 
 
 # -- list -----------------------------------------------------------------------------------------
@@ -129,15 +123,19 @@ def list_command(app: App, store: AnyStore) -> None:
     ]
     damaged = [wire_path(os.fsencode(path)) for path in store.damaged_snapshots()]
     place = wire_path(os.fsencode(store.directory))
-    app.emit({"store": place, "snapshots": rows, "damaged": damaged}, _show_list)
+    app.emit({"store": place, "snapshots": rows, "damaged": damaged}, lambda answer: _show_list(answer, store))
 
 
-def _show_list(answer: dict[str, Any]) -> None:
+def note_damaged(damaged: Sequence[str], store: AnyStore) -> None:
+    """Print how many snapshots a list lacks because they cannot be read."""
+    if damaged:
+        advice = f"`vfsd store check{selecting(store)}` names them"
+        output.note(f"not in this list: {counted(len(damaged), 'damaged snapshot')}; {advice}")
+
+
+def _show_list(answer: dict[str, Any], store: AnyStore) -> None:
     rows = answer["snapshots"]
-    if answer["damaged"]:
-        output.note(
-            f"not in this list: {counted(len(answer['damaged']), 'damaged snapshot')}; `vfsd store check` names them"
-        )
+    note_damaged(answer["damaged"], store)
     empty = f"no snapshots in {output.show_path(answer['store'])}"
     if output.on_terminal() and rows:
         _show_by_workspace(rows)
@@ -176,9 +174,9 @@ def check_command(app: App, store: AnyStore) -> None:
     still exists there.  A snapshot that needs other content stays incomplete; `vfsd store drop WORKSPACE NAME` drops
     it.
     """
-    with _progress("checking") as progress:
+    with bytes_progress("checking") as progress:
         report = store.check(progress)
-    app.emit(_check_record(report), lambda _: _show_check(report))
+    app.emit(_check_record(report), lambda _: _show_check(report, store))
     if not report.ok:
         click.get_current_context().exit(1)
 
@@ -203,7 +201,7 @@ def _damage_record(damage: Damage) -> dict[str, Any]:
     }
 
 
-def _show_check(report: CheckReport) -> None:
+def _show_check(report: CheckReport, store: AnyStore) -> None:
     size = output.human_size(report.size_bytes)
     found = f"{counted(report.snapshots, 'snapshot')}, {counted(report.contents, 'content')}"
     output.say(f"{found}, {size}: {'all whole' if report.ok else 'DAMAGED'}")
@@ -215,9 +213,11 @@ def _show_check(report: CheckReport) -> None:
             output.note(f"  lost: {output.show_path(wire_path(path)) or '.'}")
     if report.damages:
         is_repaired = all(damage.what == GONE for damage in report.damages)
+        given = selecting(store)
+        again = "`vfsd push --replace`" if isinstance(store, RemoteStore) else "the next snapshot"
         output.note(
-            ("" if is_repaired else "`vfsd store gc --repair` removes what is damaged; ")
-            + "the next snapshot stores again what still exists; `vfsd store drop WORKSPACE NAME` drops a snapshot that"
+            ("" if is_repaired else f"`vfsd store gc --repair{given}` removes what is damaged; ")
+            + f"{again} stores again what still exists; `vfsd store drop WORKSPACE NAME{given}` drops a snapshot that"
             " cannot be whole again"
         )
     for workspace in report.interrupted:
@@ -225,7 +225,7 @@ def _show_check(report: CheckReport) -> None:
         output.note(f"a restore of {shown} was interrupted: mount it, and `vfsd status` says how to finish or undo it")
     if report.leftover_bytes:
         size = output.human_size(report.leftover_bytes)
-        output.note(f"{size} are left over from interrupted work; `vfsd store gc` frees them")
+        output.note(f"{size} are left over from interrupted work; `vfsd store gc{selecting(store)}` frees them")
 
 
 # -- gc -------------------------------------------------------------------------------------------
@@ -263,20 +263,21 @@ def gc_command(app: App, store: AnyStore, *, wait: float, repair: bool) -> None:
     than that is not condemned.  There, `vfsd push --replace` stores damaged contents again.
     """
     if isinstance(store, RemoteStore):
-        with _progress("collecting") as progress:
+        with bytes_progress("collecting") as progress:
             collected = store.collect_garbage(progress, repair=repair)
-        app.emit(collected, _show_collection)
+        app.emit(collected, lambda _: show_collection(collected, store))
         return
     app.emit(collect_with_progress(store, wait, repair=repair), show_gc)
 
 
 def collect_with_progress(store: Store, wait_s: float, *, repair: bool = False) -> GarbageReport:
     """Collect the garbage of a store with a progress bar; see `Store.collect_garbage`."""
-    with _progress("collecting") as progress:
+    with bytes_progress("collecting") as progress:
         return store.collect_garbage(progress, wait_s=wait_s, repair=repair)
 
 
-def _show_collection(report: CollectionReport) -> None:
+def show_collection(report: CollectionReport, store: RemoteStore) -> None:
+    """Print what a collection of an object store freed and condemned."""
     if report.damaged_contents:
         output.say(f"removed {counted(report.damaged_contents, 'damaged content')}")
     freed, kept = output.human_size(max(0, report.freed_bytes)), output.human_size(report.kept_bytes)
@@ -284,7 +285,8 @@ def _show_collection(report: CollectionReport) -> None:
     if report.condemned_packs:
         condemned = f"{output.human_size(report.condemned_bytes)} ({counted(report.condemned_packs, 'pack')})"
         hours = report.grace_s / 3600
-        output.note(f"{condemned} are condemned: `vfsd store gc` deletes them if it runs {hours:g} hours later")
+        command = f"vfsd store gc{selecting(store)}"
+        output.note(f"{condemned} are condemned: `{command}` deletes them if it runs {hours:g} hours later")
 
 
 def show_gc(report: GarbageReport) -> None:

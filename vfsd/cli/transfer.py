@@ -17,9 +17,9 @@ import click
 from protocol.store import Store
 from protocol.store.object_store import RemoteSnapshot, RemoteStore
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.app import App
 from vfsd.cli.common.names import complete_snapshot
-from vfsd.cli.common.object_stores import bytes_progress, is_url, open_remote, store_option
+from vfsd.cli.common.object_stores import RemoteCommand, bytes_progress, is_url, open_remote
 from vfsd.wire.messages import SaveResult
 
 _URLS: Final = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR"
@@ -30,17 +30,9 @@ def _check_url(url: str) -> None:
         raise click.UsageError(f"{url} is not a URL: write {_URLS}")
 
 
-class _TransferCommand(Command):
-    """A command that takes --store-option."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.params.insert(-1, store_option())
-
-
 @click.command(
     "push",
-    cls=_TransferCommand,
+    cls=RemoteCommand,
     interrupted="interrupted: no snapshot was published; the same command continues with what is missing",
     examples="""
     vfsd push s3://bucket/team/job-7                     # the present state
@@ -96,7 +88,7 @@ def _show_push(destination: str, report: Any) -> None:
 
 @click.command(
     "pull",
-    cls=_TransferCommand,
+    cls=RemoteCommand,
     acts_on_workspace=False,
     interrupted="interrupted: no snapshot was added to the store on this machine",
     examples="""

@@ -49,15 +49,24 @@ _O_WRITE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class DamagedError(OSError):
-    """Something in the store differs from what was written, or is gone (EIO).  `damage` says what, without advice."""
+    """Something in the store differs from what was written, or is gone (EIO).  `damage` says what, without advice.
 
-    def __init__(self, damage: str, path: str | None = None) -> None:
-        super().__init__(errno.EIO, f"{damage}; `vfsd store check` lists all damage", path)
+    `url` is that of an object store.
+    """
+
+    def __init__(self, damage: str, path: str | None = None, *, url: str | None = None) -> None:
+        given = "" if url is None else f" --store {url}"
+        super().__init__(errno.EIO, f"{damage}; `vfsd store check{given}` lists all damage", path)
         self.damage = damage
+        self.url = url
 
     def at(self, path: str) -> DamagedError:
         """The same error with the path in the workspace; the root, whose path is empty, is not named."""
-        return DamagedError(self.damage, path or None)
+        return DamagedError(self.damage, path or None, url=self.url)
+
+    def in_object_store(self, url: str) -> DamagedError:
+        """The same error with advice for the object store at `url`."""
+        return DamagedError(self.damage, self.filename, url=url)
 
 
 def damaged_blob(digest: bytes, what: str = "is damaged") -> DamagedError:

@@ -8,8 +8,9 @@ Threading: one thread at a time.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from protocol.store.object_store.collect import CollectionReport
     from protocol.store.object_store.push import PushReport
     from protocol.store.object_store.storage import Objects, Storage
-    from protocol.store.store import Store
+    from protocol.store.store import Choose, Store
     from protocol.store.upkeep import CheckReport
     from protocol.tree import ByteProgress
     from protocol.volume_extensions import SnapshotInfo
@@ -160,7 +161,7 @@ class RemoteStore:
                 continue
             except DamagedError as error:
                 if damaged is None:
-                    raise
+                    raise error.in_object_store(self.directory) from None
                 damaged(one, error)
         return found
 
@@ -210,15 +211,42 @@ class RemoteStore:
         return found
 
     def drop(self, workspace: str, name: str) -> None:
-        """Drop a snapshot of a workspace; a later collection frees what it needs.  SnapshotNotFoundError."""
-        while True:
-            newest = self.generation(name)
-            found = [] if newest is None else self.records([newest])
-            if newest is None or not any(one.record.workspace == workspace for one in found):
-                raise SnapshotNotFoundError(name)
-            # An empty object.  If another process pushes the name at this moment, that is a new snapshot.
-            if self.storage.create(Generation(name, newest.number + 1).key, b"").result():
-                return
+        """Drop a snapshot of a workspace; a later collection frees what it needs.
+
+        SnapshotNotFoundError.  EBUSY if another process replaces the snapshot at this moment: the new one stays.
+        """
+        newest = self.generation(name)
+        found = [] if newest is None else self.records([newest])
+        if newest is None or not any(one.record.workspace == workspace for one in found):
+            raise SnapshotNotFoundError(name)
+        if not self._dropped(newest).result():
+            what = f"another process has just replaced the snapshot {name}, which was not dropped: look at it first"
+            raise OSError(errno.EBUSY, what, self.directory)
+
+    def _dropped(self, one: Generation) -> Future[bool]:
+        """Drop this generation of a name, unless another process has replaced it; return whether it is dropped.
+
+        The next generation is an empty object.
+        """
+        return self.storage.create(Generation(one.name, one.number + 1).key, b"")
+
+    def prune(self, choose: Choose) -> list[str]:
+        """Drop the snapshots that `choose` returns, which is called for each workspace, oldest first.
+
+        Return the names that another process replaced after `choose` was called: the new snapshots stay.  A snapshot
+        that is pushed meanwhile stays, too.  Each name is dropped atomically; an interrupted call has dropped some.
+        """
+        groups: dict[str, dict[str, RemoteSnapshot]] = {}
+        for one in self.all():
+            groups.setdefault(one.record.workspace, {})[one.name] = one
+        chosen = [
+            group[name]
+            for workspace, group in groups.items()
+            for name in choose(workspace, [one.info for one in group.values()], {})
+        ]
+        chosen.sort(key=lambda one: one.record.created_ns)
+        begun = [(one.name, self._dropped(one.generation)) for one in chosen]
+        return [name for name, answer in begun if not answer.result()]
 
     # -- moving snapshots ----------------------------------------------------------------------
     def push(
@@ -239,9 +267,10 @@ class RemoteStore:
         from protocol.store.object_store.pull import RemoteSource  # noqa: PLC0415 start-up: only pull needs it
 
         source = RemoteSource(self.packs, found.record, local.blobs, progress)
-        return local.take(
-            workspace, name or found.name, source, tag=found.record.tag, created_ns=found.record.created_ns
-        )
+        with self._advice():
+            return local.take(
+                workspace, name or found.name, source, tag=found.record.tag, created_ns=found.record.created_ns
+            )
 
     # -- upkeep --------------------------------------------------------------------------------
     def check(self, progress: ByteProgress | None = None) -> CheckReport:
@@ -257,7 +286,16 @@ class RemoteStore:
         """
         from protocol.store.object_store.collect import Collection  # noqa: PLC0415 it imports this module
 
-        return Collection(self, progress or no_progress).run(repair=repair)
+        with self._advice():
+            return Collection(self, progress or no_progress).run(repair=repair)
+
+    @contextlib.contextmanager
+    def _advice(self) -> Iterator[None]:
+        """Advise to check this store if the block finds damage."""
+        try:
+            yield
+        except DamagedError as error:
+            raise error.in_object_store(self.directory) from None
 
 
 def newest_of(objects: Objects) -> dict[str, Generation]:

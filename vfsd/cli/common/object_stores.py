@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import click
 
+from protocol.store import Store, default_directory
 from protocol.store.object_store import RemoteStore, open_storage
 from vfsd.cli.common import output
+from vfsd.cli.common.app import Command
 from vfsd.machine.optional_dependencies import missing_package
 from vfsd.wire.messages import ProgressReport
+
+_SECRET: Final = re.compile("key|secret|token|password|credential|sas", re.IGNORECASE)
 
 
 def store_option() -> click.Option:
@@ -25,9 +31,23 @@ def store_option() -> click.Option:
     )
 
 
+class RemoteCommand(Command):
+    """A command that takes --store-option."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.insert(-2, store_option())  # before -w and --json
+
+
 def is_url(text: str) -> bool:
     """Return whether `text` names an object store, and not a directory."""
     return "://" in text
+
+
+def check_no_options(options: Sequence[str]) -> None:
+    """Raise UsageError if there are options for an object store; call it for a command that uses none."""
+    if options:
+        raise click.UsageError("--store-option is for an object store: add --store URL")
 
 
 def open_remote(url: str, options: Sequence[str]) -> RemoteStore:
@@ -46,6 +66,19 @@ def open_remote(url: str, options: Sequence[str]) -> RemoteStore:
     if not os.path.isabs(cache):  # the XDG base directory specification: a relative path is ignored
         cache = os.path.join(os.path.expanduser("~"), ".cache")
     return RemoteStore(storage, cache_directory=os.path.join(cache, "vfsd", "indexes"))
+
+
+def selecting(store: Store | RemoteStore) -> str:
+    """Return the options that select `store`, with a space before each, for a command that a message gives.
+
+    Empty for the default store.  Options of the running command whose values may be secret are left out.
+    """
+    if store.directory == os.path.abspath(default_directory()):
+        return ""
+    options = click.get_current_context().params.get("store_options", ())
+    plain = [option for option in options if not _SECRET.search(option.partition("=")[0])]
+    words = ["--store", store.directory, *(word for option in plain for word in ("--store-option", option))]
+    return f" {shlex.join(words)}"
 
 
 @contextmanager
