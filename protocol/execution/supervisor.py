@@ -158,17 +158,21 @@ def _kill_all(command: int = 0) -> int:
 
 
 def _children(parent: int) -> list[int]:
-    """The processes whose parent is `parent` (proc_pid_stat(5): the fields after the name in parentheses)."""
+    """The processes whose parent is `parent`.
+
+    From status (proc_pid_status(5)), because on recent kernels stat waits for a process that executes another program
+    while a mount hangs.
+    """
     found = []
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
+            with open(f"/proc/{name}/status", "rb") as file:
+                line = file.read().partition(b"\nPPid:")[2].partition(b"\n")[0]
         except OSError:
             continue
-        if int(fields[1]) == parent:
+        if line.strip() == str(parent).encode():
             found.append(int(name))
     return found
 

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -371,6 +372,50 @@ def test_a_command_line_that_is_a_file_of_the_mount_does_not_block_it(workspace:
 
 
 # -- labels ----------------------------------------------------------------------------------------------
+_WRITES_BACK_IN_EXEC = f"""
+import mmap, os, sys, time
+file = os.open("mapped", os.O_RDWR | os.O_CREAT)
+os.truncate(file, {32 << 20})
+mapping = mmap.mmap(file, {32 << 20})
+if not os.fork():
+    mapping.close()
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    os.mkdir("made")
+    os._exit(0)
+mapping[:] = bytes([1]) * {32 << 20}
+print("ready", flush=True)
+sys.stdin.buffer.raw.read(1)
+os.execv("/bin/sleep", ["sleep", "0.1"])
+"""
+
+
+def test_a_parent_that_writes_a_mapping_back_while_it_executes_a_program_does_not_block_the_daemon(
+    workspace: Workspace, workdir: Path
+) -> None:
+    # Until the pages are written, much of what /proc shows of the parent waits (vfsd.machine.bounded_reads).
+    command = [sys.executable, "-c", _WRITES_BACK_IN_EXEC, str(workdir / "begin")]
+    other = Workspace.mount(workdir / "other")
+    with subprocess.Popen(command, cwd=workspace.path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        os.kill(workspace.pid, signal.SIGSTOP)
+        try:
+            parent.stdin.write(b"x")
+            parent.stdin.flush()
+            time.sleep(0.5)  # nothing shows without waiting that the program is there
+            other.unmount()
+            (workdir / "begin").touch()
+            time.sleep(0.5)
+        finally:
+            os.kill(workspace.pid, signal.SIGCONT)
+        assert parent.wait() == 0
+    made = workspace.log("made")[0]
+    assert made.process is not None
+    assert made.process.name.startswith("python")
+
+
 def test_a_label_is_inherited_by_what_is_started_below_it(workspace: Workspace, root: Path) -> None:
     with workspace.label("turn 1"):
         (root / "a").mkdir()

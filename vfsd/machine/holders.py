@@ -1,5 +1,8 @@
 """Find the processes that keep a mount busy: with a directory, an open file, a program or a mapping on it.
 
+Never waits for a process that holds the lock of its memory because it waits for another mount that hangs: such a
+process is left out (`vfsd.machine.bounded_reads`), and umount(2) still refuses if it has something open.
+
 Never touches the mount: opening /proc/PID/cwd with O_PATH sends the daemon no request, and the descriptor's fdinfo
 names the mount.  An unprivileged caller sees only its own processes.
 
@@ -8,14 +11,16 @@ Source: proc_pid_fdinfo(5) (mnt_id), proc_pid_maps(5); ptrace(2) for the access 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from vfsd.machine.bounded_reads import BoundedReads, UnansweredError
 from vfsd.machine.mountinfo import mount_at, mounts
 
 _LINKS: Final = (("cwd", "current directory"), ("root", "root directory"), ("exe", "program"))
+_PATIENCE_S: Final = 0.2
 _MOUNT_ID: Final = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
 # address perms offset dev:inode pathname; the device in hexadecimal
 _MAPPING: Final = re.compile(rb"^\S+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) \d+ *(.*)$", re.MULTILINE)
@@ -49,34 +54,35 @@ def holders(mountpoint: str, *, unseen_by_umount: bool = False) -> list[Holder]:
     own_namespace = os.readlink("/proc/self/ns/mnt")
     mount_ids_by_namespace = {own_namespace: own}
     found = []
+    reads = BoundedReads(_PATIENCE_S)
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
-            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            namespace = reads.ask(functools.partial(os.readlink, f"/proc/{pid}/ns/mnt"))
             if namespace == own_namespace and not own:
                 continue
             if namespace not in mount_ids_by_namespace:
                 mount_ids_by_namespace[namespace] = frozenset(
                     m.mount_id for m in mounts(pid) if m.device == mount.device
                 )
-            what = ", ".join(_holds(pid, mount.device, mount_ids_by_namespace[namespace]))
+            what = reads.ask(functools.partial(_holds, pid, mount.device, mount_ids_by_namespace[namespace]))
             if what:
-                found.append(Holder(pid, _command(pid), what))
-        except OSError:
-            continue  # the process ended, or we may not inspect it
+                found.append(Holder(pid, _command(pid), ", ".join(what)))
+        except (OSError, UnansweredError):
+            continue  # the process ended, or we may not inspect it, or it waits for a mount that hangs
+    reads.close()
     return found
 
 
-def _holds(pid: int, device: int, mount_ids: frozenset[int]) -> Iterator[str]:
+def _holds(pid: int, device: int, mount_ids: frozenset[int]) -> list[str]:
     """Describe what process `pid` uses on the device, at most one of each kind."""
-    for link, kind in _LINKS:
-        if _mount_of_link(f"/proc/{pid}/{link}") in mount_ids:
-            yield kind
+    found = [kind for link, kind in _LINKS if _mount_of_link(f"/proc/{pid}/{link}") in mount_ids]
     open_file = _open_file(pid, mount_ids)
     if open_file is not None:
-        yield f"open file {open_file}"
+        found.append(f"open file {open_file}")
     mapped_file = _mapped_file(pid, device)
     if mapped_file is not None:
-        yield f"mapped file {mapped_file}"
+        found.append(f"mapped file {mapped_file}")
+    return found
 
 
 def _mount_of_link(path: str) -> int | None:

@@ -43,7 +43,7 @@ def audited(handlers: Mapping[str, Handler], log: AuditLog) -> dict[str, Handler
 def _audited(method: str, handler: Handler, log: AuditLog) -> Handler:
     @functools.wraps(handler)
     async def answer(params: Any, call: CallContext) -> Any:
-        client = log.processes.find(call.client) if isinstance(call.client, int) else log.processes.unknown
+        client = log.processes.find_client(call.client) if isinstance(call.client, int) else log.processes.unknown
         token = _current.set(_Call(log, method, client))
         try:
             return await handler(params, call)

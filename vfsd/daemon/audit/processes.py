@@ -6,11 +6,12 @@ that takes no lock: pread(2) on an open /proc/PID/pagemap returns EINVAL for an 
 has executed another program or has ended (pagemap_read, fs/proc/task_mmu.c).
 
 A command line is memory of that process.  Reading it can wait for a lock that another thread of the process holds while
-it waits for the mount, or for a page that is itself a file of the mount.  So a thread reads /proc, and the loop waits
-for it for at most `_PATIENCE_S`, not counting the time in which that thread waits for a CPU.  Without an answer the
-process is known by its name only.
+it waits for the mount, or for a page that is itself a file of the mount.  So a thread reads /proc
+(`vfsd.machine.bounded_reads`).  Without an answer the process is known by its name only.  The loop itself asks only
+about a thread whose request waits for the loop's reply: that thread executes no other program meanwhile, and the
+loop's reference to its memory is not the last one.
 
-Threading: the serving loop, and the threads of `_Reader`, which touch nothing but their own question.
+Threading: the serving loop.  `_found` runs in a thread for which the loop waits, and only reads `_kept`.
 
 Invariants (`check_invariants`): at most `_KEPT` threads are kept, each with at most two descriptors, and fewer where
 the daemon may have few descriptors; a process holds at most COMMAND_BYTES of its command line, and at most `_DEPTH`
@@ -20,21 +21,22 @@ ancestors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
 import resource
 import select
-import threading
-from queue import SimpleQueue
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, TypeVar
 
+from vfsd.machine.bounded_reads import BoundedReads, UnansweredError
+
+T = TypeVar("T")
 COMMAND_BYTES: Final = 1024  # of a command line; the rest is cut off
 _KEPT: Final = 128
 _DESCRIPTORS_PER_KEPT: Final = 32  # of RLIMIT_NOFILE: the rest is for the volume and for clients
 _DEPTH: Final = 16
-_PATIENCE_S: Final = 0.05
-_STUCK_MAX: Final = 4  # threads of `_Reader` that wait; then processes are known by their names until one returns
 _OBJECT_BYTES: Final = 400  # of a `Process` and its strings without their text
 # Podman, Docker, containerd and CRI-O put the container's id into the cgroup's name.
 _CONTAINER: Final = re.compile(rb"[0-9a-f]{64}")
@@ -120,6 +122,24 @@ class _Facts(NamedTuple):
     container: str | None
 
 
+class _Found(NamedTuple):
+    """Facts about a thread, None if it has ended, and descriptors of its pagemap and name, -1 without one.
+
+    `has_kept_parent`: its parent is kept, and is still the same.
+    """
+
+    facts: _Facts | None
+    memory: int
+    name: int
+    has_kept_parent: bool
+
+    def close(self) -> None:
+        _close(self.memory, self.name)
+
+
+_NOTHING: Final = _Found(None, -1, -1, has_kept_parent=False)
+
+
 class _Kept:
     """A process that was looked up, and what shows that it still is the same."""
 
@@ -162,19 +182,20 @@ class Processes:
     def __init__(self, starter: int = 0) -> None:
         self._kept: dict[int, _Kept] = {}  # by thread
         self._kept_max = max(1, min(_KEPT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _DESCRIPTORS_PER_KEPT))
-        self._reader = _Reader()
+        self._reads = BoundedReads()
         self._daemon = os.getpid()
         self._labels: dict[int, tuple[int, str]] = {}  # by process id: a pidfd, and the label that it was given
         self.unknown: Final = Process(0)
         self._starters: dict[int, int] = {}  # by process id: a pidfd
-        facts = self._reader.ask(starter) if starter else None
+        facts = self._asked(functools.partial(_facts, starter)) if starter else None
         for pid in () if facts is None else (facts.pid, facts.parent):
             with contextlib.suppress(OSError):
                 if pid > 1:
                     self._starters[pid] = os.pidfd_open(pid)
 
     def close(self) -> None:
-        """Close all descriptors, and forget the labels."""
+        """Close all descriptors, end the thread, and forget the labels."""
+        self._reads.close()
         _close(*self._starters.values())
         self._starters.clear()
         for pid in tuple(self._labels):
@@ -183,28 +204,44 @@ class Processes:
             kept.close()
         self._kept.clear()
 
-    def find(self, thread: int, depth: int = _DEPTH) -> Process:
-        """Return the process of `thread` as it is now.  For thread 0, and one that has ended, a process without facts.
+    def find(self, thread: int) -> Process:
+        """Return the process of `thread`, whose request waits for a reply, as it is now.
 
-        Looks up at most `depth` of its ancestors.
+        For thread 0, and one that has ended, a process without facts.
         """
         kept = self._kept.get(thread)
-        if kept is not None:
-            if kept.is_current:
-                return kept.process
-            del self._kept[thread]
-            kept.close()
-        return self._look_up(thread, depth) if thread else self.unknown
+        if kept is not None and kept.is_current:
+            return kept.process
+        return self._look_up(thread, _DEPTH) if thread else self.unknown
+
+    def find_client(self, thread: int) -> Process:
+        """Return the process of `thread`, which waits for nothing here, as it is now."""
+        kept = self._kept.get(thread)
+        if kept is not None and self._asked(lambda: kept.is_current):
+            return kept.process
+        return self._look_up(thread, _DEPTH)
+
+    def _asked(self, read: Callable[[], T], discard: Callable[[T], object] | None = None) -> T | None:
+        try:
+            return self._reads.ask(read, discard)
+        except UnansweredError:
+            return None
 
     def _look_up(self, thread: int, depth: int) -> Process:
-        # Opened first: if the process executes another program meanwhile, the next check notices.
-        memory, name = _opened(thread, "pagemap"), _opened(thread, "comm")
-        facts = self._reader.ask(thread)
+        """Look up a process that is not kept, or is not the kept one any more, and at most `depth` of its ancestors."""
+        outdated = self._kept.pop(thread, None)
+        if outdated is not None:
+            outdated.close()
+        found = self._asked(functools.partial(_found, thread, self._kept), _Found.close) or _NOTHING
+        facts, memory, name, has_kept_parent = found
         if facts is None:
-            process = Process(thread, _read_name(name))
-            _close(memory, name)
+            process = Process(thread, _read_name(name) or _comm(thread))
+            found.close()
             return process
-        parent = self.find(facts.parent, depth - 1) if facts.parent and depth > 1 else None
+        if has_kept_parent:
+            parent: Process | None = self._kept[facts.parent].process
+        else:
+            parent = self._look_up(facts.parent, depth - 1) if facts.parent and depth > 1 else None
         process = Process(
             facts.pid,
             facts.name,
@@ -295,6 +332,15 @@ def _command_label(supervisor: Process) -> str | None:
 
 
 # -- /proc ------------------------------------------------------------------------------------------
+def _found(thread: int, kept: Mapping[int, _Kept]) -> _Found:
+    """Look a thread up."""
+    # Opened first: if the process executes another program meanwhile, the next check notices.
+    memory, name = _opened(thread, "pagemap"), _opened(thread, "comm")
+    facts = _facts(thread)
+    parent = None if facts is None else kept.get(facts.parent)
+    return _Found(facts, memory, name, has_kept_parent=parent is not None and parent.is_current)
+
+
 def _opened(thread: int, name: str) -> int:
     try:
         return os.open(f"/proc/{thread}/{name}", os.O_RDONLY | os.O_CLOEXEC)
@@ -312,6 +358,14 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _comm(thread: int) -> bytes:
+    name = _opened(thread, "comm")
+    try:
+        return _read_name(name)
+    finally:
+        _close(name)
 
 
 def _read_name(descriptor: int) -> bytes:
@@ -351,62 +405,3 @@ def _facts(thread: int) -> _Facts | None:
     except (OSError, KeyError, ValueError):
         return None
     return facts
-
-
-class _Question:
-    __slots__ = ("answer", "answered", "reader", "thread")
-
-    def __init__(self, thread: int) -> None:
-        self.thread = thread
-        self.reader = 0  # the thread that reads, while it does
-        self.answer: _Facts | None = None
-        self.answered = threading.Lock()
-        self.answered.acquire()
-
-
-class _Reader:
-    """Reads /proc in a thread, and lets nobody wait for a process that keeps its memory locked."""
-
-    def __init__(self) -> None:
-        self._questions: SimpleQueue[_Question] | None = None
-        self._stuck: list[_Question] = []
-
-    def ask(self, thread: int) -> _Facts | None:
-        """Return the facts about `thread`; None if it has ended, or cannot be read in time."""
-        self._stuck = [question for question in self._stuck if not question.answered.acquire(blocking=False)]
-        if len(self._stuck) >= _STUCK_MAX:
-            return None
-        if self._questions is None:
-            self._questions = SimpleQueue()
-            # A daemon thread, because one that waits for such a process must not keep this one from ending.
-            threading.Thread(target=_answer_all, args=(self._questions,), name="audit", daemon=True).start()
-        question = _Question(thread)
-        self._questions.put(question)
-        while not question.answered.acquire(timeout=_PATIENCE_S):
-            if question.reader and not _is_running(question.reader):
-                break
-        else:
-            return question.answer
-        # The thread goes on alone, and ends when it has answered: nobody asks it again.
-        self._stuck.append(question)
-        self._questions.put(_LAST)
-        self._questions = None
-        return None
-
-
-_LAST: Final = _Question(0)
-
-
-def _is_running(thread: int) -> bool:
-    """Whether a thread of this process runs or waits for a CPU, rather than for something in the kernel."""
-    with open(f"/proc/self/task/{thread}/stat", "rb") as file:
-        return file.read().rpartition(b") ")[2].startswith(b"R")
-
-
-def _answer_all(questions: SimpleQueue[_Question]) -> None:
-    reader = threading.get_native_id()
-    while (question := questions.get()) is not _LAST:
-        question.reader = reader
-        question.answer = _facts(question.thread)
-        question.reader = 0
-        question.answered.release()

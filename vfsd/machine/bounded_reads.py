@@ -1,0 +1,140 @@
+"""Read what the kernel shows of other processes, in a thread that may be left behind.
+
+Some files of /proc wait for the process that they show.  On Linux 6.18, stat, maps, pagemap, environ, exe, cwd, root
+and ns/ take a lock that a process holds while it replaces its memory (exec_update_lock, fs/exec.c); others, such as
+cmdline, one that it holds while it changes its memory (mmap_lock).  status, comm, fd/ and mountinfo take neither.
+Meanwhile the process may wait for a mount: the kernel writes dirty pages of a mapping back before it removes the
+mapping (fuse_vma_close, fs/fuse/file.c).  A daemon that waits for such a file then waits for itself, or for another
+daemon that hangs.  Releasing the last reference to the memory of a process that ends (mmput, kernel/fork.c) does the
+same.
+
+Threading: a `BoundedReads` belongs to one thread, which waits in `ask`.  What it passes to `ask` runs in another
+thread, and must not change anything that is used elsewhere: it may go on after `ask` has returned.
+
+Invariant: at most `_STUCK_MAX` threads wait for processes; more questions are not answered.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Final, Generic, TypeVar
+
+PATIENCE_S: Final = 0.05
+_STUCK_MAX: Final = 4
+
+T = TypeVar("T")
+
+
+class UnansweredError(Exception):
+    """The kernel did not answer in time."""
+
+
+class BoundedReads:
+    """A thread that reads for another one, and is replaced if it has to wait.
+
+    `patience_s`: how long `ask` waits, not counting the time in which the reading thread waits for a CPU.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._questions: SimpleQueue[_Question[object] | None] | None = None
+        self._stuck: list[_Stuck] = []
+
+    def ask(self, read: Callable[[], T], discard: Callable[[T], object] | None = None) -> T:
+        """Return what `read` returns, or raise what it raises.  UnansweredError if it takes too long.
+
+        `discard` is called, at a later `ask`, with a result that came too late.
+        """
+        self._stuck = [stuck for stuck in self._stuck if not stuck.is_over()]
+        if len(self._stuck) >= _STUCK_MAX:
+            raise UnansweredError
+        question = _Question(read)
+        self._started().put(question)  # type: ignore[arg-type]  # the queue only carries it
+        while not question.answered.acquire(timeout=self._patience_s):
+            if question.reader and not _is_running(question.reader):
+                # The thread goes on alone, and ends when it has answered: nobody asks it again.
+                self._stuck.append(_Stuck(question, discard))  # type: ignore[arg-type]
+                self.close()
+                raise UnansweredError
+        return question.result()
+
+    def _started(self) -> SimpleQueue[_Question[object] | None]:
+        if self._questions is None:
+            questions: SimpleQueue[_Question[object] | None] = SimpleQueue()
+            # A daemon thread, because one that waits for such a process must not keep this one from ending.
+            try:
+                threading.Thread(target=_answer_all, args=(questions,), name="vfsd-proc", daemon=True).start()
+            except RuntimeError:  # the process may have no more threads
+                raise UnansweredError from None
+            self._questions = questions
+        return self._questions
+
+    def close(self) -> None:
+        """End the thread.  The next `ask` starts another one."""
+        if self._questions is not None:
+            self._questions.put(None)
+            self._questions = None
+
+
+class _Question(Generic[T]):
+    __slots__ = ("_error", "_read", "_result", "answered", "reader")
+
+    def __init__(self, read: Callable[[], T]) -> None:
+        self._read = read
+        self._error: BaseException | None = None
+        self._result: T
+        self.reader = 0  # the thread that reads, while it does
+        self.answered = threading.Lock()
+        self.answered.acquire()
+
+    def answer(self, reader: int) -> None:
+        self.reader = reader
+        try:
+            self._result = self._read()
+        except BaseException as error:  # noqa: BLE001 (`result` raises it; without an answer `ask` would wait forever)
+            self._error = error
+        self.reader = 0
+        self.answered.release()
+
+    def result(self) -> T:
+        """Return or raise what it was answered."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._result
+
+
+class _Stuck:
+    """A question whose answer nobody waits for any more."""
+
+    __slots__ = ("_discard", "_question")
+
+    def __init__(self, question: _Question[object], discard: Callable[[object], object] | None) -> None:
+        self._question = question
+        self._discard = discard
+
+    def is_over(self) -> bool:
+        """Whether it was answered; discards the answer."""
+        if not self._question.answered.acquire(blocking=False):
+            return False
+        try:
+            result = self._question.result()
+        except Exception:  # noqa: BLE001 (of a process that nobody asks about any more)
+            return True
+        if self._discard is not None:
+            self._discard(result)
+        return True
+
+
+def _is_running(thread: int) -> bool:
+    """Whether a thread of this process runs or waits for a CPU, rather than for something in the kernel."""
+    with open(f"/proc/self/task/{thread}/stat", "rb") as file:
+        return file.read().rpartition(b") ")[2].startswith(b"R")
+
+
+def _answer_all(questions: SimpleQueue[_Question[object] | None]) -> None:
+    reader = threading.get_native_id()
+    while (question := questions.get()) is not None:
+        question.answer(reader)
