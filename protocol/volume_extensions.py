@@ -455,8 +455,10 @@ class SharedLimit(Protocol):
 class ForkableVolume(SnapshotableVolume, Protocol):
     """A volume that a copy of the process can serve after fork(2) (capability `forkable`): each has its own state."""
 
-    def share_limit(self, limit: SharedLimit) -> None:
+    def share_limit(self, limit: SharedLimit | None) -> None:
         """From now on refuse with ENOSPC what needs memory that `limit` has no room for; also in copies of the process.
+
+        None: there are no other processes any more.
 
         Removing, shortening, dropping and restoring are never refused.
         """
@@ -539,8 +541,11 @@ class JournaledVolume(SnapshotableVolume, Protocol):
         """
         ...
 
-    def write_image(self, number: int) -> None:
-        """In the forked process: write the state that `begin_image` returned `number` for.  OSError."""
+    def write_image(self, number: int, progress: Callable[[], None]) -> None:
+        """In the forked process: write the state that `begin_image` returned `number` for.  OSError.
+
+        Calls `progress` again and again, so that the memory that this process takes can be observed.
+        """
         ...
 
     def finish_image(self, number: int, *, is_complete: bool) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import check_invariants
-from tests.mount.programs import vfsd, wait_ended
+from tests.mount.programs import VFSD, vfsd, wait_ended
 from tests.mount.surviving_programs import PROGRAMS, run_program, tree_facts
 from tests.support.fork_server import wait_until
 from vfsd.client.workspace import Workspace
@@ -28,7 +28,8 @@ from vfsd.machine.runtime import WorkspaceRecord, read_record
 
 _SHORT_CHANGES, _LONG_CHANGES = 8, 1000  # changes of the daemon's pid
 _IN_A_ROW = 4  # replacements that are killed before they have recovered
-_BETWEEN_SERIES = 6  # kills
+_BETWEEN_SERIES = 4  # kills
+_BETWEEN_COMPACTIONS = 20  # kills
 _PAUSE_MAX_S = 0.2
 
 
@@ -44,10 +45,13 @@ class Killer:
         keeper = self._record.keeper
         assert keeper is not None
         self._keeper = keeper
-        mount = mount_at(self._record.mountpoint)
+        self._mountpoint = self._record.mountpoint
+        mount = mount_at(self._mountpoint)
         assert mount is not None
         self._waiting = None if connections is None else connections / str(os.minor(mount.device)) / "waiting"
         self.changes = 0
+        self._kills = 0
+        self._compactions: list[subprocess.Popen[bytes]] = []
         self._killed = 0
 
     @property
@@ -58,6 +62,11 @@ class Killer:
 
     def kill(self) -> None:
         """Kill the daemon while a request is in flight, after a pause; return when a replacement has recovered."""
+        for _ in range(2):  # once the second is answered, the keeper knows of the first
+            os.statvfs(self._mountpoint)
+        self._kills += 1
+        if self._kills % _BETWEEN_COMPACTIONS == 0:
+            self._compact()
         time.sleep(self._choice.random() * _PAUSE_MAX_S)
         record = self._record
         if self._waiting is not None:
@@ -65,10 +74,22 @@ class Killer:
             wait_until(lambda: int(waiting.read_text()) > 0, "a request in flight")
         self._kill(record.pid)
         if self._choice.randrange(_BETWEEN_SERIES) == 0:
-            for _ in range(_IN_A_ROW):
+            for _ in range(self._choice.randint(1, _IN_A_ROW)):
                 wait_until(lambda: bool(self._replacement()), "a replacement")
                 self._kill(self._replacement())
         wait_until(lambda: self._record.pid == self._replacement(), "a replacement that has recovered", 120)
+
+    def _compact(self) -> None:
+        """Begin a compaction; half of them are complete before the kill."""
+        compacting = subprocess.Popen([*VFSD, "compact", "-w", self._name], stdout=subprocess.DEVNULL)
+        if self._choice.randrange(2):
+            assert compacting.wait() == 0
+        self._compactions.append(compacting)
+
+    def wait_compactions(self) -> None:
+        """Wait for the commands, some of which lost their daemon."""
+        for each in self._compactions:
+            each.wait()
 
     def _kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
@@ -108,8 +129,20 @@ def connections(workdir: Path) -> Iterator[Path | None]:
 
 
 def test_programs_do_not_notice_that_the_daemon_is_killed(
-    workspace: Workspace, connections: Path | None, workdir: Path, runs_long: bool
+    workspace: Workspace, connections: Path | None, workdir: Path
 ) -> None:
+    run_campaign(workspace, connections, workdir, _SHORT_CHANGES)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_programs_do_not_notice_a_thousand_changes_of_pid(
+    workspace: Workspace, connections: Path | None, workdir: Path
+) -> None:
+    run_campaign(workspace, connections, workdir, _LONG_CHANGES)
+
+
+def run_campaign(workspace: Workspace, connections: Path | None, workdir: Path, changes: int) -> None:
     over = workdir / "over"
     root = Path(workspace.path)
     command = [sys.executable, "-m", "tests.mount.surviving_programs"]
@@ -119,15 +152,17 @@ def test_programs_do_not_notice_that_the_daemon_is_killed(
         )
         for name in PROGRAMS
     }
+    killer = Killer(workspace.name, connections)
     try:
-        killer = Killer(workspace.name, connections)
-        while killer.changes < (_LONG_CHANGES if runs_long else _SHORT_CHANGES):
+        while killer.changes < changes:
             killer.kill()
+            print(killer.changes, "changes of pid", flush=True)
             for name, program in programs.items():
                 if program.poll() is not None:
                     pytest.fail(f"{name} failed after {killer.changes} changes:\n{program.communicate()[1]}")
     finally:
         over.touch()
+        killer.wait_compactions()
         ended = {name: program.communicate() for name, program in programs.items()}
     for name, (rounds, errors) in ended.items():
         assert programs[name].returncode == 0, f"{name}:\n{errors}"

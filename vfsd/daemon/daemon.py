@@ -236,7 +236,7 @@ class _Daemon:
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
-                compaction = Compaction.of(mounted)
+                compaction = Compaction.of(mounted, forks)
                 nursery.start_soon(self._tidy)
                 nursery.start_soon(self._audit.attend)
                 if compaction is not None:

@@ -8,16 +8,20 @@ in which each process has a slot that no other writes:
   that takes the slot.
 
 A process measures the family by reading the proportional set size (PSS) of each member, and notes each member's growth
-at that time.  From then on it knows without a system call how much memory each member takes at most: the measured PSS
-and the growth since, and no more than its `total`.  A page that a process makes private is growth of that process,
-though it raises the PSS of others, too: the sum over the family is right.
+at that time.  From then on it knows without a system call how much memory all take at most: the measured PSS and the
+growth since, and no more than all the `total`.  A page that a process makes private is growth of that process, though
+it raises the PSS of others, too: only the sums are right.
 
 Invariants:
 
-- What the family takes, apart from what `slack_bytes` names, is at most the sum of these figures (`bound`).
+- What the family takes, apart from what `slack_bytes` names, is at most `bound`.
 - A process whose memory would exceed the limit with that sum measures the family again.  If there is still no room, its
   volume refuses what needs memory (`has_room`), and `check_fork` refuses a fork.
 - A process that has ended counts until the next measurement, which comes before any refusal.
+
+The process that writes an image of the journal (`vfsd.daemon.compaction`) has a slot of its own, after the others.  It
+only reads, and publishes the pages that it copies.  If it takes memory that a change needs, it is killed, and the
+change goes on: a compaction can be repeated.
 
 Growth is published in steps of STEP_BYTES that are written or allocated.  It is what the volume accounts for, plus page
 faults.  So new memory counts twice, which only makes the next measurement earlier.
@@ -34,6 +38,8 @@ import itertools
 import mmap
 import os
 import resource
+import select
+import signal
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -46,6 +52,11 @@ _NUMBERS: Final = 4  # in a slot: process id, its start in ticks, total, growth
 _TOTAL, _GROWTH = 2, 3
 _NUMBER_BYTES: Final = 8
 _SLOTS: Final = 4096
+_WRITER: Final = _SLOTS  # the slot of the process that writes an image
+_WRITER_END_S: Final = 5.0  # a killed process frees its memory
+# What the process that writes an image copies: the objects of each inode, and a page of each block of content.
+_WRITER_BYTES_OF_INODE: Final = 1024
+_WRITER_SHARE: Final = 32
 STEP_BYTES: Final = 1 << 20
 # Memory of a daemon that is not its volume's: private memory of a fork, and at most that of the first process.
 DAEMON_BYTES: Final = 10 << 20
@@ -80,7 +91,7 @@ class ForkFamily:
     def __init__(self, limit: int | None, total: int) -> None:
         self.limit = limit
         self.bases: set[str] = set()
-        self._table = memoryview(mmap.mmap(-1, _SLOTS * _NUMBERS * _NUMBER_BYTES)).cast("q")
+        self._table = memoryview(mmap.mmap(-1, (_SLOTS + 1) * _NUMBERS * _NUMBER_BYTES)).cast("q")
         self._lock = threading.Lock()
         self._slot = 0
         self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -91,6 +102,7 @@ class ForkFamily:
         self._is_full = False
         self._next_measurement = 0.0
         self._next_if_ended = 0.0
+        self.writers_killed = 0  # by this process, because a change needed their memory
         self._claim(0, total)
         self._measured = {0: _Measured(os.getpid(), total, 0)}
 
@@ -125,21 +137,25 @@ class ForkFamily:
 
     def _members(self) -> list[int]:
         """The slots of all processes, whether they have ended or not: slots are taken from the first on."""
-        return list(itertools.takewhile(lambda slot: self._table[slot * _NUMBERS], range(_SLOTS)))
+        members = list(itertools.takewhile(lambda slot: self._table[slot * _NUMBERS], range(_SLOTS)))
+        return [*members, _WRITER] if self._table[_WRITER * _NUMBERS] else members
 
     # -- what the family takes -----------------------------------------------------------------------
     def bound(self) -> int:
         """Return how many bytes the family takes at most, as far as it is published."""
-        return sum(map(self._bound_of, self._members()))
+        members = self._members()
+        totals = sum(self._table[slot * _NUMBERS + _TOTAL] for slot in members)
+        return min(totals, sum(map(self._bound_of, members)))
 
     def _bound_of(self, slot: int) -> int:
+        """Return what a member had when it was measured, and its growth since then."""
         start = slot * _NUMBERS
-        pid, total, growth = self._table[start], self._table[start + _TOTAL], self._table[start + _GROWTH]
+        pid, growth = self._table[start], self._table[start + _GROWTH]
         measured = self._measured.get(slot)
         if measured is None:
-            return min(total, growth)
+            return growth
         taken = measured.taken if measured.pid == pid else 0
-        return min(total, taken + growth - measured.growth)
+        return taken + growth - measured.growth
 
     def measure(self) -> None:
         """Measure all members; forget those that have ended."""
@@ -162,7 +178,7 @@ class ForkFamily:
 
     def others(self) -> int:
         """Return the number of other living processes of the family."""
-        return sum(slot != self._slot and self._is_alive(slot) for slot in self._members())
+        return sum(slot not in (self._slot, _WRITER) and self._is_alive(slot) for slot in self._members())
 
     # -- this process --------------------------------------------------------------------------------
     def publish(self, total: int) -> None:
@@ -188,6 +204,9 @@ class ForkFamily:
             self.publish(total)
             room = limit - count - self.bound()
             if room < 0 and (not self._is_full or self._may_measure()):
+                self.measure()
+                room = limit - count - self.bound()
+            if room < 0 and self._kill_writer():
                 self.measure()
                 room = limit - count - self.bound()
             self._is_full = room < 0
@@ -217,6 +236,64 @@ class ForkFamily:
                     " unmount forks, drop snapshots, or mount the source with a larger --max-memory",
                 )
 
+    # -- the process that writes an image ------------------------------------------------------------
+    def check_writer(self, usage: VolumeUsage) -> None:
+        """OSError (ENOMEM) if the limit leaves no room for a process that writes an image of the state."""
+        taken = total(usage)
+        inodes = (usage.files or 0) + (usage.directories or 0)
+        needed = min(taken, inodes * _WRITER_BYTES_OF_INODE + taken // _WRITER_SHARE)
+        with self._lock:
+            self.publish(taken)
+            if self.limit is None or self.bound() + needed <= self.limit:
+                return
+            self.measure()
+            if (taken := self.bound()) + needed > self.limit:
+                raise OSError(
+                    errno.ENOMEM,
+                    f"writing an image of the state takes about {_mib(needed)} MiB of memory, and this workspace"
+                    f"{_with_forks(self.others())} takes {_mib(taken)} of the {_mib(self.limit)} MiB of --max-memory:"
+                    " the journal stays as it is; remove files, drop snapshots, or mount with a larger --max-memory",
+                )
+
+    def write_in(self, pid: int) -> None:
+        """Count the process `pid`, which was forked to write an image and waits.  The caller excludes another one."""
+        start = _WRITER * _NUMBERS
+        self._table[start + _TOTAL] = self._total
+        self._table[start + 1] = process_start_ticks(pid) or 0
+        self._table[start] = pid
+        self._measured[_WRITER] = _Measured(pid, 0, self._table[start + _GROWTH])
+
+    def publish_writer(self) -> None:
+        """In the process that writes an image: publish what it has copied."""
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        if self._slot != _WRITER:
+            self._slot, self._faults = _WRITER, 0
+        self._table[_WRITER * _NUMBERS + _GROWTH] += (faults - self._faults) * _PAGE_BYTES
+        self._faults = faults
+
+    def _kill_writer(self) -> bool:
+        """Kill the process that writes an image, if there is one; return whether there was."""
+        pid = self._table[_WRITER * _NUMBERS]
+        if not pid:
+            return False
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # it has ended, or no descriptor is left
+            return False
+        try:
+            if not self._is_alive(_WRITER):
+                return False
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.poll(_WRITER_END_S * 1000)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(pidfd)
+        self.writers_killed += 1
+        return True
+
     def check_invariants(self) -> None:
         """Raise AssertionError if the table contradicts itself."""
         assert self._table[self._slot * _NUMBERS] == os.getpid(), "another process has this slot"
@@ -224,7 +301,8 @@ class ForkFamily:
             growth = self._table[slot * _NUMBERS + _GROWTH]
             assert growth >= 0
             assert slot not in self._measured or growth >= self._measured[slot].growth, "growth decreased"
-            assert 0 <= self._bound_of(slot) <= max(0, self._table[slot * _NUMBERS + _TOTAL])
+            assert self._bound_of(slot) >= 0
+            assert self._table[slot * _NUMBERS + _TOTAL] >= 0
 
 
 def _proportional_bytes(pid: int) -> int:

@@ -41,7 +41,7 @@ from msgspec.structs import replace
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.values import Value
-from protocol.volume_extensions import ForkableVolume, SnapshotInfo, forkable, journaled, snapshotable
+from protocol.volume_extensions import ForkableVolume, SnapshotInfo, VolumeUsage, forkable, journaled, snapshotable
 from vfsd.daemon.fork_family import ForkFamily, total
 from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId
 from vfsd.daemon.merging.needed import needed_states
@@ -226,12 +226,9 @@ class Forks:
         self._drop_bases()
         _check_memory()
         usage = volume.usage()
-        if self._family is None:
-            self._family = ForkFamily(usage.max_memory, total(usage))
-            volume.share_limit(self._family)
-            self.nursery.start_soon(self._publish_memory)
-        self._family.check_fork(usage)
-        self._family.bases.add(base)
+        family = self.family(volume, usage)
+        family.check_fork(usage)
+        family.bases.add(base)
         options = self.options(name, mountpoint)
         source = self.source_options.workspace.name
         ancestor = Ancestor(self.instance, source, StateId.of(volume.snapshot(base)))
@@ -245,7 +242,7 @@ class Forks:
             history,
             ancestors,
             merges,
-            self._family,
+            family,
             os.getpid(),
             self.twin,
         )
@@ -269,12 +266,26 @@ class Forks:
         self.nursery.start_soon(self._reap, pid, pidfds[0], base)
         return StartedFork(report_fd, pidfds[1], pid, options.workspace.mountpoint)
 
+    def family(self, volume: ForkableVolume, usage: VolumeUsage) -> ForkFamily:
+        """Return the table of the memory that this process shares with others; the first call makes it."""
+        if self._family is None:
+            self._family = ForkFamily(usage.max_memory, total(usage))
+            volume.share_limit(self._family)
+            self.nursery.start_soon(self._publish_memory)
+        return self._family
+
+    def leave_family(self, volume: ForkableVolume) -> None:
+        """Do without the table again if there was never a fork.  No process that writes an image is left."""
+        if self._family is not None and self.base is None and not self.count:
+            self._family = None
+            volume.share_limit(None)
+
     async def _publish_memory(self) -> None:
         """Publish about once a second what this process takes of its family's memory."""
-        assert self._family is not None
-        while True:
+        family = self._family
+        while family is not None and family is self._family:
+            family.publish(total(self.volume.usage()))
             await trio.sleep(_PUBLISH_S)
-            self._family.publish(total(self.volume.usage()))
 
     async def _reap(self, pid: int, pidfd: int, base: str) -> None:
         """Wait for a fork's end, so that it does not remain as a zombie; drop a base that no fork has any more."""
@@ -377,8 +388,10 @@ def _check_memory() -> None:
         )
 
 
-def fork_writer(volume: ForkableVolume, write: Callable[[], None], mountpoint: str) -> tuple[int, list[int]]:
-    """Fork a process that calls `write` with the present state.
+def fork_writer(
+    volume: ForkableVolume, write: Callable[[], None], mountpoint: str, started: Callable[[int], None]
+) -> tuple[int, list[int]]:
+    """Fork a process that calls `write` with the present state, after this process called `started` with its id.
 
     It ends with status 0 if that returns, with the errno of an OSError, and with 1 after another exception.
 
@@ -395,10 +408,16 @@ def fork_writer(volume: ForkableVolume, write: Callable[[], None], mountpoint: s
             return error.errno or 1
         return 0
 
-    return _fork(volume, run, keeps_state=True)
+    return _fork(volume, run, keeps_state=True, started=started)
 
 
-def _fork(volume: ForkableVolume, child: Callable[[], int], *, keeps_state: bool = False) -> tuple[int, list[int]]:
+def _fork(
+    volume: ForkableVolume,
+    child: Callable[[], int],
+    *,
+    keeps_state: bool = False,
+    started: Callable[[int], None] = lambda _: None,
+) -> tuple[int, list[int]]:
     """Call fork(2) in a thread while this one waits; run `child` in the new process.
 
     With `keeps_state` the new process only reads the volume, which keeps what belongs to the old one's kernel.
@@ -421,6 +440,7 @@ def _fork(volume: ForkableVolume, child: Callable[[], int], *, keeps_state: bool
             made.append(error)
             return
         if pid:
+            started(pid)
             made.append(_let_go(pid, go_fd))
             return
         status = 1

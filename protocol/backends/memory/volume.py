@@ -82,6 +82,7 @@ class MemoryVolume:
     )
 
     _recorder: Recorder | None = None  # while a journal records the changes
+    _uncounted_write: Callable[..., int] | None = None  # `write`, while it is counted for a shared limit
     _replay: Replay | None = None  # from the replay of a journal until `connect`
 
     def __init_subclass__(cls) -> None:
@@ -315,7 +316,7 @@ class MemoryVolume:
         self._recorder.flush()
         return self._recorder.journal.rotate()
 
-    def write_image(self, number: int) -> None:
+    def write_image(self, number: int, progress: Callable[[], None]) -> None:
         """See `JournaledVolume`."""
         from protocol.backends.memory.journaling.image import write_image  # noqa: PLC0415 (start-up: few mounts)
 
@@ -323,7 +324,7 @@ class MemoryVolume:
         journal = self._recorder.journal
         journal.unlock()
         log = journal.image_log(number)
-        write_image(self._new_image(), log)
+        write_image(self._new_image(), log, progress)
         log.close()
 
     def finish_image(self, number: int, *, is_complete: bool) -> None:
@@ -357,8 +358,12 @@ class MemoryVolume:
         return recorder
 
     # -- fork(2) -----------------------------------------------------------------------------------
-    def share_limit(self, limit: SharedLimit) -> None:
+    def share_limit(self, limit: SharedLimit | None) -> None:
         self._state.ledger.shared_limit = limit
+        if self._uncounted_write is not None:
+            self.write, self._uncounted_write = self._uncounted_write, None
+        if limit is None:
+            return
         write, lock, require = self.write, self._state.lock, self._limits.require
 
         def counted_write(inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
@@ -368,7 +373,7 @@ class MemoryVolume:
                     require(len(data))
             return write(inode, offset, data, kill_privileges=kill_privileges)
 
-        self.write = counted_write
+        self.write, self._uncounted_write = counted_write, write
 
     @contextmanager
     def forking(self) -> Iterator[None]:
@@ -377,9 +382,11 @@ class MemoryVolume:
 
     def forked(self) -> None:
         recorder = self._unbind()
+        state = self._state
         if recorder is not None:
             recorder.journal.detach()
-        state = self._state
+            self._uncounted_write = None
+            self.share_limit(state.ledger.shared_limit)  # `write` was the recorder's
         state.ledger.forked()
         self._history.close_views()
         state.drop_lookups()

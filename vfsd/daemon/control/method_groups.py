@@ -47,7 +47,7 @@ class MethodGroups:
         self.handlers: Mapping[str, Handler] = {
             "unsaved": self._unmount.unsaved,
             "unmount": self._unmount.unmount,
-            "compact": compact_method(mounted),
+            "compact": compact_method(mounted, forks),
             "save": save_method(snapshots, options),
             "fork": ForkMethod(mounted, snapshots, forks).fork,
             **SnapshotMethods(snapshots, options, forks).handlers(),

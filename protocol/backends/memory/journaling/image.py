@@ -6,8 +6,8 @@ So a replay needs no code of its own for images, and versions share their blocks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, merged
 from protocol.backends.memory.journaling.changes import Source, inode_details
@@ -19,12 +19,21 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import MemoryState
     from protocol.journal.log import Log
 
+_PROGRESS_PIECES: Final = 256
 
-def write_image(image: Image, log: Log) -> None:
-    """Append `image` to `log` as one batch.  OSError."""
+
+def write_image(image: Image, log: Log, progress: Callable[[], None] = lambda: None) -> None:
+    """Append `image` to `log` as one batch; call `progress` again and again.  OSError."""
     batch = Batch(log)
-    batch.add(image.effects())
+    batch.add(_observed(image.effects(), progress))
     batch.end()
+
+
+def _observed(pieces: Iterator[bytes], progress: Callable[[], None]) -> Iterator[bytes]:
+    for number, piece in enumerate(pieces):
+        if number % _PROGRESS_PIECES == 0:
+            progress()
+        yield piece
 
 
 class _Step:

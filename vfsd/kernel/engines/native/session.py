@@ -324,7 +324,9 @@ class NativeEngine:
     def _answer_slice(self, read: Callable[[Request], int | None], descriptor: int, poller: Poller) -> bool:
         """Answer requests until the device is empty (True) or the slice is over (False).  OSError only from reading."""
         answered = monotonic()
-        deadline = answered + _SLICE_S
+        # The keeper learns at once that this daemon answers.
+        is_first = self._counter is not None and not self._counter[0]
+        deadline = answered if is_first else answered + _SLICE_S
         # A poll costs less than a read of an empty device.  But if a poll found a request at once, the next request
         # is mostly there as well, and is read without a poll.  While requests are pending, waiting here would keep
         # the tasks that answer them from running.
