@@ -82,7 +82,8 @@ def main() -> None:
 
 # -- faults ------------------------------------------------------------------------------------------
 Fault = Callable[[str, str], str | None]
-"""From method and path to "503", "429", "500", "reset", "truncate", "corrupt", "lost", or None: no fault."""
+"""From method and path to a status with S3's code, such as "503" or "403 AccessDenied", "reset", "truncate", "corrupt",
+"lost", or None: no fault."""
 
 
 class FaultyProxy:
@@ -132,8 +133,9 @@ class FaultyProxy:
             self.received_bytes += len(body)
             fault = self.fault(method, path)
         time.sleep(self.delay_s)
-        if fault in {"503", "429", "500"}:
-            return _answer(client, int(fault), [], b"<Error><Code>SlowDown</Code></Error>")
+        if fault is not None and fault[0].isdigit():
+            status, _, code = fault.partition(" ")
+            return _answer(client, int(status), [], f"<Error><Code>{code or 'SlowDown'}</Code></Error>".encode())
         if fault == "reset":
             return _reset(client)
         server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)

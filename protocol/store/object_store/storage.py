@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
+from protocol.store.object_store.failures import cause_of, final_error, first_line
+
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
@@ -44,17 +46,8 @@ _CLIENT_OPTIONS: Final = frozenset({
     "pool_max_idle_per_host", "proxy_url", "timeout", "user_agent",
 })  # fmt: skip
 _PATH_STYLE: Final = "path_style"
-_CREDENTIALS: Final = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_REGION)",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-}
-_NO_CREDENTIALS: Final = re.compile(r"credential|169\.254\.169\.254|metadata\.google|InvalidAccessKeyId", re.IGNORECASE)
-_NO_HTTP: Final = re.compile(r"builder error|URL scheme is not allowed|is not https", re.IGNORECASE)
-_NO_BUCKET: Final = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound", re.IGNORECASE)
-
-_ERRNO: Final = re.compile(r"\(os error (\d+)\)")  # how a store in a directory reports a failed system call
-_FINAL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR})
+_ENDPOINT: Final = re.compile(r"(.*_)?endpoint(_url)?(_s3)?")
+_SILENCE_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +60,7 @@ class ObjectInfo:
 
 
 Objects: TypeAlias = list[ObjectInfo]
+Waiting: TypeAlias = Callable[[str, float], object]
 
 
 class Storage(Protocol):
@@ -103,12 +97,14 @@ class Storage(Protocol):
 
 
 def open_storage(
-    url: str, options: Mapping[str, str] = MappingProxyType({}), *, patience_s: float = _PATIENCE_S
-) -> ObstoreStorage:
+    url: str, options: Mapping[str, str] = MappingProxyType({}), *, patience_s: float = _PATIENCE_S,
+    waiting: Waiting = lambda _cause, _left_s: None,
+) -> ObstoreStorage:  # fmt: skip
     """Open the objects below `url`: s3://BUCKET/PREFIX, gs://, az:// or file:///DIRECTORY.
 
     `options` are those of `obstore`, for the store or the connection; and "path_style", "true" for S3 servers that are
-    not reached as BUCKET.HOST.  Credentials come from the environment.
+    not reached as BUCKET.HOST.  Credentials come from the environment.  `waiting` is called once, from another thread,
+    when a request has failed for some seconds: with the cause, and for how many seconds it will be repeated.
 
     ImportError without `obstore`; OSError (EINVAL).
     """
@@ -131,9 +127,8 @@ def open_storage(
     if scheme not in {"s3", "gs", "az", "file"}:
         advice = "not a store's URL: write s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR"
         raise OSError(errno.EINVAL, advice, url)
-    if scheme == "file" and re.search("[?#%]", url):
-        # A URL parser would cut the path there, or decode it, and the store would be in another directory.
-        raise OSError(errno.EINVAL, "the directory of a store cannot have ?, # or % in its path: rename it", url)
+    _check_path(scheme, url)
+    _check_endpoint(url, config)
     # Retries are made here, because those of `obstore` do not cover a create.
     arguments: dict[str, Any] = {} if scheme == "file" else {
         "config": config or None, "client_options": client, "retry_config": {"max_retries": 0},
@@ -143,17 +138,37 @@ def open_storage(
     try:
         store = from_url(url, **arguments)
     except Exception as error:  # noqa: BLE001 (those of `obstore` have no other common base)
-        raise OSError(errno.EINVAL, f"cannot open the store: {_first_line(error)}", url) from None
-    return ObstoreStorage(url, store, patience_s)
+        raise OSError(errno.EINVAL, f"cannot open the store: {first_line(error)}", url) from None
+    return ObstoreStorage(url, store, patience_s, waiting)
+
+
+def _check_path(scheme: str, url: str) -> None:
+    """EINVAL for a URL that its parser would change: the store would be in another place."""
+    path = url.partition("://")[2]
+    if re.search(r"[?#%\\]", path):
+        raise OSError(errno.EINVAL, "the path of a store cannot have ?, #, % or \\: choose another one", url)
+    if scheme != "file" and "@" in path.partition("/")[0]:
+        raise OSError(errno.EINVAL, "a URL has no credentials: set them in the environment", scheme + "://")
+    if {".", ".."}.intersection(path.split("/")) or (scheme != "file" and "" in path.rstrip("/").split("/")):
+        raise OSError(errno.EINVAL, "the path of a store cannot have empty parts, . or ..: correct it", url)
+
+
+def _check_endpoint(url: str, options: Mapping[str, str]) -> None:
+    """EINVAL for an endpoint that is no URL, with which a request would panic."""
+    known = {**{name: os.environ[name] for name in os.environ if name.startswith(("AWS_", "AZURE_"))}, **options}
+    for name, value in known.items():
+        if _ENDPOINT.fullmatch(name.lower()) and value and not re.match(r"https?://[^/\s]+(/|$)", value):
+            raise OSError(errno.EINVAL, f"{name} is {value}, which is not http://HOST:PORT or https://HOST", url)
 
 
 class ObstoreStorage:
     """Implements `Storage`."""
 
-    def __init__(self, url: str, store: ObjectStore, patience_s: float) -> None:
+    def __init__(self, url: str, store: ObjectStore, patience_s: float, waiting: Waiting) -> None:
         self.url = url
         self._store = store
         self._patience_s = patience_s
+        self._waiting: Waiting | None = waiting
         self._loop = asyncio.new_event_loop()
         self._gate = asyncio.Semaphore(_PARALLEL)
         self._thread = threading.Thread(target=self._loop.run_forever, name="vfsd-objects", daemon=True)
@@ -244,50 +259,24 @@ class ObstoreStorage:
         return await self._retried(key, attempt)
 
     async def _retried(self, key: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        deadline = time.monotonic() + self._patience_s
+        began = time.monotonic()
         delay_s = _FIRST_DELAY_S
         while True:
             try:
                 async with self._gate:
                     return await attempt()
             except Exception as error:  # noqa: BLE001 (as above)
-                final = self._final_error(key, error)
+                final = final_error(self.url, key, error)
                 if final is not None:
                     raise final from None
-                if time.monotonic() + delay_s >= deadline:
-                    what = f"the object store does not answer ({_first_line(error)}): repeat the command later"
-                    raise OSError(errno.ETIMEDOUT, what, self.url) from None
+                cause = cause_of(error)
+            passed_s = time.monotonic() - began
+            left_s = self._patience_s - passed_s
+            if delay_s >= left_s:
+                what = f"the object store does not answer ({cause}): repeat the command later"
+                raise OSError(errno.ETIMEDOUT, what, self.url)
+            if passed_s >= _SILENCE_S and self._waiting is not None:
+                waiting, self._waiting = self._waiting, None
+                waiting(cause, left_s)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 (jitter)
             delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
-
-    def _final_error(self, key: str, error: Exception) -> OSError | None:
-        """The error for the caller; None for one that may pass."""
-        import obstore.exceptions as known  # noqa: PLC0415 an optional dependency
-
-        text = str(error)
-        if _NO_BUCKET.search(text):
-            return OSError(errno.ENOENT, "there is no such bucket: create it, or correct the name", self.url)
-        if isinstance(error, FileNotFoundError):
-            return FileNotFoundError(errno.ENOENT, "no such object", f"{self.url}/{key}")
-        if isinstance(error, known.UnauthenticatedError) or _NO_CREDENTIALS.search(text):
-            advice = _CREDENTIALS.get(self.url.partition("://")[0], "set them in the environment")
-            return OSError(errno.EACCES, f"no credentials that the store accepts: {advice}", self.url)
-        if isinstance(error, (known.PermissionDeniedError, PermissionError)):
-            return OSError(errno.EACCES, "access denied: the credentials do not permit this", self.url)
-        wrong_use = (known.InvalidPathError, known.NotSupportedError, known.UnknownConfigurationKeyError)
-        if _NO_HTTP.search(text):
-            advice = "cannot use this endpoint: check its URL; one without TLS needs --store-option allow_http=true"
-            return OSError(errno.EINVAL, advice, self.url)
-        if isinstance(error, wrong_use):
-            return OSError(errno.EINVAL, f"the store refuses the request ({_first_line(error)})", self.url)
-        if isinstance(error, OSError) and error.errno in _FINAL_ERRNOS:
-            return OSError(error.errno, error.strerror, self.url)
-        number = _ERRNO.search(text)
-        if number is not None and int(number[1]) in _FINAL_ERRNOS:
-            return OSError(int(number[1]), os.strerror(int(number[1])), self.url)
-        return None
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of a message of `obstore`, which continues with internal details."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

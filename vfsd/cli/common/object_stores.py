@@ -59,13 +59,17 @@ def open_remote(url: str, options: Sequence[str]) -> RemoteStore:
             raise click.UsageError(f"--store-option {option}: write KEY=VALUE, for example region=eu-west-1")
         values[key] = value
     try:
-        storage = open_storage(url.rstrip("/") if url != "file:///" else url, values)
+        storage = open_storage(url.rstrip("/") if url != "file:///" else url, values, waiting=_note_waiting)
     except ImportError as error:
         raise missing_package("an object store", error, "remote") from None
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # the XDG base directory specification: a relative path is ignored
         cache = os.path.join(os.path.expanduser("~"), ".cache")
     return RemoteStore(storage, cache_directory=os.path.join(cache, "vfsd", "indexes"))
+
+
+def _note_waiting(cause: str, left_s: float) -> None:
+    output.note(f"the object store does not answer ({cause}); trying again for {left_s:.0f} s")
 
 
 def selecting(store: Store | RemoteStore) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from protocol.store import DamagedError, Store
-from protocol.store.object_store import RemoteStore, open_storage
+from protocol.store.object_store import RemoteStore, open_storage, storage
 from tests.support.s3_server import BUCKET, FaultyProxy, options
 from tests.unit.protocol.store.object_store.conftest import PREFIXES, taken
 
@@ -121,6 +122,65 @@ def test_a_store_that_does_not_answer_is_named_in_time(proxy: FaultyProxy, url: 
     with remote(url, proxy.port, patience_s=0.5) as store, pytest.raises(OSError, match="does not answer") as caught:
         store.push(scene, KEY, "one")
     assert caught.value.errno == errno.ETIMEDOUT
+
+
+@pytest.mark.parametrize(
+    ("fault", "number", "advice"),
+    [
+        ("403 AccessDenied", errno.EACCES, "access denied"),
+        ("403 SignatureDoesNotMatch", errno.EACCES, "set AWS_ACCESS_KEY_ID"),
+        ("400 ExpiredToken", errno.EACCES, "set AWS_ACCESS_KEY_ID"),
+        ("403 RequestTimeTooSkewed", errno.EACCES, "the clock of this machine"),
+        ("301 PermanentRedirect", errno.EINVAL, "set AWS_REGION"),
+        ("501 NotImplemented", errno.EINVAL, "NotImplemented 501"),
+    ],
+    ids=str,
+)
+def test_a_refusal_is_not_repeated_and_says_what_to_do(
+    proxy: FaultyProxy, fault: str, number: int, advice: str
+) -> None:
+    proxy.fault = lambda _method, _path: fault
+    # The prefix is a word that the reasons contain.
+    with closing(open_storage(f"s3://{BUCKET}/credentials/bucket", options(proxy.port))) as opened:
+        for call in (opened.list("names"), opened.read("format"), opened.create("format", b"x")):
+            with pytest.raises(OSError, match=advice) as caught:
+                call.result()
+            assert caught.value.errno == number
+    assert len(proxy.requests) == 3
+
+
+def test_the_caller_is_told_once_that_requests_are_repeated(
+    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_SILENCE_S", 0.1)
+    told: list[str] = []
+    proxy.fault = lambda _method, _path: "503"
+    opened = open_storage(
+        f"s3://{BUCKET}/credentials", options(proxy.port), patience_s=1.0, waiting=lambda cause, _s: told.append(cause)
+    )
+    for _ in range(2):
+        with pytest.raises(OSError, match="does not answer"):
+            opened.list("names").result()
+    opened.close()
+    assert told == ["503 SlowDown"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://b/x?y", "s3://b/x#y", "s3://b/50%", "s3://b//x", "s3://b/x/../y", "s3://key:secret@b/x", "file:///x/../y"],
+)
+def test_a_url_that_its_parser_would_change_is_refused(url: str) -> None:
+    with pytest.raises(OSError, match=r"correct it|choose another|in the environment") as caught:
+        open_storage(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_an_endpoint_that_is_no_url_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="endpoint is nonsense"):
+        open_storage("s3://b/x", {"endpoint": "nonsense"})
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(OSError, match="AWS_ENDPOINT_URL is localhost:9000"):
+        open_storage("s3://b/x")
 
 
 def test_an_interrupted_push_uploads_the_rest(
