@@ -188,6 +188,7 @@ class VolumeCapabilities(Value):
     flush: bool = False  # FlushingVolume: wants a request for each close(2)
     durable: bool = True  # fsync has something to do; without, an engine need not forward it
     paths: bool = False  # NamedVolume: tells a path of an inode
+    orphans: bool = False  # OrphanFindingVolume: finds an inode without a name by its number
     # Shortcuts for engines, each of which avoids work in the most frequent requests.
     content_pieces: bool = False  # ContentPiecesVolume
     quiet_lookups: bool = False  # QuietLookupsVolume
@@ -345,6 +346,22 @@ class NamedVolume(Volume, Protocol):
 
         For an inode with several names it is one of them.  Adds no lookup.
         """
+        ...
+
+
+@runtime_checkable
+class OrphanFindingVolume(Volume, Protocol):
+    """A volume that finds its orphans by number (capability `orphans`).
+
+    An orphan is an inode that the kernel has looked up and not forgotten, and that no name refers to.
+    """
+
+    def is_orphan(self, inode: int) -> bool:
+        """Whether `inode` is an orphan; False for a freed inode."""
+        ...
+
+    def lookup_orphan(self, inode: int) -> Attributes:
+        """Return an orphan; adds a lookup, as `lookup` does.  ENOENT if `inode` is not one."""
         ...
 
 

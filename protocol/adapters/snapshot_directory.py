@@ -39,6 +39,7 @@ from protocol.volume import (
     ContentPiecesVolume,
     DirectoryEntry,
     FlushingVolume,
+    OrphanFindingVolume,
     PlainAttributes,
     PlainEntriesVolume,
     PlainEntry,
@@ -213,6 +214,12 @@ class SnapshotDirectoryVolume:
         if inode == FIRST_INODE:
             return self._top()
         return _then(self._entry(inode), lambda entry: _attributes(inode, entry))
+
+    def is_orphan(self, inode: int) -> bool:
+        return cast("OrphanFindingVolume", self._volume).is_orphan(inode)
+
+    def lookup_orphan(self, inode: int) -> Attributes:
+        return cast("OrphanFindingVolume", self._volume).lookup_orphan(inode)
 
     def _top(self) -> Answer[Attributes]:
         """The attributes of `.snapshots`: those of the root, without permission to write."""

@@ -43,8 +43,12 @@ def write(path: str, text: str = "text") -> None:
 
 
 def restored(child: Served, watcher: Watcher) -> list[str]:
+    return restored_to(child, watcher, "s")
+
+
+def restored_to(child: Served, watcher: Watcher, name: str) -> list[str]:
     watcher.events()
-    child.call("restore", name="s", replay=True)
+    child.call("restore", name=name, replay=True)
     return watcher.events()
 
 
@@ -384,3 +388,83 @@ def test_an_unprivileged_daemon_replays_what_it_may_and_no_more(watcher):
                     assert file.read() == "first"
             assert sorted(os.listdir(root)) == ["closed", "of-root", "own"]
             assert os.listdir(root + "/closed") == []
+
+
+@contextmanager
+def watching(path: str) -> Iterator[Watcher]:
+    """A watch on a file itself."""
+    watcher = Watcher()
+    watcher.add(path, "itself")
+    try:
+        yield watcher
+    finally:
+        os.close(watcher.fd)
+
+
+def replace(path: str, text: str) -> None:
+    """Replace a file by rename, as `sed -i` and most editors do."""
+    write(path + ".new", text)
+    os.rename(path + ".new", path)
+
+
+def test_a_watch_on_a_file_that_was_replaced_ends_so_that_a_watcher_watches_the_restored_one(mount):
+    write(mount.path + "/file", "first")
+    mount.call("snapshot", name="s")
+    for _ in range(2):
+        replace(mount.path + "/file", "second")
+        with watching(mount.path + "/file") as watcher:
+            assert restored(mount, watcher) == ["DELETE_SELF itself", "IGNORED itself"]
+        with watching(mount.path + "/file") as watcher:
+            write(mount.path + "/file", "first")
+            assert "MODIFY itself" in watcher.events()
+
+
+def test_a_watch_on_a_file_that_a_restore_removes_ends(mount):
+    mount.call("snapshot", name="s")
+    os.mkdir(mount.path + "/new")
+    write(mount.path + "/new/file")
+    os.mkfifo(mount.path + "/fifo")
+    with watching(mount.path + "/new/file") as inside, watching(mount.path + "/fifo") as fifo:
+        assert restored(mount, inside) == ["DELETE_SELF itself", "IGNORED itself"]
+        assert fifo.events() == ["DELETE_SELF itself", "IGNORED itself"]
+
+
+def test_a_watch_on_a_file_that_keeps_another_name_goes_on(mount):
+    write(mount.path + "/file", "first")
+    os.link(mount.path + "/file", mount.path + "/other")
+    mount.call("snapshot", name="s")
+    os.unlink(mount.path + "/other")
+    os.rename(mount.path + "/file", mount.path + "/moved")
+    os.link(mount.path + "/moved", mount.path + "/third")
+    with watching(mount.path + "/moved") as watcher:
+        assert not {"DELETE_SELF itself", "IGNORED itself"} & set(restored(mount, watcher))
+        write(mount.path + "/other", "second")
+        assert "MODIFY itself" in watcher.events()
+
+
+def test_a_file_that_is_open_while_its_watch_ends_stays_usable_and_can_come_back(mount):
+    write(mount.path + "/file", "first")
+    mount.call("snapshot", name="first")
+    replace(mount.path + "/file", "second")
+    mount.call("snapshot", name="second")
+    with open(mount.path + "/file") as file, watching(mount.path + "/file") as watcher:
+        assert "DELETE_SELF itself" in restored_to(mount, watcher, "first")
+        assert os.fstat(file.fileno()).st_nlink == 0
+        assert file.read() == "second"
+        mount.call("restore", name="second", replay=True)
+        assert os.fstat(file.fileno()).st_nlink == 1
+        with open(mount.path + "/file", "r+") as same:
+            assert os.path.sameopenfile(same.fileno(), file.fileno())
+            same.write("SECOND")
+        file.seek(0)
+        assert file.read() == "SECOND"
+    with watching(mount.path + "/file") as watcher:
+        assert "DELETE_SELF itself" in restored_to(mount, watcher, "first")
+
+
+def test_the_root_shows_no_events_for_files_that_are_deleted_for_their_watchers(mount, watcher):
+    write(mount.path + "/file", "first")
+    mount.call("snapshot", name="s")
+    replace(mount.path + "/file", "second")
+    watcher.add(mount.path, "")
+    assert restored(mount, watcher) == ["DELETE /file", "CREATE /file", "CLOSE_WRITE /file"]

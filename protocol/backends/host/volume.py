@@ -74,7 +74,7 @@ class HostVolume:
         self._read_directories: dict[HostInode, None] = {}  # those with `entries`, the one read last at the end
         self._external_changes = ExternalChanges(self._table, self._descriptors, self._forget_entries)
         self.capabilities = VolumeCapabilities(
-            external_changes=True, self_check=True, acls=_keeps_acls(root), paths=True
+            external_changes=True, self_check=True, acls=_keeps_acls(root), paths=True, orphans=True
         )
 
     def close(self) -> None:
@@ -133,6 +133,19 @@ class HostVolume:
         """See `protocol.volume.NamedVolume`: the path at which the inode was seen last."""
         node = self._table.get(inode)
         return None if node is None else self._table.path(node)
+
+    def is_orphan(self, inode: int) -> bool:
+        """See `protocol.volume.OrphanFindingVolume`."""
+        node = self._table.get(inode)
+        return node is not None and node.lookups > 0 and node.parent is None and node is not self._table.root
+
+    def lookup_orphan(self, inode: int) -> HostAttributes:
+        if not self.is_orphan(inode):
+            raise os_error(errno.ENOENT, f"inode {inode}")
+        node = self._node(inode)
+        seen = self._stat(node)
+        self._table.look_up(node)
+        return self._attributes(node, seen)
 
     def setattr(self, inode: int, changes: AttributeChanges) -> HostAttributes:
         self._check_writable()

@@ -79,6 +79,7 @@ class MemoryVolume:
         self_check=True,
         forkable=True,
         paths=True,
+        orphans=True,
     )
 
     _recorder: Recorder | None = None  # while a journal records the changes
@@ -188,6 +189,16 @@ class MemoryVolume:
 
     def has_lookups(self, inode: int) -> bool:
         return inode in self._state.lookups
+
+    def is_orphan(self, inode: int) -> bool:
+        return inode in self._state.orphans
+
+    def lookup_orphan(self, inode: int) -> Inode:
+        state = self._state
+        if inode not in state.orphans:
+            raise os_error(errno.ENOENT, f"inode {inode}")
+        state.lookups[inode] += 1
+        return state.inodes[inode]
 
     def lookup_counts(self) -> dict[int, int]:
         """Return the number of lookups of each inode that has any, the root included."""

@@ -16,7 +16,15 @@ from protocol.testing.volume.driver import (
     VolumeSuite,
     fails,
 )
-from protocol.volume import NAME_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Attributes, Caller
+from protocol.volume import (
+    NAME_MAX,
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    ROOT_INODE,
+    Attributes,
+    Caller,
+    OrphanFindingVolume,
+)
 
 
 class EntriesContract(VolumeSuite):
@@ -38,6 +46,25 @@ class EntriesContract(VolumeSuite):
         fs.volume.forget(number, 1)
         with fails(errno.ENOENT):
             fs.stat(number)
+
+    def test_an_orphan_is_found_by_number_until_its_last_forget(self, fs: Driver) -> None:
+        volume = fs.volume
+        if not volume.capabilities.orphans:
+            return
+        finding = cast("OrphanFindingVolume", volume)
+        for number in (fs.file(b"f", b"content"), fs.symlink(b"l", b"target"), ROOT_INODE, 10**9):
+            assert not finding.is_orphan(number)
+            with fails(errno.ENOENT):
+                finding.lookup_orphan(number)
+        number = fs.hold(b"f")
+        fs.unlink(b"f")
+        assert finding.is_orphan(number)
+        found = finding.lookup_orphan(number)
+        assert (found.inode, found.nlink, found.size) == (number, 0, len(b"content"))
+        volume.forget(number, 1)
+        assert finding.is_orphan(number)
+        volume.forget(number, 1)
+        assert not finding.is_orphan(number)
 
     def test_a_file_renamed_over_stays_readable_while_it_is_held(self, fs: Driver) -> None:
         fs.file(b"old", b"old")

@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Awaitable
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
@@ -19,6 +19,7 @@ from protocol.volume import (
     Answer,
     AttributeChanges,
     Attributes,
+    OrphanFindingVolume,
     PlainAttributes,
     Volume,
     VolumeCapabilities,
@@ -56,6 +57,9 @@ class Answers:
         self.step: Step | None = None
         self.probe = b""  # the name that the thread looks up to verify that it is on this mount
         self.was_probed = False
+        self.orphan_name = b""  # the name in the root that refers to `orphan`, in one lookup
+        self.orphan = 0
+        self._orphans = cast("OrphanFindingVolume", volume) if volume.capabilities.orphans else None
         self._volume = volume
         self._last_ghost = _FIRST_GHOST
 
@@ -63,6 +67,8 @@ class Answers:
         if name == self.probe and parent == ROOT_INODE:
             self.was_probed = True
             raise os_error(errno.ENOENT)
+        if name == self.orphan_name and parent == ROOT_INODE:
+            return self._lookup_orphan()
         step = self.step
         if step is None or step.change.parent != parent:
             return _result(self._volume.lookup(parent, name))
@@ -80,6 +86,15 @@ class Answers:
         if step.ghost is None:
             raise os_error(errno.ENOENT)
         return self._show(step, step.ghost)
+
+    def _lookup_orphan(self) -> Attributes:
+        inode, self.orphan = self.orphan, 0
+        if self._orphans is None or not inode:
+            raise os_error(errno.ENOENT)
+        return self._orphans.lookup_orphan(inode)
+
+    def is_orphan(self, inode: int) -> bool:
+        return self._orphans is not None and self._orphans.is_orphan(inode)
 
     def new_ghost(self, file_type: int) -> Ghost:
         self._last_ghost += 1

@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -38,9 +38,16 @@ class ReplayAbortedError(Exception):
 
 
 def repeat_changes(
-    mountpoint: str, invalidation: CacheInvalidation, answers: Answers, stopped: threading.Event
+    mountpoint: str,
+    invalidation: CacheInvalidation,
+    orphans: Sequence[int],
+    answers: Answers,
+    stopped: threading.Event,
 ) -> None:
-    """Repeat the changes in `invalidation` on the mount, until `stopped` is set.  ReplayAbortedError."""
+    """Repeat the changes in `invalidation` on the mount, until `stopped` is set.  ReplayAbortedError.
+
+    `orphans`: the files, not directories, that lost their last name.
+    """
     try:
         if os.statvfs(mountpoint).f_flag & os.ST_RDONLY:
             raise ReplayAbortedError("the mount is read-only")
@@ -49,7 +56,7 @@ def repeat_changes(
         raise ReplayAbortedError(str(error)) from None
     try:
         _check_mount(root, answers)
-        _Changes(root, invalidation, answers, stopped).repeat()
+        _Changes(root, invalidation, orphans, answers, stopped).repeat()
     finally:
         os.close(root)
 
@@ -116,7 +123,16 @@ class _Cursor:
 class _Changes:
     """The changes of one replay."""
 
-    def __init__(self, root: int, invalidation: CacheInvalidation, answers: Answers, stopped: threading.Event) -> None:
+    def __init__(
+        self,
+        root: int,
+        invalidation: CacheInvalidation,
+        orphans: Sequence[int],
+        answers: Answers,
+        stopped: threading.Event,
+    ) -> None:
+        self._root = root
+        self._orphans = orphans
         try:
             self._device = os.fstat(root).st_dev
             self._cursor = _Cursor(root)
@@ -158,9 +174,11 @@ class _Changes:
             in_place = sorted(self._in_place[:_MAX_CHANGES], key=lambda item: self._paths[item[0]].split(b"/"))
             for inode, content in in_place:
                 self._repeat_in_place(inode, content=content)
+            self._delete_orphans()
         finally:
             self._cursor.close()
             self._answers.step = None
+            self._answers.orphan_name = b""
             if self._total > _MAX_CHANGES:
                 _logger.warning("of %d changes %d were shown to inotify watchers", self._total, _MAX_CHANGES)
             for code, count in self._failures.items():
@@ -263,6 +281,27 @@ class _Changes:
             _raise_close_write(directory, change.name, mode)
 
     # -- inodes --------------------------------------------------------------------------------
+    def _delete_orphans(self) -> None:
+        """Make the kernel delete the orphans: IN_DELETE_SELF and IN_IGNORED for a watch on the file itself.
+
+        The first lookup of a random name shows the orphan there, with no links; the second finds nothing, so the kernel
+        drops the name, and with it an inode without links (dentry_unlink_inode in fs/dcache.c).  No directory gets
+        an event.
+        """
+        self._answers.orphan_name = name = f".vfsd-{os.urandom(16).hex()}".encode()
+        for inode in self._orphans:
+            if not self._may_continue():
+                return
+            self._answers.orphan = inode
+            for _ in range(2):
+                try:
+                    os.close(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._root))
+                except FileNotFoundError:
+                    pass  # the second time; the first time it is no orphan any more
+                except OSError as error:
+                    self._failures[error.errno or errno.EIO] += 1
+                    return
+
     def _repeat_in_place(self, inode: int, *, content: bool) -> None:
         if not self._may_continue():
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -45,7 +46,11 @@ class Replay:
         """
         if not invalidation.entries and not invalidation.inodes:
             return
-        await self._run(lambda stopped: repeat_changes(self._mountpoint, invalidation, self._answers, stopped))
+        lost = dict.fromkeys(
+            change.old for change in invalidation.entries if not stat.S_ISDIR(invalidation.modes.get(change.old, 0))
+        )
+        orphans = list(filter(self._answers.is_orphan, lost))
+        await self._run(lambda stopped: repeat_changes(self._mountpoint, invalidation, orphans, self._answers, stopped))
 
     async def refresh(self, files: Sequence[FileState]) -> None:
         """Give the kernel the sizes and times of `files` (see `vfsd.kernel.inotify.refresh`).  Logs failures."""
