@@ -146,7 +146,7 @@ def summary(
         if left is None and right is None:
             continue
         pairs: Iterable[Pair] = [(left, right)]
-        if touched is None or not _is_same_inode(left, right):
+        if touched is None or not is_same_inode(left, right):
             walked = path
             pairs = _merged_walk(old, new, path)
         found = _only_changes(compare_pairs(old, new, pairs, contents=contents))
@@ -213,7 +213,8 @@ def entry_or_none(tree: Tree, path: bytes) -> TreeEntry | None:
         return None
 
 
-def _is_same_inode(left: TreeEntry | None, right: TreeEntry | None) -> bool:
+def is_same_inode(left: TreeEntry | None, right: TreeEntry | None) -> bool:
+    """Whether two entries are known to be of one file or directory."""
     # Inode 0 means unknown; and a file system may use a number again for another type.
     return left is not None and right is not None and left.inode == right.inode != 0 and left.is_dir == right.is_dir
 
@@ -246,7 +247,7 @@ def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence
         if walked is not None and is_below(path, walked):
             continue
         left, right = pair = _pair(old, new, path)
-        same_inode = _is_same_inode(left, right)
+        same_inode = is_same_inode(left, right)
         if same_inode and any(is_below(path, scope) for scope in scopes):
             yield pair
         elif not same_inode:

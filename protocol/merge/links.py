@@ -13,11 +13,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Final
 
 import msgspec
 
-from protocol.diff.tree_diff import entry_or_none, is_at_or_below
+from protocol.diff.tree_diff import is_at_or_below
+from protocol.merge.file_names import WHICH, FileNames, Which, has_links
 from protocol.merge.merged_tree import Node, foreign
 from protocol.merge.outcome import Conflict, Policy, names_shown
 from protocol.merge.sides import Trees, metadata_of, type_of
@@ -26,23 +27,6 @@ from protocol.values import Value
 
 _SEPARATED: Final = 1 << 128  # numbers of files that the merge separates from a file of `ours`
 
-Which: TypeAlias = Literal["base", "ours", "theirs"]
-_WHICH: Final[tuple[Which, ...]] = ("base", "ours", "theirs")
-
-
-@runtime_checkable
-class NamesFiles(Protocol):
-    """A tree that knows all names of a file without a walk."""
-
-    def names_of(self, inode: int) -> list[bytes]:
-        """The paths of the file with this inode number; none if there is no such file."""
-        ...
-
-
-def has_links(entry: TreeEntry | None) -> bool:
-    """Whether the entry is a file that has several names."""
-    return entry is not None and entry.nlink > 1 and entry.inode != 0 and not entry.is_dir
-
 
 def merge_links(
     trees: Trees,
@@ -50,17 +34,16 @@ def merge_links(
     nodes: dict[bytes, Node | None],
     conflicts: Sequence[Conflict],
     policy: Policy,
-    scopes: Sequence[bytes],
+    names: FileNames,
 ) -> list[Conflict]:
     """Change `nodes`, the result of the merge by paths, so that names are linked as they should be.
 
     `conflicts` are those of the merge by paths; returns those of links.
 
-    `linked` are paths that `theirs` may have changed and that are one of several names of a file on some side.  Below
-    other paths than `scopes`, if there are any, `theirs` counts as unchanged.
+    `linked` are paths that `theirs` may have changed and that are one of several names of a file on some side.
     """
     paths = list(linked)
-    return _Links(trees, nodes, conflicts, policy, scopes).run(paths) if paths else []
+    return _Links(trees, nodes, conflicts, policy, names).run(paths) if paths else []
 
 
 class _File(Value):
@@ -80,7 +63,7 @@ class _Links:
         nodes: dict[bytes, Node | None],
         conflicts: Sequence[Conflict],
         policy: Policy,
-        scopes: Sequence[bytes],
+        names: FileNames,
     ) -> None:
         self._trees = trees
         self._nodes = nodes
@@ -89,18 +72,17 @@ class _Links:
         self._disputed = frozenset(conflict.path for conflict in conflicts if conflict.reason not in existence)
         self._uncertain = frozenset(conflict.path for conflict in conflicts if conflict.reason in existence)
         self._policy = policy
-        self._scopes = frozenset(scopes)
+        self._names = names
         self._whole = frozenset(path for path, node in nodes.items() if node is not None and node.below == "tree")
         self._by_name: dict[Which, Tree] = {"base": trees.base, "ours": trees.ours, "theirs": trees.theirs}
-        self._walked: dict[Which, dict[int, list[bytes]]] = {}
-        self._entries: dict[bytes, dict[Which, TreeEntry | None]] = {}
+        self._entries = names.entries
         self._names_left: Counter[Hashable] = Counter()  # file of `ours` -> how many names of it the merged tree has
         self._used: set[int] = set()  # inode numbers of files of the merged tree
         self._separated = itertools.count(1)
 
     def run(self, paths: Sequence[bytes]) -> list[Conflict]:
         """See `merge_links`."""
-        self._find_names(paths)
+        self._names.add(paths)
         files = {path: file for path in sorted(self._entries) if (file := self._file(path)) is not None}
         self._names_left = Counter(self._file_of(path, "ours") for path in files)
         conflicts: list[Conflict] = []
@@ -141,43 +123,7 @@ class _Links:
             found.append(rest)
         return found
 
-    # -- names -----------------------------------------------------------------------------------
-    def _find_names(self, paths: Sequence[bytes]) -> None:
-        """Look up `paths`, and all other names of the files at these paths, in all trees.
-
-        A tree is asked for names only if some are missing, because a tree that is not a `NamesFiles` is walked then.
-        """
-        counts: Counter[tuple[Which, int]] = Counter()
-        asked: set[tuple[Which, int]] = set()
-        waiting = set(paths)
-        while waiting:
-            found = [(path, which, entry) for path in waiting for which, entry in self._look_up(path).items()]
-            files = {(which, entry.inode): entry for _, which, entry in found if entry is not None and has_links(entry)}
-            counts.update((which, entry.inode) for _, which, entry in found if entry is not None and has_links(entry))
-            incomplete = [file for file, entry in files.items() if counts[file] < entry.nlink and file not in asked]
-            asked.update(incomplete)
-            names = (name for file in incomplete for name in self._names_of(*file))
-            waiting = {name for name in names if name not in self._entries}
-
-    def _look_up(self, path: bytes) -> dict[Which, TreeEntry | None]:
-        self._trees.keep_going()
-        found = self._entries[path] = {which: entry_or_none(tree, path) for which, tree in self._by_name.items()}
-        if self._scopes and not is_at_or_below(path, self._scopes):
-            found["theirs"] = None
-        return found
-
-    def _names_of(self, which: Which, inode: int) -> list[bytes]:
-        tree = self._by_name[which]
-        if isinstance(tree, NamesFiles):
-            return tree.names_of(inode)
-        if which not in self._walked:
-            found = self._walked[which] = defaultdict(list)
-            for entry in tree.walk():
-                self._trees.keep_going()
-                if has_links(entry):
-                    found[entry.inode].append(entry.path)
-        return self._walked[which].get(inode, [])
-
+    # -- files -----------------------------------------------------------------------------------
     def _file(self, path: bytes) -> _File | None:
         """The merged file at `path`; None for nothing, a directory, and what was taken with its directory."""
         node = self._nodes.get(path)
@@ -220,7 +166,7 @@ class _Links:
                 by_base[file].append(path)
         for names in by_base.values():
             self._join_linked_in_base(names, together)
-        for which in _WHICH[1:]:
+        for which in WHICH[1:]:
             by_file: dict[Hashable, list[bytes]] = defaultdict(list)
             for path in paths:
                 file = self._file_of(path, which)
@@ -251,7 +197,7 @@ class _Links:
         What a policy made of one of the names says nothing about the others, unless all were changed alike.
         """
         if not self._disputed.isdisjoint(group):
-            versions = {tuple(self._file_of(path, which) for which in _WHICH) for path in group}
+            versions = {tuple(self._file_of(path, which) for which in WHICH) for path in group}
             if len(versions) > 1:
                 return None
         values: list[_File] = []
@@ -348,7 +294,7 @@ class _Links:
             if entry is not None and entry.inode and entry.inode not in self._used and not entry.is_dir:
                 if type_of(entry) != type_of(files[path].entry):
                     continue
-                names = self._names_of("ours", entry.inode) if has_links(entry) else [path]
+                names = self._names.names_of("ours", entry.inode) if has_links(entry) else [path]
                 return entry.inode, max(0, entry.nlink - len(names))
         found = files[group[0]].entry.inode
         if found in self._used or (not found and len(group) > 1):

@@ -27,15 +27,18 @@ from protocol.diff.tree_diff import (
     candidate_pairs,
     compare_pairs,
     entry_or_none,
+    is_at_or_below,
     is_below,
     outermost,
     walk_order,
 )
 from protocol.errors import os_error
 from protocol.merge.contents import Contents
-from protocol.merge.links import has_links, merge_links
+from protocol.merge.file_names import FileNames, has_links
+from protocol.merge.links import merge_links
 from protocol.merge.merged_tree import MergedTree, Node, foreign, joined
 from protocol.merge.outcome import KEPT_SUFFIX, Conflict, ConflictReason, Merge, Policy
+from protocol.merge.parted_tree import PartedTree
 from protocol.merge.sides import Side, Sides, Trees, merged_metadata, metadata_of, type_of
 from protocol.merge.text import TextMerge, git_text_merge
 from protocol.tree import Tree, TreeEntry
@@ -59,13 +62,15 @@ def merge(
     """Merge the changes from `base` to `theirs` into `ours`; see `Merge` for what is returned.
 
     Takes as long as the changes of `theirs`, if `theirs.touched(base)` names them.  `paths` restricts the merge to
-    these paths and everything below them.  `keep_going` is called often; an exception that it raises ends the work.
-    `text_merge` merges the texts that both sides changed, all of them in one call.  `now_ns` is the mtime of merged
-    texts (None: the time of the call).
+    these paths and everything below them, and all other names of the files there.  `keep_going` is called often; an
+    exception that it raises ends the work.  `text_merge` merges the texts that both sides changed, all of them in one
+    call.  `now_ns` is the mtime of merged texts (None: the time of the call).
 
     FileNotFoundError for a path that is in none of the trees; OSError if a tree cannot be read.
     """
     for path in paths:
+        if isinstance(base, PartedTree) and base.has_part(path):
+            continue  # merged before, and perhaps removed by that
         if all(entry_or_none(tree, path) is None for tree in (base, ours, theirs)):
             raise os_error(2, os.fsdecode(path))
     trees = Trees(base, ours, theirs, keep_going)
@@ -86,9 +91,9 @@ class _Merger:
         self._trees = trees
         self._policy = policy
         self._side: Side = "theirs" if policy == "theirs" else "ours"
-        self._scopes = [path for path in paths if self._is_known(path)]
-        self._has_scopes = bool(paths)
-        self._above_scopes = set(_directories_above(self._scopes))
+        self._scopes = [] if b"" in paths else outermost(paths)  # none: everything
+        self._above_scopes: set[bytes] = set()
+        self._names = FileNames(trees)
         self._now_ns = now_ns
         self._contents = Contents(trees)
         self._entries_of_ours: dict[bytes, TreeEntry | None] = {}  # of the paths that `theirs` changed
@@ -108,7 +113,7 @@ class _Merger:
 
     def run(self, text_merge: TextMerge) -> Merge:
         """See `merge`."""
-        changed = {} if self._has_scopes and not self._scopes else self._changed_by_theirs()
+        changed = self._changed_within_scopes() if self._scopes else self._changed_by_theirs(())
         for sides in changed.values():
             self._trees.keep_going()
             if _is_leaf_of_both(sides):
@@ -126,10 +131,24 @@ class _Merger:
                 self._decide(path, found)
         return self._result()
 
-    def _changed_by_theirs(self) -> dict[bytes, Sides]:
+    def _changed_within_scopes(self) -> dict[bytes, Sides]:
+        """Find what `theirs` changed within the scopes, and add to these the other names of the files there."""
+        while True:
+            known = [path for path in self._scopes if self._is_known(path)]
+            self._linked.clear()
+            changed = self._changed_by_theirs(known) if known else {}
+            self._names.add(self._linked)
+            scopes = frozenset(self._scopes)
+            more = [path for path in self._names.entries if not is_at_or_below(path, scopes)]
+            if not more:
+                self._above_scopes = _directories_above(known)
+                return changed
+            self._scopes = outermost([*self._scopes, *more])
+
+    def _changed_by_theirs(self, scopes: Sequence[bytes]) -> dict[bytes, Sides]:
         trees = self._trees
         found = {}
-        for base, theirs in candidate_pairs(trees.base, trees.theirs, paths=self._scopes):
+        for base, theirs in candidate_pairs(trees.base, trees.theirs, paths=scopes):
             trees.keep_going()
             entry = base or theirs
             if entry is None:
@@ -362,11 +381,11 @@ class _Merger:
         for decision in reversed(self._decisions):
             nodes |= decision.nodes
             conflicts += decision.conflicts
-        conflicts += merge_links(self._trees, self._linked, nodes, conflicts, self._policy, self._scopes)
+        conflicts += merge_links(self._trees, self._linked, nodes, conflicts, self._policy, self._names)
         conflicts.sort(key=lambda conflict: walk_order(conflict.path))
         tree = MergedTree(self._trees.ours, nodes)
         changes = tuple(self._changes(tree, nodes))
-        return Merge(tree, tuple(outermost(list(nodes))), changes, tuple(conflicts))
+        return Merge(tree, tuple(outermost(list(nodes))), changes, tuple(conflicts), tuple(self._scopes))
 
     def _changes(self, tree: MergedTree, nodes: dict[bytes, Node | None]) -> Iterator[Change]:
         ours = self._trees.ours

@@ -58,8 +58,9 @@ def merge_command(app: App, fork: str, paths: tuple[str, ...], dry_run: bool, co
              is not possible, keep this workspace's version and put FORK's next to it
 
     A merge is one step: programs see all of it or nothing, open files stay usable, and `vfsd restore --undo` takes it
-    back.  FORK does not change, and can go on and be merged again.  After a merge that is
-    limited to PATHs, the next merge offers the other changes.
+    back.  FORK does not change, and can go on and be merged again: the next merge offers
+    what it has changed since, and after a merge that was limited to PATHs, also the changes
+    at other paths.
     """
     request = app.requests.merge(fork, paths, conflicts=conflicts, dry_run=dry_run)
     _run(app, request, "merged", dry_run=dry_run, advice=_MERGE_ADVICE, has_markers=conflicts == "markers")

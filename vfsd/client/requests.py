@@ -269,7 +269,7 @@ class Requests:
         "ours" keeps this workspace's version, "theirs" takes the fork's, and "markers" writes both into text files.
 
         `Merged.applied` says whether anything was changed, and `Merged.conflicts` why not.  `undo` takes a merge back.
-        After a merge that is limited to `paths`, the next merge offers the other changes.  OSError: EINVAL if the
+        After a merge that is limited to `paths`, the next merge still offers the other changes.  OSError: EINVAL if the
         workspaces have no state in common; EBUSY if programs keep changing what is merged; ENOSPC.
         """
         params = merge_messages.MergeParams(

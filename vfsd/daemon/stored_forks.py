@@ -23,8 +23,8 @@ from protocol.store import Store
 from protocol.volume_extensions import SnapshotInfo, snapshotable
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.forks import SYSTEMD, Origin
-from vfsd.daemon.merging.lineage import Ancestor, MergedState, MergeLog, StateId
-from vfsd.daemon.merging.records import state_id, state_record
+from vfsd.daemon.merging.lineage import Ancestor, MergeLog, StateId
+from vfsd.daemon.merging.records import merged_record, merged_state, state_id, state_record
 from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, fork_tag, free_name
 from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.daemon.snapshots.stored import Stored, StoreSnapshots, drop_unused_bases
@@ -105,8 +105,7 @@ class StoredForks:
     def _origin(self, base: SnapshotInfo) -> StoredOrigin:
         source = AncestorRecord(self._instance, self._options.workspace.name, state_record(StateId.of(base)))
         merged = self._snapshots.merges.at(base.serial)[-_MERGED_SENT:]
-        records = tuple(AncestorRecord(each.instance, each.name, state_record(each.state)) for each in merged)
-        return StoredOrigin(source, self._stored.key, records)
+        return StoredOrigin(source, self._stored.key, tuple(map(merged_record, merged)))
 
     async def _reap(self, process: subprocess.Popen[bytes], pidfd: int) -> None:
         """Wait for a fork's end, so that it does not remain as a zombie; drop a base that no fork has any more."""
@@ -144,7 +143,7 @@ def opened_origin(given: StoredOrigin, backend: Backend) -> Origin:
     source, left_at = given.source, state_id(given.source.state)
     taken = volume.take_snapshot(left_at.name, tag=f"{FORK_TAG}this workspace", kind="automatic")
     merges = MergeLog()
-    merges.record(0, [MergedState(each.instance, each.name, state_id(each.state)) for each in given.merged])
+    merges.record(0, list(map(merged_state, given.merged)))
     return Origin(
         source=source.name,
         base=left_at.name,

@@ -44,9 +44,10 @@ class ConflictRecord(msgspec.Struct, omit_defaults=True):
 class MergeResult(msgspec.Struct):
     """Result of `merge` and of `adopt`.
 
-    `base` is the snapshot that the changes of both sides are counted from; empty if `adopt` with `force` found none.
-    `applied` is False for a dry run, and if
-    conflicts prevented the merge: then nothing was changed, and `changes` are those without the conflicts.
+    `base` is the newest snapshot that both workspaces have completely: the changes of both sides are counted from it,
+    except at paths that were merged by themselves since.  It is empty if `adopt` with `force` found none.
+    `applied` is False for a dry run, and if conflicts prevented the merge: then nothing was changed, and `changes` are
+    those without the conflicts.
     `counts` covers all changes, `changes` lists the first CHANGES_LISTED.  `safety_snapshot` is the state before; None
     if nothing was changed.
     """
@@ -84,11 +85,20 @@ class StateRecord(msgspec.Struct, frozen=True):
 
 
 class AncestorRecord(msgspec.Struct, frozen=True):
-    """A state of another workspace: one at which two workspaces parted, or one that was merged."""
+    """A state of another workspace at which two workspaces parted."""
 
     instance: str
     name: str
     state: StateRecord
+
+
+class MergedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A state of another workspace that was merged, only at and below `paths`, if there are any."""
+
+    instance: str
+    name: str
+    state: StateRecord
+    paths: tuple[str, ...] = ()
 
 
 class LineageResult(msgspec.Struct, frozen=True):
@@ -97,22 +107,22 @@ class LineageResult(msgspec.Struct, frozen=True):
     instance: str
     name: str
     ancestors: list[AncestorRecord]
-    merged: list[AncestorRecord]
+    merged: list[MergedRecord]
     states: list[StateRecord]
 
 
 class ChangesParams(Params, kw_only=True):
     """Parameters of `changes`: send what the live state has changed.  Without `fork_point`, send everything.
 
-    The output is one delta from `fork_point` to `base` if that is not None, and one from `base` (or else `fork_point`)
-    to the live state.  `max_bytes` bounds them together: ENOSPC.
+    The output is a delta from `fork_point` to the first of `bases`, one from each of `bases` to the next, and one to
+    the live state.  `max_bytes` bounds them together: ENOSPC.
 
     With `merge_into`, the name of a workspace, the state that was sent is kept as a snapshot.  Earlier ones for that
     workspace are dropped, except for those in `keep`, by serial.
     """
 
     fork_point: StateRecord | None = None
-    base: StateRecord | None = None
+    bases: list[StateRecord] = []
     max_bytes: int
     merge_into: str | None = None
     keep: list[int] = []

@@ -16,7 +16,7 @@ import msgspec
 
 from protocol.values import Value
 from vfsd.wire.backend_spec import MEMORY, BackendSpec
-from vfsd.wire.merge_messages import AncestorRecord
+from vfsd.wire.merge_messages import AncestorRecord, MergedRecord
 
 TransportChoice = Literal["auto", "rootfs", "agent"]
 TRANSPORTS: Final = ("auto", "rootfs", "agent")
@@ -142,7 +142,7 @@ class StoredOrigin(Value):
 
     source: AncestorRecord
     workspace: str
-    merged: tuple[AncestorRecord, ...] = ()
+    merged: tuple[MergedRecord, ...] = ()
 
 
 class MountOptions(Value):

@@ -44,12 +44,16 @@ _LOST: Final = "changed here and not in the other workspace, so it would be lost
 
 
 class Plan(Value):
-    """A new state: `tree`, how it differs from the present one, and the conflicts."""
+    """A new state: `tree`, how it differs from the present one, and the conflicts.
+
+    `scopes`: the paths that were merged; none: all.  `refuses`: the conflicts prevent it.
+    """
 
     tree: Tree
     changes: Sequence[Change]
     conflicts: Sequence[ConflictRecord]
-    refuses: bool  # the conflicts prevent it
+    refuses: bool
+    scopes: Sequence[bytes] = ()
 
 
 class _ChangedMeanwhileError(Exception):
@@ -92,13 +96,12 @@ class MergeMethods:
         def plan(other: Other, ours: Tree) -> Plan:
             done = merge(other.base, ours, other.theirs, paths=paths, policy=params.conflicts, keep_going=keep_going)
             refuses = params.conflicts == "fail" and bool(done.conflicts)
-            return Plan(done.tree, done.changes, list(map(_record, done.conflicts)), refuses)
+            return Plan(done.tree, done.changes, list(map(_record, done.conflicts)), refuses, done.scopes)
 
-        keep = not (params.dry_run or paths)
-        return await self._run(params.fork, plan, f"merge {params.fork.name}", call, keep=keep, dry_run=params.dry_run)
+        return await self._run(params.fork, plan, f"merge {params.fork.name}", call, dry_run=params.dry_run)
 
     async def _adopt(self, params: AdoptParams, call: CallContext) -> MergeResult:
-        from protocol.merge.links import has_links  # noqa: PLC0415 (as above)
+        from protocol.merge.file_names import has_links  # noqa: PLC0415 (as above)
 
         keep_going = _keep_going(call)
 
@@ -116,10 +119,8 @@ class MergeMethods:
             conflicts = [ConflictRecord(wire_path(change.path), "lost", _LOST) for change in lost]
             return Plan(other.theirs, found, conflicts, bool(conflicts) and not params.force)
 
-        keep, step = not params.dry_run, f"adopt {params.fork.name}"
-        return await self._run(
-            params.fork, plan, step, call, keep=keep, dry_run=params.dry_run, needs_base=not params.force
-        )
+        step = f"adopt {params.fork.name}"
+        return await self._run(params.fork, plan, step, call, dry_run=params.dry_run, needs_base=not params.force)
 
     async def _run(
         self,
@@ -128,7 +129,6 @@ class MergeMethods:
         step: str,
         call: CallContext,
         *,
-        keep: bool,
         dry_run: bool,
         needs_base: bool = True,
     ) -> MergeResult:
@@ -138,7 +138,7 @@ class MergeMethods:
         async with self._one_at_a_time:
             for _ in range(_ATTEMPTS):
                 try:
-                    merges = self._snapshots.merges if keep else None
+                    merges = None if dry_run else self._snapshots.merges
                     async with self._others.opened(peer, merges=merges, needs_base=needs_base) as other:
                         return await self._attempt(other, plan, step, call, dry_run=dry_run)
                 except _ChangedMeanwhileError as error:
@@ -157,8 +157,10 @@ class MergeMethods:
             made = await in_answer_thread(plan, other, LayeredTree(view.tree))
             if dry_run or made.refuses:
                 raise _NotAppliedError(_result(other, made))
-            merged = with_merged(other.here, other.lineage, other.state) if other.state is not None else None
-            new = _new_state(view, made, other.lineage.name, merged_before if merged is None else merged)
+            merged = merged_before
+            if other.state is not None:
+                merged = with_merged(other.here, other.lineage, other.state, made.scopes)
+            new = _new_state(view, made, other.lineage.name, merged)
 
             def check(live: Tree | None) -> None:
                 if self._snapshots.merges.now != merged_before:
@@ -254,7 +256,7 @@ def _result(other: Other, made: Plan, *, applied: bool = False) -> MergeResult:
     listed = made.changes[:CHANGES_LISTED]
     return MergeResult(
         fork=other.lineage.name,
-        base="" if other.bases is None else other.bases.base.name,
+        base="" if other.bases is None else other.bases.base.state.name,
         applied=applied,
         counts=count(made.changes) if made.changes else ChangeCounts(),
         changes=[change_record(change) for change in listed],

@@ -117,39 +117,46 @@ class UnmountMethods:
     async def _is_as_forked(self, volume: SnapshotableVolume, named: tuple[int, ...], call: CallContext) -> bool:
         """Return whether this is a fork of a running workspace, and nothing changed here since it was made."""
         base = self._forks.base_of_source
-        if base is None:
+        forked_at = next((info.serial for info in volume.snapshots() if info.name == base), None)
+        if base is None or forked_at is None or any(serial > forked_at for serial in named):
             return False
-        try:
-            with volume.tree(base) as before, volume.tree() as live:
-                if any(serial > volume.snapshot(base).serial for serial in named):
-                    return False
-                return not await trio.to_thread.run_sync(_changes, before, live, call, 1)
-        except OSError as error:  # the base was dropped, or the lower directory cannot be read
-            log_failure(_logger, "comparing with the fork's base", error, level=logging.WARNING)
-            return False
+        return await self._is_as_in(volume, base, call)
 
     async def _is_merged(self, volume: SnapshotableVolume, call: CallContext) -> bool:
         """Return whether this is a fork, and a running workspace has taken over its present state completely."""
         infos = volume.snapshots()
-        merged = next((info for info in reversed(infos) if is_merge_base(info)), None)
-        target = None if merged is None else read_record((merged.tag or "").removeprefix(MERGED_TAG))
-        if merged is None or target is None or not target.alive or self._forks.base is None:
-            return False
         base = next((info.serial for info in infos if info.name == self._forks.base), 0)
-        if any(serial > base for serial in _named(volume)):
+        if self._forks.base is None or any(serial > base for serial in _named(volume)):
             return False
+        states = {StateId.of(info): info for info in infos if is_merge_base(info)}
+        for tag in {info.tag for info in states.values()}:
+            for state in await self._merged_into((tag or "").removeprefix(MERGED_TAG)):
+                if state in states and await self._is_as_in(volume, states[state].name, call):
+                    return True
+        return False
+
+    async def _merged_into(self, target: str) -> list[StateId]:
+        """Return the states of this workspace that workspace `target`, if it runs, has taken over completely."""
+        record = read_record(target)
+        if record is None or not record.alive:
+            return []
         try:
-            with volume.tree(merged.name) as before, volume.tree() as live:
-                if await trio.to_thread.run_sync(_changes, before, live, call, 1):
-                    return False
             with trio.fail_after(_TARGET_ANSWERS_S):
-                peer = Peer(target.name, wire_path(os.fsencode(target.socket)))
+                peer = Peer(record.name, wire_path(os.fsencode(record.socket)))
                 there = lineage_of(await call_peer(peer, "lineage", Empty())).merged
         except (OSError, trio.TooSlowError) as error:
-            _logger.info("cannot tell whether %s has all changes: %s", target.name, error)
+            _logger.info("cannot tell whether %s has all changes: %s", target, error)
+            return []
+        return [each.state for each in there if each.instance == self._forks.instance and not each.paths]
+
+    async def _is_as_in(self, volume: SnapshotableVolume, name: str, call: CallContext) -> bool:
+        """Return whether the live state is that of snapshot `name`."""
+        try:
+            with volume.tree(name) as before, volume.tree() as live:
+                return not await trio.to_thread.run_sync(_changes, before, live, call, 1)
+        except OSError as error:  # the snapshot was dropped, or the lower directory cannot be read
+            log_failure(_logger, f"comparing with {name}", error, level=logging.WARNING)
             return False
-        state = StateId.of(merged)
-        return any((each.instance, each.state) == (self._forks.instance, state) for each in there)
 
     async def _check(self, volume: SnapshotableVolume, params: UnmountParams, call: CallContext) -> int:
         """OSError (ENOTEMPTY) if something would be lost; else return the mark of the state that was checked."""

@@ -87,27 +87,30 @@ class OtherWorkspaces:
             return
         async with AsyncExitStack() as stack:
             buffer = self._buffer(stack)
-            base = bases.base if bases.of_other else None
+            common = (bases.base, *bases.parts)
+            sent = sorted({each.state for each in common if each.of_other}, key=lambda state: state.age)
             params = ChangesParams(
                 fork_point=state_record(bases.fork_point),
-                base=None if base is None else state_record(base),
+                bases=list(map(state_record, sent)),
                 max_bytes=buffer.free_bytes,
                 merge_into=None if merges is None else here.name,
                 keep=[] if merges is None else list(merges.serials_of(other.instance)),
             )
             fork_point = await stack.enter_async_context(self._tree(bases.fork_point))
-            deltas = _Deltas(1 if base is None else 2, buffer)
+            deltas = _Deltas(len(sent) + 1, buffer)
             try:
                 result: ChangesResult = await call_peer(peer, "changes", params, deltas.feed)
-                received = deltas.finish()
-                lower: Tree = LayeredTree(fork_point)
-                if base is not None:
-                    lower = await in_thread(LayeredTree, lower, received.pop(0), buffer.read)
-                theirs = await in_thread(LayeredTree, lower, received[0], buffer.read)
-                if base is None and bases.base != bases.fork_point:
-                    kept = await stack.enter_async_context(self._tree(bases.base))
-                    lower = LayeredTree(kept)
-                yield Other(here, other, bases, lower, theirs, None if result.state is None else state_id(result.state))
+                theirs = LayeredTree(fork_point)
+                trees: dict[StateId, LayeredTree] = {bases.fork_point: theirs}
+                *older, newest = deltas.finish()
+                for state, delta in zip(sent, older, strict=True):
+                    theirs = trees[state] = await in_thread(LayeredTree, theirs, delta, buffer.read)
+                theirs = await in_thread(LayeredTree, theirs, newest, buffer.read)
+                for each in common:
+                    if each.state not in trees:
+                        trees[each.state] = LayeredTree(await stack.enter_async_context(self._tree(each.state)))
+                base = await in_thread(bases.tree, trees)
+                yield Other(here, other, bases, base, theirs, None if result.state is None else state_id(result.state))
             except BaseException:
                 if merges is not None:
                     await _forget(peer, here.name, params.keep)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vfsd.daemon.merging.lineage import Ancestor, Lineage, MergedState, StateId
-from vfsd.wire.merge_messages import AncestorRecord, LineageResult, StateRecord
+from vfsd.wire.merge_messages import AncestorRecord, LineageResult, MergedRecord, StateRecord
+from vfsd.wire.messages import from_wire_path, wire_path
 
 
 def state_record(state: StateId) -> StateRecord:
@@ -21,13 +22,23 @@ def ancestor_record(ancestor: Ancestor) -> AncestorRecord:
     return AncestorRecord(ancestor.instance, ancestor.name, state_record(ancestor.left_at))
 
 
+def merged_record(merged: MergedState) -> MergedRecord:
+    """Return the record of `merged`."""
+    return MergedRecord(merged.instance, merged.name, state_record(merged.state), tuple(map(wire_path, merged.paths)))
+
+
+def merged_state(record: MergedRecord) -> MergedState:
+    """Return the merged state of a record."""
+    return MergedState(record.instance, record.name, state_id(record.state), tuple(map(from_wire_path, record.paths)))
+
+
 def lineage_result(found: Lineage) -> LineageResult:
     """Return the answer with the lineage `found`."""
     return LineageResult(
         found.instance,
         found.name,
         list(map(ancestor_record, found.ancestors)),
-        [AncestorRecord(each.instance, each.name, state_record(each.state)) for each in found.merged],
+        list(map(merged_record, found.merged)),
         list(map(state_record, found.states)),
     )
 
@@ -38,6 +49,6 @@ def lineage_of(answer: LineageResult) -> Lineage:
         answer.instance,
         answer.name,
         tuple(Ancestor(each.instance, each.name, state_id(each.state)) for each in answer.ancestors),
-        tuple(MergedState(each.instance, each.name, state_id(each.state)) for each in answer.merged),
+        tuple(map(merged_state, answer.merged)),
         tuple(map(state_id, answer.states)),
     )

@@ -8,6 +8,7 @@ import pytest
 
 from vfsd.daemon.merging.lineage import (
     Ancestor,
+    BaseState,
     Lineage,
     MergedState,
     MergeLog,
@@ -31,35 +32,35 @@ def fork(instance: str, left_at: int, *more: StateId, merged: tuple[MergedState,
 
 def test_a_fork_and_its_source_parted_at_the_fork_point() -> None:
     for here, other in ((SOURCE, fork("f", 5)), (fork("f", 5), SOURCE)):
-        assert find_bases(here, other).base == state(5)
+        assert find_bases(here, other).base.state == state(5)
 
 
 def test_forks_of_one_source_parted_at_the_older_fork_point() -> None:
-    assert find_bases(fork("f", 5), fork("g", 3)).base == state(3)
+    assert find_bases(fork("f", 5), fork("g", 3)).base.state == state(3)
     grandchild = Lineage(
         "h", "h", (Ancestor("s", "source", state(3)), Ancestor("g", "g", state(20))), (), fork("g", 3).states
     )
-    assert find_bases(fork("f", 5), grandchild).base == state(3)
+    assert find_bases(fork("f", 5), grandchild).base.state == state(3)
 
 
 def test_forks_that_left_their_source_at_one_state_parted_there() -> None:
-    assert find_bases(fork("f", 5), fork("g", 5)).base == state(5)
+    assert find_bases(fork("f", 5), fork("g", 5)).base.state == state(5)
     grandchild = Lineage(
         "h", "h", (Ancestor("s", "source", state(5)), Ancestor("g", "g", state(20))), (), fork("g", 5).states
     )
-    assert find_bases(fork("f", 5), grandchild).base == state(5)
-    assert find_bases(grandchild, fork("f", 5)).base == state(5)
+    assert find_bases(fork("f", 5), grandchild).base.state == state(5)
+    assert find_bases(grandchild, fork("f", 5)).base.state == state(5)
 
 
 def test_the_state_that_was_merged_last_is_the_base() -> None:
     other = fork("f", 5, state(7, "merged"), state(9, "merged"))
     here = Lineage("s", "source", (), (MergedState("f", "f", state(9, "merged")),), SOURCE.states)
     found = find_bases(here, other)
-    assert (found.base, found.fork_point, found.of_other) == (state(9, "merged"), state(5), True)
+    assert (found.base, found.fork_point) == (BaseState(state(9, "merged"), True), state(5))
     own = fork("f", 5, state(7, "merged"), state(9, "merged"), merged=(MergedState("f", "f", state(9, "merged")),))
     found = find_bases(own, here)
-    assert (found.base, found.of_other) == (state(9, "merged"), False)
-    assert find_bases(other, here).base == state(5), "an undo went back to before the state that was merged"
+    assert found.base == BaseState(state(9, "merged"), False)
+    assert find_bases(other, here).base.state == state(5), "an undo went back to before the state that was merged"
 
 
 def test_there_is_no_base_without_a_common_state() -> None:
