@@ -12,10 +12,14 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = [
     "ArchiveError",
+    "NotReadyError",
     "SnapshotExistsError",
     "SnapshotNotFoundError",
     "errno_of",
@@ -48,6 +52,18 @@ class ArchiveError(OSError):
     def __init__(self, reason: str, entry: str | None = None) -> None:
         super().__init__(errno.EINVAL, reason, entry)
         self.entry = entry
+
+
+class NotReadyError(OSError):
+    """A call on a volume needs content that is being fetched (EAGAIN).  It has changed nothing: repeat it later.
+
+    Wait for `arrival`, which raises OSError if the content cannot be fetched, and hold its result until the repeated
+    call has returned: it keeps the content in memory.
+    """
+
+    def __init__(self, arrival: Future[object]) -> None:
+        super().__init__(errno.EAGAIN, _text(errno.EAGAIN))
+        self.arrival = arrival
 
 
 def only_error(error: BaseException) -> BaseException:

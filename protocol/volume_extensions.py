@@ -133,6 +133,11 @@ class VolumeUsage(Value):
     max_memory: int | None = None  # limit of these three together
     pruned: int | None = None  # snapshots dropped to free memory
     changed_below: int | None = None  # files of a lower layer that changed since the volume first read them
+    # Of a lower layer in an object store.
+    source: str | None = None  # its URL, with the name of the snapshot
+    fetched_bytes: int | None = None  # received from there
+    prefetch: str | None = None  # how far it is
+    fetch_failure: str | None = None  # why the last fetch failed; None if it succeeded
 
 
 class VolumeChanges(Protocol):
@@ -371,6 +376,10 @@ class OverlaidVolume(SnapshotableVolume, Protocol):
 
     in_thread: Callable[[Callable[[], object]], Awaitable[object]] | None
     """Runs a function in a worker thread.  If it is set, `read_pieces` may return an awaitable, for a slow read."""
+
+    def serve_here(self) -> None:
+        """Have calls in this thread raise NotReadyError where they would have to wait for the network."""
+        ...
 
     def invalidation_done(self, invalidation: CacheInvalidation) -> None:
         """Serve the new content of what `on_change` was called with: the kernel's caches are invalidated."""

@@ -15,7 +15,7 @@ from msgspec import structs
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.names import complete_workspace
-from vfsd.cli.common.values import BACKEND, NAME, SIZE, Seconds
+from vfsd.cli.common.values import BACKEND, CACHE_SIZE, NAME, SIZE, Seconds
 from vfsd.cli.common.wording import status_rows
 from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options
@@ -25,7 +25,7 @@ from vfsd.wire.entry_points import ENGINES, is_engine, known_engines
 from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
-from vfsd.wire.options import CACHES, FSYNCS, SNAPSHOT_DIRS, TRANSPORTS, WAKEUPS, MountOptions
+from vfsd.wire.options import CACHES, DEFAULTS, FSYNCS, SNAPSHOT_DIRS, TRANSPORTS, WAKEUPS, MountOptions
 
 
 class _MountOption(click.Option):
@@ -69,6 +69,7 @@ _option = functools.partial(click.option, cls=_MountOption)
     vfsd mount ~/work --backend overlay:~/project --exclude .env
     vfsd mount ~/work --backend overlay:~/release.zip
     vfsd mount ~/work --backend overlay:snapshot:before@~/project
+    vfsd mount ~/work --from s3://bucket/team/job-7#turn-3
     vfsd mount ~/work --sandbox image:docker.io/library/python:3.12 --snapshot-each
     vfsd mount ~/work --backend container:web --workdir /srv/app
     vfsd mount ~/work --backend image:docker.io/library/python:3.12
@@ -96,9 +97,11 @@ _option = functools.partial(click.option, cls=_MountOption)
 @_option(
     "--from",
     "archive",
-    metavar="ARCHIVE.zip",
+    metavar="ARCHIVE.zip|URL#NAME",
     type=click.Path(dir_okay=False),
-    help="Start with the content of this archive.",
+    help="Start with the content of this archive; or with a snapshot that `vfsd push` stored in s3://BUCKET/PREFIX,"
+    " gs://, az:// or file:///DIR, whose content is fetched when it is read (the same as --backend overlay:URL#NAME)."
+    "  Without #NAME it is the newest snapshot.",
 )
 @_option(
     "--max-bytes",
@@ -199,6 +202,35 @@ _option = functools.partial(click.option, cls=_MountOption)
     type=click.Path(),
     help="Keep snapshots in this directory, which must be outside of host:DIR.  [default: $VFSD_STORE_DIR,"
     " ~/.local/state/vfsd/store]",
+)
+@_option(
+    "--store-option",
+    "store_options",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="An option of the object store: endpoint, region, path_style, allow_http, ...; may be repeated.  Credentials"
+    " come from the environment.",
+)
+@_option(
+    "--cache-bytes",
+    type=CACHE_SIZE,
+    default=DEFAULTS["cache_bytes"],
+    metavar="SIZE",
+    help="Keep what was fetched in ~/.cache/vfsd/blobs, which all of your workspaces share, up to this size; 0: no"
+    " cache.  [default: 10GiB]",
+)
+@_option(
+    "--prefetch",
+    is_flag=True,
+    help="Fetch the whole snapshot into the cache in the background; `vfsd status` shows the progress.",
+)
+@_option(
+    "--remote-timeout",
+    "remote_timeout_s",
+    type=Seconds(min=0, min_open=True),
+    default=DEFAULTS["remote_timeout_s"],
+    metavar="SECONDS",
+    help="How long a read waits for the network before it fails with EIO; 30 by default.  A later read tries again.",
 )
 @_option(
     "--include",

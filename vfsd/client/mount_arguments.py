@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ from protocol.backends.container.podman.address import parse_address
 from vfsd.client.paths import current_directory
 from vfsd.client.requests import FilePath
 from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
-from vfsd.wire.backend_spec import BackendSpec, parse_backend
+from vfsd.wire.backend_spec import MEMORY, BackendSpec, is_url, parse_backend
 from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
 from vfsd.wire.options import CacheChoice, FsyncChoice, MountOptions, SnapshotDirChoice, TransportChoice, WakeupsChoice
 
@@ -69,6 +69,17 @@ def _absolute_backend(spec: BackendSpec, mountpoint: str) -> BackendSpec:
     return replace(spec, argument=_host_directory(spec.argument, mountpoint)) if spec.is_path else spec
 
 
+def _with_url(backend: str, given: dict[str, Any]) -> str:
+    """Return the backend, which is an overlay if the option `archive` is the URL of a snapshot.  OptionError."""
+    source = given.get("archive")
+    if source is None or not is_url(os.fspath(source)):
+        return backend
+    if backend != str(MEMORY):
+        raise OptionError("{archive} URL#NAME makes a workspace over that snapshot, so {backend} is not needed")
+    del given["archive"]
+    return f"overlay:{os.fspath(source)}"
+
+
 def _check_outside(name: str, path: str | None, mountpoint: str, spec: BackendSpec) -> None:
     """Raise OptionError if `path`, the value of the option `name`, is where the workspace would hide or show it."""
     places = {"mountpoint": mountpoint}
@@ -78,6 +89,15 @@ def _check_outside(name: str, path: str | None, mountpoint: str, spec: BackendSp
         real = os.path.realpath(directory)
         if path is not None and os.path.commonpath((real, os.path.realpath(path))) == real:
             raise OptionError(f"{{{name}}} is inside the {place}: {{path}}", path=path)
+
+
+def _check_places(given: Mapping[str, Any], mountpoint: str, spec: BackendSpec) -> None:
+    """Raise OptionError for a store, journal or audit file at an impossible place."""
+    store = given.get("store")
+    if store is not None and os.path.exists(store) and not os.path.isdir(store):
+        raise OptionError("{store} is not a directory: {path}", path=store)
+    for name in ("journal_dir", "audit_file"):
+        _check_outside(name, given.get(name), mountpoint, spec)
 
 
 def _check_patterns(name: str, patterns: tuple[str, ...]) -> None:
@@ -111,6 +131,10 @@ class MountArguments(TypedDict, total=False):
     wakeups: WakeupsChoice
     cache: CacheChoice
     snapshot_directory: SnapshotDirChoice
+    store_options: Sequence[str]
+    cache_bytes: int
+    remote_timeout_s: float
+    prefetch: bool
     include: Sequence[str]
     exclude: Sequence[str]
     exec_on_host: bool
@@ -135,12 +159,12 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
     ValueError for an invalid value (OptionError for that of an option), TypeError for an unknown argument, OSError for
     a backend's directory that does not exist.
     """
-    spec = parse_backend(backend)
+    given: dict[str, Any] = dict(arguments)
+    spec = parse_backend(_with_url(backend, given))
     if not os.fspath(mountpoint):
         raise ValueError("the mountpoint is an empty string")  # `abspath` would make it the current directory
     path = os.path.abspath(mountpoint)
     spec = _absolute_backend(spec, path)
-    given: dict[str, Any] = dict(arguments)
     if given.get("name") is None:
         given["name"] = unique_name(path)
     for name in ("archive", "store", "journal_dir", "audit_file"):
@@ -148,12 +172,10 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
             if not os.fspath(given[name]):
                 raise OptionError(f"{{{name}}} is an empty string")
             given[name] = os.path.abspath(given[name])
-    if given.get("store") is not None and os.path.exists(given["store"]) and not os.path.isdir(given["store"]):
-        raise OptionError("{store} is not a directory: {path}", path=given["store"])
-    for name in ("journal_dir", "audit_file"):
-        _check_outside(name, given.get(name), path, spec)
-    for name in ("include", "exclude"):
+    _check_places(given, path, spec)
+    for name in ("include", "exclude", "store_options"):
         given[name] = tuple(given.get(name, ()))
+    for name in ("include", "exclude"):
         _check_patterns(name, given[name])
     if given.get("sandbox") is not None:
         given["sandbox"] = parse_sandbox(given["sandbox"])

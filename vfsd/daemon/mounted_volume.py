@@ -116,6 +116,7 @@ class MountedVolume:
                 token.run_sync_soon(self._nursery.start_soon, follow, invalidation)
 
         volume.on_change = on_change
+        volume.serve_here()
         # One at a time: several reads of a file wait for one preparation, and must not take all of trio's threads.
         limiter = trio.CapacityLimiter(1)
         volume.in_thread = functools.partial(trio.to_thread.run_sync, abandon_on_cancel=True, limiter=limiter)

@@ -23,13 +23,14 @@ BACKENDS: Final = {
     "exec": "exec:COMMAND",
 }
 _ARGUMENTS: Final = {
-    "overlay": "a directory, FILE.zip or snapshot:NAME",
+    "overlay": "a directory, FILE.zip, snapshot:NAME or URL#NAME",
     "host": "a directory",
     "container": "a container's name",
     "image": "an image's name",
     "exec": "a command that starts a Python",
 }
 _SNAPSHOT: Final = "snapshot:"  # a directory of such a name is written "./snapshot:..."
+_URLS: Final = ("s3://", "gs://", "az://", "file://")  # as above
 
 
 class BackendSpec(Value):
@@ -47,7 +48,7 @@ class BackendSpec(Value):
     @property
     def is_path(self) -> bool:
         """Whether `argument` is a path on this host."""
-        return self.kind == "host" or (self.kind == "overlay" and self.snapshot is None)
+        return self.kind == "host" or self.lower_layer in {"archive", "directory"}
 
     @property
     def snapshot(self) -> tuple[str, str] | None:
@@ -62,17 +63,28 @@ class BackendSpec(Value):
         name, _, directory = first.rpartition("@")
         return (name, directory + slash + rest) if name else (text, "")
 
+    @property
+    def remote(self) -> tuple[str, str] | None:
+        """The URL and the name ("" if there is none) in "overlay:s3://BUCKET/PREFIX#NAME"; else None."""
+        if self.kind != "overlay" or not self.argument.startswith(_URLS):
+            return None
+        url, _, name = self.argument.partition("#")
+        scheme, _, place = url.partition("://")
+        return f"{scheme}://{place.rstrip('/')}", name
+
     def with_snapshot(self, name: str, directory: str) -> BackendSpec:
         """Return this backend over a stored snapshot: the inverse of `snapshot`."""
         return replace(self, argument=f"{_SNAPSHOT}{name}@{directory}" if directory else f"{_SNAPSHOT}{name}")
 
     @property
-    def lower_layer(self) -> Literal["directory", "archive", "snapshot"] | None:
+    def lower_layer(self) -> Literal["directory", "archive", "snapshot", "remote"] | None:
         """What is below an overlay; None for other backends.  A directory may have a name that ends in ".zip"."""
         if self.kind != "overlay":
             return None
         if self.snapshot is not None:
             return "snapshot"
+        if self.remote is not None:
+            return "remote"
         is_archive = self.argument.lower().endswith(".zip") and not os.path.isdir(self.argument)
         return "archive" if is_archive else "directory"
 
@@ -86,6 +98,11 @@ class BackendSpec(Value):
 
 
 MEMORY: Final = BackendSpec("memory")
+
+
+def is_url(text: str) -> bool:
+    """Return whether `text` names an object store, and not a path."""
+    return text.startswith(_URLS)
 
 
 def known_backends() -> list[str]:
@@ -106,6 +123,8 @@ def parse_backend(text: str) -> BackendSpec:
             raise ValueError(f"{text!r} lacks {_ARGUMENTS[spec.kind]} after the colon")
         if spec.snapshot is not None and not spec.snapshot[0]:
             raise ValueError(f"{text!r} lacks the snapshot's name: write overlay:snapshot:NAME[@DIRECTORY]")
+        if spec.remote is not None and not spec.remote[0].partition("://")[2]:
+            raise ValueError(f"{text!r} lacks the store's place: write overlay:s3://BUCKET/PREFIX#NAME")
         if spec.kind == "exec":
             # Start-up: only this kind needs the parser of command lines.
             from protocol.backends.remote.command import RemoteCommand  # noqa: PLC0415

@@ -199,6 +199,11 @@ class StatusResult(msgspec.Struct, frozen=True):
     max_memory: int | None = None
     pruned: int | None = None  # automatic snapshots that were dropped to free memory
     changed_below: int | None = None  # files of overlay:DIR that other programs changed after the overlay read them
+    # Of an overlay over a snapshot in an object store only.
+    source: str | None = None  # its URL, with the snapshot's name
+    fetched_bytes: int | None = None  # received from there since the start of the process that fetches
+    prefetch: str | None = None  # the state of --prefetch
+    fetch_failure: str | None = None  # while it is not null, reads of what is not in the cache fail
     cache: CacheChoice = "writethrough"
     forked_from: str | None = None  # the name of the workspace that this one is a fork of
     base: str | None = None  # of a fork: the snapshot that both workspaces have

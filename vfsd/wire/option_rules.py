@@ -10,6 +10,7 @@ command line (`--max-bytes`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
@@ -21,6 +22,10 @@ from vfsd.wire.options import CACHES, DEFAULTS, FSYNCS, NAME_PATTERN, SNAPSHOT_D
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
 LEAST_MEMORY_BYTES: Final = 4 << 20  # the minimum of max_memory; a smaller workspace could store hardly anything
+LEAST_CACHE_BYTES: Final = 16 << 20  # the minimum of cache_bytes
+_SECRET: Final = re.compile(
+    r"secret|token|password|credential|(access|account|master)_?key|(^|_)(key|sas)\b", re.IGNORECASE
+)
 _POSITIVE: Final = ("max_bytes", "max_inodes", "max_memory", "pids_limit", "memory_bytes")
 
 
@@ -58,7 +63,7 @@ class Scope(Value):
 
     def allows(self, values: Mapping[str, Any]) -> bool:
         kind = values["backend"].kind
-        if values["backend"].lower_layer == "snapshot" and _OVER_SNAPSHOT in self.backends:
+        if _LAYERS.get(values["backend"].lower_layer) in self.backends:
             return True
         return kind in self.backends or kind not in BACKENDS or any(is_given(values, name) for name in self.options)
 
@@ -70,10 +75,13 @@ class Scope(Value):
 
 
 _OVER_SNAPSHOT: Final = "overlay:snapshot:NAME"  # this kind of overlay only
+_OVER_URL: Final = "overlay:URL#NAME"
+_LAYERS: Final[Mapping[str | None, str]] = {"snapshot": _OVER_SNAPSHOT, "remote": _OVER_URL}
 _IN_MEMORY: Final = ("memory", "overlay")
 _ON_DISK: Final = ("host", "container", "image", "exec")
 _LIMITS: Final = Scope(_IN_MEMORY, "the other backends have the limits of their file system")
 _FILTER: Final = Scope(("overlay",), "only an overlay filters the directory below it")
+_REMOTE: Final = Scope((_OVER_URL,), "nothing else reads from an object store while it is mounted")
 _JOURNAL: Final = Scope((), "without it there is no journal", ("persist",))
 _NEW_CONTAINER: Final = Scope(("image",), "it is for a container that vfsd creates", ("sandbox",))
 
@@ -89,6 +97,10 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes what is in memory, so it is cached without a time limit"),
     "cache": Scope(_IN_MEMORY, "other programs see the files of the other backends, so a write there must not wait"),
     "store": Scope((*_ON_DISK, _OVER_SNAPSHOT), "the other backends keep snapshots in memory"),
+    "store_options": _REMOTE,
+    "cache_bytes": _REMOTE,
+    "remote_timeout_s": _REMOTE,
+    "prefetch": _REMOTE,
     "include": _FILTER,
     "exclude": _FILTER,
     "sandbox": Scope(
@@ -121,6 +133,8 @@ def check_options(options: MountOptions) -> None:
             raise OptionError(template, kind=values["backend"].form, why=scope.why)
     if values["cache"] == "writeback" and values["engine"] not in {"auto", "native"}:
         raise OptionError("{cache} writeback needs {engine} native, not {value}", value=values["engine"])
+    if values["prefetch"] and not values["cache_bytes"]:
+        raise OptionError("{prefetch} needs {cache_bytes}: it fetches into the cache")
     if values["audit_file"] is not None and not values["audit"]:
         raise OptionError("{audit_file} and {audit} exclude each other: without the log there is nothing to keep")
     if values["sandbox"] is not None and values["exec_on_host"]:
@@ -159,6 +173,7 @@ def _check_values(values: Mapping[str, Any]) -> None:
         if values[name] not in choices:
             _refuse_choice(name, values[name], choices)
     _check_workdir(values["workdir"])
+    _check_remote(values)
     timeout_s = values["cache_timeout_s"]
     if timeout_s is not None and not 0 <= timeout_s < math.inf:
         raise OptionError("{cache_timeout_s} must be a number of seconds from 0 on, not {value}", value=timeout_s)
@@ -177,6 +192,21 @@ def _check_memory(max_bytes: int | None, max_memory: int | None) -> None:
         raise OptionError(
             "{max_bytes} must be at most {max_memory}, which bounds content, metadata and snapshots together"
         )
+
+
+def _check_remote(values: Mapping[str, Any]) -> None:
+    for option in values["store_options"]:
+        key, sign, value = option.partition("=")
+        if not (key and sign and value):
+            raise OptionError("{store_options} {option}: write KEY=VALUE, for example region=eu-west-1", option=option)
+        if _SECRET.search(key):
+            # The options of a daemon are in its record, and those of a command in ps(1).
+            raise OptionError("{store_options} {key}: credentials come from the environment only", key=key)
+    size, timeout_s = values["cache_bytes"], values["remote_timeout_s"]
+    if size and not LEAST_CACHE_BYTES <= size <= LARGEST:
+        raise OptionError("{cache_bytes} must be 0 or at least {least:,} bytes", least=LEAST_CACHE_BYTES)
+    if not 0 < timeout_s < math.inf:
+        raise OptionError("{remote_timeout_s} must be a positive number of seconds, not {value}", value=timeout_s)
 
 
 def _check_workdir(workdir: str | None) -> None:

@@ -86,6 +86,20 @@ class ContentOptions(Value):
     exclude: tuple[str, ...] = ()
 
 
+class RemoteOptions(Value):
+    """How a snapshot in an object store is read.
+
+    `store_options`: options of the store, as KEY=VALUE.  `cache_bytes`: the bound of the cache on disk, which all
+    workspaces of the user share; 0: no cache.  `remote_timeout_s`: how long a read waits for the network.  `prefetch`:
+    fetch everything in the background.
+    """
+
+    store_options: tuple[str, ...] = ()
+    cache_bytes: int = 10 << 30
+    remote_timeout_s: float = 30.0
+    prefetch: bool = False
+
+
 class JournalOptions(Value):
     """Whether a workspace in memory keeps a journal on disk, from which it continues after an unmount or a crash.
 
@@ -152,6 +166,7 @@ class MountOptions(Value):
     kernel: KernelOptions = msgspec.field(default_factory=KernelOptions)
     limits: LimitOptions = msgspec.field(default_factory=LimitOptions)
     content: ContentOptions = msgspec.field(default_factory=ContentOptions)
+    remote: RemoteOptions = msgspec.field(default_factory=RemoteOptions)
     journal: JournalOptions = msgspec.field(default_factory=JournalOptions)
     commands: CommandOptions = msgspec.field(default_factory=CommandOptions)
     container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
@@ -198,6 +213,7 @@ _GROUPS: Final[Mapping[str, type[Value]]] = {
     "kernel": KernelOptions,
     "limits": LimitOptions,
     "content": ContentOptions,
+    "remote": RemoteOptions,
     "journal": JournalOptions,
     "commands": CommandOptions,
     "container": ContainerOptions,

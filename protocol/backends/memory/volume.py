@@ -433,8 +433,8 @@ class MemoryVolume:
             # Not `read`, which changes the atime of the source while the kernel shows the cached one.
             part = min(_COPY_BYTES, length - done)
             content = self._state.inodes[source].content
-            data = content.read(source_offset + done, part) if content is not None else bytes(part)
             try:
+                data = content.read(source_offset + done, part) if content is not None else bytes(part)
                 written = self.write(target, target_offset + done, data)
             except OSError:
                 if done:

@@ -268,13 +268,16 @@ class LowerContent(Content):
             self.limit = offset  # blocks in memory beyond `offset` stay; nothing of the lower file beyond it is visible
             return
         hidden = set()
+        loaded = {}  # the blocks at both ends; all are read before the first change
         for index in list(_filled_blocks(self.lower, offset // BLOCK_BYTES * BLOCK_BYTES, min(end, self.limit))):
             visible = self._visible(index)
             base = index * BLOCK_BYTES
             if visible and offset <= base and end >= base + page_up(visible) * PAGE_BYTES:
                 hidden.add(index)
             elif visible:
-                self._put_block(index, self._load(index, visible))
+                loaded[index] = self._load(index, visible)
+        for index, staged in loaded.items():
+            self._put_block(index, staged)
         self.masked |= hidden
 
     def _mask(self, before: set[int]) -> None:

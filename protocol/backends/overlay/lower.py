@@ -1,7 +1,8 @@
 """The contract of an overlay's lower layer: a read-only tree from which entries and content are loaded on demand.
 
-Two implementations: `HostLower`, a directory of this host, which other programs may change; and `TreeLower`, an
-immutable `protocol.tree.Tree`, such as an archive or a stored snapshot.
+Three implementations: `HostLower`, a directory of this host, which other programs may change; `TreeLower`, an immutable
+`protocol.tree.Tree`, such as an archive or a stored snapshot; and `LazyLower`, a snapshot in an object store, whose
+calls raise NotReadyError while they would have to wait for the network.
 
 The `Identity` of a file is its state when it was loaded.  A read from a layer that can change compares it before it
 returns anything (`ChangedBelowError`), so all bytes of a file belong to one version.
@@ -19,7 +20,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
+from protocol.errors import NotReadyError
 from protocol.linux.portable import Handle
+from protocol.volume_extensions import VolumeUsage
 
 Identity: TypeAlias = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
 
@@ -179,9 +182,26 @@ class Lower(ABC):
     def check(self) -> None:
         """Look whether the layer as a whole is still there, and log it once if not.  Called about once a second."""
 
+    def usage_of_source(self, usage: VolumeUsage) -> VolumeUsage:
+        """Return `usage` with what is known of the place where the layer comes from."""
+        return usage
+
     @abstractmethod
     def forking(self) -> AbstractContextManager[object]:
         """A block in which no other thread uses the layer: for fork(2)."""
+
+    def forked(self) -> None:  # noqa: B027 -- most layers share everything
+        """Drop, in a process that fork(2) made, what only the source can use."""
+
+    def serve_here(self) -> None:  # noqa: B027 -- most layers never wait
+        """Have calls in this thread, which serves the mount, raise NotReadyError instead of waiting."""
+
+    def wait(self, error: NotReadyError) -> object:
+        """Wait for the arrival of what a call needs, and return what keeps it in memory.
+
+        Raises `error` in the thread that serves the mount, and OSError if it cannot be fetched.  Call it without locks.
+        """
+        raise error
 
     @abstractmethod
     def close(self) -> None:

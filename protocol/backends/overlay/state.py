@@ -49,7 +49,7 @@ from protocol.backends.overlay.lower import (
     identity,
     is_gone,
 )
-from protocol.errors import os_error
+from protocol.errors import NotReadyError, os_error
 from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 
@@ -183,7 +183,18 @@ class OverlayState(MemoryState):
                 self.ledger.kept += VERSION_LINK_BYTES
 
     def _make(self, number: int) -> Inode:
-        """Create the inode of an assigned number.  KeyError; FileNotFoundError if it no longer exists below."""
+        """Create the inode of an assigned number.  KeyError; FileNotFoundError if it no longer exists below.
+
+        NotReadyError in the serving thread, as from `_fill`; other threads wait.
+        """
+        held: list[object] = []
+        while True:
+            try:
+                return self._make_now(number)
+            except NotReadyError as error:
+                held.append(self.lower.wait(error))
+
+    def _make_now(self, number: int) -> Inode:
         with self.lock:
             made = self.table.loaded(number)
             if made is not None:

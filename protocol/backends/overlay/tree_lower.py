@@ -161,7 +161,7 @@ class TreeLower(Lower):
         nlink, size = entry.nlink, entry.size
         if entry.is_dir:
             nlink, size = self._counted(path)
-        number = _number(path, entry.inode if nlink > 1 and not entry.is_dir else 0)
+        number = inode_number(path, entry.inode if nlink > 1 and not entry.is_dir else 0)
         return TreeStat(entry.mode, number, nlink, entry.uid, entry.gid, size, entry.mtime_ns, entry.rdev)
 
     def _counted(self, path: bytes) -> tuple[int, int]:
@@ -185,7 +185,7 @@ class TreeLower(Lower):
         prefix = path + b"/" if path else b""
         found = []
         for name, mode, link in rows:
-            number = _number(prefix + name, link)
+            number = inode_number(prefix + name, link)
             found.append(LowerEntry(name, mode & TYPE_MASK, (1, link) if link else (0, number), number))
         return found
 
@@ -267,6 +267,7 @@ class TreeFile(LowerFile):
         """The content stays."""
 
 
-def _number(path: bytes, link: int) -> int:
+def inode_number(path: bytes, link: int) -> int:
+    """The inode number of a path; or of all names of a file that has several, which `link` identifies."""
     hashed = b"\0%d" % link if link else path  # no path contains a NUL byte
     return int.from_bytes(blake2b(hashed, digest_size=_NUMBER_BYTES).digest(), "little")

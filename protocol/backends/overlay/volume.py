@@ -133,6 +133,7 @@ class OverlayVolume(MemoryVolume):
     def forked(self) -> None:
         with self._lock:
             super().forked()
+        self.lower.forked()
         self._not_invalidated.clear()
         self._unchecked = iter(())
 
@@ -196,7 +197,7 @@ class OverlayVolume(MemoryVolume):
         return isinstance(self.lower, HostLower) and is_interrupted(self.lower.fd)
 
     def usage(self) -> VolumeUsage:
-        return replace(super().usage(), changed_below=self.changed_below)
+        return replace(self.lower.usage_of_source(super().usage()), changed_below=self.changed_below)
 
     @contextmanager
     def applying(self, paths: Sequence[bytes], *, force: bool, dry_run: bool) -> Iterator[OverlayApply]:
@@ -367,6 +368,9 @@ class OverlayVolume(MemoryVolume):
         path = self._state.path(node)
         paths = {} if path is None else {number: path}
         return CacheInvalidation((), [InodeChange(number, content=True)], paths, {number: node.mode})
+
+    def serve_here(self) -> None:
+        self.lower.serve_here()
 
     def invalidation_done(self, invalidation: CacheInvalidation) -> None:
         self._not_invalidated.difference_update(change.inode for change in invalidation.inodes)

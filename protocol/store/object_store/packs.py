@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -127,13 +127,7 @@ class RemotePacks:
     def view_after(self, markers: Future[Objects]) -> PackView:
         """List the packs after the markers, whose listing has begun."""
         view = PackView(condemned={_last(info.key): info.modified_s for info in markers.result()})
-        sizes = {}
-        for info in self._storage.list(PACKS).result():
-            name = _last(info.key)
-            if name.endswith(".pack"):
-                sizes[name] = info.size_bytes
-                view.modified_s[name] = info.modified_s
-        self._load(sizes, view)
+        self.load(listed_packs(self._storage.list(PACKS).result(), view), view)
         return view
 
     def learn(self, name: str, data: bytes) -> None:
@@ -142,8 +136,8 @@ class RemotePacks:
         self._known[name] = pack
         self._cache.put(name, data[_index_start(pack) :])
 
-    def _load(self, sizes: dict[str, int], view: PackView) -> None:
-        """Add the packs to `view`; read the indexes that are not known yet."""
+    def load(self, sizes: Mapping[str, int], view: PackView) -> None:
+        """Add packs, whose sizes are given, to `view`; read the indexes that are not known yet."""
         waiting: deque[tuple[str, Future[bytes]]] = deque()
         unknown = []
         for name, size in sizes.items():
@@ -175,7 +169,7 @@ class RemotePacks:
         self._known[name] = pack
         return pack
 
-    def _take(self, name: str, tail: Future[bytes], sizes: dict[str, int], view: PackView) -> None:
+    def _take(self, name: str, tail: Future[bytes], sizes: Mapping[str, int], view: PackView) -> None:
         size = sizes[name]
         try:
             data = tail.result()
@@ -206,7 +200,7 @@ class RemotePacks:
         DamagedError, also if a pack is gone.
         """
         waiting: deque[tuple[list[tuple[bytes, BlobLocation]], Future[bytes]]] = deque()
-        for group in _neighbours(sorted(wanted, key=lambda item: item[1])):
+        for group in neighbours(sorted(wanted, key=lambda item: item[1])):
             if len(waiting) >= _IN_FLIGHT:
                 yield from self._verified(*waiting.popleft())
             first, last = group[0][1], group[-1][1]
@@ -234,7 +228,18 @@ class RemotePacks:
             yield digest, blob
 
 
-def _neighbours(items: list[tuple[bytes, BlobLocation]]) -> Iterator[list[tuple[bytes, BlobLocation]]]:
+def listed_packs(objects: Objects, view: PackView) -> dict[str, int]:
+    """The size of each pack in a listing; notes the times of the packs in `view`."""
+    sizes = {}
+    for info in objects:
+        name = _last(info.key)
+        if name.endswith(".pack"):
+            sizes[name] = info.size_bytes
+            view.modified_s[name] = info.modified_s
+    return sizes
+
+
+def neighbours(items: list[tuple[bytes, BlobLocation]]) -> Iterator[list[tuple[bytes, BlobLocation]]]:
     """Split sorted positions into groups that one request reads."""
     group: list[tuple[bytes, BlobLocation]] = []
     for digest, place in items:

@@ -98,13 +98,14 @@ class Storage(Protocol):
 
 def open_storage(
     url: str, options: Mapping[str, str] = MappingProxyType({}), *, patience_s: float = _PATIENCE_S,
-    waiting: Waiting = lambda _cause, _left_s: None,
+    waiting: Waiting = lambda _cause, _left_s: None, makes_directory: bool = True,
 ) -> ObstoreStorage:  # fmt: skip
     """Open the objects below `url`: s3://BUCKET/PREFIX, gs://, az:// or file:///DIRECTORY.
 
     `options` are those of `obstore`, for the store or the connection; and "path_style", "true" for S3 servers that are
     not reached as BUCKET.HOST.  Credentials come from the environment.  `waiting` is called once, from another thread,
     when a request has failed for some seconds: with the cause, and for how many seconds it will be repeated.
+    `makes_directory`: make the directory of file:///, if there is none.
 
     ImportError without `obstore`; OSError (EINVAL).
     """
@@ -134,7 +135,7 @@ def open_storage(
         "config": config or None, "client_options": client, "retry_config": {"max_retries": 0},
     }  # fmt: skip
     if scheme == "file":
-        arguments["mkdir"] = True
+        arguments["mkdir"] = makes_directory
     try:
         store = from_url(url, **arguments)
     except Exception as error:  # noqa: BLE001 (those of `obstore` have no other common base)

@@ -15,6 +15,7 @@ from protocol.store import Store, default_directory
 from protocol.store.object_store import RemoteStore, open_storage
 from vfsd.cli.common import output
 from vfsd.cli.common.app import Command
+from vfsd.machine.caches import cache_directory
 from vfsd.machine.optional_dependencies import missing_package
 from vfsd.wire.messages import ProgressReport
 
@@ -62,10 +63,7 @@ def open_remote(url: str, options: Sequence[str]) -> RemoteStore:
         storage = open_storage(url.rstrip("/") if url != "file:///" else url, values, waiting=_note_waiting)
     except ImportError as error:
         raise missing_package("an object store", error, "remote") from None
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # the XDG base directory specification: a relative path is ignored
-        cache = os.path.join(os.path.expanduser("~"), ".cache")
-    return RemoteStore(storage, cache_directory=os.path.join(cache, "vfsd", "indexes"))
+    return RemoteStore(storage, cache_directory=os.path.join(cache_directory(), "indexes"))
 
 
 def _note_waiting(cause: str, left_s: float) -> None:

@@ -56,6 +56,13 @@ class Size(_SizeType):
         return size
 
 
+class CacheSize(Size):
+    """A size, or 0."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return 0 if value == "0" else super().convert(value, param, ctx)
+
+
 class Seconds(click.FloatRange):
     """A number of seconds, without "nan" and "inf", which JSON cannot represent."""
 
@@ -138,6 +145,7 @@ class Backend(_TextType):
 
 
 SIZE: Final = Size()
+CACHE_SIZE: Final = CacheSize()
 NAME: Final = Name()
 BACKEND: Final = Backend()
 

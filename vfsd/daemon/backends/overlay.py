@@ -1,4 +1,4 @@
-"""The opener of `overlay`: a volume in memory on top of a directory, an archive or a stored snapshot of this host."""
+"""The opener of `overlay`: a volume in memory on top of a directory, an archive, or a stored snapshot."""
 
 from __future__ import annotations
 
@@ -84,6 +84,10 @@ def _open_lower(options: MountOptions, limit: int) -> Lower:
         from vfsd.daemon.backends.lower_snapshot import open_snapshot  # noqa: PLC0415
 
         return open_snapshot(options)
+    if backend.lower_layer == "remote":
+        from vfsd.daemon.backends.lower_remote import open_remote  # noqa: PLC0415
+
+        return open_remote(options)
     if backend.lower_layer == "archive":
         from vfsd.daemon.backends.lower_archive import open_archive_below  # noqa: PLC0415
 

@@ -41,7 +41,7 @@ from protocol.tool_messages import (
 from protocol.tools import ToolContext
 from protocol.tree import Tree
 from protocol.types import WriteResult
-from protocol.volume_extensions import snapshotable
+from protocol.volume_extensions import CacheInvalidation, snapshotable
 from vfsd.daemon.audit.calls import acting_through_mount
 from vfsd.daemon.control import fs_calls
 from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
@@ -51,6 +51,7 @@ from vfsd.daemon.control.turns import Slices, Turns
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
+from vfsd.kernel.engines.arrivals import repeated
 from vfsd.wire.fs_messages import (
     FsEntry,
     FsExecParams,
@@ -192,9 +193,14 @@ class FsMethods:
         async with self._mounted.change_lock:
             await self._mounted.write_back_cached()
             call.commit()
-            with volume.changes() as made:
-                result = change(context)
-            await self._mounted.invalidate(made.invalidation)
+
+            def run() -> tuple[T, CacheInvalidation]:
+                with volume.changes() as made:
+                    result = change(context)
+                return result, made.invalidation
+
+            result, invalidation = await repeated(run)
+            await self._mounted.invalidate(invalidation)
         return result
 
     async def _on_mount(

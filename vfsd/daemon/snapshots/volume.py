@@ -64,6 +64,7 @@ from vfsd.daemon.snapshots.base import (
 )
 from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.threads import checked
+from vfsd.kernel.engines.arrivals import repeated
 from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import CHANGES_LISTED
 
@@ -301,10 +302,13 @@ class VolumeSnapshots:
             if prepare is not None:
                 await prepare()
             await self._mounted.write_back()
-            check()
-            observer.commit()
-            before = self._history()
-            safety, invalidation = self._change(change, f"before {step}", source, merged)
+
+            def attempt() -> tuple[UndoHistory, SnapshotInfo, CacheInvalidation]:
+                check()
+                observer.commit()
+                return self._history(), *self._change(change, f"before {step}", source, merged)
+
+            before, safety, invalidation = await repeated(attempt)
             if not invalidation.entries and not invalidation.inodes:
                 self._drop_if_there(safety.name)
                 return self._outcome(source, None)
@@ -354,7 +358,8 @@ class VolumeSnapshots:
             observer.commit()
             tag = f"after {step}" if by < 0 else f"before {step}"
             merged = self.merges.at(self._volume.snapshot(source).serial)
-            safety, invalidation = self._change(lambda: self._volume.restore_snapshot(source), tag, source, merged)
+            restore = functools.partial(self._volume.restore_snapshot, source)
+            safety, invalidation = await repeated(lambda: self._change(restore, tag, source, merged))
             self._last_history = before.moved(to, safety.serial)
             made = await self._invalidate(invalidation, safety, before, observer)
             if made.earlier is not None:

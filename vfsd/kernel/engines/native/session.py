@@ -32,10 +32,11 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from protocol.errors import SnapshotNotFoundError, errno_of
+from protocol.errors import NotReadyError, SnapshotNotFoundError, errno_of
 from protocol.values import Value
 from protocol.volume import Volume
 from vfsd.kernel.engines import base, policy
+from vfsd.kernel.engines.arrivals import repeated
 from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator
 from vfsd.kernel.engines.markers import Markers
 from vfsd.kernel.engines.native import abandoned, mounting, observation, wire
@@ -369,6 +370,10 @@ class NativeEngine:
                 self._postponed.append(bytes(buffer[:length]))
                 return
             message = reply(unique, answer)
+        except NotReadyError as error:
+            again = functools.partial(method, node, bytearray(buffer[:length]), length)
+            self._answer_later(descriptor, operations, opcode, unique, repeated(again, error))
+            return
         except Exception as error:  # noqa: BLE001  (logged there)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC and may_postpone:
                 self._postponed.append(bytes(buffer[:length]))

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
 import pyfuse3
 import trio
 
-from protocol.errors import SnapshotNotFoundError, errno_of, os_error
+from protocol.errors import NotReadyError, SnapshotNotFoundError, errno_of, os_error
 from protocol.volume import (
     RENAME_EXCHANGE,
     Answer,
@@ -31,6 +31,7 @@ from protocol.volume import (
     Volume,
 )
 from vfsd.kernel.engines import policy
+from vfsd.kernel.engines.arrivals import repeated
 from vfsd.kernel.engines.base import (
     ChangeObserver,
     EngineSettings,
@@ -65,13 +66,16 @@ def _handler(
         number = self.requests
         self.in_progress.add(number)
         try:
+            again = functools.partial(method, self, *args, **kwargs)
             try:
                 return await method(self, *args, **kwargs)
+            except NotReadyError as error:
+                return await repeated(again, error)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
             await self._wait_for_forgets()
-            return await method(self, *args, **kwargs)
+            return await repeated(again)
         except pyfuse3.FUSEError:
             raise
         except Exception as error:  # noqa: BLE001 - an exception that leaks ends pyfuse3's loop
@@ -331,7 +335,8 @@ class Handlers(pyfuse3.Operations):
                     return
                 continue
             try:
-                attributes = await _result(volume.lookup(fh, name))
+                # Repeated here, because the token has entries already.
+                attributes = await repeated(functools.partial(volume.lookup, fh, name))
             except FileNotFoundError:
                 continue  # removed since the listing: only if a lookup waits
             entry = self._fill(attributes, self._timeout_s)

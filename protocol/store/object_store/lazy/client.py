@@ -1,0 +1,273 @@
+"""FetchClient: the daemon's connection to its helper process.
+
+The helper starts when something has to be fetched, again if it died, and in a forked daemon anew.  A request that is
+not answered within the timeout fails with EIO; when the helper can fetch again, later requests succeed.
+
+Invariant: each request's future is done once, by the thread that removed it from `_pending`.
+
+Threading: any thread; a thread of its own receives.  `forking` holds the lock that a forked process would find held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from protocol.store.format.packs import DamagedError
+from protocol.store.object_store.lazy import messages
+from protocol.store.object_store.lazy.messages import Blobs, Failed, Fetch, Opened, Progress, Reply, Start
+
+if TYPE_CHECKING:
+    from protocol.store.object_store.lazy.messages import BlobKind
+
+_logger = logging.getLogger(__name__)
+_COMMAND: Final = (sys.executable, "-P", "-m", "protocol.store.object_store.lazy.helper")
+_TICK_S: Final = 0.2
+_LEAST_START_S: Final = 60.0  # how long opening may take: the store may be far away and the machine busy
+_RESTARTS: Final = 5
+_RESTARTS_WITHIN_S: Final = 60.0
+_END_S: Final = 5.0
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: Fetch
+    future: Future[list[bytes]]
+    until: float
+
+
+@dataclass(slots=True)
+class _Helper:
+    """A running helper, and the thread that receives from it."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    receiver: threading.Thread | None = None
+
+
+class FetchClient:
+    """Fetches blobs of the snapshot that `start` describes.  `open` first."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._lock = threading.RLock()
+        self._helper: _Helper | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._number = 0
+        self._starts: list[float] = []
+        self._failing: str | None = None
+        self._is_closed = False
+        self.progress = Progress(0, 0, 0, "")
+
+    @property
+    def failing(self) -> str | None:
+        """Why the last fetch failed; None if it succeeded."""
+        return self._failing
+
+    def open(self) -> Opened:
+        """Start the helper and open the snapshot.  OSError, DamagedError."""
+        helper = self._started()
+        helper.connection.settimeout(max(_LEAST_START_S, 2 * self._start.timeout_s))
+        try:
+            reply = messages.replies.decode(next(messages.received(helper.connection), b""))
+        except (OSError, ValueError) as error:
+            self._end(helper)
+            raise OSError(
+                errno.EIO, "the process that fetches from the store did not start", self._start.url
+            ) from error
+        if isinstance(reply, Failed):
+            self._end(helper)
+            raise DamagedError(reply.text) if reply.is_damage else OSError(reply.code, reply.text, self._start.url)
+        assert isinstance(reply, Opened)
+        helper.connection.settimeout(None)
+        self._start = replace(self._start, name=reply.name, record=reply.record, created_s=reply.created_s)
+        with self._lock:
+            self._receive_from(helper)
+        return reply
+
+    def fetch(self, kind: BlobKind, digests: Sequence[bytes], ahead: Sequence[bytes] = ()) -> Future[list[bytes]]:
+        """Fetch blobs, and have the helper fetch those in `ahead` after them.
+
+        The future raises DamagedError, or OSError (EIO) if they did not arrive within the timeout.
+        """
+        with self._lock:
+            self._number += 1
+            request = Fetch(self._number, kind, list(digests), list(ahead))
+            pending = _Pending(request, Future(), time.monotonic() + self._start.timeout_s)
+            if self._is_closed:
+                pending.future.set_exception(OSError(errno.EIO, "the workspace is being unmounted"))
+                return pending.future
+            self._pending[request.number] = pending
+            try:
+                self._send(request)
+            except OSError as error:
+                self._fail(pending, OSError(errno.EIO, f"the process that fetches does not start: {error}"))
+        return pending.future
+
+    def _send(self, request: Fetch) -> None:
+        helper = self._helper
+        if helper is None:
+            self._restart()
+            return  # sends what is pending
+        # If the helper died, the receiver starts another one, which gets everything that is pending.
+        with contextlib.suppress(OSError):
+            messages.send(helper.connection, request)
+
+    # -- the process -------------------------------------------------------------------------------
+    def _started(self) -> _Helper:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    _COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, cwd="/", start_new_session=True
+                )
+            except BaseException:
+                ours.close()
+                raise
+        messages.send(ours, self._start)
+        return _Helper(process, ours)
+
+    def _restart(self) -> None:
+        """Start a helper that gets all pending requests.  OSError.  With the lock."""
+        now = time.monotonic()
+        self._starts = [each for each in self._starts if now - each < _RESTARTS_WITHIN_S]
+        if len(self._starts) >= _RESTARTS:
+            raise OSError(errno.EIO, f"it died {_RESTARTS} times in a minute")
+        self._starts.append(now)
+        helper = self._started()
+        for pending in self._pending.values():
+            messages.send(helper.connection, pending.request)
+        self._receive_from(helper)
+
+    def _receive_from(self, helper: _Helper) -> None:
+        self._helper = helper
+        helper.receiver = threading.Thread(target=self._receive, args=(helper,), name="vfsd-fetched", daemon=True)
+        helper.receiver.start()
+
+    def _receive(self, helper: _Helper) -> None:
+        """Receive until the helper ends; then start another one if requests are pending."""
+        received = messages.received(helper.connection)
+        poll = select.poll()
+        poll.register(helper.connection, select.POLLIN)
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                if not poll.poll(_TICK_S * 1000):
+                    self._expire()
+                    continue
+                data = next(received, None)
+                if data is None:
+                    break
+                self._take(messages.replies.decode(data))
+                self._expire()
+        self._end(helper)
+        with self._lock:
+            if self._helper is not helper:
+                return
+            self._helper = None
+            if self._is_closed:
+                return
+            _logger.warning("the process that fetches from %s ended; the next read starts another one", self._start.url)
+            if self._pending:
+                try:
+                    self._restart()
+                except OSError as error:
+                    for pending in list(self._pending.values()):
+                        self._fail(pending, OSError(errno.EIO, f"the process that fetches ended: {error}"))
+
+    @staticmethod
+    def _end(helper: _Helper) -> None:
+        """End a helper, and wait for it."""
+        with contextlib.suppress(OSError):
+            helper.connection.shutdown(socket.SHUT_RDWR)  # unlike close(2), this wakes the receiver
+        if helper.receiver is not None and helper.receiver is not threading.current_thread():
+            helper.receiver.join()
+        helper.connection.close()
+        try:
+            helper.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            helper.process.kill()
+            helper.process.wait()
+
+    # -- answers -----------------------------------------------------------------------------------
+    def _take(self, reply: Reply) -> None:
+        if isinstance(reply, Progress):
+            self.progress = reply
+        elif isinstance(reply, Blobs):
+            with self._lock:
+                pending = self._pending.pop(reply.number, None)
+                if self._failing is not None:
+                    self._failing = None
+                    _logger.info("reads from %s succeed again", self._start.url)
+            if pending is not None:
+                pending.future.set_result(reply.blobs)
+        elif isinstance(reply, Failed):
+            with self._lock:
+                pending = self._pending.get(reply.number)
+            if pending is not None and reply.is_damage:
+                self._fail(pending, DamagedError(reply.text))
+            elif pending is not None:
+                self._fail(pending, self._failure(reply.text))
+
+    def _expire(self) -> None:
+        """Fail the requests that waited for too long."""
+        now = time.monotonic()
+        with self._lock:
+            late = [pending for pending in self._pending.values() if pending.until < now]
+        for pending in late:
+            self._fail(pending, self._failure("no answer within --remote-timeout"))
+
+    def _failure(self, reason: str) -> OSError:
+        """The error of a request, because the store cannot be reached; log the first one in a row."""
+        with self._lock:
+            is_new, self._failing = self._failing is None, reason
+        if is_new:
+            text = "cannot fetch from %s: %s; reads of what is not in the cache fail with EIO until it answers"
+            _logger.error(text, self._start.url, reason)
+        return OSError(errno.EIO, reason, self._start.url)
+
+    def _fail(self, pending: _Pending, error: OSError) -> None:
+        with self._lock:
+            if self._pending.pop(pending.request.number, None) is None:
+                return
+        pending.future.set_exception(error)
+
+    # -- fork and end --------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def forking(self) -> Iterator[None]:
+        """A block in which no other thread holds the client's lock."""
+        with self._lock:
+            yield
+
+    def forked(self) -> None:
+        """Drop, in a forked process, what belongs to the source: it has the helper and the requests."""
+        with self._lock:
+            helper, self._helper = self._helper, None
+            if helper is not None:
+                helper.connection.close()
+            self._pending.clear()
+            self.progress = Progress(0, 0, 0, "")
+            self._start = replace(self._start, prefetch=False)
+
+    def close(self) -> None:
+        """End the helper; pending requests fail."""
+        with self._lock:
+            self._is_closed = True
+            helper, self._helper = self._helper, None
+            pending = list(self._pending.values())
+        for each in pending:
+            self._fail(each, OSError(errno.EIO, "the workspace is being unmounted"))
+        if helper is not None:
+            self._end(helper)

@@ -1,0 +1,219 @@
+"""Fetcher: reads blobs of an object store in ranges of packs, verifies them, and keeps them in the cache.
+
+A push stores the blobs of a snapshot in the order of a walk, so what follows a blob in its pack is probably needed
+next.  A range has at least `_FIRST_WINDOW_BYTES`, and twice as much as the one before if it continues that one; then
+the next range is read ahead.  Two requests for one blob share one range.
+
+Invariant: every blob that a caller gets, or the cache, was compared with its digest after it arrived.
+
+Threading: any thread; calls wait for the network.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from protocol.store.format.packs import BlobLocation, DamagedError, damaged_blob
+from protocol.store.object_store.layout import check_blob
+from protocol.store.object_store.packs import key_of, neighbours
+
+if TYPE_CHECKING:
+    from protocol.store.object_store.lazy.blob_cache import BlobCache
+    from protocol.store.object_store.lazy.index import LazyIndex
+    from protocol.store.object_store.lazy.messages import BlobKind
+    from protocol.store.object_store.storage import Storage
+
+_FIRST_WINDOW_BYTES: Final = 256 << 10
+_LARGEST_WINDOW_BYTES: Final = 4 << 20
+_RECENT_BYTES: Final = 32 << 20
+_ATTEMPTS: Final = 3
+
+
+@dataclass(slots=True)
+class _Range:
+    """Blobs of one pack that are read with one request."""
+
+    pack: str
+    offset: int
+    length: int
+    blobs: list[tuple[int, int, bytes]]  # offset, length, digest
+    answer: Future[bytes] | None = None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class Fetcher:
+    """Fetches blobs of the store in `storage`.  `ahead` runs a function later, in another thread."""
+
+    def __init__(
+        self, storage: Storage, index: LazyIndex, cache: BlobCache, ahead: Callable[[Callable[[], object]], object]
+    ) -> None:
+        self._storage = storage
+        self._index = index
+        self._cache = cache
+        self._ahead = ahead
+        self._lock = threading.Lock()
+        self._recent: OrderedDict[bytes, bytes] = OrderedDict()
+        self._recent_bytes = 0
+        self._arriving: dict[bytes, Future[bytes]] = {}
+        self._windows: dict[str, tuple[int, int]] = {}  # pack -> end and size of the last range
+        self._reading_ahead: set[str] = set()
+
+    def fetch(self, kind: BlobKind, digests: Sequence[bytes], *, reads_ahead: bool = True) -> list[bytes]:
+        """The blobs with these digests.  DamagedError, which names the blob; OSError (ETIMEDOUT, EACCES, ...)."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                found = self._fetched(kind, dict.fromkeys(digests), reads_ahead=reads_ahead)
+                return [found[digest] for digest in digests]
+            except FileNotFoundError:
+                # A collection has moved the contents of a pack.
+                if attempt == _ATTEMPTS - 1 or not self._index.refresh():
+                    raise DamagedError("a pack is gone from the object store", self._storage.url) from None
+        raise AssertionError
+
+    def _fetched(self, kind: BlobKind, digests: Iterable[bytes], *, reads_ahead: bool) -> dict[bytes, bytes]:
+        known = {digest: self._known(digest) for digest in digests}
+        found = {digest: data for digest, data in known.items() if data is not None}
+        places = self._index.locate(kind, [digest for digest, data in known.items() if data is None])
+        with self._lock:
+            arriving = {digest: self._arriving[digest] for digest in places if digest in self._arriving}
+            ranges = self._ranges({digest: place for digest, place in places.items() if digest not in arriving})
+            for _, _, digest in itertools.chain.from_iterable(one.blobs for one in ranges):
+                self._arriving.setdefault(digest, Future())
+        found.update(self._read(ranges, places))
+        for digest, future in arriving.items():
+            found[digest] = future.result()
+        if reads_ahead and ranges:
+            self._read_ahead(kind, ranges[-1])
+        return found
+
+    def _read(self, ranges: Sequence[_Range], places: dict[bytes, BlobLocation]) -> dict[bytes, bytes]:
+        """Read ranges at once.  If one fails, the others are taken in before that raises."""
+        for one in ranges:
+            one.answer = self._storage.read_range(key_of(one.pack), one.offset, one.length)
+        found: dict[bytes, bytes] = {}
+        failed: OSError | None = None
+        for one in ranges:
+            try:
+                found.update(self._arrived(one, places))
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return found
+
+    def _known(self, digest: bytes) -> bytes | None:
+        with self._lock:
+            data = self._recent.get(digest)
+            if data is not None:
+                self._recent.move_to_end(digest)
+                return data
+        return self._cache.get(digest)
+
+    # -- ranges ----------------------------------------------------------------------------------
+    def _ranges(self, places: dict[bytes, BlobLocation]) -> list[_Range]:
+        """The ranges to read, so that they have these blobs."""
+        ranges = []
+        for group in neighbours(sorted(places.items(), key=lambda item: item[1])):
+            first, last = group[0][1], group[-1][1]
+            least = first.offset + self._window(first)
+            end = last.offset + last.length
+            blobs = []
+            for offset, length, digest in self._index.following(first):
+                is_wanted = offset + length <= end
+                if not is_wanted and (offset + length > least or digest in self._recent or digest in self._arriving):
+                    break
+                if not is_wanted and self._cache.has(digest):
+                    break
+                if digest in places or (digest not in self._arriving and digest not in self._recent):
+                    blobs.append((offset, length, digest))
+            end = max(end, blobs[-1][0] + blobs[-1][1]) if blobs else end
+            if not blobs:  # a pack that was forgotten meanwhile
+                blobs = [(place.offset, place.length, digest) for digest, place in group]
+            self._windows[first.pack] = end, least - first.offset
+            ranges.append(_Range(first.pack, first.offset, end - first.offset, blobs))
+        return ranges
+
+    def _window(self, place: BlobLocation) -> int:
+        """How many bytes to read from a position on."""
+        end, size = self._windows.get(place.pack, (0, 0))
+        if size and end <= place.offset <= end + size:
+            return min(2 * size, _LARGEST_WINDOW_BYTES)
+        return _FIRST_WINDOW_BYTES
+
+    def _arrived(self, one: _Range, places: dict[bytes, BlobLocation]) -> dict[bytes, bytes]:
+        """Wait for a range; verify and keep its blobs."""
+        good: dict[bytes, bytes] = {}
+        error: BaseException | None = None
+        try:
+            assert one.answer is not None
+            data = one.answer.result()
+            for offset, length, digest in one.blobs:
+                blob = data[offset - one.offset : offset - one.offset + length]
+                try:
+                    check_blob(digest, blob)
+                except DamagedError:
+                    if digest not in places:
+                        continue
+                    # Perhaps it was damaged on its way.
+                    blob = self._storage.read_range(key_of(one.pack), offset, length).result()
+                    check_blob(digest, blob)
+                good[digest] = blob
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._keep(one, good, error)
+        return good
+
+    def _keep(self, one: _Range, good: dict[bytes, bytes], error: BaseException | None) -> None:
+        with self._lock:
+            for digest, blob in good.items():
+                if digest not in self._recent:
+                    self._recent[digest] = blob
+                    self._recent_bytes += len(blob)
+            while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
+                self._recent_bytes -= len(self._recent.popitem(last=False)[1])
+            futures = [(digest, self._arriving.pop(digest, None)) for _, _, digest in one.blobs]
+        for digest, future in futures:
+            if future is None:
+                continue
+            if digest in good:
+                future.set_result(good[digest])
+            else:
+                future.set_exception(error if isinstance(error, OSError) else damaged_blob(digest))
+        if good:
+            self._cache.put(list(good.items()))
+
+    # -- reading ahead -----------------------------------------------------------------------------
+    def _read_ahead(self, kind: BlobKind, last: _Range) -> None:
+        """Read the range after `last` in the background, if `last` continued another one."""
+        with self._lock:
+            _, size = self._windows[last.pack]
+            if size <= _FIRST_WINDOW_BYTES or last.pack in self._reading_ahead:
+                return
+            following = self._index.following(BlobLocation(last.pack, last.end, 0))
+            wanted = [digest for _, length, digest in following[:1] if length <= _LARGEST_WINDOW_BYTES]
+            if not wanted or wanted[0] in self._recent or wanted[0] in self._arriving:
+                return
+            self._reading_ahead.add(last.pack)
+
+        def run() -> None:
+            try:
+                if not self._cache.has(wanted[0]):
+                    self.fetch(kind, wanted, reads_ahead=False)
+            except OSError:
+                pass  # whoever needs it gets the error
+            finally:
+                with self._lock:
+                    self._reading_ahead.discard(last.pack)
+
+        self._ahead(run)

@@ -1,0 +1,192 @@
+"""The helper process of a daemon over a remote snapshot: `python -m protocol.store.object_store.lazy.helper`.
+
+Standard input is a socket to the daemon (`messages`).  The helper has the credentials from its environment, and ends
+when the daemon closes the connection.
+
+Threading: the main thread receives; a pool answers; `obstore` has threads of its own, and nothing here forks.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+from protocol.store.format.packs import DamagedError
+from protocol.store.object_store.layout import decode_named, encode_named
+from protocol.store.object_store.lazy import messages
+from protocol.store.object_store.lazy.blob_cache import BlobCache
+from protocol.store.object_store.lazy.fetcher import Fetcher
+from protocol.store.object_store.lazy.index import LazyIndex
+from protocol.store.object_store.lazy.messages import Blobs, Failed, Fetch, Opened, Progress, Start
+from protocol.store.object_store.lazy.prefetch import Prefetch
+from protocol.store.object_store.packs import IndexCache, RemotePacks
+from protocol.store.object_store.remote import RemoteStore
+from protocol.store.object_store.storage import open_storage
+
+if TYPE_CHECKING:
+    from protocol.store.format.records import Record
+    from protocol.store.object_store.storage import Objects, Storage
+
+_THREADS: Final = 16
+_REPORT_S: Final = 0.25
+_LEAST_TIMEOUT_S: Final = 5
+
+
+class Counted:
+    """A `Storage` that counts what it receives."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.url = storage.url
+        self.received_bytes = 0
+
+    def _counted(self, answer: Future[bytes]) -> Future[bytes]:
+        answer.add_done_callback(self._count)
+        return answer
+
+    def _count(self, answer: Future[bytes]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self.received_bytes += len(answer.result())
+
+    def create(self, key: str, data: bytes) -> Future[bool]:
+        return self.storage.create(key, data)
+
+    def read(self, key: str) -> Future[bytes]:
+        return self._counted(self.storage.read(key))
+
+    def read_range(self, key: str, start: int, length: int) -> Future[bytes]:
+        return self._counted(self.storage.read_range(key, start, length))
+
+    def list(self, prefix: str) -> Future[Objects]:
+        return self.storage.list(prefix)
+
+    def delete(self, key: str) -> Future[None]:
+        return self.storage.delete(key)
+
+    def close(self) -> None:
+        self.storage.close()
+
+
+class Helper:
+    """Answers the daemon at the other end of `connection`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._pool = ThreadPoolExecutor(_THREADS, "vfsd-fetch")
+        self._reported_at = 0.0
+        self._prefetch: Prefetch | None = None
+
+    def run(self) -> None:
+        """Serve until the connection ends."""
+        received = messages.received(self._connection)
+        start = messages.requests.decode(next(received, b""))
+        assert isinstance(start, Start)
+        try:
+            record = self._open(start)
+        except OSError as error:
+            self._send(_failed(0, error))
+            return
+        if start.prefetch:
+            self._begin_prefetch(start, record)
+        for data in received:
+            request = messages.requests.decode(data)
+            assert isinstance(request, Fetch)
+            self._pool.submit(self._answer, request, time.monotonic() + start.timeout_s)
+
+    def _open(self, start: Start) -> Record:
+        timeout = f"{max(_LEAST_TIMEOUT_S, math.ceil(start.timeout_s))}s"
+        options = {"timeout": timeout, "connect_timeout": timeout, **start.options}
+        storage = open_storage(start.url, options, patience_s=start.timeout_s, makes_directory=False)
+        self._storage = counted = Counted(storage)
+        self._index = LazyIndex(counted, RemotePacks(counted, IndexCache(start.index_directory)))
+        self._index.begin()
+        self._cache = BlobCache(start.cache_directory, start.cache_bytes)
+        self._fetcher = Fetcher(counted, self._index, self._cache, self._pool.submit)
+        name, named = start.name or "", start.record
+        if named is None:
+            found = RemoteStore(counted).get(start.name)
+            name, record = found.name, found.record
+            named = encode_named(record)
+        record = decode_named(named, start.url)
+        self._index.near_s = start.created_s or record.created_ns / 1e9
+        self._send(Opened(name, named, self._index.near_s))
+        return record
+
+    def _begin_prefetch(self, start: Start, record: Record) -> None:
+        self._prefetch = Prefetch(self._fetcher, self._index, self._cache, start.cache_bytes, self._report)
+        run = functools.partial(self._prefetch.run, record.root)
+        threading.Thread(target=run, name="vfsd-prefetch", daemon=True).start()
+
+    def _answer(self, request: Fetch, until: float) -> None:
+        if time.monotonic() > until:
+            return  # the daemon has given up
+        try:
+            blobs = self._fetcher.fetch(request.kind, request.digests) if request.digests else []
+        except OSError as error:
+            self._send(_failed(request.number, error))
+            return
+        except Exception as error:  # noqa: BLE001 (the daemon must get an answer)
+            self._send(Failed(request.number, errno.EIO, f"the helper failed: {error!r}", False))
+            return
+        self._send(Blobs(request.number, blobs))
+        if request.ahead:
+            self._pool.submit(self._fetch_ahead, request)
+        self._report()
+
+    def _fetch_ahead(self, request: Fetch) -> None:
+        wanted = [digest for digest in request.ahead if not self._cache.has(digest)]
+        try:
+            if wanted:
+                self._fetcher.fetch(request.kind, wanted, reads_ahead=False)
+        except OSError:
+            pass  # the read that needs it gets the error
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        prefetch = self._prefetch
+        state = "" if prefetch is None else prefetch.state
+        with self._sending:
+            if now - self._reported_at < _REPORT_S and state in {"", "running"}:
+                return
+            self._reported_at = now
+        done, total = (0, 0) if prefetch is None else (prefetch.done_bytes, prefetch.total_bytes)
+        self._send(Progress(self._storage.received_bytes, done, total, state))
+
+    def _send(self, message: Any) -> None:
+        with self._sending:
+            try:
+                messages.send(self._connection, message)
+            except OSError:
+                os._exit(0)  # the daemon is gone
+
+
+def _failed(number: int, error: OSError) -> Failed:
+    text = error.strerror or str(error)
+    if isinstance(error, DamagedError):
+        return Failed(number, errno.EIO, error.damage, True)
+    return Failed(number, error.errno or errno.EIO, text, False)
+
+
+def main() -> None:
+    """Serve the daemon, and end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a daemon in the foreground
+    connection = socket.socket(fileno=os.dup(0))
+    try:
+        Helper(connection).run()
+    except OSError:
+        pass  # the daemon was killed
+    # Requests that are running, and their threads, end here.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
