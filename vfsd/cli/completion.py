@@ -14,6 +14,33 @@ from vfsd.cli.common.app import Command
 _SHELLS: Final = ("bash", "zsh", "fish")
 _VARIABLE: Final = "_VFSD_COMPLETE"  # the name that click derives from the program's name
 
+# What click's scripts lack: items of type "path".  Each pair is a part of a script, and what replaces it.
+_PATHS: Final = (
+    # bash: -o filenames quotes blanks; a directory gets no blank after it, so that <Tab> can go on.
+    (
+        "            COMPREPLY+=($value)\n",
+        """\
+            COMPREPLY+=($value)
+        elif [[ $type == 'path' ]]; then
+            COMPREPLY+=("$value")
+            compopt -o filenames
+            [[ $value == */ ]] && compopt -o nospace
+""",
+    ),
+    # zsh
+    (
+        """        elif [[ "$type" == "dir" ]]; then""",
+        """\
+        elif [[ "$type" == "path" && "$key" == */ ]]; then
+            compadd -U -q -S "" -- "$key"
+        elif [[ "$type" == "path" ]]; then
+            compadd -U -- "$key"
+        elif [[ "$type" == "dir" ]]; then""",
+    ),
+    # fish, which adds no blank after "/"
+    ('        else if test $metadata[1] = "plain";', "        else if contains $metadata[1] plain path;"),
+)
+
 
 @click.command(
     "completion",
@@ -30,7 +57,8 @@ _VARIABLE: Final = "_VFSD_COMPLETE"  # the name that click derives from the prog
 def completion_command(ctx: click.Context, shell: str | None) -> None:
     """Print the script that completes vfsd's commands in a shell.
 
-    It completes commands, options, and the names of workspaces and snapshots.  SHELL defaults to $SHELL.
+    It completes commands, options, the names of workspaces and snapshots, and the paths in a workspace or snapshot.
+    SHELL defaults to $SHELL.
     """
     name = shell or os.path.basename(os.environ.get("SHELL", ""))
     kind = get_completion_class(name)
@@ -38,5 +66,11 @@ def completion_command(ctx: click.Context, shell: str | None) -> None:
         raise click.UsageError(f"name a shell: {', '.join(_SHELLS)}")
     completer = kind(ctx.find_root().command, {}, "vfsd", _VARIABLE)
     # Use the template directly: click's source() would also start bash to get its version.
-    script = completer.source_template % completer.source_vars()
+    script = _with_paths(completer.source_template) % completer.source_vars()
     ctx.obj.emit({"shell": name, "script": script}, lambda answer: output.say(answer["script"]))
+
+
+def _with_paths(script: str) -> str:
+    for part, replacement in _PATHS:
+        script = script.replace(part, replacement)
+    return script

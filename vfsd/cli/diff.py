@@ -7,12 +7,13 @@ import os
 from typing import Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from protocol.diff.patch import GIT_APPLY_LIMIT_BYTES
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import plain_change, show_changes, show_stat
-from vfsd.cli.common.names import complete_snapshot, complete_workspace
+from vfsd.cli.common.names import complete_path, complete_snapshot, complete_workspace
 from vfsd.cli.common.paging import PatchColours, paged
 from vfsd.cli.common.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
 from vfsd.cli.common.values import exclude_option, include_option
@@ -22,18 +23,33 @@ from vfsd.wire import messages
 _NAMED: Final = 20  # paths missing from a patch that standard error names
 
 
+_AFTER_DASHES: Final = f"{__name__}.after_dashes"  # whether `--` was among the arguments
+
+
+def _complete_state(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer snapshots, or paths after `--`."""
+    return (complete_path if ctx.meta[_AFTER_DASHES] else complete_snapshot)(ctx, param, incomplete)
+
+
 class _DiffCommand(Command):
     """Takes the words after `--` as paths.  click itself drops the `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         paths: list[str] = []
-        if "--" in args:
+        after_dashes = "--" in args
+        if after_dashes:
             mark = args.index("--")
             args, paths = args[:mark], args[mark + 1 :]
         ctx.obj = ctx.ensure_object(App)
         rest = super().parse_args(ctx, args)
         ctx.params["paths"] = tuple(paths)
+        ctx.meta[_AFTER_DASHES] = after_dashes
         return rest
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        if ctx.meta[_AFTER_DASHES]:
+            return complete_path(ctx, self.params[0], incomplete)
+        return super().shell_complete(ctx, incomplete)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- PATH...]"]
@@ -52,8 +68,8 @@ class _DiffCommand(Command):
     vfsd diff --against agents-1 --stat    # how a fork differs from this workspace
     """,
 )
-@click.argument("a", required=False, shell_complete=complete_snapshot)
-@click.argument("b", required=False, shell_complete=complete_snapshot)
+@click.argument("a", required=False, shell_complete=_complete_state)
+@click.argument("b", required=False, shell_complete=_complete_state)
 @click.option("--stat", is_flag=True, help="Print the lines added and removed in each file, as git does.")
 @click.option("-p", "--patch", is_flag=True, help="Print a patch for `git apply`, binary files included.")
 @click.option("--names", is_flag=True, help="Print only the paths.")

@@ -20,7 +20,7 @@ import msgspec
 from protocol.tool_messages import DEFAULT_MATCHES, DEFAULT_PATHS, Edit
 from vfsd.cli.common import output
 from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, describe, printable
-from vfsd.cli.common.names import complete_snapshot
+from vfsd.cli.common.names import complete_path, complete_snapshot
 from vfsd.cli.common.output import base64_text, text_or_base64
 from vfsd.cli.common.values import SIZE, Seconds, environment
 from vfsd.client.paths import current_directory, workspace_path
@@ -236,7 +236,7 @@ _at_option = click.option(
 
 # -- reading ----------------------------------------------------------------------------------------
 @fs_command.command("ls")
-@click.argument("path", default=".")
+@click.argument("path", default=".", shell_complete=complete_path)
 @_limit_option(default=fs.DEFAULT_ENTRIES)
 @_at_option
 def ls_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def ls_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
 
 
 @fs_command.command("stat")
-@click.argument("path")
+@click.argument("path", shell_complete=complete_path)
 @_at_option
 def stat_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Show the type, size, mode and time of a path."""
@@ -255,7 +255,7 @@ def stat_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
 
 
 @fs_command.command("read")
-@click.argument("path")
+@click.argument("path", shell_complete=complete_path)
 @click.option("--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip N lines (or bytes).")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Read at most N lines (or bytes); 2,000 lines.")
 @click.option("--bytes", "as_bytes", is_flag=True, help="Count bytes instead of lines, and print them as base64.")
@@ -292,7 +292,7 @@ _all_option = click.option(
 
 @fs_command.command("glob")
 @click.argument("pattern")
-@click.argument("path", default=".")
+@click.argument("path", default=".", shell_complete=complete_path)
 @_limit_option(default=DEFAULT_PATHS)
 @_all_option
 @_at_option
@@ -313,7 +313,7 @@ def glob_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
 
 @fs_command.command("grep")
 @click.argument("pattern")
-@click.argument("path", default=".")
+@click.argument("path", default=".", shell_complete=complete_path)
 @click.option("--glob", metavar="PATTERN", help="Search only files whose path matches, as in `vfsd fs glob`.")
 @click.option("-i", "--ignore-case", is_flag=True)
 @_limit_option(default=DEFAULT_MATCHES)
@@ -336,7 +336,7 @@ def grep_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
 
 # -- changing ---------------------------------------------------------------------------------------
 @fs_command.command("write")
-@click.argument("path")
+@click.argument("path", shell_complete=complete_path)
 @click.option(
     "--mode",
     type=click.Choice(["create", "overwrite", "append"]),
@@ -364,7 +364,7 @@ def write_command(workspace: _Workspace, /, no_parents: bool, **settings: Any) -
 
 
 @fs_command.command("edit")
-@click.argument("path")
+@click.argument("path", shell_complete=complete_path)
 def edit_command(workspace: _Workspace, /, path: str) -> dict[str, Any]:
     """Replace text in a file.
 
@@ -379,7 +379,7 @@ def edit_command(workspace: _Workspace, /, path: str) -> dict[str, Any]:
 
 
 @fs_command.command("rm")
-@click.argument("path")
+@click.argument("path", shell_complete=complete_path)
 @click.option("-r", "--recursive", is_flag=True, help="Delete a directory with its content.")
 def rm_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Delete a file, a symlink or a directory, and print the number of deleted entries."""

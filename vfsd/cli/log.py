@@ -16,6 +16,7 @@ import msgspec
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import INTERRUPTED, App, Command
+from vfsd.cli.common.names import complete_path, complete_snapshot
 from vfsd.cli.common.streamed import PatientOutput
 from vfsd.client.connection import ControlClient
 from vfsd.machine.runtime import WorkspaceRecord, read_record
@@ -42,11 +43,12 @@ _entries: Final = msgspec.json.Decoder(LogEntry)
     vfsd log --follow --json | jq .path
     """,
 )
-@click.argument("paths", metavar="[PATH]...", nargs=-1)
+@click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path)
 @click.option("-f", "--follow", is_flag=True, help="Go on, and print each change when it is made.")
 @click.option(
     "--since",
     metavar="WHEN|SNAPSHOT",
+    shell_complete=complete_snapshot,
     help="Only changes since then: a snapshot, 90s, 10m, 2h or 3d ago, or a time such as 2026-01-31T12:00.",
 )
 @click.option("--by", metavar="PID|COMMAND", help="Only changes by this process or program, and by what it started.")

@@ -9,7 +9,7 @@ import click
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import show_changes, show_expired
-from vfsd.cli.common.names import complete_workspace
+from vfsd.cli.common.names import complete_path_of_fork, complete_workspace
 from vfsd.cli.common.wording import count_words, outcome_lines
 from vfsd.wire.merge_messages import ConflictRecord, Conflicts, MergeResult
 
@@ -31,7 +31,7 @@ _CONFLICTS_SHOWN: Final = 20
     """,
 )
 @click.argument("fork", metavar="FORK", shell_complete=complete_workspace)
-@click.argument("paths", metavar="[PATH]...", nargs=-1)
+@click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path_of_fork)
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be changed, and change nothing.")
 @click.option(
     "--conflicts",

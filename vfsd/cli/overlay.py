@@ -7,6 +7,7 @@ import click
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import show_changes, show_expired, show_outcome
+from vfsd.cli.common.names import complete_path
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.wording import count_words
 from vfsd.wire import messages
@@ -21,7 +22,7 @@ from vfsd.wire import messages
     vfsd apply src docs/index.md           # only these paths
     """,
 )
-@click.argument("paths", metavar="[PATH]...", nargs=-1)
+@click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path)
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite what other programs changed there since.")
 @click.pass_obj
@@ -69,7 +70,7 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
     vfsd discard && vfsd restore --undo    # take it back
     """,
 )
-@click.argument("paths", metavar="[PATH]...", nargs=-1)
+@click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path)
 @click.option("-n", "--dry-run", is_flag=True, help="Show the changes without making them.")
 @click.pass_obj
 def discard_command(app: App, paths: tuple[str, ...], dry_run: bool) -> None:

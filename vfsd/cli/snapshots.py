@@ -15,7 +15,7 @@ import click
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, did_you_mean
 from vfsd.cli.common.changes import show_changes, show_expired, show_outcome, show_problems
-from vfsd.cli.common.names import complete_restore, complete_snapshot
+from vfsd.cli.common.names import complete_of, complete_restore, complete_snapshot
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.values import in_home
@@ -180,7 +180,12 @@ def _show_dropped(answer: messages.DropResult) -> None:
     help="Undo the last restore, import, merge, adoption, apply or discard.  With PATHs, only below these.",
 )
 @click.option("--redo", is_flag=True, help="Redo the last step that was undone.")
-@click.option("--of", metavar="host:DIR", help="Restore a snapshot of that directory into this workspace.")
+@click.option(
+    "--of",
+    metavar="host:DIR",
+    shell_complete=complete_of,
+    help="Restore a snapshot of that directory into this workspace.",
+)
 @click.option("--store", metavar="DIRECTORY", type=click.Path(), help="With --of: the store with that snapshot.")
 @click.pass_obj
 def restore_command(

@@ -1,4 +1,4 @@
-"""Names of workspaces and snapshots, for a shell's completion and for suggestions in errors.
+"""Names of workspaces and snapshots and paths, for a shell's completion and for suggestions in errors.
 
 A completer must neither hang nor print: after any failure it offers nothing.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import click
 from click.shell_completion import CompletionItem
 
 from vfsd.cli.common.app import did_you_mean
+from vfsd.cli.common.values import in_home
 from vfsd.client.connection import ControlClient, ControlError, control_error
-from vfsd.client.paths import current_directory
+from vfsd.client.paths import current_directory, workspace_path
 from vfsd.machine.runtime import WorkspaceRecord, find_workspace, read_records
-from vfsd.wire.messages import SnapshotsParams
+from vfsd.wire.fs_messages import FsLsParams
+from vfsd.wire.messages import SnapshotsParams, from_wire_path, wire_path
 
 _TIMEOUT_S: Final = 1.0  # longer, and the shell seems to hang
+_MAX_PATHS: Final = 10_000  # of one directory
 
 
 def complete_workspace(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
@@ -30,10 +34,89 @@ def complete_workspace(ctx: click.Context, param: click.Parameter, incomplete: s
 
 
 def complete_restore(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Offer snapshots for the first argument, or files if none fits; then files."""
-    first = not ctx.params.get(param.name or "") and not ctx.params.get("undo")
+    """Offer snapshots for the first argument, or files if none fits; then paths, now and in the snapshot."""
+    words = ctx.params.get(param.name or "") or ()
+    if words or ctx.params.get("undo"):
+        return _paths(ctx, incomplete, snapshots=(None, *words[:1]))
+    of = ctx.params.get("of")
+    if of:
+        return _offer(lambda: _stored_snapshots(ctx, of), incomplete)
+    snapshots = complete_snapshot(ctx, param, incomplete)
     # Never both: the script for bash drops all names before an item of type "file".
-    return (first and complete_snapshot(ctx, param, incomplete)) or [CompletionItem(incomplete, type="file")]
+    return snapshots or [CompletionItem(incomplete, type="file")]
+
+
+def complete_of(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    """Offer the workspaces that have snapshots in the store."""
+    return _offer(lambda: _stored_workspaces(ctx), incomplete)
+
+
+def complete_path(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    """Offer the paths of the selected workspace, of the snapshot `--at`, or below `--root`."""
+    return _paths(ctx, incomplete, snapshots=(ctx.params.get("snapshot"),))
+
+
+def complete_path_of_fork(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    """Offer the paths of the workspace that the argument `fork` names, and of the selected one."""
+    found = _paths(ctx, incomplete) + _paths(ctx, incomplete, selector=ctx.params.get("fork"))
+    return list({item.value: item for item in found}.values())
+
+
+def _paths(
+    ctx: click.Context, incomplete: str, *, snapshots: Sequence[str | None] = (None,), selector: str | None = None
+) -> list[CompletionItem]:
+    """Offer the entries of the directory in `incomplete`; a directory ends in "/".
+
+    Leaves out names that a shell's script cannot pass on: not UTF-8, or with control characters.
+    """
+    above, _, _ = incomplete.rpartition("/")
+    directory = f"{above}/" if "/" in incomplete else ""
+    root = _option(ctx, "root")
+    if root:
+        with suppress(OSError), os.scandir(os.path.join(root, directory or ".")) as entries:
+            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+            return _path_items(directory, dict(found), incomplete)
+        return []
+    here = current_directory()
+    found_names: dict[str, bool] = {}
+
+    def collect() -> list[CompletionItem]:
+        record = find_workspace(_selector(ctx), os.fsdecode(here))
+        path = wire_path(workspace_path(directory or ".", record.mountpoint, here))
+        other = record if selector is None else find_workspace(selector, os.fsdecode(here))
+        with ControlClient(other.socket, timeout_s=_TIMEOUT_S) as client:
+            for snapshot in dict.fromkeys(snapshots):
+                with suppress(OSError):  # the directory or the snapshot does not exist
+                    answer = client.call("fs.ls", FsLsParams(path, limit=_MAX_PATHS, snapshot=snapshot))
+                    for entry in answer.entries:
+                        with suppress(UnicodeDecodeError):
+                            name = from_wire_path(entry.path).rpartition(b"/")[2].decode()
+                            found_names[name] = entry.type == "directory"
+        return _path_items(directory, found_names, incomplete)
+
+    return _offer(collect, incomplete)
+
+
+def _path_items(directory: str, names: dict[str, bool], incomplete: str) -> list[CompletionItem]:
+    shown = sorted(name for name in names if name.isprintable())
+    hidden = incomplete.rpartition("/")[2].startswith(".")  # as shells do, offer these only after a "."
+    values = (directory + name + ("/" if names[name] else "") for name in shown if hidden or not name.startswith("."))
+    return [CompletionItem(value, type="path") for value in values if value.startswith(incomplete)]
+
+
+def _stored_workspaces(ctx: click.Context) -> list[CompletionItem]:
+    from protocol.store import Store, default_directory  # noqa: PLC0415 start-up
+
+    with Store(_option(ctx, "store") or default_directory()) as store:
+        return [CompletionItem(name) for name in store.workspaces()]
+
+
+def _stored_snapshots(ctx: click.Context, key: str) -> list[CompletionItem]:
+    from protocol.store import Store, default_directory  # noqa: PLC0415 start-up
+
+    with Store(_option(ctx, "store") or default_directory()) as store:
+        infos = store.snapshots(os.fsdecode(from_wire_path(in_home(key))))
+    return [CompletionItem(info.name, help=info.tag) for info in reversed(infos)]
 
 
 def complete_snapshot(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
@@ -63,11 +146,16 @@ def with_similar_snapshots(record: WorkspaceRecord, error: FileNotFoundError) ->
     return better if isinstance(better, FileNotFoundError) else error
 
 
-def _selector(ctx: click.Context | None) -> Any:
+def _selector(ctx: click.Context) -> Any:
     """Return the -w nearest to the command."""
+    return _option(ctx, "workspace")
+
+
+def _option(ctx: click.Context | None, name: str) -> Any:
+    """Return the value of an option that the command or a group before it may take."""
     while ctx is not None:
-        if ctx.params.get("workspace"):
-            return ctx.params["workspace"]
+        if ctx.params.get(name):
+            return ctx.params[name]
         ctx = ctx.parent
     return None
 

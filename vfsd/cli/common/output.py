@@ -191,6 +191,9 @@ class _Bar:
         assert self._drawn is not None
         shown = human_size(step.done) if step.unit == "bytes" else counted(step.done, "file")
         self._drawn.update(self._task, completed=step.done, total=step.total or None, shown=shown)
+        if step.unit == "files":
+            speed = self._drawn.tasks[0].speed  # None before the second report
+            self._drawn.update(self._task, rate="" if speed is None else f"{speed:,.0f} files/s")
 
     def stop(self) -> None:
         if self._drawn is not None:
@@ -200,11 +203,11 @@ class _Bar:
         from rich import progress as rich  # noqa: PLC0415 start-up, see the module's docstring
 
         text, shown = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[shown]}")
-        rate = (rich.TransferSpeedColumn(),) if unit == "bytes" else ()
-        columns = (text, rich.BarColumn(), shown, *rate, rich.TimeRemainingColumn())
+        rate = rich.TransferSpeedColumn() if unit == "bytes" else rich.TextColumn("{task.fields[rate]}")
+        columns = (text, rich.BarColumn(), shown, rate, rich.TimeRemainingColumn())
         self._drawn = rich.Progress(*columns, console=_console(err=True), transient=True)
         self._drawn.start()
-        self._task = self._drawn.add_task(self._label, total=None, shown="")
+        self._task = self._drawn.add_task(self._label, total=None, shown="", rate="")
 
 
 def _console(*, err: bool = False) -> Console:

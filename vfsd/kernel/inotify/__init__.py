@@ -9,7 +9,7 @@ mount.  The volume has changed already and must not change again, so an `Imperso
 - A name that was added: LOOKUP returns ENOENT, and MKNOD, MKDIR or SYMLINK returns the inode that exists.
 - An inode that was changed in place: utimensat(2) of only the modification time raises IN_MODIFY, of both times
   IN_ATTRIB.  SETATTR returns the current attributes.
-- A file that lost its last name (an orphan): LOOKUP of a random name in the root returns the orphan, and the next LOOKUP
+- A file that lost its last name (an orphan): LOOKUP of a random name in the root returns the orphan, and the next one
   ENOENT, on which the kernel drops the name.  As the orphan has no links, a watch on it ends with IN_DELETE_SELF.
 
 No other process sees a false answer: answers to the thread have no cache time, so the kernel asks again before it shows

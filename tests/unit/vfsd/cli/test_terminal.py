@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from protocol.store import DirectorySource, Store
 from tests.support.fake_workspace import FakeDaemon
+from vfsd.cli.common import output
 from vfsd.cli.common.output import human_size, show_path
 from vfsd.cli.common.paging import PatchColours
+from vfsd.wire.messages import ProgressReport
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -100,6 +105,19 @@ def test_long_work_shows_progress_and_then_the_result(daemon: FakeDaemon, workdi
     text = on_a_terminal("export", str(workdir / "x.zip"))
     assert "exporting" in text
     assert "exported 1 file " in ESCAPES.sub("", text)
+
+
+def test_a_bar_of_files_shows_their_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(output, "on_terminal", lambda **_: True)
+    monkeypatch.setattr(output, "_console", lambda **_: Console(file=shown, force_terminal=True, width=100))
+    with output.progress("collecting") as report:
+        assert report is not None
+        for done in range(0, 4000, 1000):
+            report(ProgressReport(1, done, 4000, "files"))
+            time.sleep(0.01)  # a rate needs time
+    text = ESCAPES.sub("", shown.getvalue())
+    assert re.search(r"collecting .*[\d,]+ files +[\d,]+ files/s +\d:\d\d:\d\d", text)
 
 
 def test_a_table_breaks_no_name_in_two(daemon: FakeDaemon) -> None:
