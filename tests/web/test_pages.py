@@ -416,3 +416,53 @@ def test_an_open_page_is_told_about_changes(site: Site, root: Path, monkeypatch:
     finally:
         connection.close()
     assert site.get("/events", workspace="none").status == 404
+
+
+def test_a_fork_is_adopted_and_own_changes_are_replaced_only_after_a_tick(
+    site: Site, workdir: Path, root: Path, story: None
+) -> None:
+    site.post("/w/demo/fork", mountpoint=str(workdir / "f"), name="try")
+    with Workspace.attach("try") as fork:
+        try:
+            (workdir / "f" / "of-fork").touch()
+            (root / "own").write_text("only here")
+            page = site.get("/w/demo/adopt", fork="try")
+            assert "own" in page.words.partition("Changes that only demo has")[2].partition("They would be replaced")[0]
+            assert not (root / "of-fork").exists()
+            refused = site.post("/w/demo/adopt", **site.form("/w/demo/adopt", fork="try") | {"force": ""})
+            assert "Nothing was changed: 1 conflict with try" in refused.words
+            assert (root / "own").exists()
+            adopted = site.post("/w/demo/adopt", fork="try", force="yes")
+            assert "Adopted try: " in adopted.words
+            assert (root / "of-fork").exists()
+            assert not (root / "own").exists()
+            site.post("/w/demo/restore", kind="undo")
+            assert (root / "own").exists()
+        finally:
+            fork.unmount()
+
+
+def test_changes_of_an_overlay_are_applied_and_discarded(site: Site, workdir: Path) -> None:
+    below, above = workdir / "below", workdir / "above"
+    below.mkdir()
+    (below / "old").write_text("old")
+    with mounted(above, name="over", backend=f"overlay:{below}"):
+        (above / "new").write_text("new")
+        (above / "old").write_text("mine")
+        assert "Apply" in site.get("/w/over/").words
+        page = site.get("/w/over/discard", path="old").words
+        assert "old" in page
+        discarded = site.post("/w/over/discard", **site.form("/w/over/discard", path="old"))
+        assert "Discarded: 1 modified" in discarded.words
+        assert ((above / "old").read_text(), (above / "new").exists()) == ("old", True)
+        site.post("/w/over/restore", kind="undo")
+        (below / "old").write_text("of another program")
+        assert "old" in site.get("/w/over/apply").words.partition("Conflicts")[2]
+        refused = site.post("/w/over/apply", **site.form("/w/over/apply") | {"force": ""})
+        assert f"Nothing was written to {below}: 1 conflict" in refused.words
+        assert not (below / "new").exists()
+        applied = site.post("/w/over/apply", force="yes")
+        assert f"Applied to {below}: 1 added, 1 modified" in applied.words
+        assert ((below / "old").read_text(), (below / "new").read_text()) == ("mine", "new")
+        assert "Nothing would change" in site.get("/w/over/apply").words
+    assert site.get("/w/demo/apply").status == 404

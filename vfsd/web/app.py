@@ -8,7 +8,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from vfsd.web import actions, api, pages, problems
+from vfsd.web import actions, api, exchange, pages, problems
 from vfsd.web.access import Access, Credentials
 from vfsd.web.events import Events
 from vfsd.web.forms import Outcomes
@@ -38,7 +38,10 @@ def application(sources: Sources, credentials: Credentials, port: int) -> ASGIAp
         ("restore", actions.confirm_restore, actions.restore),
         ("drop", actions.confirm_drop, actions.drop),
         ("fork", actions.ask_fork, actions.fork),
-        ("merge", actions.confirm_merge, actions.merge),
+        ("merge", exchange.confirm_merge, exchange.merge),
+        ("adopt", exchange.confirm_adopt, exchange.adopt),
+        ("apply", exchange.confirm_apply, exchange.apply),
+        ("discard", exchange.confirm_discard, exchange.discard),
     ):
         routes += [Route(f"/w/{{key}}/{name}", ask), Route(f"/w/{{key}}/{name}", act, methods=["POST"])]
     handlers = dict.fromkeys((HTTPException, OSError, ValueError, Exception), problems.answer)
