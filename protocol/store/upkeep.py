@@ -397,8 +397,8 @@ class _Collection:
         """Packs with a quarter or more that is not needed; and small packs, if there are several."""
         wasteful = []
         for pack in packs:
-            waste = sum(place.length for digest, place in pack.places() if digest not in self._needed)
-            if not pack.entries or waste * 4 >= pack.size_bytes:
+            unneeded = [place.length for digest, place in pack.places() if digest not in self._needed]
+            if len(unneeded) == pack.entries or sum(unneeded) * 4 >= pack.size_bytes:
                 wasteful.append(pack)
         small = [pack for pack in packs if pack.size_bytes < _SMALL_PACK_BYTES and pack not in wasteful]
         return wasteful + small if len(small) > 1 or wasteful else []

@@ -5,10 +5,10 @@ The daemon puts the state into the store on disk.  This process uploads it: `obs
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import shlex
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -23,6 +23,9 @@ from vfsd.cli.common.object_stores import RemoteCommand, bytes_progress, is_url,
 from vfsd.wire.messages import SaveResult
 
 _URLS: Final = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR"
+
+# The contents of dropped states stay for the next push, which saves only what changed.
+_COLLECT_AFTER: Final = 16
 
 
 def _check_url(url: str) -> None:
@@ -62,18 +65,30 @@ def push_command(
     _check_url(destination)
     target = name or snapshot or time.strftime("push-%Y%m%d-%H%M%S", time.gmtime())
     with open_remote(destination, store_options) as remote:
+        start = remote.start_push()  # while the daemon saves
         saved: SaveResult = app.call(app.requests.save(snapshot), label="saving")
-        with Store(saved.directory) as local:
-            try:
-                with bytes_progress("pushing") as progress:
-                    report = remote.push(
-                        local, saved.workspace, saved.name, name=target, replace=replace, progress=progress
-                    )
-            finally:
-                if saved.is_temporary:
-                    with contextlib.suppress(FileNotFoundError):
-                        local.drop(saved.workspace, saved.name)
+        with Store(saved.directory) as local, ExitStack() as stack:
+            if saved.is_temporary:
+                stack.callback(_drop_temporary, local, saved)
+
+            def published() -> None:
+                app.interrupted = f"interrupted: {target} is in the store; the same command makes sure it is complete"
+
+            with bytes_progress("pushing") as progress:
+                report = remote.push(
+                    local, saved.workspace, saved.name, name=target, replace=replace, progress=progress, start=start,
+                    leased=stack.close, published=published,
+                )  # fmt: skip
+            if saved.is_temporary and local.layout.dropped_packs() >= _COLLECT_AFTER:
+                with suppress(OSError):  # the store may be in use: a later push collects
+                    local.collect_garbage(wait_s=0)
     app.emit({"store": destination, **asdict(report)}, lambda _: _show_push(destination, report))
+
+
+def _drop_temporary(local: Store, saved: SaveResult) -> None:
+    """Drop a state that the daemon saved for this push.  Its content stays while the push has a lease on it."""
+    with suppress(FileNotFoundError):
+        local.drop(saved.workspace, saved.name)
 
 
 def _show_push(destination: str, report: Any) -> None:

@@ -155,6 +155,16 @@ class Layout:
         except ValueError:
             return -1
 
+    def dropped_packs(self) -> int:
+        """The number of snapshots that were dropped since the last garbage collection."""
+        since_ns = 0
+        with contextlib.suppress(FileNotFoundError):
+            since_ns = os.stat(self._generation).st_mtime_ns
+        # Dropping a snapshot renames its file, which sets the ctime.
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.packs) as entries:
+            return sum(entry.name.endswith(".pack") and entry.stat().st_ctime_ns > since_ns for entry in entries)
+        return 0
+
     def begin_generation(self) -> None:
         """Begin a new generation: from now on no stat cache relies on contents that it names."""
         before = self.generation()

@@ -126,8 +126,13 @@ class RemotePacks:
 
     def view_after(self, markers: Future[Objects]) -> PackView:
         """List the packs after the markers, whose listing has begun."""
-        view = PackView(condemned={_last(info.key): info.modified_s for info in markers.result()})
-        self.load(listed_packs(self._storage.list(PACKS).result(), view), view)
+        listed = markers.result()
+        return self.view_of(listed, self._storage.list(PACKS))
+
+    def view_of(self, markers: Objects, packs: Future[Objects]) -> PackView:
+        """The view from a listing of the markers, and one of the packs that was begun after it."""
+        view = PackView(condemned={_last(info.key): info.modified_s for info in markers})
+        self.load(listed_packs(packs.result(), view), view)
         return view
 
     def learn(self, name: str, data: bytes) -> None:

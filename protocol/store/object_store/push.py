@@ -80,6 +80,19 @@ class _Item(NamedTuple):
     is_map: bool = False
 
 
+class PushStart:
+    """The first requests of a push, whose answers are needed later; the caller may work meanwhile.
+
+    The listing of packs begins when that of the markers has ended, as a view needs it.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.began_s = time.monotonic()
+        self.format = storage.read(FORMAT)
+        self.names = storage.list(NAMES)
+        self.markers = storage.list(CONDEMNED)
+
+
 class Push:
     """A push of the local snapshot `record` as `name`.
 
@@ -88,8 +101,9 @@ class Push:
     """
 
     def __init__(
-        self, remote: RemoteStore, blobs: Blobs, record: Record, name: str, *, replace: bool, progress: ByteProgress
-    ) -> None:
+        self, remote: RemoteStore, blobs: Blobs, record: Record, name: str, *, replace: bool, progress: ByteProgress,
+        start: PushStart | None = None, published: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
         self._remote = remote
         self._storage = remote.storage
         self._blobs = blobs
@@ -97,6 +111,8 @@ class Push:
         self._name = name
         self._replace = replace
         self._progress = progress
+        self._start = start or PushStart(self._storage)
+        self._published = published
         self._base: RemoteSnapshot | None = None
         self._items: dict[bytes, _Item] = {}
         self._uploaded_bytes = 0
@@ -104,24 +120,26 @@ class Push:
 
     def run(self) -> PushReport:
         """Push.  OSError; DamagedError if the local snapshot is damaged."""
-        began = time.monotonic()
-        answers = self._storage.read(FORMAT), self._storage.list(NAMES), self._storage.list(CONDEMNED)
-        self._remote.create(answers[0])
-        objects = answers[1].result()
+        began = self._start.began_s
+        self._remote.create(self._start.format)
+        objects = self._start.names.result()
         current = newest_of(objects).get(self._name)
         if self._is_there(current):
             assert current is not None
             return self._report(current.number, is_new=False)
+        markers = self._start.markers.result()
+        packs = self._storage.list(PACKS)  # after the markers; the answer comes while the snapshots are compared
         if not self._replace:
             self._choose_base(objects)
         self._items = self._needed()
-        self._upload(self._remote.packs.view_after(answers[2]))
+        self._upload(self._remote.packs.view_of(markers, packs))
         for _ in range(_ROUNDS):
             if time.monotonic() - began <= self._remote.grace_s / 2:
                 break
             began = time.monotonic()
             self._upload(self._remote.packs.view())
         published = self._publish(current)
+        self._published()
         for _ in range(_ROUNDS):
             if self._is_complete():
                 return self._report(published, is_new=True)

@@ -35,7 +35,7 @@ from protocol.tree import no_progress
 
 if TYPE_CHECKING:
     from protocol.store.object_store.collect import CollectionReport
-    from protocol.store.object_store.push import PushReport
+    from protocol.store.object_store.push import PushReport, PushStart
     from protocol.store.object_store.storage import Objects, Storage
     from protocol.store.store import Choose, Store
     from protocol.store.upkeep import CheckReport
@@ -251,13 +251,28 @@ class RemoteStore:
     # -- moving snapshots ----------------------------------------------------------------------
     def push(
         self, local: Store, workspace: str, snapshot: str, *, name: str | None = None, replace: bool = False,
-        progress: ByteProgress = no_progress,
+        progress: ByteProgress = no_progress, start: PushStart | None = None,
+        leased: Callable[[], object] = lambda: None, published: Callable[[], object] = lambda: None,
     ) -> PushReport:  # fmt: skip
-        """Upload a snapshot of `local` as `name`: see `push.Push`."""
+        """Upload a snapshot of `local` as `name`: see `push.Push`.
+
+        `start` is from `start_push`.  `leased` is called when the snapshot may be dropped from `local`, and `published`
+        when the name is there.
+        """
         from protocol.store.object_store.push import Push  # noqa: PLC0415 it imports this module
 
         with local.leased(workspace, snapshot) as (record, blobs):
-            return Push(self, blobs, record, name or snapshot, replace=replace, progress=progress).run()
+            leased()
+            return Push(
+                self, blobs, record, name or snapshot,
+                replace=replace, progress=progress, start=start, published=published,
+            ).run()  # fmt: skip
+
+    def start_push(self) -> PushStart:
+        """Begin the first requests of a push."""
+        from protocol.store.object_store.push import PushStart  # noqa: PLC0415 it imports this module
+
+        return PushStart(self.storage)
 
     def pull(
         self, local: Store, found: RemoteSnapshot, *, workspace: str, name: str | None = None,

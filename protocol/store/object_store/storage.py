@@ -150,7 +150,7 @@ def _check_path(scheme: str, url: str) -> None:
         raise OSError(errno.EINVAL, "the path of a store cannot have ?, #, % or \\: choose another one", url)
     if scheme != "file" and "@" in path.partition("/")[0]:
         raise OSError(errno.EINVAL, "a URL has no credentials: set them in the environment", scheme + "://")
-    if {".", ".."}.intersection(path.split("/")) or (scheme != "file" and "" in path.rstrip("/").split("/")):
+    if {".", ".."}.intersection(path.split("/")) or (scheme != "file" and "" in path.rstrip("/").split("/")[1:]):
         raise OSError(errno.EINVAL, "the path of a store cannot have empty parts, . or ..: correct it", url)
 
 

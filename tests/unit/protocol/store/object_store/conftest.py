@@ -37,9 +37,12 @@ def local(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture(params=["s3", "file"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Opens one remote store, each time as another machine would: without cached indexes."""
-    port = request.getfixturevalue("s3_port") if request.param == "s3" else 0
+def opened(request: pytest.FixtureRequest, tmp_path: Path, s3_port: int) -> Iterator[Open]:
+    """Opens one remote store, each time as another machine would: without cached indexes.
+
+    The server is started also for a directory: a session's fixture that begins during a test looks like a leak of it.
+    """
+    port = s3_port if request.param == "s3" else 0
     url = f"s3://{BUCKET}/test-{next(PREFIXES)}" if port else f"file://{tmp_path}/remote"
     with ExitStack() as stack:
 

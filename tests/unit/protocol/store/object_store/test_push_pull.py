@@ -172,3 +172,26 @@ def test_a_chunk_map_has_the_digest_of_its_content(size: int, data: tuple[int, .
         digest.feed(bytes([number + 1]) * length) if number in data else digest.feed_hole(length)
     whole = digest.digest()
     assert digest_of_chunks(size, digest.chunks) == whole
+
+
+def test_a_snapshot_may_be_dropped_while_it_is_pushed(opened: Open, local: Store, root: Path) -> None:
+    (root / "file").write_text("content")
+    taken(local, "temporary", root)
+    published: list[bool] = []
+    remote = opened()
+
+    def leased() -> None:
+        local.drop(KEY, "temporary")
+        assert local.collect_garbage().kept_contents > 0  # the lease keeps them
+
+    start = remote.start_push()
+    report = remote.push(
+        local, KEY, "temporary", name="kept", start=start, leased=leased,
+        published=lambda: published.append(remote.generation("kept") is not None),
+    )  # fmt: skip
+
+    assert (report.is_new, published) == (True, [True])
+    assert local.layout.dropped_packs() == 1
+    assert remote.check().ok
+    local.collect_garbage()
+    assert (local.check().contents, local.layout.dropped_packs()) == (0, 0)
