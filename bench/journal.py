@@ -59,7 +59,7 @@ def _median_us(call: Callable[[int], object], numbers: range) -> float:
     return statistics.median(times) * 1e6
 
 
-def _fill(root: Path, files: int) -> None:
+def fill(root: Path, files: int) -> None:
     for number in range(files):
         if number % 1000 == 0:
             directory = root / str(number)
@@ -85,7 +85,7 @@ def _print_recovery(place: Path, files: int) -> None:
     name = f"bench-journal-{os.getpid()}-recovered"
     workspace = Workspace.mount(root, name=name, persist=True, journal_dir=journal, keeper=False)
     try:
-        _fill(root, files)
+        fill(root, files)
         from_log, workspace = _recovery_s(root, journal, workspace)
         command = [sys.executable, "-m", "vfsd.cli.main", "compact", "-w", name]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

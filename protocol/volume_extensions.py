@@ -41,9 +41,12 @@ __all__ = [
     "EntryChange",
     "ExternallyChangedVolume",
     "ForkableVolume",
+    "GivenState",
+    "HandedOverVolume",
     "ImportPreparation",
     "ImportStage",
     "InodeChange",
+    "JournalEnd",
     "JournalStatus",
     "JournaledVolume",
     "OverlaidVolume",
@@ -52,11 +55,13 @@ __all__ = [
     "SnapshotKind",
     "SnapshotableVolume",
     "StagingVolume",
+    "TakenState",
     "VolumeChanges",
     "VolumeUsage",
     "checkable",
     "externally_changed",
     "forkable",
+    "handed_over",
     "journaled",
     "overlaid",
     "preparing",
@@ -560,6 +565,92 @@ class JournaledVolume(SnapshotableVolume, Protocol):
     def finish_image(self, number: int, *, is_complete: bool) -> None:
         """Have the image replace the journal before it, or remove the incomplete image.  Any thread.  OSError."""
         ...
+
+
+class JournalEnd(Value):
+    """Where the next record comes: the number of the log, an offset in it, and the record's sequence number.
+
+    `image_bytes` and `older_bytes`: the sizes of the image and of the logs since it, without the last.  `synced`: the
+    offset up to which the log is known to be on disk.
+    """
+
+    number: int
+    offset: int
+    sequence: int
+    image_bytes: int
+    older_bytes: int
+    synced: int
+
+
+class GivenState(Protocol):
+    """A state that another process takes over, while this one serves it: see `HandedOverVolume.handing_over`."""
+
+    start: JournalEnd  # where the log began when this was made
+
+    @property
+    def lock_fd(self) -> int | None:
+        """The descriptor of the lock of the volume's journal; None without one."""
+        ...
+
+    def log_fd(self) -> int:
+        """Return a new descriptor of the log that records what changes.  OSError if it was removed."""
+        ...
+
+    def position(self) -> JournalEnd:
+        """Return the end of the log, to which the other process can follow.  OSError."""
+        ...
+
+    def write_image(self, descriptor: int) -> None:
+        """In a process that was forked at `start`: write the state of then to a pipe.  OSError."""
+        ...
+
+    def rest(self) -> bytes:
+        """Return what neither the image nor the log has.  Nothing may change any more."""
+        ...
+
+    def end(self) -> None:
+        """Go on in this process, without the other one."""
+        ...
+
+
+class TakenState(Protocol):
+    """A state that this process takes over: see `HandedOverVolume.taking_over`."""
+
+    def read(self, image_fd: int, log_fd: int, start: JournalEnd) -> None:
+        """Rebuild the state at `start`.  Closes the descriptors.
+
+        OSError: EPROTONOSUPPORT for another format, EBADMSG if the image is not complete; ValueError, KeyError.
+        """
+        ...
+
+    def follow(self, end: int) -> None:
+        """Apply what the log has up to the offset `end`.  OSError, ValueError, KeyError."""
+        ...
+
+    def complete(self, rest: bytes) -> None:
+        """Take over `GivenState.rest`.  ValueError if the state is not that of the other process."""
+        ...
+
+
+class HandedOverVolume(ForkableVolume, Protocol):
+    """A volume with which another process can continue under the same kernel (capability `handover`)."""
+
+    def handing_over(self) -> GivenState:
+        """Begin to record what changes.  No transaction is in progress.  OSError."""
+        ...
+
+    def taking_over(self) -> TakenState:
+        """Begin to take over a state from another process.  This volume is empty, and is served afterwards."""
+        ...
+
+    def discard_journal(self) -> None:
+        """Record nothing any more, write nothing more to the journal, and give its lock up."""
+        ...
+
+
+def handed_over(volume: Volume) -> HandedOverVolume | None:
+    """Return `volume` if it declares `handover`, else None."""
+    return cast(HandedOverVolume, volume) if volume.capabilities.handover else None
 
 
 def snapshotable(volume: Volume) -> SnapshotableVolume | None:

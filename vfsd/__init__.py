@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vfsd.client.results import Snapshot as Snapshot
     from vfsd.client.results import Status as Status
     from vfsd.client.results import Unmounted as Unmounted
+    from vfsd.client.results import Upgraded as Upgraded
     from vfsd.client.workspace import Workspace as Workspace
 
 __version__: Final = "0.1.0"
@@ -46,6 +47,7 @@ _MODULES: Final = {
         "Snapshot",
         "Status",
         "Unmounted",
+        "Upgraded",
     ),
     "vfsd.client.log_results": ("LoggedChange", "LoggedProcess", "Missed"),
     "vfsd.client.async_workspace": ("AsyncWorkspace",),

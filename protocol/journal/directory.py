@@ -43,6 +43,7 @@ from protocol.journal.records import (
 )
 from protocol.linux.regular_file import open_regular
 from protocol.values import Value
+from protocol.volume_extensions import JournalEnd
 
 Identity = dict[str, str | int]
 
@@ -219,6 +220,56 @@ class Journal:
             os.close(lock_fd)
             raise
         return files, journal
+
+    @classmethod
+    def in_memory(cls) -> Journal:
+        """Begin a journal that is on no disk: what another process needs to continue with this state."""
+        descriptor = os.memfd_create("vfsd-journal")
+        header = FileHeader(FORMAT_VERSION, "log", secrets.token_hex(16), {}, 1, 1, secrets.randbits(32))
+        encoded = header.encoded()
+        _write_all(descriptor, encoded)
+        log = Log(DescriptorFile(descriptor), header, Extent(len(encoded), header.first, False, 0), "no")
+        return cls("", os.dup(descriptor), log, header, "no")
+
+    @classmethod
+    def continued(cls, directory: str, end: JournalEnd, policy: FsyncPolicy) -> Journal:
+        """Continue the journal of a daemon that hands it over at `end`, and appends nothing any more.
+
+        Nothing is written, and the lock is not taken: call `take_lock` before the first change.  OSError.
+        """
+        path = os.path.join(directory, f"log-{end.number:08}")
+        with contextlib.ExitStack() as stack:
+            with _opened(path) as file:
+                header = read_header(file, path)
+            descriptor = open_regular(path, os.O_RDWR)
+            stack.callback(os.close, descriptor)
+            lock_fd = open_regular(os.path.join(directory, _LOCK))
+            stack.pop_all()
+        log = Log(DescriptorFile(descriptor), header, Extent(end.offset, end.sequence, False, 0), policy)
+        log.synced = end.synced
+        return cls(directory, lock_fd, log, header, policy, image_bytes=end.image_bytes, older_bytes=end.older_bytes)
+
+    def take_lock(self, descriptor: int | None = None) -> None:
+        """Hold the lock with this descriptor of the daemon before; or take it.  BlockingIOError if it is held."""
+        taken = lock(self.directory) if descriptor is None else descriptor
+        os.close(self._lock_fd)
+        self._lock_fd = taken
+
+    def end(self) -> JournalEnd:
+        """Return where the next record comes."""
+        log = self.log
+        return JournalEnd(self.number, log.end, log.sequence, self._image_bytes, self._older_bytes, log.synced)
+
+    @property
+    def lock_fd(self) -> int:
+        """The descriptor that holds the lock.  A process that has a duplicate of it holds the lock, too."""
+        return self._lock_fd
+
+    def reopened_log(self) -> int:
+        """Open the log that is appended to once more, with a position of its own.  OSError if it was removed."""
+        if not self.directory:
+            return os.open(f"/proc/self/fd/{self._lock_fd}", os.O_RDWR | os.O_CLOEXEC)
+        return open_regular(os.path.join(self.directory, f"log-{self.number:08}"))
 
     @property
     def identity(self) -> Identity:

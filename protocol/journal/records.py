@@ -104,7 +104,8 @@ def read_header(file: BinaryIO, path: str) -> FileHeader:
         if len(document) == length and zlib_ng.crc32(document) == crc and document:
             version = msgspec.json.decode(document, type=_Version).version
             if version != FORMAT_VERSION:
-                reason = f"the journal has format {version}, and this vfsd reads {FORMAT_VERSION}: use a newer vfsd"
+                which = "a newer vfsd" if version > FORMAT_VERSION else "the vfsd that wrote it, and export the content"
+                reason = f"the journal has format {version}, and this vfsd reads {FORMAT_VERSION}: use {which}"
                 raise OSError(errno.EPROTONOSUPPORT, reason, path)
             return msgspec.json.decode(document, type=FileHeader)
     raise JournalDamagedError(path, "the header of this file of the journal is damaged")
@@ -158,14 +159,14 @@ def read_records(file: BinaryIO, header: FileHeader, start: int, end: int | None
     offset, sequence = start, header.first
     file.seek(start)
     while end is None or offset < end:
-        record = _read_record(file, header.magic, offset)
+        record = read_record(file, header.magic, offset)
         if record is None or record.sequence != sequence:
             return
         yield record
         offset, sequence = record.end, sequence + 1
 
 
-def _read_record(file: BinaryIO, magic: int, offset: int) -> Record | None:
+def read_record(file: BinaryIO, magic: int, offset: int) -> Record | None:
     """Read the record at the file's position, which is `offset`; None if it is not valid."""
     start = file.read(FRAME_BYTES)
     if len(start) < FRAME_BYTES:
@@ -222,7 +223,7 @@ def _synced_after(file: BinaryIO, header: FileHeader, offset: int, sequence: int
             continue
         at += found
         file.seek(at)
-        record = _read_record(file, header.magic, at) if at % _ALIGNMENT == 0 else None
+        record = read_record(file, header.magic, at) if at % _ALIGNMENT == 0 else None
         if record is not None and record.sequence >= sequence:
             most = max(most, record.synced)
             at = record.end

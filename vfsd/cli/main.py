@@ -65,6 +65,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "push": ("transfer", "Upload the present state, or a snapshot, to an object store."),
     "pull": ("transfer", "Download a snapshot from an object store to this machine."),
     "store": ("store", "Manage the snapshots that are kept on disk or in an object store."),
+    "upgrade": ("upgrade", "Replace the daemon of a workspace by the installed version."),
     "compact": ("persisted", "Replace the journal of a workspace by an image of its state."),
     "persisted": ("persisted", "Manage the journals of workspaces that were mounted with --persist."),
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
@@ -78,7 +79,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 # Names of other programs' commands that do the same.
 _ALIASES: Final = {"umount": "unmount", "ls": "list", "rm": "drop"}
 _GROUPS: Final = {
-    "Workspaces": ("mount", "unmount", "list", "status", "compact", "persisted"),
+    "Workspaces": ("mount", "unmount", "list", "status", "upgrade", "compact", "persisted"),
     "Forks": ("fork", "merge", "adopt"),
     "Snapshots": (
         "snapshot",

@@ -135,6 +135,7 @@ CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
             results.Imported,
             results.Restored,
             results.Unmounted,
+            results.Upgraded,
         )
     },
 }

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
 
 import anyio
+from msgspec.structs import replace
 
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.async_executor import AsyncWorkspaceExecutor
@@ -35,7 +36,7 @@ from vfsd.client.cancelling import CancelledCall
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.mount_arguments import MountArguments, fork_target, mount_options, running_workspace
 from vfsd.client.requests import FilePath, RemoteCall, Requests
-from vfsd.client.results import Unmounted
+from vfsd.client.results import Unmounted, Upgraded
 from vfsd.client.threads import abandon, finish
 from vfsd.client.workspace import (
     Workspace,
@@ -247,10 +248,16 @@ class AsyncWorkspace(WorkspaceBase):
             with anyio.CancelScope(shield=True):
                 await self._client.run(self._requests.label(None))
 
+    async def upgrade(self) -> Upgraded:
+        """As `Workspace.upgrade`."""
+        upgraded = await self._client.run(self._requests.upgrade())
+        self._daemon = replace(self._daemon, pid=upgraded.pid)
+        return upgraded
+
     async def unmount(self, *, lazy: bool = False) -> Unmounted:
         """As `Workspace.unmount`."""
         if self._unmounted is None:
-            with daemon_end(self._daemon.pid) as wait_ended:
+            with daemon_end(self._newest_pid()) as wait_ended:
                 self._unmounted = await self._client.run(self._requests.unmount(lazy=lazy))
                 self._not_left()
                 await finish(functools.partial(wait_ended, end_timeout_s(self._unmounted)))

@@ -37,6 +37,7 @@ WORDS: Final = {
     "adopt": Words("the adoption", "nothing was changed", f"the adoption is complete{_UNDO}"),
     "apply": Words("the apply", "nothing was written", "the apply is complete"),
     "fork": Words("the fork", "no fork was made", "the fork is mounted; `vfsd unmount` removes it"),
+    "upgrade": Words("the upgrade", "the old daemon serves on", "the new daemon serves"),
     "unmount": Words("the unmount", "the workspace is still mounted", "the workspace was unmounted"),
 }
 COMMAND_WORDS: Final = Words("the command", "it was killed with all of its processes", "the command has run")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar, overload
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         Snapshot,
         Status,
         Unmounted,
+        Upgraded,
     )
     from vfsd.wire.handshake import Ready
 
@@ -45,6 +47,16 @@ _OTHER_ARCHIVES: Final = (
     ".cpio", ".tbz2", ".tzst", ".tar", ".tgz", ".tbz", ".txz", ".tlz", ".rar", ".bz2", ".zst", ".lz4", ".gz", ".xz",
     ".7z",
 )  # fmt: skip
+
+
+def upgrade_params() -> messages.UpgradeParams:
+    """Return the parameters of an upgrade to the version of vfsd that this process has imported."""
+    from vfsd.machine.daemon_start import daemon_environment  # noqa: PLC0415 (start-up: upgrades are rare)
+
+    paths = filter(None, daemon_environment().get("PYTHONPATH", "").split(os.pathsep))
+    return messages.UpgradeParams(
+        messages.wire_path(os.fsencode(sys.executable)), [messages.wire_path(os.fsencode(path)) for path in paths]
+    )
 
 
 def _unchanged(answer: Any) -> Any:
@@ -385,6 +397,10 @@ class Requests:
     def status(self) -> RemoteCall[Status]:
         """Return the workspace's settings, contents and limits."""
         return RemoteCall("status", None, _to("Status"))
+
+    def upgrade(self) -> RemoteCall[Upgraded]:
+        """Replace the daemon by one of the version that this process has imported."""
+        return RemoteCall("upgrade", upgrade_params(), _to("Upgraded"))
 
     def unmount(self, *, lazy: bool = False) -> RemoteCall[Unmounted]:
         """Unmount the workspace and discard what only its daemon holds."""

@@ -216,6 +216,17 @@ class Status(StatusResult, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Upgraded:
+    """A completed upgrade.  `pid` is the new daemon's process id; requests of programs waited for `pause_ms`."""
+
+    name: str
+    from_version: str
+    to_version: str
+    pid: int
+    pause_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Unmounted:
     """A completed unmount.  `holders` are the processes that still had files open ("pid 12 (bash)")."""
 

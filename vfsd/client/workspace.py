@@ -30,16 +30,18 @@ from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
 
+from msgspec.structs import replace
+
 from vfsd.client import launch
 from vfsd.client.connection import ControlClient
 from vfsd.client.daemon_exit import END_TIMEOUT_S, HELD_TIMEOUT_S, daemon_end
 from vfsd.client.executor import WorkspaceExecutor
 from vfsd.client.mount_arguments import MountArguments, fork_target, mount_options, running_workspace
 from vfsd.client.requests import FilePath, RemoteCall, Requests
-from vfsd.client.results import Unmounted
+from vfsd.client.results import Unmounted, Upgraded
 from vfsd.client.transaction import OpenTransactions, Transaction
 from vfsd.machine.mountinfo import mount_at
-from vfsd.machine.runtime import WorkspaceRecord, process_start_ticks
+from vfsd.machine.runtime import WorkspaceRecord, process_start_ticks, read_record
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 
@@ -62,7 +64,7 @@ class WorkspaceBase:
 
     def __init__(self, daemon: Ready | WorkspaceRecord, *, unmount_at_exit: bool) -> None:
         """Use `mount` or `attach`.  With `unmount_at_exit` the end of a `with` block unmounts the workspace."""
-        self._daemon: Final = daemon
+        self._daemon = daemon
         self._unmount_at_exit = unmount_at_exit
         self._requests: Final = Requests(daemon.mountpoint)
         self._unmounted: Unmounted | None = None
@@ -115,6 +117,11 @@ class WorkspaceBase:
     def pid(self) -> int:
         """The process id of the daemon."""
         return self._daemon.pid
+
+    def _newest_pid(self) -> int:
+        """Return the process id of the daemon that serves now: another program may have upgraded it."""
+        record = read_record(self.name)
+        return record.pid if record is not None and record.socket == self.socket else self.pid
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} at {self.path!r}>"
@@ -335,6 +342,16 @@ class Workspace(WorkspaceBase):
         finally:
             self._run(self._requests.label(None))
 
+    def upgrade(self) -> Upgraded:
+        """Replace the workspace's daemon by one of the version of vfsd that this program has imported.
+
+        Programs that use the workspace wait for a moment.  OSError if it cannot be upgraded now: the old daemon serves
+        on.
+        """
+        upgraded = self._run(self._requests.upgrade())
+        self._daemon = replace(self._daemon, pid=upgraded.pid)
+        return upgraded
+
     def unmount(self, *, lazy: bool = False) -> Unmounted:
         """Unmount the workspace and wait until its daemon has exited.
 
@@ -344,7 +361,7 @@ class Workspace(WorkspaceBase):
         OSError(EBUSY) names the processes that have files open in the workspace; `lazy` detaches it nevertheless.
         """
         if self._unmounted is None:
-            with daemon_end(self._daemon.pid) as wait_ended:
+            with daemon_end(self._newest_pid()) as wait_ended:
                 self._unmounted = self._run(self._requests.unmount(lazy=lazy))
                 self._not_left()
                 wait_ended(end_timeout_s(self._unmounted))

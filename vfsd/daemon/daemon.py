@@ -22,7 +22,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
@@ -56,6 +56,8 @@ from vfsd.wire.handshake import Ready
 if TYPE_CHECKING:
     from protocol.volume import Volume
     from vfsd.daemon.keeper.kept import Kept
+    from vfsd.daemon.snapshots.base import SnapshotService
+    from vfsd.daemon.upgrading.taking import Successor
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions
 
@@ -77,52 +79,35 @@ async def run_daemon(
     starter: int = 0,
     origin: Origin | None = None,
     kept: Kept | None = None,
+    successor: Successor | None = None,
+    is_foreground: bool = False,
 ) -> None:
     """Mount a workspace and serve it until it is unmounted; call `ready` when the mount answers.
 
     `started_by` is what `vfsd status` says, `starter` the id of the process that started this one.
     `origin`: what a fork starts with; else the backend is opened.  `kept`: the keeper of this daemon, and the mount to
-    continue with if this is a replacement.
+    continue with if this is a replacement.  `successor`: what this daemon takes over from another one, in an upgrade.
+    `is_foreground`: the program that started this process waits for its end.
 
     If the start fails, everything is undone: OSError, ArchiveError, ValueError, or a group of them.
     """
     interpreter.set_up(f"vfsd:{options.workspace.name}")
     # Before the archive is read, which may take minutes, and again under the lock that excludes other starts.
-    resumed = None if kept is None else kept.resumed
-    is_new = origin is None and resumed is None
-    recovered = await trio.to_thread.run_sync(_recover, options) if is_new else None
-    if origin is None:
-        backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
-        if options.origin is not None:
-            # Start-up: few mounts are forks.
-            from vfsd.daemon.stored_forks import opened_origin  # noqa: PLC0415
-
-            origin = opened_origin(options.origin, backend)
-    else:
-        backend = origin.backend
-        volume = snapshotable(backend.volume)
-        if origin.restores_base and volume is not None:
-            volume.restore_snapshot(origin.base)
-            infos = volume.snapshots()
-            origin.merges.record(infos[-1].serial, origin.merges.at(volume.snapshot(origin.base).serial))
-    settings = EngineSettings(
-        options.workspace.mountpoint,
-        options.workspace.name,
-        read_only=options.workspace.read_only,
-        allow_other=options.kernel.allow_other,
-        cache_timeout_s=backend.cache_timeout_s,
-        xattrs=options.kernel.xattrs,
-        wakeups=options.kernel.wakeups,
-        write_back=options.kernel.cache == "writeback",
-    )
+    recovered = None
+    if origin is None and successor is None and (kept is None or kept.resumed is None):
+        recovered = await trio.to_thread.run_sync(_recover, options)
+    backend, origin = await _opened(options, origin, successor)
+    resumed = _resumed(kept, successor)
+    settings = _settings(options, backend)
     replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
         audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
-        stale = _connected(backend, is_known=resumed is not None)
+        stale = CacheInvalidation() if successor is not None else _connected(backend, is_known=resumed is not None)
         directory = _open_directory(options, backend)
         if resumed is not None:
-            started_by = f"its keeper, because the daemon before it died ({started_by} started the first one)"
-            engine = resume_engine(_served(backend, directory), settings, replay, resumed.descriptor, resumed.saved)
+            engine = resume_engine(
+                _served(backend, directory), settings, replay, resumed.descriptor, resumed.saved, resend=resumed.resend
+            )
         else:
             with _alone():
                 recovered = _recover(options) or recovered
@@ -132,23 +117,78 @@ async def run_daemon(
     except BaseException:
         backend.close()  # removes a container that was created for the workspace
         raise
+    if resumed is not None and successor is None:
+        started_by = f"its keeper, because the daemon before it died ({started_by} started the first one)"
     audit.observe(engine)
-    daemon = _Daemon(options, engine, backend, replay, directory, started_by, origin, audit, starter, kept, stale)
+    start = _Start(started_by, starter, origin, kept, stale, successor, is_foreground)
+    daemon = _Daemon(options, engine, backend, replay, directory, audit, start)
     try:
         await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
     finally:
         # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and reports it.
         # Without it programs would write to the empty directory, and a sync job would copy the emptiness.
-        if not daemon.crashed:
+        if not daemon.leaves_mount:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(engine.unmount)
         backend.close()
         audit.close()
         if options.origin is not None:
-            from vfsd.daemon.stored_forks import drop_base  # noqa: PLC0415 (as above)
+            from vfsd.daemon.stored_forks import drop_base  # noqa: PLC0415 (start-up: few mounts are forks)
 
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(drop_base, options)
+
+
+class _ResumedMount(NamedTuple):
+    """A mount that another daemon made: its descriptor, and what `ResumableEngine.resume` needs."""
+
+    descriptor: int
+    saved: bytes
+    resend: bool
+
+
+def _resumed(kept: Kept | None, successor: Successor | None) -> _ResumedMount | None:
+    """Return the mount to continue."""
+    if successor is not None:
+        return _ResumedMount(successor.device, successor.negotiated, resend=False)
+    if kept is None or kept.resumed is None:
+        return None
+    return _ResumedMount(kept.resumed.descriptor, kept.resumed.saved, resend=True)
+
+
+async def _opened(
+    options: MountOptions, origin: Origin | None, successor: Successor | None
+) -> tuple[Backend, Origin | None]:
+    """Return the backend, and what a fork starts with."""
+    if successor is not None:
+        return await successor.open(options), None
+    if origin is None:
+        backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
+        if options.origin is not None:
+            # Start-up: few mounts are forks.
+            from vfsd.daemon.stored_forks import opened_origin  # noqa: PLC0415
+
+            origin = opened_origin(options.origin, backend)
+        return backend, origin
+    volume = snapshotable(origin.backend.volume)
+    if origin.restores_base and volume is not None:
+        volume.restore_snapshot(origin.base)
+        infos = volume.snapshots()
+        origin.merges.record(infos[-1].serial, origin.merges.at(volume.snapshot(origin.base).serial))
+    return origin.backend, origin
+
+
+def _settings(options: MountOptions, backend: Backend) -> EngineSettings:
+    return EngineSettings(
+        options.workspace.mountpoint,
+        options.workspace.name,
+        read_only=options.workspace.read_only,
+        allow_other=options.kernel.allow_other,
+        cache_timeout_s=backend.cache_timeout_s,
+        xattrs=options.kernel.xattrs,
+        wakeups=options.kernel.wakeups,
+        write_back=options.kernel.cache == "writeback",
+    )
 
 
 def _connected(backend: Backend, *, is_known: bool) -> CacheInvalidation:
@@ -160,8 +200,23 @@ def _served(backend: Backend, directory: SnapshotDirectory | None) -> Volume:
     return backend.volume if directory is None else directory.volume
 
 
+class _Start(NamedTuple):
+    """How the daemon was started, and what it continues: see `run_daemon`.
+
+    `stale`: what the kernel's caches may have wrong.
+    """
+
+    by: str
+    starter: int
+    origin: Origin | None
+    kept: Kept | None
+    stale: CacheInvalidation
+    successor: Successor | None
+    is_foreground: bool
+
+
 class _Daemon:
-    """A mounted workspace while it is served."""
+    """A mounted workspace while it is served.  Implements `vfsd.daemon.upgrading.giving.OldDaemon`."""
 
     def __init__(
         self,
@@ -170,21 +225,26 @@ class _Daemon:
         backend: Backend,
         replay: Replay,
         snapshot_directory: SnapshotDirectory | None,
-        started_by: str,
-        origin: Origin | None,
         audit: Audit,
-        starter: int,
-        kept: Kept | None,
-        stale: CacheInvalidation,
+        start: _Start,
     ) -> None:
-        self._run_fork = functools.partial(run_daemon, starter=starter)
-        self._options = options
+        kept, successor = start.kept, start.successor
+        self._run_fork = functools.partial(run_daemon, starter=start.starter)
+        self._options = self.options = options
+        self.engine = engine
+        self.kept = kept
+        self.starter = start.starter
+        self.is_foreground = start.is_foreground
+        self._successor = successor
+        self._is_handed_over = False
+        self._written: WorkspaceRecord | None = None
+        self._end: Callable[[], object] = lambda: None
         self._audit = audit
         self._snapshot_directory = snapshot_directory
         self._kept = kept
-        self._stale = stale
-        self._started_by = started_by
-        self._origin = origin
+        self._stale = start.stale
+        self._started_by = start.by
+        self._origin = start.origin
         self._engine = engine
         self._backend = backend
         self._replay = replay
@@ -192,90 +252,111 @@ class _Daemon:
         self._commands = Commands(options.workspace.name)
         self._engine_ended = trio.Event()
         self._imported = trio.Event()
-        self._answers = kept is not None and kept.resumed is not None
+        self._answers = self._continues = successor is not None or (kept is not None and kept.resumed is not None)
         self._unmounted = False
 
     @property
-    def crashed(self) -> bool:
-        """Whether the daemon ended while the mount existed and had answered."""
-        return self._answers and not self._unmounted
+    def leaves_mount(self) -> bool:
+        """Whether the mount outlives this daemon, which crashed or handed the workspace over."""
+        return self._is_handed_over or (self._answers and not self._unmounted)
 
     async def run(self, ready: Callable[[Ready], None], recovered: str | None) -> None:
         """Serve until the file system is unmounted."""
-        options = self._options
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        socket = runtime.socket_path(options.workspace.name)
+        socket = runtime.socket_path(self._options.workspace.name)
         record: WorkspaceRecord | None = None
+        successor = self._successor
         try:
             async with trio.open_nursery() as nursery:
-                container = self._backend.connection
-                if container is not None:
-                    await nursery.start(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
-                volume, engine, mountpoint = self._backend.volume, self._engine, options.workspace.mountpoint
-                mounted = MountedVolume(
-                    volume,
-                    engine,
-                    self._replay,
-                    mountpoint,
-                    nursery,
-                    container,
-                    cache=options.kernel.cache,
-                    snapshot_directory=self._snapshot_directory,
-                )
-                origin = self._origin
-                history, merges = (None, None) if origin is None else (origin.history, origin.merges)
-                snapshots = open_snapshots(mounted, self._backend.stored, history, merges)
-                self._commands = commands = choose_commands(options, self._backend.container, snapshots)
-                start = Start(started_at, self._started_by, self._origin, self._kept)
-                forks = Forks(options, self._backend, engine.name, nursery, self._run_fork, self._origin)
-                if snapshots is not None:
-                    snapshots.needed_by_others = forks.needed
-                methods = Methods(
-                    mounted, snapshots, options.workspace, start, commands, forks, self._imported.wait, self._audit
-                )
-                await nursery.start(ControlServer(socket, methods.handlers()).serve)
+                self._end = nursery.cancel_scope.cancel
+                mounted = await self._mounted(nursery)
+                snapshots, methods = self._methods(mounted, nursery, started_at)
+                given = None if successor is None else successor.socket
+                self.server = ControlServer(socket, methods.handlers(), given=given)
+                if successor is not None:
+                    await successor.wait_go(self._kept)
+                    record = self._written_record(socket, started_at)
+                    successor.serving()
+                    nursery.start_soon(self._serve, methods, nursery)
+                await nursery.start(self.server.serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
-                compaction = Compaction.of(mounted, forks)
+                compaction = Compaction.of(mounted, self.forks)
                 nursery.start_soon(self._tidy)
                 nursery.start_soon(self._audit.attend)
                 if compaction is not None:
                     nursery.start_soon(compaction.attend)
-                nursery.start_soon(self._serve, methods, nursery)
+                if successor is None:
+                    nursery.start_soon(self._serve, methods, nursery)
                 await self._wait_answering(mounted)
-                await nursery.start(commands.attend)
-                record = self._written_record(socket, started_at, forks)
+                await nursery.start(self._commands.attend)
+                record = record or self._written_record(socket, started_at)
                 # Raises if the starter is gone.  An error up to here undoes the mount; a later one is a crash.
-                ready(
-                    Ready(
-                        options.workspace.name,
-                        options.workspace.mountpoint,
-                        socket,
-                        os.getpid(),
-                        self._engine.name,
-                        recovered,
-                        tuple(self._engine.warnings),
-                    )
-                )
+                ready(self._report(socket, recovered))
                 self._answers = True
-                for warning in self._engine.warnings:
-                    _logger.warning("%s", warning, extra={"operation": "mount"})
                 nursery.start_soon(self._import_rest)
                 if self._backend.stored is not None and snapshots is not None:
                     nursery.start_soon(snapshots.drop_unused_bases)  # of forks that were killed
-                nursery.start_soon(forks.attend_bases)
-                self._notifier.ready(f"serving {options.workspace.mountpoint}")
-                _logger.info(
-                    "%s, served by the %s engine",
-                    "mounted" if self._kept is None or self._kept.resumed is None else "continued the mount",
-                    self._engine.name,
-                    extra={"operation": "mount", "path": options.workspace.mountpoint},
-                )  # fmt: skip
+                nursery.start_soon(self.forks.attend_bases)
+                self._announce()
         finally:
-            if not self.crashed:
+            if not self.leaves_mount:
                 await self._leave()
-            if record is not None and not self.crashed:
+            if record is not None and not self.leaves_mount:
                 runtime.remove_record(record)
+
+    async def _mounted(self, nursery: trio.Nursery) -> MountedVolume:
+        container = self._backend.connection
+        if container is not None:
+            await nursery.start(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
+        return MountedVolume(
+            self._backend.volume,
+            self._engine,
+            self._replay,
+            self._options.workspace.mountpoint,
+            nursery,
+            container,
+            cache=self._options.kernel.cache,
+            snapshot_directory=self._snapshot_directory,
+        )
+
+    def _methods(
+        self, mounted: MountedVolume, nursery: trio.Nursery, started_at: str
+    ) -> tuple[SnapshotService | None, Methods]:
+        """Return the snapshots of the workspace, and the methods of its control socket."""
+        options, origin, successor = self._options, self._origin, self._successor
+        history, merges = (None, None) if origin is None else (origin.history, origin.merges)
+        if successor is not None:
+            history, merges = successor.history, successor.merges
+        snapshots = open_snapshots(mounted, self._backend.stored, history, merges)
+        self._commands = commands = choose_commands(options, self._backend.container, snapshots)
+        start = Start(started_at, self._started_by, origin, self._kept)
+        instance = None if successor is None else successor.instance
+        self.forks = forks = Forks(options, self._backend, self._engine.name, nursery, self._run_fork, origin, instance)
+        if snapshots is not None:
+            snapshots.needed_by_others = forks.needed
+        imported = self._imported.wait
+        return snapshots, Methods(
+            mounted, snapshots, options.workspace, start, commands, forks, imported, self._audit, self
+        )
+
+    def _report(self, socket: str, recovered: str | None) -> Ready:
+        workspace, engine = self._options.workspace, self._engine
+        warnings = tuple(engine.warnings)
+        return Ready(workspace.name, workspace.mountpoint, socket, os.getpid(), engine.name, recovered, warnings)
+
+    def _announce(self) -> None:
+        """Log, and tell systemd, that the mount is served."""
+        mountpoint = self._options.workspace.mountpoint
+        for warning in self._engine.warnings:
+            _logger.warning("%s", warning, extra={"operation": "mount"})
+        self._notifier.ready(f"serving {mountpoint}")
+        _logger.info(
+            "%s, served by the %s engine",
+            "continued the mount" if self._continues else "mounted",
+            self._engine.name,
+            extra={"operation": "mount", "path": mountpoint},
+        )  # fmt: skip
 
     async def _wait_answering(self, mounted: MountedVolume) -> None:
         """Wait for an answer of the loop, which serves already; or correct what a dead daemon left in the kernel."""
@@ -305,15 +386,25 @@ class _Daemon:
                 await trio.sleep(_ANSWER_POLL_S)
         nursery.cancel_scope.cancel()
 
-    def _written_record(self, socket: str, started_at: str, forks: Forks) -> WorkspaceRecord:
+    def _written_record(self, socket: str, started_at: str) -> WorkspaceRecord:
         """Have the keeper keep the mount, and write the record."""
         if self._kept is not None:
             self._kept.begin(self._engine)
-        record = self._record(socket, started_at, forks)
+        self._written = record = self._record(socket, started_at)
         runtime.write_record(record)
         return record
 
-    def _record(self, socket: str, started_at: str, forks: Forks) -> WorkspaceRecord:
+    # -- an upgrade: see `vfsd.daemon.upgrading.giving.OldDaemon` -------------------------------------
+    def write_record(self) -> None:
+        if self._written is not None:
+            runtime.write_record(self._written)
+
+    def leave(self, successor: int) -> None:
+        self._is_handed_over = True
+        self._notifier.successor(successor)
+        self._end()
+
+    def _record(self, socket: str, started_at: str) -> WorkspaceRecord:
         pid = os.getpid()
         journal, kept = journaled(self._backend.volume), self._kept
         return WorkspaceRecord(
@@ -327,8 +418,8 @@ class _Daemon:
             socket=socket,
             forked_from=None if self._origin is None else self._origin.source,
             journal=None if journal is None else journal.journal_status().directory,
-            instance=forks.instance,
-            ancestors=tuple(map(ancestor_record, forks.ancestors)),
+            instance=self.forks.instance,
+            ancestors=tuple(map(ancestor_record, self.forks.ancestors)),
             keeper=kept.pid if kept is not None and kept.is_kept else None,
             keeper_start_ticks=kept.start_ticks if kept is not None and kept.is_kept else 0,
         )

@@ -33,7 +33,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import trio
@@ -66,6 +66,7 @@ _NATIVE: Final = "native"
 _INSTANCE_NOTE: Final = "instance"
 _DESCRIPTORS: Final = 512
 _LAST_STANDARD: Final = 2
+_MEMORY: Final = "/memfd:"  # before the names of files that are only in memory, in /proc
 _PUBLISH_S: Final = 1.0
 _old_tasks: list[object] = []  # of the processes that this one was forked from
 
@@ -117,7 +118,9 @@ class Forks:
         nursery: trio.Nursery,
         run: RunFork,
         origin: Origin | None,
+        instance: str | None = None,
     ) -> None:
+        """`instance`: what identifies a workspace that another daemon hands over."""
         self.source_options = options
         self._backend = backend
         self._engine = engine
@@ -127,7 +130,7 @@ class Forks:
         self._source_pid = None if origin is None else origin.source_pid
         self.ancestors = () if origin is None else origin.ancestors
         self.stored = backend.stored
-        self.instance = _instance(options.workspace.name, backend)
+        self.instance = instance or _instance(options.workspace.name, backend)
         self.count = 0  # made since this daemon started
         self.twin = None if origin is None else origin.twin
         self._family = None if origin is None else origin.family
@@ -135,7 +138,7 @@ class Forks:
             nursery.start_soon(self._publish_memory)
         self._bases: dict[str, int] = {}  # the running forks of each base that this process made
         self._kept: set[str] = set()  # the bases to drop when no fork needs them any more
-        volume = journaled(backend.volume)
+        volume = journaled(backend.volume) if instance is None else snapshotable(backend.volume)
         if volume is not None and origin is None:
             self._kept.update(info.name for info in volume.snapshots() if is_fork_base(info))
 
@@ -148,6 +151,11 @@ class Forks:
     def shares_memory(self) -> bool:
         """Whether this process shares memory with forks or with its source."""
         return self._family is not None
+
+    @property
+    def others(self) -> int:
+        """The number of other processes that share memory with this one."""
+        return 0 if self._family is None else self._family.others()
 
     def needed(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, list[str]]:
         """Return the names of the workspaces that need a snapshot to be merged with this one, by the snapshot's name.
@@ -224,7 +232,7 @@ class Forks:
         """
         volume = self.volume
         self._drop_bases()
-        _check_memory()
+        check_memory()
         usage = volume.usage()
         family = self.family(volume, usage)
         family.check_fork(usage)
@@ -374,8 +382,8 @@ async def _wait_ended(record: WorkspaceRecord) -> None:
         os.close(pidfd)
 
 
-def _check_memory() -> None:
-    """OSError (ENOMEM) if there is no memory for a fork that comes to share nothing with its source."""
+def check_memory(what: str = "a fork may come to need as much memory as its source") -> None:
+    """OSError (ENOMEM) if there is no memory for another process of this size.  `what` needs it: a clause."""
     with open("/proc/self/statm", encoding="ascii") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     with open("/proc/meminfo", encoding="ascii") as file:
@@ -383,15 +391,21 @@ def _check_memory() -> None:
     if resident > available:
         raise OSError(
             errno.ENOMEM,
-            f"a fork may come to need as much memory as its source, {resident >> 20} MiB, and {available >> 20} MiB are"
-            " available",
+            f"{what}, {resident >> 20} MiB, and {available >> 20} MiB are available",
         )
 
 
 def fork_writer(
-    volume: ForkableVolume, write: Callable[[], None], mountpoint: str, started: Callable[[int], None]
+    volume: ForkableVolume,
+    write: Callable[[], None],
+    mountpoint: str,
+    started: Callable[[int], None] = lambda _: None,
+    *,
+    kept: Collection[int] = (),
 ) -> tuple[int, list[int]]:
     """Fork a process that calls `write` with the present state, after this process called `started` with its id.
+
+    It keeps the descriptors `kept`.
 
     It ends with status 0 if that returns, with the errno of an OSError, and with 1 after another exception.
 
@@ -401,7 +415,7 @@ def fork_writer(
     def run() -> int:
         gc.disable()
         _reset_signals()
-        _replace_descriptors({0, 1, 2}, mountpoint)
+        _replace_descriptors({0, 1, 2, *kept}, mountpoint)
         try:
             write()
         except OSError as error:
@@ -520,7 +534,7 @@ def _replace_descriptors(kept: set[int], mountpoint: str) -> None:
 
 def _is_in(descriptor: int, places: tuple[str, ...]) -> bool:
     path = os.readlink(f"/proc/self/fd/{descriptor}")
-    return (path + "/").startswith(places)
+    return (path + "/").startswith(places) or path.startswith(_MEMORY)
 
 
 def _is_spare(descriptor: int) -> bool:

@@ -27,7 +27,8 @@ def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None =
     from vfsd.daemon.daemon import run_daemon  # noqa: PLC0415 (a test runs this module without an engine)
 
     started_by = "systemd" if os.environ.get("NOTIFY_SOCKET") else "vfsd mount --foreground"
-    run(options, ready or (lambda _: None), functools.partial(run_daemon, started_by=started_by, starter=os.getppid()))
+    serve = functools.partial(run_daemon, started_by=started_by, starter=os.getppid(), is_foreground=True)
+    run(options, ready or (lambda _: None), serve)
 
 
 def main(arguments: list[str], run_daemon: RunKept) -> int:

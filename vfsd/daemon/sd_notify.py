@@ -40,6 +40,10 @@ class Notifier(Value):
         """
         return self._send("READY=1", f"MAINPID={os.getpid()}", *_status(status))
 
+    def successor(self, pid: int) -> bool:
+        """Report that process `pid` is the service's main process from now on."""
+        return self._send(f"MAINPID={pid}")
+
     def watchdog(self) -> bool:
         """Reset the watchdog's timeout."""
         return self._send("WATCHDOG=1")

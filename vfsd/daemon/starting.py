@@ -125,6 +125,12 @@ def serve_kept(options: MountOptions, report_fd: int, run_daemon: RunKept) -> in
     def start(kept: Kept) -> int:
         return serve_starter(options, report_fd, functools.partial(run_daemon, kept=kept))
 
+    return keeping.Keeper(options).run(start, restart_kept(options, run_daemon), functools.partial(os.close, report_fd))
+
+
+def restart_kept(options: MountOptions, run_daemon: RunKept) -> keeping.Serve:
+    """Return the function that runs a replacement of a daemon that died, and returns its exit status."""
+
     def restart(kept: Kept) -> int:
         try:
             run(options, lambda _: None, functools.partial(run_daemon, kept=kept))
@@ -133,7 +139,7 @@ def serve_kept(options: MountOptions, report_fd: int, run_daemon: RunKept) -> in
             return 1
         return 0
 
-    return keeping.Keeper(options).run(start, restart, functools.partial(os.close, report_fd))
+    return restart
 
 
 def serve_starter(options: MountOptions, report_fd: int, run_daemon: RunDaemon) -> int:

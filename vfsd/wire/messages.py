@@ -52,6 +52,7 @@ LONG_METHODS: Final = frozenset(
         "adopt",
         "changes",
         "compact",
+        "upgrade",
         "exec",
         "fs.ls",
         "fs.read",
@@ -546,6 +547,23 @@ class CompactResult(msgspec.Struct):
     after_bytes: int
 
 
+class UpgradeParams(msgspec.Struct):
+    """The Python interpreter of the version to upgrade to, and the directories beside its own to import from."""
+
+    executable: str
+    import_paths: list[str] = []
+
+
+class UpgradeResult(msgspec.Struct):
+    """Result of `upgrade`: the versions, the new daemon's process id, and how long requests waited."""
+
+    name: str
+    from_version: str
+    to_version: str
+    pid: int
+    pause_ms: float
+
+
 class UnsavedResult(msgspec.Struct):
     """Result of `unsaved`: the state that an unmount would lose because it is only in the daemon's memory.
 
@@ -581,6 +599,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "apply": (ApplyParams, ApplyResult),
     "unsaved": (Empty, UnsavedResult),
     "compact": (Empty, CompactResult),
+    "upgrade": (UpgradeParams, UpgradeResult),
     "unmount": (UnmountParams, UnmountResult),
     "fork": (ForkParams, ForkResult),
     # Runs the volume's check_invariants, for tests and bug reports.

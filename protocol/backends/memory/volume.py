@@ -17,7 +17,7 @@ import errno
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -45,6 +45,7 @@ from protocol.volume_extensions import (
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.journaling.handover import Giving, Taking
     from protocol.backends.memory.journaling.image import Image
     from protocol.backends.memory.journaling.recorder import Recorder
     from protocol.backends.memory.journaling.replay import Replay
@@ -78,12 +79,14 @@ class MemoryVolume:
         prepared_imports=True,
         self_check=True,
         forkable=True,
+        handover=True,
         paths=True,
         orphans=True,
     )
 
     _recorder: Recorder | None = None  # while a journal records the changes
     _uncounted_write: Callable[..., int] | None = None  # `write`, while it is counted for a shared limit
+    _given_pins: Collection[int] = frozenset()
     _replay: Replay | None = None  # from the replay of a journal until `connect`
 
     def __init_subclass__(cls) -> None:
@@ -260,11 +263,47 @@ class MemoryVolume:
 
         if is_new:
             write_image(self._new_image(), journal.log)
-        self._recorder = self._history.recorder = self._new_recorder(journal)
+        self.record_in(journal)
         self.capabilities = replace(self.capabilities, durable=True, journal=True)
 
+        assert self._recorder is not None
         self.answering = self._recorder.answering
         self.invalidated = self._recorder.invalidated
+
+    def record_in(self, journal: Journal) -> None:
+        """Record every change in `journal` from now on, without what comes with one that is kept."""
+        self._recorder = self._history.recorder = self._new_recorder(journal)
+        self._recorder.pinned.update(self._given_pins)
+
+    @property
+    def pinned(self) -> Collection[int]:
+        """The inodes with one lookup more than is known: see `Recorder`."""
+        return self._given_pins if self._recorder is None else self._recorder.pinned
+
+    def pin(self, inodes: Collection[int]) -> None:
+        """Take over from another process which inodes are pinned."""
+        self._given_pins = frozenset(inodes)
+
+    def discard_journal(self) -> None:
+        """Record nothing any more, and close the journal as it is."""
+        recorder = self._unbind()
+        if recorder is not None:
+            recorder.journal.detach()
+
+    def handing_over(self) -> Giving:
+        """See `HandedOverVolume`, as for the next ones."""
+        from protocol.backends.memory.journaling.handover import Giving  # noqa: PLC0415 (start-up: upgrades are rare)
+
+        return Giving(self, self._state, self._new_image)
+
+    def taking_over(self) -> Taking:
+        from protocol.backends.memory.journaling.handover import Taking  # noqa: PLC0415 (start-up: upgrades are rare)
+
+        return Taking(self, self._state, self._new_replay(), self._replayed)
+
+    def restore_saved(self, saved_ns: int | None, *, is_saved: bool) -> None:
+        """Take over from another process whether, and when, the state was saved."""
+        self._history.restore_saved(saved_ns, is_saved=is_saved)
 
     def _replayed(self, replay: Replay) -> None:
         """Take over what a replay found, apart from state and notes."""

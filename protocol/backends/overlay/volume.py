@@ -92,7 +92,8 @@ class OverlayVolume(MemoryVolume):
     hidden name fails with EPERM.
     """
 
-    capabilities = replace(MemoryVolume.capabilities, lower_layer=True, prepared_imports=False)
+    # No handover yet: numbers of inodes that only the lower layer has are given anew.
+    capabilities = replace(MemoryVolume.capabilities, lower_layer=True, prepared_imports=False, handover=False)
 
     def __init__(
         self,

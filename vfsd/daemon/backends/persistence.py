@@ -7,7 +7,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import trio
 
@@ -18,6 +18,8 @@ from vfsd.machine.logs import log_failure
 
 if TYPE_CHECKING:
     from protocol.backends.memory import MemoryVolume
+    from protocol.volume import Volume
+    from protocol.volume_extensions import JournalEnd
     from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ _BELOW: Final = "below"
 _ARGUMENT: Final = "argument"
 _FILTER: Final = "filter"
 _FILTERS: Final = ("include", "exclude")
+_LOCK_S: Final = 5.0
+_LOCK_POLL_S: Final = 0.01
 
 
 def keep_journal(
@@ -127,6 +131,36 @@ def _sync_in_thread(volume: MemoryVolume) -> None:
             await trio.to_thread.run_sync(journal.log.sync)
 
     volume.fsync = fsync  # type: ignore[assignment]
+
+
+def continue_journal(options: MountOptions, volume: Volume, directory: str, end: JournalEnd) -> ContinuedJournal:
+    """Have `volume`, which has the state at `end`, continue a journal that another daemon hands over.  OSError."""
+    journaled = cast("MemoryVolume", volume)
+    journal = Journal.continued(directory, end, options.journal.fsync)
+    journaled.keep_journal(journal, is_new=False)
+    _sync_in_thread(journaled)
+    return ContinuedJournal(journaled, journal)
+
+
+class ContinuedJournal:
+    """A journal that another daemon hands over.  Until `begin` nothing is written to it."""
+
+    def __init__(self, volume: MemoryVolume, journal: Journal) -> None:
+        self._volume = volume
+        self._journal = journal
+
+    async def begin(self, lock_fd: int | None) -> None:
+        """Hold the lock with `lock_fd`; None: take it from the daemon, which died.  OSError."""
+        with trio.fail_after(_LOCK_S):
+            while True:
+                try:
+                    return self._journal.take_lock(lock_fd)
+                except BlockingIOError:  # the kernel closes the descriptors of a process one by one
+                    await trio.sleep(_LOCK_POLL_S)
+
+    def end(self) -> None:
+        """Sync and close it; log what fails."""
+        end_journal(self._volume)
 
 
 def end_journal(volume: MemoryVolume) -> None:

@@ -122,7 +122,7 @@ class ClientConnection:
         self._slots = trio.Semaphore(limits.calls_at_once, max_value=limits.calls_at_once)
         # No buffer: a sender waits until the line before is written.
         self._outbox, self._out = trio.open_memory_channel[_Line](0)
-        self._running: set[CallContext] = set()
+        self._running: dict[CallContext, str] = {}  # each with its method
         self._unanswered: set[CallContext] = set()
         self._progressed: set[CallContext] = set()
         self._progress = trio.Event()
@@ -137,6 +137,14 @@ class ClientConnection:
         """Whether no call runs and no complete request waits, so that closing it loses nothing."""
         busy = self._running or self._unanswered or self._writing or self._has_request
         return not (busy or self._has_unread())
+
+    def running(self, besides: CallContext | None = None) -> list[str]:
+        """Return the methods of the calls that run, without that of `besides`."""
+        return [method for call, method in self._running.items() if call is not besides]
+
+    def has(self, call: CallContext) -> bool:
+        """Whether this client made `call`, which runs."""
+        return call in self._running
 
     @property
     def closable_in_s(self) -> float:
@@ -276,7 +284,7 @@ class ClientConnection:
             raise
         call = self._new_call(request)
         self._had_call = True
-        self._running.add(call)
+        self._running[call] = request.method
         self._unanswered.add(call)
         calls.start_soon(self._run, call, request, len(line), *found)
 
@@ -330,7 +338,7 @@ class ClientConnection:
                 await self._send(figures)
             await self._outbox.send(_Line(pieces, lambda: self._answered(call)))
         finally:
-            self._running.discard(call)
+            self._running.pop(call, None)
             self.idle_since = trio.current_time()
             self._slots.release()
             self._budget.resize(size_bytes, 0)
@@ -383,7 +391,7 @@ class ClientConnection:
             self._progress = trio.Event()
             reported, self._progressed = self._progressed, set()
             # A call that was answered meanwhile has sent its last figures itself.
-            for call in reported & self._running:
+            for call in reported & self._running.keys():
                 figures = call.take_progress()
                 if figures is not None:
                     await self._send(figures)

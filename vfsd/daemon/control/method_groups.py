@@ -26,6 +26,7 @@ from vfsd.daemon.forks import Forks
 from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
+from vfsd.daemon.upgrading.giving import OldDaemon, Upgrade
 from vfsd.wire.options import WorkspaceOptions
 
 
@@ -40,6 +41,7 @@ class MethodGroups:
         commands: Commands,
         forks: Forks,
         audit: Audit,
+        daemon: OldDaemon,
     ) -> None:
         self._unmount = UnmountMethods(mounted, options, commands, forks)
         source = MergeSource(mounted, snapshots, options, forks)
@@ -48,6 +50,7 @@ class MethodGroups:
             "unsaved": self._unmount.unsaved,
             "unmount": self._unmount.unmount,
             "compact": compact_method(mounted, forks),
+            "upgrade": Upgrade(daemon, mounted, snapshots, commands).upgrade,
             "save": save_method(snapshots, options),
             "fork": ForkMethod(mounted, snapshots, forks).fork,
             **SnapshotMethods(snapshots, options, forks).handlers(),

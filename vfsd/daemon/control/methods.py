@@ -29,6 +29,7 @@ from vfsd.wire.options import WorkspaceOptions
 if TYPE_CHECKING:
     from vfsd.daemon.control.method_groups import MethodGroups
     from vfsd.daemon.keeper.kept import Kept
+    from vfsd.daemon.upgrading.giving import OldDaemon
 
 
 class Start(NamedTuple):
@@ -57,7 +58,9 @@ class Methods:
         forks: Forks,
         wait_imported: Callable[[], Awaitable[None]],
         audit: Audit,
+        daemon: OldDaemon,
     ) -> None:
+        self._daemon = daemon
         self._mounted = mounted
         self._audit = audit
         self._commands = commands
@@ -97,7 +100,7 @@ class Methods:
 
         if self._groups is None:  # several calls may have waited
             self._groups = MethodGroups(
-                self._mounted, self._snapshots, self._options, self._commands, self._forks, self._audit
+                self._mounted, self._snapshots, self._options, self._commands, self._forks, self._audit, self._daemon
             )
         return self._groups
 

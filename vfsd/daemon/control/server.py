@@ -16,16 +16,19 @@ from typing import Final
 import trio
 
 from vfsd.daemon.control.answers import error_line
-from vfsd.daemon.control.call_context import Handler
+from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.connection import Budget, ClientConnection, ConnectionLimits
 from vfsd.daemon.control.descriptors import SpareDescriptors
 from vfsd.wire.messages import OPERATION_FAILED, ErrorData
-from vfsd.wire.sockets import bind, peer_credentials
+from vfsd.wire.sockets import BoundSocket, bind, peer_credentials
 
 # Errors of accept(2) that a later attempt may not have: the process or the system lacks a resource.
 _OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _ACCEPT_PAUSE_S: Final = 0.1
 _REFUSAL_S: Final = 1.0  # a new socket's buffer is empty, so the text is sent at once or never
+
+_REPEATED: Final = frozenset({"watch"})  # calls that a client makes again when its connection ends
+_PAUSE_POLL_S: Final = 0.002
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +43,10 @@ class ControlServer:
         *,
         allowed_uids: frozenset[int] | None = None,
         limits: ConnectionLimits | None = None,
+        given: BoundSocket | None = None,
     ) -> None:
+        """`given`: the socket at that path, which another daemon hands over."""
+        self.bound = given
         self._path = socket_path
         self._methods = methods
         self._allowed = frozenset({os.getuid(), 0}) if allowed_uids is None else allowed_uids
@@ -49,6 +55,9 @@ class ControlServer:
         self._connections: dict[ClientConnection, None] = {}  # the oldest first
         self._closed = trio.Event()  # set when the next connection closes
         self._full = False
+        self._accepting = False
+        self._going_on: trio.Event | None = None  # while the server pauses
+        self._is_handed_over = False
 
     @property
     def connections(self) -> int:
@@ -61,7 +70,7 @@ class ControlServer:
         Binds with mode 0600, and removes the socket at the end unless another daemon replaced it.
         FileExistsError if a running daemon serves that path, or if a file of another type exists there.
         """
-        bound = bind(self._path)
+        bound = self.bound = self.bound or bind(self._path)
         spares = SpareDescriptors()
         try:
             bound.sock.setblocking(False)
@@ -73,7 +82,10 @@ class ControlServer:
                     await self._accept_clients(listener, nursery, hangups, spares)
         finally:
             spares.close()
-            bound.close()
+            if self._is_handed_over:
+                bound.sock.close()  # the path belongs to another daemon
+            else:
+                bound.close()
 
     async def _accept_clients(
         self, listener: trio.socket.SocketType, nursery: trio.Nursery, hangups: _Hangups, spares: SpareDescriptors
@@ -82,14 +94,20 @@ class ControlServer:
             # First, because without free descriptors accept(2) fails with EMFILE even if no client waits.
             await trio.lowlevel.wait_readable(listener)
             await self._wait_for_room()
+            if self._going_on is not None:
+                await self._going_on.wait()
+                continue
+            self._accepting = True
             try:
                 sock, _ = await listener.accept()
             except OSError as error:
+                self._accepting = False
                 if error.errno not in _OUT_OF_RESOURCES:
                     raise
                 await self._make_room(spares, error)
                 continue
             spares.refill()
+            self._accepting = False
             refusal = self._refusal(sock)
             if refusal is not None:
                 await _refuse(sock, refusal)
@@ -102,6 +120,41 @@ class ControlServer:
                 connection.is_reserved = self._used() >= self._limits.connections
                 self._connections[connection] = None
                 nursery.start_soon(self._serve_client, sock, connection, hangups)
+
+    # -- a handover to another daemon --------------------------------------------------------------
+    def running(self, besides: CallContext) -> list[str]:
+        """Return the methods of all calls that run, without that of `besides` and those that clients repeat."""
+        found = [method for connection in self._connections for method in connection.running(besides)]
+        return [method for method in found if method not in _REPEATED]
+
+    async def pause(self, besides: CallContext) -> None:
+        """Accept no client, and return when no other call than `besides` runs and no other connection is open.
+
+        Clients that wait, or whose idle connections were closed, are served after `go_on`, or by another daemon.
+        """
+        self._going_on = trio.Event()
+        while True:
+            others = [connection for connection in self._connections if not connection.has(besides)]
+            if not others and not self._accepting and not self.running(besides):
+                return
+            for connection in others:
+                if connection.is_leaving:
+                    continue
+                if connection.is_idle:
+                    connection.drop_idle()
+                elif connection.running() and all(method in _REPEATED for method in connection.running()):
+                    connection.hang_up()
+            await trio.sleep(_PAUSE_POLL_S)
+
+    def go_on(self) -> None:
+        """End the pause, if there is one."""
+        going_on, self._going_on = self._going_on, None
+        if going_on is not None:
+            going_on.set()
+
+    def hand_over(self) -> None:
+        """Leave the socket's path to another daemon, which has a duplicate of the socket."""
+        self._is_handed_over = True
 
     async def _wait_for_room(self) -> None:
         """While all connections are in use, wait for one that may be closed.

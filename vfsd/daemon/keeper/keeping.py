@@ -13,7 +13,8 @@ Invariants:
 3. The keeper ends with its daemon if that ends with status 0 (it unmounted) or was asked to end by a signal.  It ends
    after `_DEATHS_MAX` deaths in a row of daemons that answered no request.  Then the descriptor is closed, so
    programs get ENOTCONN.
-4. A signal to end that reaches the keeper reaches the daemon, also if it comes between two daemons.
+4. After an upgrade (`RELEASED`) it ends with its daemon, whatever the status.
+5. A signal to end that reaches the keeper reaches the daemon, also if it comes between two daemons.
 
 Threading: one thread and no event loop, so that fork(2) is safe.
 
@@ -26,7 +27,6 @@ from __future__ import annotations
 import array
 import gc
 import logging
-import mmap
 import os
 import select
 import signal
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from vfsd.daemon.keeper.kept import MAX_BYTES, Kept, Resumed
+from vfsd.daemon.keeper.kept import ANSWERED, KEEPS, MAX_BYTES, RELEASED, Kept, Resumed, shared_memory
 from vfsd.kernel.engines.native import abandoned
 from vfsd.machine import interpreter, logs, runtime
 from vfsd.machine.logs import log_failure
@@ -49,7 +49,6 @@ _logger = logging.getLogger(__name__)
 _DEATHS_MAX: Final = 5
 _PAUSES_S: Final = (0.0, 0.0, 0.05, 0.2, 0.5)  # before a replacement, by the deaths in a row before it
 _STUCK_CHECK_S: Final = 1.0
-_COUNTER_BYTES: Final = 8
 _TO_END: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Serve = Callable[[Kept], int]  # serves the workspace in the new process; returns its exit status
@@ -68,7 +67,7 @@ class Keeper:
     def __init__(self, options: MountOptions) -> None:
         self._name = options.workspace.name
         self._options = options
-        self._counter = memoryview(mmap.mmap(-1, _COUNTER_BYTES)).cast("Q")
+        self._memory_fd, self._memory = shared_memory()
         self._device: int | None = None
         self._saved = b""
         self._child = 0
@@ -93,6 +92,8 @@ class Keeper:
         interpreter.set_name(f"vfsd-keep:{self._name}")
         while True:
             ended = self._wait()
+            if self._memory[RELEASED]:
+                return 0  # another daemon serves, with a keeper of its own
             if self._device is None or ended == 0 or self._end_signal is not None or -ended in _TO_END:
                 return _end_like(ended)
             if not self._may_restart(ended):
@@ -128,10 +129,10 @@ class Keeper:
             interpreter.end_with_parent(signal.SIGKILL)  # a starter that gives up kills the keeper
             if os.getppid() != keeper:
                 return 1
-            return serve(Kept(channel, self._counter, None, lambda: None))
+            return serve(Kept(channel, self._memory, self._memory_fd, None, lambda: None))
         # A replacement has `_forward` as its handler, with no child, until it has a handler of its own.
         resumed = Resumed(self._device, self._saved, self._restarts)
-        return serve(Kept(channel, self._counter, resumed, lambda: self._end_signal))
+        return serve(Kept(channel, self._memory, self._memory_fd, resumed, lambda: self._end_signal))
 
     def _forward(self, number: int, _frame: object) -> None:
         self._end_signal = number
@@ -175,6 +176,7 @@ class Keeper:
                 descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
         if saved and descriptors:
             self._device, self._saved = descriptors[0], saved
+            self._memory[KEEPS] = 1
 
     def _release_stuck(self) -> None:
         """Answer the requests of a daemon that was killed and does not end."""
@@ -194,8 +196,8 @@ class Keeper:
     # -- a death -----------------------------------------------------------------------------------
     def _may_restart(self, ended: int) -> bool:
         how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"failed with exit status {ended}"
-        self._deaths = 0 if self._counter[0] else self._deaths + 1
-        self._counter[0] = 0
+        self._deaths = 0 if self._memory[ANSWERED] else self._deaths + 1
+        self._memory[ANSWERED] = 0
         if self._deaths >= _DEATHS_MAX:
             self._give_up(how)
             return False

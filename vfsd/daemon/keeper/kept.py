@@ -7,6 +7,7 @@ the mount.  From then on the keeper restarts the daemon if it dies (`keeping`).
 from __future__ import annotations
 
 import array
+import mmap
 import os
 import socket
 from collections.abc import Callable
@@ -21,6 +22,22 @@ if TYPE_CHECKING:
     from vfsd.kernel.engines.base import Engine
 
 MAX_BYTES: Final = 4096 + 1024  # a mountpoint, and some numbers
+
+
+# The numbers in the memory that a keeper and its daemon share.
+ANSWERED: Final = 0  # how many requests were answered since the last death
+RELEASED: Final = 1  # 1: another daemon takes the workspace over, so none is to be restarted
+KEEPS: Final = 2  # 1: the keeper has the descriptor of the mount, and restarts a daemon that dies
+_NUMBER_BYTES: Final = 8
+
+
+def shared_memory(descriptor: int | None = None) -> tuple[int, memoryview]:
+    """Make the memory that a keeper and its daemon share, or map that of `descriptor`."""
+    size = _NUMBER_BYTES * (KEEPS + 1)
+    if descriptor is None:
+        descriptor = os.memfd_create("vfsd-keeper")
+        os.ftruncate(descriptor, size)
+    return descriptor, memoryview(mmap.mmap(descriptor, size)).cast("Q")
 
 
 class Resumed(Value):
@@ -38,13 +55,14 @@ class Kept:
     """What a daemon has of its keeper.
 
     `resumed`: the mount to continue with; None for the first daemon.  `early_signal`: returns the signal that asked
-    this process to end before it handled signals itself, or None.
+    this process to end before it handled signals itself, or None.  `memory_fd`: the descriptor of the shared memory.
     """
 
     def __init__(
         self,
         channel: socket.socket,
-        counter: memoryview,
+        memory: memoryview,
+        memory_fd: int,
         resumed: Resumed | None,
         early_signal: Callable[[], int | None],
     ) -> None:
@@ -55,7 +73,8 @@ class Kept:
         self.start_ticks = process_start_ticks(self.pid) or 0
         self.is_kept = False
         self._channel = channel
-        self._counter = counter
+        self._memory = memory
+        self.memory_fd = memory_fd
 
     @property
     def state(self) -> str:
@@ -67,6 +86,10 @@ class Kept:
         restarts = 0 if self.resumed is None else self.resumed.restarts
         return f"pid {self.pid}" + (f", restarted the daemon {restarts} time{'s' * (restarts > 1)}" if restarts else "")
 
+    def release(self, *, is_released: bool) -> None:
+        """Have the keeper end with this process, whatever ends it; or restart it again."""
+        self._memory[RELEASED] = is_released
+
     def begin(self, engine: Engine) -> None:
         """Have the keeper keep the mount from now on; `why_not` says why, if that is impossible."""
         self.why_not = self._begin(engine)
@@ -76,7 +99,7 @@ class Kept:
     def _begin(self, engine: Engine) -> str | None:
         if not isinstance(engine, ResumableEngine):
             return f"the engine {engine.name} cannot continue a mount"
-        engine.count_in(self._counter)
+        engine.count_in(self._memory)
         if self.resumed is None:
             saved, descriptor = engine.resumable(), engine.descriptor
             if saved is None or descriptor is None:

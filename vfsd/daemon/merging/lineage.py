@@ -246,6 +246,10 @@ class MergeLog:
         if newest_serial is not None:
             self._events = [(min(since, newest_serial), merged) for since, merged in self._events]
 
+    def encoded(self) -> bytes:
+        """Encode the log; a new one takes it as `kept`."""
+        return msgspec.json.encode(self._events)
+
     @property
     def now(self) -> tuple[MergedState, ...]:
         """What was merged into the live state."""
@@ -262,14 +266,14 @@ class MergeLog:
         """
         if tuple(merged) != self.now:
             self._events.append((serial, tuple(merged)))
-            self._keep(msgspec.json.encode(self._events), with_next)
+            self._keep(self.encoded(), with_next)
 
     def forget(self, oldest_serial: int) -> None:
         """Forget the events that no snapshot from `oldest_serial` on needs."""
         needed = [at for at, (since, _) in enumerate(self._events) if since < oldest_serial]
         if needed and needed[-1] > 0:
             self._events = [(0, self._events[needed[-1]][1]), *self._events[needed[-1] + 1 :]]
-            self._keep(msgspec.json.encode(self._events), False)
+            self._keep(self.encoded(), False)
 
     def serials_of(self, instance: str) -> Collection[int]:
         """The serials of the states of workspace `instance` that the live state or a snapshot contains."""

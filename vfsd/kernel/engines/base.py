@@ -149,10 +149,10 @@ class ResumableEngine(Protocol):
         """Return what `resume` needs besides the descriptor; None if this kernel cannot send requests again."""
         ...
 
-    def resume(self, descriptor: int, saved: bytes) -> None:
+    def resume(self, descriptor: int, saved: bytes, *, resend: bool = True) -> None:
         """Take the place of `mount`: continue to serve a mount whose daemon died.
 
-        The kernel sends the requests again that the daemon read and did not answer.
+        With `resend`, the kernel sends the requests again that the daemon read and did not answer.
 
         OSError: EPROTONOSUPPORT if a later version of the engine made the mount.
         """
@@ -160,6 +160,26 @@ class ResumableEngine(Protocol):
 
     def count_in(self, counter: memoryview) -> None:
         """Add the requests that are answered to `counter[0]`, a 64-bit number in shared memory."""
+        ...
+
+
+@runtime_checkable
+class HandedOverEngine(ResumableEngine, Protocol):
+    """An engine whose mount another process can continue while this one pauses."""
+
+    def negotiated(self) -> bytes | None:
+        """Return what `resume` needs besides the descriptor; None without a mount."""
+        ...
+
+    async def pause(self) -> None:
+        """Answer every request that was read, and read no other one until `go_on`.
+
+        If this is cancelled, the engine pauses all the same.
+        """
+        ...
+
+    def go_on(self) -> None:
+        """End the pause, if there is one."""
         ...
 
 

@@ -64,11 +64,17 @@ def mount_engine(choice: str, volume: Volume, settings: EngineSettings, imperson
 
 
 def resume_engine(
-    volume: Volume, settings: EngineSettings, impersonator: Impersonator | None, descriptor: int, saved: bytes
+    volume: Volume,
+    settings: EngineSettings,
+    impersonator: Impersonator | None,
+    descriptor: int,
+    saved: bytes,
+    *,
+    resend: bool = True,
 ) -> Engine:
-    """Return the engine that continues to serve the mount behind `descriptor`.  OSError: see `ResumableEngine`."""
+    """Return the engine that continues to serve the mount behind `descriptor`.  See `ResumableEngine.resume`."""
     engine = NativeEngine(volume, settings, impersonator)
-    engine.resume(descriptor, saved)
+    engine.resume(descriptor, saved, resend=resend)
     return engine
 
 

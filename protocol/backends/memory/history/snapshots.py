@@ -272,6 +272,11 @@ class SnapshotHistory:
         if at >= self._saved_at:
             self._saved_at, self.saved_ns = at, self._state.clock()
 
+    def restore_saved(self, saved_ns: int | None, *, is_saved: bool) -> None:
+        """Take over from another process whether, and when, the present state was stored elsewhere."""
+        self._saved_at = self.mark() if is_saved else 0
+        self.saved_ns = saved_ns
+
     @property
     def is_saved(self) -> bool:
         return not self.changed_since(self._saved_at)

@@ -71,7 +71,7 @@ class Recorder:
         self._in_transaction = False
         self._request = 0  # the request of the kernel that is being executed; 0: none
         self._repeats: dict[int, list[int]] = {}  # recorded results of requests that may come again, by request
-        self._pinned: set[int] = set()  # inodes with one lookup more than is known
+        self.pinned: set[int] = set()  # inodes with one lookup more than is known
         self._replaced: dict[str, Callable[..., Any]] = {name: getattr(volume, name) for name in _RECORDED}
         for name in _RECORDED:
             setattr(volume, name, getattr(self, name))
@@ -100,10 +100,10 @@ class Recorder:
         An inode that exists now is kept until the kernel's next FORGET of it.
         """
         self._repeats = requests
-        self._pinned = set(self._inodes)
-        self._pinned.discard(ROOT_INODE)
+        self.pinned = set(self._inodes)
+        self.pinned.discard(ROOT_INODE)
         lookups = self._state.lookups
-        for number in self._pinned:
+        for number in self.pinned:
             lookups[number] = lookups.get(number, 0) + 1
         for name in _ANSWERED_ONCE:
             setattr(self._volume, name, functools.partial(self._once, name))
@@ -123,7 +123,7 @@ class Recorder:
     def check_invariants(self) -> None:
         """Check that no request is being executed, and that each inode with a pin has a lookup."""
         assert not self._request
-        assert self._pinned <= self._state.lookups.keys(), "a pinned inode without lookups"
+        assert self.pinned <= self._state.lookups.keys(), "a pinned inode without lookups"
 
     def invalidated(self) -> None:
         """See `JournaledVolume.invalidated`."""
@@ -308,8 +308,8 @@ class Recorder:
 
     def forget(self, inode: int, count: int) -> None:
         was = inode in self._inodes
-        if inode in self._pinned:
-            self._pinned.remove(inode)
+        if inode in self.pinned:
+            self.pinned.remove(inode)
             count = min(count + 1, self._state.lookups.get(inode, 0))
         self._replaced["forget"](inode, count)
         if was and inode not in self._inodes:

@@ -136,6 +136,7 @@ class NativeEngine:
         self._notifications = 0  # the threads that are sending one
         self._is_unmounted = False
         self._counter: memoryview | None = None
+        self._going_on: trio.Event | None = None  # while the engine pauses
 
     @property
     def requests(self) -> int:
@@ -201,18 +202,38 @@ class NativeEngine:
     def resumable(self) -> bytes | None:
         """See `vfsd.kernel.engines.base.ResumableEngine`."""
         agreed = self._agreement
-        if agreed is None or self._mount is None or InitFlag.HAS_RESEND not in agreed.flags:
+        return None if agreed is None or InitFlag.HAS_RESEND not in agreed.flags else self.negotiated()
+
+    def negotiated(self) -> bytes | None:
+        """See `vfsd.kernel.engines.base.HandedOverEngine`, as for the next ones."""
+        agreed = self._agreement
+        if agreed is None or self._mount is None:
             return None
         return msgspec.json.encode(
             _Saved(_SAVED_VERSION, agreed.minor, int(agreed.flags), self._mount.mountpoint, self._mount.device)
         )
 
-    def resume(self, descriptor: int, saved: bytes) -> None:
+    async def pause(self) -> None:
+        # The loop is at one of its awaits, and checks this before it reads the next request.
+        self._going_on = trio.Event()
+        while self._postponed or self._pending:
+            if self._postponed and self._device is not None:
+                self._retry_postponed(self._device.fileno())
+            for pending in tuple(self._pending.values()):
+                await pending.done.wait()
+
+    def go_on(self) -> None:
+        going_on, self._going_on = self._going_on, None
+        if going_on is not None:
+            going_on.set()
+
+    def resume(self, descriptor: int, saved: bytes, *, resend: bool = True) -> None:
         """See `vfsd.kernel.engines.base.ResumableEngine`."""
         found = msgspec.json.decode(saved, type=_Saved)
         if found.version != _SAVED_VERSION:
             raise OSError(errno.EPROTONOSUPPORT, f"the mount was made by another vfsd (format {found.version})")
-        abandoned.resend(descriptor)
+        if resend:
+            abandoned.resend(descriptor)
         self._agreement = Agreement(found.minor, InitFlag(found.flags), b"")
         self._mount = mounting.FuseMount(found.mountpoint, found.device)
         self._wakeups, self._warning = make_wakeups(self._settings.wakeups)
@@ -290,6 +311,9 @@ class NativeEngine:
         seen = self._requests
 
         while True:
+            if self._going_on is not None:
+                await self._going_on.wait()
+                continue
             try:
                 empty = self._answer_slice(device.readinto, descriptor, poller)
             except OSError as error:

@@ -1,0 +1,540 @@
+"""`vfsd upgrade`: another daemon takes a workspace over, and programs that use it notice only a pause."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+import random
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mount.conftest import check_invariants
+from tests.mount.dying_upgrade import OF_NEW, OF_OLD
+from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
+from tests.mount.test_keeper import change_at_random, facts
+from tests.support.fork_server import wait_until
+from vfsd.client.connection import ControlClient
+from vfsd.client.launch import launch, log_path
+from vfsd.client.mount_arguments import mount_options
+from vfsd.client.workspace import Workspace
+from vfsd.machine.runtime import WorkspaceRecord, read_record
+from vfsd.wire.messages import UpgradeParams, UpgradeResult, wire_path
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Upgradable:
+    """A workspace that is upgraded, with options of its own."""
+
+    def __init__(self, workdir: Path, **options: Any) -> None:
+        self.path = workdir / "mount"
+        self.path.mkdir()
+        self.name = f"{workdir.name}-up"
+        self.options = {"journal_dir": workdir / "journal", **options} if options.get("persist") else options
+        self.upgrades = 0
+
+    def mount(self, **options: Any) -> Workspace:
+        self.workspace = Workspace.mount(self.path, name=self.name, **self.options, **options)
+        return self.workspace
+
+    @property
+    def record(self) -> WorkspaceRecord:
+        record = read_record(self.name)
+        assert record is not None
+        return record
+
+    def upgrade(self, executable: str = sys.executable, import_paths: list[str] | None = None) -> UpgradeResult:
+        paths = [wire_path(os.fsencode(path)) for path in import_paths or []]
+        with ControlClient(self.record.socket) as client:
+            result: UpgradeResult = client.call("upgrade", UpgradeParams(wire_path(os.fsencode(executable)), paths))
+        self.upgrades += 1
+        return result
+
+    @contextlib.contextmanager
+    def being_upgraded(self, at_least: int = 2) -> Iterator[Callable[[], bool]]:
+        """Upgrade the workspace again and again inside the block, which goes on until the value returns True."""
+        stop = threading.Event()
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                while not stop.is_set():
+                    self.upgrade()
+            except BaseException as error:  # raised below
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield lambda: self.upgrades >= at_least or bool(errors)
+        finally:
+            stop.set()
+            thread.join()
+        assert not errors, errors
+
+    def end(self) -> None:
+        vfsd("unmount", self.name, "--discard")
+
+
+MEMORY: dict[str, Any] = {}
+KEPT: dict[str, Any] = {"persist": True}
+UNKEPT: dict[str, Any] = {"persist": True, "keeper": False}
+
+
+@pytest.fixture(params=[MEMORY, KEPT], ids=["memory", "kept"])
+def upgradable(workdir: Path, request: pytest.FixtureRequest) -> Iterator[Upgradable]:
+    workspace = Upgradable(workdir, **request.param)
+    yield workspace
+    workspace.end()
+
+
+# -- programs that go on ---------------------------------------------------------------------------
+def test_a_random_writer_sees_what_its_twin_sees(upgradable: Upgradable, workdir: Path, runs_long: bool) -> None:
+    workspace = upgradable.mount()
+    twin = workdir / "twin"
+    twin.mkdir()
+    with upgradable.being_upgraded(300 if runs_long else 3) as is_over:
+        change_at_random([upgradable.path, twin], 1, is_over)
+    assert facts(upgradable.path) == facts(twin)
+    check_invariants(workspace)
+
+
+@pytest.mark.parametrize("mode", ["wal", "delete"])
+def test_sqlite_goes_on(workdir: Path, mode: str) -> None:
+    upgradable = Upgradable(workdir)
+    upgradable.mount()
+    try:
+        with (
+            upgradable.being_upgraded() as is_over,
+            contextlib.closing(sqlite3.connect(upgradable.path / "base.db")) as base,
+        ):
+            assert base.execute(f"pragma journal_mode={mode}").fetchone() == (mode,)
+            base.execute("create table t (n integer, data text)")
+            written = 0
+            while not is_over():
+                base.execute("insert into t values (?, ?)", (written, "x" * 500))
+                base.commit()
+                written += 1
+            assert base.execute("pragma integrity_check").fetchone() == ("ok",)
+            assert base.execute("select count(*), sum(n) from t").fetchone() == (written, written * (written - 1) // 2)
+    finally:
+        upgradable.end()
+
+
+def test_tar_goes_on(upgradable: Upgradable, workdir: Path) -> None:
+    upgradable.mount()
+    source = workdir / "source"
+    for number in range(500):
+        (source / f"d{number % 10}").mkdir(parents=True, exist_ok=True)
+        (source / f"d{number % 10}" / f"f{number}").write_bytes(os.urandom(3000))
+    subprocess.run(["tar", "cf", workdir / "a.tar", "-C", source, "."], check=True)
+    turns = 0
+    with upgradable.being_upgraded() as is_over:
+        while not is_over():
+            turns += 1
+            target = upgradable.path / str(turns % 2)
+            target.mkdir(exist_ok=True)
+            subprocess.run(["tar", "xf", workdir / "a.tar", "-C", target], check=True)
+    assert facts(target) == facts(source)
+    check_invariants(Workspace.attach(upgradable.name))
+
+
+def test_open_files_mappings_directories_and_locks_continue(upgradable: Upgradable) -> None:
+    upgradable.mount()
+    root = upgradable.path
+    (root / "dir" / "below").mkdir(parents=True)
+    for number in range(3000):
+        (root / "dir" / f"f{number}").touch()
+    (root / "file").write_bytes(b"a" * 10_000)
+    with Program() as program, (root / "gone").open("w+b", buffering=0) as gone, (root / "file").open("r+b") as file:
+        (root / "gone").unlink()
+        gone.write(b"without a name")
+        program(f"os.chdir({str(root / 'dir' / 'below')!r})")
+        program(f"held = open({str(root / 'file')!r}, 'r+b')")
+        program("fcntl.flock(held, fcntl.LOCK_EX)")
+        listing = os.scandir(root / "dir")
+        seen = {next(listing).name for _ in range(100)}
+        os.mkfifo(root / "fifo")
+        read_at = (root / "file").stat().st_atime_ns
+        with mmap.mmap(file.fileno(), 0) as mapping:
+            mapping[0:1] = b"b"
+            for _ in range(2):
+                upgradable.upgrade()
+                (root / "dir" / f"f{random.randrange(3000)}").write_bytes(b"x")
+            mapping[1:2] = b"c"
+            mapping.flush()
+            assert (root / "file").read_bytes()[:3] == b"bca"
+        assert program("os.getcwd()") == str(root / "dir" / "below")
+        program("open('new', 'w').close()")
+        gone.write(b", and it lives")
+        gone.seek(0)
+        assert gone.read() == b"without a name, and it lives"
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        program("held.close()")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert len(seen | {entry.name for entry in listing}) == 3001
+        assert (root / "file").stat().st_atime_ns >= read_at
+    workspace = Workspace.attach(upgradable.name)
+    check_invariants(workspace)
+    assert workspace.status().files == 3003
+
+
+def test_a_file_without_a_name_is_freed_when_it_is_closed_after_an_upgrade(upgradable: Upgradable) -> None:
+    workspace = upgradable.mount()
+    with (upgradable.path / "gone").open("w+b") as gone:
+        gone.write(bytes(1 << 20))
+        gone.flush()
+        (upgradable.path / "gone").unlink()
+        upgradable.upgrade()
+        assert (workspace.status().live_bytes or 0) > 1 << 20
+    wait_until(lambda: (workspace.status().live_bytes or 0) < 1 << 20, "the file to be freed")
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+def test_snapshots_undo_and_the_names_of_the_daemons_are_kept(upgradable: Upgradable) -> None:
+    with upgradable.mount() as workspace:
+        (upgradable.path / "f").write_text("one")
+        workspace.snapshot("one", tag="first")
+        (upgradable.path / "f").write_text("two")
+        workspace.restore("one")
+        before, status = workspace.snapshots(), workspace.status()
+        upgraded = workspace.upgrade()
+        assert (upgraded.name, upgraded.pid) == (upgradable.name, workspace.pid)
+        assert workspace.pid != status.pid
+        assert workspace.snapshots() == before
+        after = workspace.status()
+        assert (after.files, after.size_bytes, after.snapshots) == (status.files, status.size_bytes, status.snapshots)
+        assert after.started_by == f"vfsd upgrade, from version {status.version}"
+        assert upgradable.record.pid == upgraded.pid
+        (upgradable.path / "later").touch()
+        workspace.undo() if hasattr(workspace, "undo") else succeeded(vfsd("restore", "--undo", "-w", workspace.name))
+        assert (upgradable.path / "f").read_text() == "two"
+        assert upgraded.from_version == upgraded.to_version
+        check_invariants(workspace)
+    assert read_record(upgradable.name) is None
+
+
+def test_what_was_saved_needs_no_question_at_the_end(workdir: Path) -> None:
+    upgradable = Upgradable(workdir)
+    workspace = upgradable.mount()
+    (upgradable.path / "f").write_text("one")
+    upgradable.upgrade()
+    assert "holds" in failed(vfsd("unmount", workspace.name))
+    workspace.export(workdir / "a.zip")
+    upgradable.upgrade()
+    succeeded(vfsd("unmount", workspace.name))
+
+
+def test_limits_and_forks_afterwards(workdir: Path) -> None:
+    upgradable = Upgradable(workdir, max_memory=32 << 20)
+    workspace = upgradable.mount()
+    try:
+        (upgradable.path / "f").write_bytes(bytes(range(256)) * 1000)
+        upgradable.upgrade()
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            (upgradable.path / "large").write_bytes(os.urandom(40 << 20))
+        (upgradable.path / "large").unlink()
+        with workspace.fork(workdir / "fork") as fork:
+            assert (workdir / "fork" / "f").stat().st_size == 256_000
+            (workdir / "fork" / "new").write_text("of the fork")
+            assert "a running fork shares memory" in failed(vfsd("upgrade", workspace.name))
+            assert "merge or adopt it" in failed(vfsd("upgrade", fork.name))
+            workspace.merge(fork)
+        wait_until(lambda: succeeded(vfsd("upgrade", workspace.name)) is not None, "the upgrade")
+        assert (upgradable.path / "new").read_text() == "of the fork"
+    finally:
+        upgradable.end()
+
+
+def test_a_journal_goes_on_and_is_complete(workdir: Path) -> None:
+    upgradable = Upgradable(workdir, **UNKEPT)
+    workspace = upgradable.mount()
+    try:
+        (upgradable.path / "a").write_text("a")
+        upgradable.upgrade()
+        (upgradable.path / "b").write_text("b")
+        with (upgradable.path / "b").open("rb") as file:
+            os.fsync(file.fileno())
+        status = workspace.status()
+        assert status.journal_failure is None
+        succeeded(vfsd("compact", "-w", workspace.name))
+        (upgradable.path / "c").write_text("c")
+        upgradable.upgrade()
+        os.kill(upgradable.record.pid, signal.SIGKILL)
+        upgradable.mount()
+        assert sorted(os.listdir(upgradable.path)) == ["a", "b", "c"]
+    finally:
+        upgradable.end()
+
+
+def test_the_keeper_of_the_new_daemon_restarts_it(workdir: Path) -> None:
+    upgradable = Upgradable(workdir, **KEPT)
+    workspace = upgradable.mount()
+    try:
+        first = upgradable.record
+        upgradable.upgrade()
+        record = upgradable.record
+        assert record.keeper not in {None, first.keeper}
+        (upgradable.path / "f").write_text("one")
+        os.kill(record.pid, signal.SIGKILL)
+        assert (upgradable.path / "f").read_text() == "one"
+        wait_until(lambda: upgradable.record.pid != record.pid, "a replacement")
+        assert not first.is_kept
+        upgradable.upgrade()
+        check_invariants(workspace)
+        assert (upgradable.path / "f").read_text() == "one"
+    finally:
+        upgradable.end()
+
+
+# -- the command -----------------------------------------------------------------------------------
+def test_the_command_says_what_it_did_and_upgrades_all(workdir: Path) -> None:
+    upgradable = Upgradable(workdir)
+    workspace = upgradable.mount()
+    try:
+        text = succeeded(vfsd("upgrade", upgradable.name))
+        assert f"restarted {upgradable.name} with the same version" in text
+        assert "programs waited for" in text
+        answer = json.loads(succeeded(vfsd("upgrade", "--json", cwd=upgradable.path)))
+        (entry,) = answer["upgraded"]
+        assert entry["pid"] == workspace.status().pid
+        assert entry["mountpoint"] == str(upgradable.path)
+        assert "give --all or a workspace" in vfsd("upgrade", upgradable.name, "--all").stderr
+    finally:
+        upgradable.end()
+
+
+def test_a_running_command_prevents_it_and_a_call_is_waited_for(workdir: Path) -> None:
+    upgradable = Upgradable(workdir, exec_on_host=True)
+    workspace = upgradable.mount()
+    try:
+        command = subprocess.Popen([*VFSD, "exec", "-w", workspace.name, "--", "sleep", "100"])
+        wait_until(lambda: "a command of `vfsd exec` runs" in vfsd("upgrade", workspace.name).stderr, "the command")
+        assert workspace.status().pid == upgradable.record.pid
+        command.send_signal(signal.SIGINT)
+        command.wait()
+        succeeded(vfsd("upgrade", workspace.name))
+    finally:
+        upgradable.end()
+
+
+def test_followers_of_the_log_follow_the_new_daemon(workdir: Path) -> None:
+    upgradable = Upgradable(workdir)
+    upgradable.mount()
+    try:
+        with subprocess.Popen(
+            [*VFSD, "log", "--follow", "-w", upgradable.name, "--json"], stdout=subprocess.PIPE, text=True
+        ) as follower:
+            assert follower.stdout is not None
+            lines: list[str] = []
+            reader = threading.Thread(target=lambda: lines.extend(follower.stdout or ()))
+            reader.start()
+
+            def is_seen(name: str) -> bool:
+                (upgradable.path / name).touch()
+                (upgradable.path / name).unlink()
+                return any(name in line for line in lines)
+
+            wait_until(lambda: is_seen("first"), "the first entry")
+            upgradable.upgrade()
+            wait_until(lambda: is_seen("second"), "an entry of the new daemon")
+            follower.send_signal(signal.SIGINT)
+            reader.join()
+    finally:
+        upgradable.end()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"engine": "pyfuse3"}, "the engine pyfuse3 cannot hand a mount over"), ({"backend": "host"}, "backend host")],
+)
+def test_what_cannot_be_upgraded_is_refused_with_a_reason(workdir: Path, options: dict[str, Any], reason: str) -> None:
+    if "backend" in options:
+        (workdir / "below").mkdir()
+        options = {"backend": f"host:{workdir / 'below'}"}
+    upgradable = Upgradable(workdir, **options)
+    upgradable.mount()
+    try:
+        assert reason in failed(vfsd("upgrade", upgradable.name))
+    finally:
+        upgradable.end()
+
+
+# -- a new daemon that does not come up ------------------------------------------------------------
+def broken(workdir: Path, script: str) -> str:
+    """Return an interpreter that runs `script` in place of the new daemon."""
+    path = workdir / "python"
+    path.write_text(f"#!{sys.executable}\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def saying(message: str) -> str:
+    """Return a script that sends a message in place of the new daemon, and waits for the end."""
+    return f"import sys, socket; s = socket.socket(fileno=int(sys.argv[-1])); s.send(b{message!r}); s.recv(9)"
+
+
+BROKEN = {
+    "no interpreter": ("", "cannot be started"),
+    "it ends at once": ("raise SystemExit(3)", "died before it could serve (exit status 3"),
+    "it is killed": ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+    "a later format": (
+        saying('{"type": "Hello", "version": "9.9", "oldest": 7, "newest": 8}'),
+        "version 9.9 is too much newer than the daemon's",
+    ),
+    "an older format": (
+        saying('{"type": "Hello", "version": "0.0", "oldest": 0, "newest": 0}'),
+        "version 0.0 is too much older than the daemon's",
+    ),
+    "nonsense": (saying("{"), "sent something that cannot be read"),
+    "it gives a reason": (saying('{"type": "Failed", "reason": "has no memory"}'), "has no memory"),
+}
+
+
+def test_a_new_daemon_that_does_not_come_up_leaves_the_old_one(upgradable: Upgradable, workdir: Path) -> None:
+    workspace = upgradable.mount()
+    (upgradable.path / "f").write_text("one")
+    pid = workspace.status().pid
+    for script, reason in BROKEN.values():
+        executable = broken(workdir, script) if script else str(workdir / "missing")
+        with pytest.raises(OSError, match=re.escape(reason)):
+            upgradable.upgrade(executable)
+        assert (upgradable.path / "f").read_text() == "one"
+        (upgradable.path / "f2").write_text(reason)
+    assert workspace.status().pid == pid
+    check_invariants(workspace)
+    upgradable.upgrade()
+    assert (upgradable.path / "f2").read_text() == reason
+
+
+# -- kill -9 at each step --------------------------------------------------------------------------
+class Dying:
+    """A workspace both of whose daemons are killed at a step of an upgrade, while a program writes."""
+
+    def __init__(self, upgradable: Upgradable, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.upgradable = upgradable
+        self.step = workdir / "step"
+        monkeypatch.setenv("VFSD_TEST_STEP", str(self.step))
+        launch(
+            mount_options(upgradable.path, name=upgradable.name, **upgradable.options),
+            daemon_module="tests.mount.dying_upgrade",
+        )
+        self.executable = workdir / "python"
+        script = 'import os, sys; python = sys.executable; module = "tests.mount.dying_upgrade"\n'
+        script += 'os.execv(python, [python, "-P", "-m", module, "new", sys.argv[-1]])\n'
+        broken(workdir, script)
+        self.written = 0
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._writer = threading.Thread(target=self._write)
+
+    def upgrade_at(self, step: str) -> None:
+        """Upgrade; one of the daemons dies at `step`."""
+        self.step.write_text(step)
+        with contextlib.suppress(OSError):
+            self.upgradable.upgrade(str(self.executable), [str(REPOSITORY)])
+        assert not self.step.exists(), f"nobody died {step}"
+
+    def _write(self) -> None:
+        try:
+            with (self.upgradable.path / "log").open("wb", buffering=0) as file:
+                while not self._stop.is_set():
+                    assert file.write(b"%9d\n" % self.written) == 10
+                    (self.upgradable.path / f"f{self.written % 50}").write_bytes(b"%d" % self.written)
+                    self.written += 1
+                    time.sleep(0.001)
+        except BaseException as error:  # raised below
+            self._error = error
+
+    @contextlib.contextmanager
+    def being_written(self) -> Iterator[None]:
+        self._writer.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            self._writer.join()
+        assert self._error is None, self._error
+
+    def check(self) -> None:
+        """The writer goes on, nothing it wrote is lost, and one daemon serves."""
+        before = self.written
+        wait_until(lambda: self.written > before + 2 or self._error is not None, "the writer to go on")
+        assert self._error is None, self._error
+        count = self.written
+        lines = (self.upgradable.path / "log").read_bytes().split(b"\n")
+        assert len(lines) > count
+        assert all(int(line) == number for number, line in enumerate(lines[:count]))
+        wait_until(lambda: self.upgradable.record.alive, "the record of the daemon that serves")
+        try:
+            check_invariants(Workspace.attach(self.upgradable.name))
+        except Exception as error:
+            raise AssertionError(Path(log_path(self.upgradable.name)).read_text()) from error
+
+
+def test_the_new_daemon_is_killed_at_each_step(
+    upgradable: Upgradable, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = Dying(upgradable, workdir, monkeypatch)
+    pid = upgradable.record.pid
+    with dying.being_written():
+        for message in OF_NEW:
+            for when in ("before", "after"):
+                if (when, message) == ("after", "Serving"):
+                    continue  # the end of a daemon after an upgrade
+                dying.upgrade_at(f"{when} {message}")
+                dying.check()
+    if upgradable.options:
+        assert upgradable.record.is_kept
+    else:
+        assert upgradable.record.pid == pid
+
+
+def test_the_old_daemon_of_a_keeper_is_killed_at_each_step(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    upgradable = Upgradable(workdir, **KEPT)
+    try:
+        dying = Dying(upgradable, workdir, monkeypatch)
+        with dying.being_written():
+            for message in OF_OLD:
+                for when in ("before", "after"):
+                    dying.upgrade_at(f"{when} {message}")
+                    dying.check()
+                    wait_until(lambda: upgradable.record.is_kept, "a keeper")
+    finally:
+        upgradable.end()
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [(MEMORY, "after Finish"), (MEMORY, "after Go"), (UNKEPT, "before Go")],
+    ids=["memory", "memory, late", "unkept"],
+)
+def test_the_new_daemon_serves_if_an_old_one_without_a_keeper_is_killed(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], step: str
+) -> None:
+    upgradable = Upgradable(workdir, **options)
+    try:
+        dying = Dying(upgradable, workdir, monkeypatch)
+        pid = upgradable.record.pid
+        with dying.being_written():
+            dying.upgrade_at(step)
+            dying.check()
+        assert upgradable.record.pid != pid
+        upgradable.upgrade()
+    finally:
+        upgradable.end()

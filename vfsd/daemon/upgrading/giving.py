@@ -1,0 +1,484 @@
+"""The old daemon's side of an upgrade: start the new one, hand the workspace over, and end.
+
+Invariants:
+
+1. The old daemon answers requests until the new one has loaded the state and lacks little; then it pauses.
+2. Whatever fails before `Go` is sent, the old daemon goes on, and nothing in it has changed.
+3. After `Go` it goes on only if the new daemon is gone, and no keeper restarts that (see `messages`).
+4. While the upgrade runs no other call changes the workspace (`change_lock`), and the journal is not compacted.
+
+Threading: the serving loop.  `handing_over` and the fork of the image's writer are one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+import msgspec
+import trio
+
+import vfsd
+from protocol.volume_extensions import HandedOverVolume, handed_over, journaled
+from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.forks import check_memory, fork_writer
+from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
+from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.daemon.snapshots.base import SnapshotService
+from vfsd.daemon.upgrading import messages
+from vfsd.daemon.upgrading.messages import (
+    HANDOVER_VERSION,
+    Begin,
+    Carried,
+    Channel,
+    Finish,
+    Follow,
+    Followed,
+    Go,
+    Hello,
+    Loaded,
+    PeerEndedError,
+    Prepared,
+    Serving,
+    TakeOverError,
+)
+from vfsd.kernel.engines.base import HandedOverEngine
+from vfsd.machine import interpreter
+from vfsd.machine.logs import log_failure
+from vfsd.wire.handshake import encode_options
+from vfsd.wire.messages import UpgradeParams, UpgradeResult, from_wire_path
+
+if TYPE_CHECKING:
+    from protocol.volume_extensions import GivenState
+    from vfsd.daemon.control.server import ControlServer
+    from vfsd.daemon.exec.commands import Commands
+    from vfsd.daemon.forks import Forks
+    from vfsd.kernel.engines.base import Engine
+    from vfsd.wire.options import MountOptions
+
+M = TypeVar("M", bound=msgspec.Struct)
+_logger = logging.getLogger(__name__)
+_MODULE: Final = "vfsd.daemon.upgrading"
+_START_S: Final = 60.0
+_LOAD_S: Final = 600.0
+_CALLS_S: Final = 10.0  # how long running calls may take to end
+_QUIET_S: Final = 2.0  # the same, once new calls wait
+_PAUSE_S: Final = 10.0  # the longest pause; then the old daemon goes on
+_SERVE_S: Final = 30.0  # from Go to Serving, before a new daemon that hangs is killed
+_POLL_S: Final = 0.01
+_LITTLE_BYTES: Final = 32 << 10  # of the log, which the new daemon reads in a few milliseconds
+_ROUNDS: Final = 200  # of catching up; then the pause begins, however much is missing
+
+
+class OldDaemon(Protocol):
+    """What an upgrade uses of the daemon (`vfsd.daemon.daemon`)."""
+
+    @property
+    def options(self) -> MountOptions: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def server(self) -> ControlServer: ...
+
+    @property
+    def kept(self) -> Kept | None: ...
+
+    @property
+    def forks(self) -> Forks: ...
+
+    @property
+    def starter(self) -> int: ...
+
+    @property
+    def is_foreground(self) -> bool: ...
+
+    def write_record(self) -> None:
+        """Write the record of the workspace, which another daemon may have replaced."""
+        ...
+
+    def leave(self, successor: int) -> None:
+        """End this process, and leave the mount to the process `successor`."""
+        ...
+
+
+class Upgrade:
+    """The method `upgrade` of one workspace."""
+
+    def __init__(
+        self, daemon: OldDaemon, mounted: MountedVolume, snapshots: SnapshotService | None, commands: Commands
+    ) -> None:
+        self._daemon = daemon
+        self._mounted = mounted
+        self._snapshots = snapshots
+        self._commands = commands
+        self._is_running = False
+
+    async def upgrade(self, params: UpgradeParams, call: CallContext) -> UpgradeResult:
+        """Hand the workspace over to a new daemon of the version that `params` names; then end.
+
+        OSError if that is not possible; the daemon then serves on.
+        """
+        volume, engine = self._checked()
+        if self._is_running:
+            raise OSError(errno.EBUSY, "another upgrade of this workspace is running")
+        self._is_running = True
+        try:
+            await self._wait_for_calls(call)
+            async with self._alone():
+                return await self._hand_over(volume, engine, params, call)
+        except (TakeOverError, PeerEndedError, TimeoutError) as error:
+            reason = f"the new daemon {error.strerror or error}; the old one, of version {vfsd.__version__}, serves on"
+            raise OSError(errno.EIO, reason) from None
+        finally:
+            self._is_running = False
+
+    # -- what can be upgraded ----------------------------------------------------------------------
+    def _checked(self) -> tuple[HandedOverVolume, HandedOverEngine]:
+        """Return volume and engine.  OSError with a reason if this workspace cannot be upgraded."""
+        daemon = self._daemon
+        volume, engine = handed_over(self._mounted.volume), daemon.engine
+        kind = daemon.options.workspace.backend.kind
+        again = "unmount it and mount it again"
+        if volume is None:
+            raise _unsupported(f"a workspace with the backend {kind} cannot be upgraded while programs use it: {again}")
+        if not isinstance(engine, HandedOverEngine):
+            raise _unsupported(f"the engine {engine.name} cannot hand a mount over: {again}")
+        if daemon.forks.base is not None:
+            raise _unsupported("a fork cannot be upgraded, because it shares memory: merge or adopt it, and fork again")
+        if (others := daemon.forks.others) > 0:
+            which = "a running fork shares" if others == 1 else f"{others} running forks share"
+            raise OSError(errno.EBUSY, f"{which} memory and --max-memory with this workspace: merge or unmount first")
+        if daemon.is_foreground and not os.environ.get("NOTIFY_SOCKET"):
+            raise _unsupported(
+                "the daemon runs with --foreground, and the program that started it would see it end: end it and"
+                " start it again"
+            )
+        if self._commands.has_sandbox:
+            raise _unsupported(f"the sandbox of this workspace would lose what is not in the workspace: {again}")
+        journal = journaled(self._mounted.volume)
+        failure = None if journal is None else journal.journal_status().failure
+        if failure is not None:
+            raise OSError(errno.EIO, f"the journal cannot be continued ({failure}): export the content")
+        check_memory("the new daemon needs as much memory as this one")
+        return volume, engine
+
+    async def _wait_for_calls(self, call: CallContext) -> None:
+        """Wait until no other call runs.  EBUSY if one runs on."""
+        running: list[str] = []
+        with trio.move_on_after(_CALLS_S):
+            while running := self._daemon.server.running(call):
+                if any(method.endswith("exec") for method in running):
+                    break
+                await trio.sleep(_POLL_S)
+        if running:
+            raise _busy(running)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Exclude other changes of the workspace."""
+        locks = (self._mounted.compaction_lock, self._mounted.change_lock)
+        async with contextlib.AsyncExitStack() as stack:
+            with trio.move_on_after(_CALLS_S) as waiting:
+                for lock in locks:
+                    await stack.enter_async_context(lock)
+            if waiting.cancelled_caught:
+                raise OSError(errno.EBUSY, "the workspace is being changed, or its journal compacted: try again")
+            yield
+
+    # -- the steps ---------------------------------------------------------------------------------
+    async def _hand_over(
+        self, volume: HandedOverVolume, engine: HandedOverEngine, params: UpgradeParams, call: CallContext
+    ) -> UpgradeResult:
+        new = await trio.to_thread.run_sync(_NewDaemon.start, params, self._daemon.options.workspace.name)
+        given: GivenState | None = None
+        is_over = False
+        try:
+            hello = await new.receive(Hello, _START_S)
+            _check_versions(hello)
+            given = volume.handing_over()
+            self._begin(new, volume, given)
+            await new.receive(Loaded, _LOAD_S)
+            await self._catch_up(new, given)
+            await self._let_calls_end(call)
+            await self._mounted.wait_unused()
+            await self._catch_up(new, given)
+            began = time.perf_counter()
+            await self._pause(engine)
+            successor = await self._finish(new, given, engine)
+            call.commit()
+            with trio.CancelScope(shield=True):
+                is_over = await self._go(new, given)
+                if not is_over:
+                    raise TakeOverError("died before it served")
+            pause_ms = (time.perf_counter() - began) * 1000
+        finally:
+            if not is_over:
+                with trio.CancelScope(shield=True):
+                    await new.end()
+                    if given is not None:
+                        given.end()
+                engine.go_on()
+                self._daemon.server.go_on()
+        return self._end(volume, hello, successor, pause_ms, call)
+
+    def _begin(self, new: _NewDaemon, volume: HandedOverVolume, given: GivenState) -> None:
+        """Fork the writer of the image, and send what it writes and the log to the new daemon."""
+        log_fd = given.log_fd()
+        read_fd, write_fd = os.pipe()
+        try:
+            write = functools.partial(given.write_image, write_fd)
+            new.writer = fork_writer(volume, write, self._mounted.mountpoint, kept={write_fd})
+            kept = self._daemon.kept
+            begin = Begin(
+                HANDOVER_VERSION,
+                vfsd.__version__,
+                encode_options(self._daemon.options).decode(),
+                given.start,
+                kept.pid if kept is not None and kept.is_kept else 0,
+                kept.start_ticks if kept is not None else 0,
+                self._daemon.starter,
+                is_foreground=self._daemon.is_foreground,
+            )
+            new.channel.send(begin, [read_fd, log_fd])
+        finally:
+            for each in (log_fd, read_fd, write_fd):
+                os.close(each)
+
+    async def _catch_up(self, new: _NewDaemon, given: GivenState) -> None:
+        """Have the new daemon read the log, until little is missing."""
+        for _ in range(_ROUNDS):
+            position = given.position()
+            new.channel.send(Follow(position.offset))
+            await new.receive(Followed, _LOAD_S)
+            if given.position().offset - position.offset < _LITTLE_BYTES:
+                return
+
+    async def _let_calls_end(self, call: CallContext) -> None:
+        server = self._daemon.server
+        with trio.move_on_after(_QUIET_S) as waiting:
+            await server.pause(call)
+        if waiting.cancelled_caught:
+            raise _busy(server.running(call))
+
+    async def _pause(self, engine: HandedOverEngine) -> None:
+        with trio.move_on_after(_PAUSE_S) as waiting:
+            await engine.pause()
+        if waiting.cancelled_caught:
+            raise OSError(errno.EBUSY, f"a request of a program takes more than {_PAUSE_S:g} s: try again")
+
+    async def _finish(self, new: _NewDaemon, given: GivenState, engine: HandedOverEngine) -> int:
+        """Send the rest, and return the process id of the new daemon, which could serve then."""
+        daemon, bound = self._daemon, self._daemon.server.bound
+        journal = journaled(self._mounted.volume)
+        negotiated, device = engine.negotiated(), engine.descriptor
+        if negotiated is None or device is None or bound is None:
+            raise OSError(errno.ENOTCONN, "the workspace was unmounted")
+        rest_fd = os.memfd_create("vfsd-handover")
+        try:
+            with open(rest_fd, "wb", closefd=False) as file:
+                file.write(given.rest())
+            carried = await self._carried(is_journaled=journal is not None)
+            finish = Finish(
+                given.position(),
+                negotiated.decode(),
+                bound.device,
+                bound.inode,
+                None if journal is None else journal.journal_status().directory,
+                carried,
+            )
+            descriptors = [device, bound.sock.fileno(), rest_fd]
+            if daemon.kept is not None and daemon.kept.is_kept:
+                descriptors.append(daemon.kept.memory_fd)
+            new.channel.send(finish, descriptors)
+        finally:
+            os.close(rest_fd)
+        return await new.prepared(_PAUSE_S)
+
+    async def _carried(self, *, is_journaled: bool) -> Carried:
+        snapshots = self._snapshots
+        history = None if snapshots is None else msgspec.to_builtins(await snapshots.history())
+        merges = None if snapshots is None or is_journaled else snapshots.merges.encoded().decode()
+        return Carried(history, merges, self._daemon.forks.instance)
+
+    async def _go(self, new: _NewDaemon, given: GivenState) -> bool:
+        """Send Go; return whether the new daemon serves, or its keeper restarts it."""
+        kept = self._daemon.kept
+        if kept is not None:
+            kept.release(is_released=True)
+        try:
+            new.channel.send(Go(), [] if given.lock_fd is None else [given.lock_fd])
+            is_over = await new.is_serving()
+        except PeerEndedError:
+            is_over = await new.is_restarted()
+        if not is_over:
+            if kept is not None:
+                kept.release(is_released=False)
+            self._daemon.write_record()
+        return is_over
+
+    def _end(
+        self, volume: HandedOverVolume, hello: Hello, successor: int, pause_ms: float, call: CallContext
+    ) -> UpgradeResult:
+        """Give the workspace up, and end once the call is answered."""
+        name = self._daemon.options.workspace.name
+        self._daemon.server.hand_over()
+        volume.discard_journal()  # and its lock
+        _logger.info(
+            "handed the workspace over to process %d, of version %s: requests waited for %.0f ms",
+            successor, hello.version, pause_ms, extra={"operation": "upgrade"},
+        )  # fmt: skip
+        call.after_answer(functools.partial(self._daemon.leave, successor))
+        return UpgradeResult(name, vfsd.__version__, hello.version, successor, round(pause_ms, 1))
+
+
+class _NewDaemon:
+    """The process that is to take over, and the one that writes the image for it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self._process = process
+        self.channel = channel
+        self.writer: tuple[int, list[int]] | None = None
+        self._keeper_memory: memoryview | None = None
+        self._pidfd = -1
+
+    @classmethod
+    def start(cls, params: UpgradeParams, name: str) -> _NewDaemon:
+        """Start the interpreter that `params` names.  Any thread.  OSError."""
+        executable = os.fsdecode(from_wire_path(params.executable))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = interpreter.environment(os.environ)
+        environment.pop("PYTHONPATH", None)
+        if params.import_paths:
+            paths = [os.fsdecode(from_wire_path(path)) for path in params.import_paths]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
+        if environment.get("WATCHDOG_PID") == str(os.getpid()):
+            del environment["WATCHDOG_PID"]  # the new daemon feeds the watchdog
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    [executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    cwd="/",
+                    start_new_session=True,
+                    env=environment,
+                )
+            except OSError as error:
+                ours.close()
+                reason = f"{executable} cannot be started ({error.strerror}), so {name} was not upgraded"
+                raise OSError(error.errno, reason) from None
+        return cls(process, Channel(ours))
+
+    async def receive(self, kind: type[M], timeout_s: float) -> M:
+        """Return its next message.  TakeOverError if it fails or dies, TimeoutError."""
+        return (await self._receive(kind, timeout_s))[0]
+
+    async def _receive(self, kind: type[M], timeout_s: float) -> tuple[M, list[int]]:
+        try:
+            with trio.move_on_after(timeout_s):
+                return await self.channel.receive(kind)
+        except PeerEndedError:
+            raise TakeOverError(await self._how_it_ended()) from None
+        except ValueError as error:
+            raise TakeOverError(f"sent something that cannot be read: {error}") from None
+        raise TimeoutError(errno.ETIMEDOUT, f"did not answer within {timeout_s:g} s")
+
+    async def prepared(self, timeout_s: float) -> int:
+        """Return its process id when it could serve.  Errors as for `receive`."""
+        message, descriptors = await self._receive(Prepared, timeout_s)
+        self._pidfd = os.pidfd_open(message.pid)
+        if descriptors:
+            descriptor, self._keeper_memory = shared_memory(descriptors[0])
+            os.close(descriptor)
+        return message.pid
+
+    async def is_serving(self) -> bool:
+        """Wait until it serves; if it ended before, return whether its keeper restarts it."""
+        try:
+            await self._receive(Serving, _SERVE_S)
+        except (TakeOverError, TimeoutError) as error:
+            log_failure(_logger, "upgrade", error, level=logging.WARNING)
+            return await self.is_restarted()
+        return True
+
+    async def is_restarted(self) -> bool:
+        """Return whether its keeper restarts it; it has ended, or is killed.
+
+        Its keeper ends with it, or says in its memory that it keeps the mount.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        while self._process.poll() is None:
+            if self._keeper_memory is not None and self._keeper_memory[KEEPS]:
+                return True
+            await trio.sleep(_POLL_S)
+        return False
+
+    async def _how_it_ended(self) -> str:
+        with trio.move_on_after(1):
+            while self._process.poll() is None:
+                await trio.sleep(_POLL_S)
+        status = self._process.poll()
+        if status is None:
+            return "closed its connection"
+        how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        return f"died before it could serve ({how}; the log of the workspace may say more)"
+
+    async def end(self) -> None:
+        """End the processes, if they run, and release what belongs to them."""
+        with contextlib.suppress(PeerEndedError):
+            self.channel.send(messages.Abort())
+        self.channel.close()
+        self._process.kill()
+        # Its child ends with it, or when it finds the channel closed; it does nothing before Go.
+        await trio.to_thread.run_sync(self._process.wait)
+        await self._end_writer()
+
+    async def _end_writer(self) -> None:
+        if self.writer is None:
+            return
+        pid, pidfds = self.writer
+        self.writer = None
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
+        await trio.lowlevel.wait_readable(pidfds[0])
+        os.waitpid(pid, 0)
+        for each in pidfds:
+            os.close(each)
+
+
+def _check_versions(hello: Hello) -> None:
+    """OSError (EPROTONOSUPPORT) if the new daemon cannot take over from this version."""
+    if hello.oldest <= HANDOVER_VERSION <= hello.newest:
+        return
+    which = "older" if hello.newest < HANDOVER_VERSION else "newer"
+    raise OSError(
+        errno.EPROTONOSUPPORT,
+        f"version {hello.version} is too much {which} than the daemon's, {vfsd.__version__}, to take over from it"
+        f" (handover format {HANDOVER_VERSION}, it takes {hello.oldest} to {hello.newest}): unmount the workspace"
+        " with the old version, or export it, and mount it with the new one",
+    )
+
+
+def _unsupported(reason: str) -> OSError:
+    return OSError(errno.EOPNOTSUPP, reason)
+
+
+def _busy(running: list[str]) -> OSError:
+    commands = sum(method.endswith("exec") for method in running)
+    if commands:
+        what = "a command of `vfsd exec` runs" if commands == 1 else f"{commands} commands of `vfsd exec` run"
+        return OSError(errno.EBUSY, f"{what}, and would be ended: wait for the end, or end it")
+    return OSError(errno.EBUSY, f"calls run that would be interrupted ({', '.join(sorted(set(running)))}): try again")

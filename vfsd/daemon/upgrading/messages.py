@@ -1,0 +1,220 @@
+"""The messages between the old daemon and the new one, on a SOCK_SEQPACKET socket with descriptors (SCM_RIGHTS).
+
+    old                                 new
+                                        Hello     its version, and the formats of a handover that it can take
+    Begin    options, [image, log]
+                                        Loaded    the state at the beginning
+    Follow   the end of the log
+                                        Followed  (these two, until little is missing)
+    -- the old daemon answers what it has read, and reads no further request --
+    Finish   what else is needed, [device, control socket, rest of the state, ...]
+                                        Prepared  it could serve now, [its keeper's memory]
+    Go       [lock of the journal]      from here on the old daemon serves only if the new one is gone
+                                        Serving
+
+Who serves if one of them dies:
+
+- The new one before Serving: the old one goes on.  If the new one has a keeper by then (`KEEPS` in its keeper's
+  memory), that restarts it, and the old one ends.
+- The old one before Go: its keeper restarts it, and the new one ends; without a keeper the new one serves, if it has
+  everything (Finish).  `RELEASED` in the memory of the old keeper is set before Go is sent; if the new one finds it
+  set, that keeper will restart nothing, and the new one serves.
+- `Abort`, or `Failed`: the old one goes on, and the new one ends.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+import trio
+
+from protocol.volume_extensions import JournalEnd
+
+HANDOVER_VERSION: Final = 1  # of these messages, and of what they carry
+OLDEST_VERSION: Final = 1  # that this version can take over
+MAX_BYTES: Final = 192 * 1024  # below the send buffer of a Unix socket (net.core.wmem_default)
+MAX_DESCRIPTORS: Final = 8
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The new daemon's version, and the oldest and newest format of a handover that it takes."""
+
+    version: str
+    oldest: int
+    newest: int
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """The image and the log follow.  `options` is the result of `handshake.encode_options`.
+
+    `keeper`: the process that restarts the old daemon if it dies, and when it was started; 0 for none.  `starter`: the
+    process that started the first daemon.  `is_foreground`: systemd restarts the daemon, so it has no keeper.
+    """
+
+    format: int
+    version: str
+    options: str
+    start: JournalEnd
+    keeper: int
+    keeper_start_ticks: int
+    starter: int
+    is_foreground: bool
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The image was read."""
+
+
+class Follow(msgspec.Struct, frozen=True, tag=True):
+    """The log is written up to `end`."""
+
+    end: int
+
+
+class Followed(msgspec.Struct, frozen=True, tag=True):
+    """It was read up to there."""
+
+
+class Carried(msgspec.Struct, frozen=True):
+    """What the daemon keeps outside its volume.
+
+    `history`: the undo history.  `merges`: what was merged (`MergeLog.encoded`); None if the journal has it.
+    `instance`: what identifies the workspace to its forks.
+    """
+
+    history: dict[str, Any] | None
+    merges: str | None
+    instance: str
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """Nothing changes any more.  Descriptors: the device, the listening socket, the rest of the state, and with
+    `Begin.keeper` the memory of the old keeper.
+
+    `journal`: the directory of the journal to continue; None without one.
+    """
+
+    end: JournalEnd
+    negotiated: str
+    socket_device: int
+    socket_inode: int
+    journal: str | None
+    carried: Carried
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """The new daemon, with this process id, waits for Go.  Descriptor: the memory of its keeper, if it has one."""
+
+    pid: int
+
+
+class Go(msgspec.Struct, frozen=True, tag=True):
+    """Serve.  Descriptor: the lock of the journal, if there is one."""
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True):
+    """The new daemon serves."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """The old daemon goes on."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The new daemon cannot take over."""
+
+    reason: str
+
+
+Message = Hello | Begin | Loaded | Follow | Followed | Finish | Prepared | Go | Serving | Abort | Failed
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class TakeOverError(OSError):
+    """The other side cannot go on: its reason."""
+
+
+class PeerEndedError(ConnectionError):
+    """The other side has closed the channel: it has ended."""
+
+
+def encode(message: Message) -> bytes:
+    """Encode a message as one packet.  ValueError if it is too long."""
+    # The standard library keeps the lone surrogates that represent bytes that are not UTF-8.
+    data = json.dumps(msgspec.to_builtins(message)).encode()
+    if len(data) > MAX_BYTES:
+        raise ValueError("the options of the workspace are too long for an upgrade")
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """Decode the result of `encode`.  ValueError for anything else."""
+    message: Message = msgspec.convert(json.loads(data), Message)
+    return message
+
+
+class Channel:
+    """One end of the socket.  Its methods may be used before trio runs, or within it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message.  The messages of this protocol fit into the socket's buffer.  PeerEndedError."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            self._sock.sendmsg([encode(message)], rights)
+        except (BrokenPipeError, ConnectionResetError):
+            raise PeerEndedError from None
+
+    async def receive(self, kind: type[M]) -> tuple[M, list[int]]:
+        """Return the next message, which is of this kind, and its descriptors.
+
+        TakeOverError if the other side reports a failure instead; PeerEndedError.
+        """
+        while True:
+            await trio.lowlevel.wait_readable(self._sock)
+            with contextlib.suppress(BlockingIOError):
+                return _expected(self.receive_now(), kind)
+
+    def receive_now(self) -> tuple[Message, list[int]]:
+        """Return the message that has arrived.  BlockingIOError without one; PeerEndedError."""
+        size = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+        try:
+            data, ancillary, _, _ = self._sock.recvmsg(MAX_BYTES, size, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:
+            raise PeerEndedError from None
+        found = array.array("i")
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found.frombytes(content[: len(content) - len(content) % found.itemsize])
+        if not data:
+            raise PeerEndedError
+        return decode(data), list(found)
+
+
+def _expected(received: tuple[Message, list[int]], kind: type[M]) -> tuple[M, list[int]]:
+    message, descriptors = received
+    if isinstance(message, kind):
+        return message, descriptors
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if isinstance(message, Failed):
+        raise TakeOverError(message.reason)
+    if isinstance(message, Abort):
+        raise TakeOverError("the old daemon goes on")
+    raise TakeOverError(f"an unexpected message: {type(message).__name__}")

@@ -1,0 +1,208 @@
+"""The new daemon's side of an upgrade: take the state over, and serve when the old daemon does not any more.
+
+Invariants:
+
+1. Before `wait_go` returns, nothing that the old daemon uses is changed: neither the mount, the socket, the record nor
+   the journal.  So a new daemon that fails just ends.
+2. `wait_go` returns only if the old daemon sent `Go`, or died with everything handed over and nobody to restart it.
+
+Threading: the serving loop.  Worker threads read the image and the log; nothing else uses the volume meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+from msgspec.structs import replace
+
+from protocol.volume_extensions import handed_over
+from vfsd.daemon.backends import Backend, open_backend
+from vfsd.daemon.backends.persistence import ContinuedJournal, continue_journal
+from vfsd.daemon.keeper.kept import RELEASED, Kept, shared_memory
+from vfsd.daemon.merging.lineage import MergeLog
+from vfsd.daemon.snapshots.history import UndoHistory
+from vfsd.daemon.upgrading.messages import (
+    HANDOVER_VERSION,
+    OLDEST_VERSION,
+    Begin,
+    Channel,
+    Failed,
+    Finish,
+    Follow,
+    Followed,
+    Go,
+    Loaded,
+    PeerEndedError,
+    Prepared,
+    Serving,
+    TakeOverError,
+)
+from vfsd.machine.runtime import process_start_ticks, socket_path
+from vfsd.wire.handshake import Failed as FailedStart
+from vfsd.wire.options import JournalOptions, MountOptions
+from vfsd.wire.sockets import BoundSocket
+
+if TYPE_CHECKING:
+    from protocol.volume_extensions import HandedOverVolume, TakenState
+
+_logger = logging.getLogger(__name__)
+
+
+class Successor:
+    """What the new daemon takes over.  `image_fd` and `log_fd` came with `begin`."""
+
+    def __init__(self, channel: Channel, begin: Begin, image_fd: int, log_fd: int) -> None:
+        if not OLDEST_VERSION <= begin.format <= HANDOVER_VERSION:
+            raise TakeOverError(f"cannot read a handover of format {begin.format}")
+        self._channel = channel
+        self._begin = begin
+        self._image_fd = image_fd
+        self._log_fd = log_fd
+        self._journal: ContinuedJournal | None = None
+        self._keeper_memory: memoryview | None = None
+        self._is_serving = False
+        self.device = -1  # of the mount, as for `negotiated`
+        self.negotiated = b""
+        self.socket: BoundSocket | None = None
+        self.history: UndoHistory | None = None
+        self.merges: MergeLog | None = None
+        self.instance: str | None = None
+
+    @property
+    def starter(self) -> int:
+        """The process that started the first daemon of the workspace."""
+        return self._begin.starter
+
+    @property
+    def started_by(self) -> str:
+        """What `vfsd status` says."""
+        return f"vfsd upgrade, from version {self._begin.version}"
+
+    # -- the state ---------------------------------------------------------------------------------
+    async def open(self, options: MountOptions) -> Backend:
+        """Open the backend, and take the old daemon's state over; it pauses when this returns.
+
+        TakeOverError, OSError, ValueError.
+        """
+        # The state comes from the old daemon, and not from an archive or a journal.
+        empty = replace(options, journal=JournalOptions(), content=replace(options.content, archive=None))
+        backend = await trio.to_thread.run_sync(open_backend, empty, _no_progress)
+        try:
+            volume = _handed_over(backend)
+            gc.disable()  # it would look at every object again and again
+            try:
+                finish = await self._read(options, volume.taking_over())
+            finally:
+                gc.enable()
+            self._carry(finish)
+            if finish.journal is not None:
+                self._journal = continue_journal(options, volume, finish.journal, finish.end)
+        except BaseException:
+            backend.close()
+            raise
+        gc.freeze()
+        return replace(backend, close=lambda: self._close(volume, backend), recovered=None)
+
+    async def _read(self, options: MountOptions, state: TakenState) -> Finish:
+        begin = self._begin
+        await trio.to_thread.run_sync(state.read, self._image_fd, self._log_fd, begin.start)
+        self._channel.send(Loaded())
+        while True:
+            message, descriptors = await self._channel.receive(msgspec.Struct)
+            if isinstance(message, Follow):
+                await trio.to_thread.run_sync(state.follow, message.end)
+                self._channel.send(Followed())
+            elif isinstance(message, Finish):
+                state.follow(message.end.offset)
+                state.complete(self._handed_over(options, message, descriptors))
+                return message
+            else:
+                raise TakeOverError(f"an unexpected message: {type(message).__name__}")
+
+    def _handed_over(self, options: MountOptions, finish: Finish, descriptors: list[int]) -> bytes:
+        """Take the descriptors of `finish`; return the rest of the state."""
+        self.device, listener, rest_fd, *memory = descriptors
+        self.negotiated = finish.negotiated.encode()
+        path = socket_path(options.workspace.name)
+        self.socket = BoundSocket(path, socket.socket(fileno=listener), finish.socket_device, finish.socket_inode)
+        if memory:
+            _, self._keeper_memory = shared_memory(memory[0])
+            os.close(memory[0])
+        with open(rest_fd, "rb") as file:
+            file.seek(0)
+            return file.read()
+
+    def _carry(self, finish: Finish) -> None:
+        carried = finish.carried
+        self.instance = carried.instance
+        if carried.history is not None:
+            self.history = msgspec.convert(carried.history, UndoHistory)
+        if carried.merges is not None:
+            self.merges = MergeLog(carried.merges.encode())
+
+    def _close(self, volume: HandedOverVolume, backend: Backend) -> None:
+        if self._journal is not None:
+            if self._is_serving:
+                self._journal.end()
+            else:
+                volume.discard_journal()
+        backend.close()
+
+    # -- the change of daemons ---------------------------------------------------------------------
+    async def wait_go(self, kept: Kept | None) -> None:
+        """Return when this daemon, whose keeper is `kept`, is to serve.  TakeOverError if the old one goes on."""
+        lock_fd = None
+        try:
+            self._channel.send(Prepared(os.getpid()), [] if kept is None else [kept.memory_fd])
+            _, descriptors = await self._channel.receive(Go)
+            lock_fd = descriptors[0] if descriptors else None
+        except PeerEndedError:
+            if self._is_restarted:
+                raise TakeOverError("the old daemon died, and its keeper restarts it") from None
+            _logger.warning("the old daemon died during the upgrade; this one serves", extra={"operation": "upgrade"})
+        self._is_serving = True
+        if self._journal is not None:
+            await self._journal.begin(lock_fd)
+
+    @property
+    def _is_restarted(self) -> bool:
+        """Whether the keeper of the old daemon, which died, restarts it."""
+        begin, memory = self._begin, self._keeper_memory
+        if not begin.keeper or memory is None or memory[RELEASED]:
+            return False
+        return process_start_ticks(begin.keeper) == begin.keeper_start_ticks
+
+    def close(self) -> None:
+        """Close what belongs to the daemon, in its keeper."""
+        self._channel.close()
+        os.close(self._image_fd)
+        os.close(self._log_fd)
+
+    def serving(self) -> None:
+        """Tell the old daemon that this one serves."""
+        with contextlib.suppress(PeerEndedError):
+            self._channel.send(Serving())
+        self._channel.close()
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the old daemon why this one does not take over."""
+        with contextlib.suppress(PeerEndedError, OSError):
+            self._channel.send(Failed(f"cannot take over: {FailedStart.of(error).message}"))
+
+
+def _handed_over(backend: Backend) -> HandedOverVolume:
+    volume = handed_over(backend.volume)
+    if volume is None:
+        raise TakeOverError("cannot take over a workspace with this backend")
+    return volume
+
+
+def _no_progress(_done_bytes: int, _total_bytes: int) -> None:
+    pass
