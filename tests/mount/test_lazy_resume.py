@@ -8,8 +8,13 @@ from __future__ import annotations
 import errno
 import filecmp
 import os
+import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,9 @@ import pytest
 
 from protocol.store import DirectorySource, Store
 from protocol.store.object_store import RemoteStore, open_storage
-from tests.mount.conftest import MountIt, check_invariants
+from tests.mount.conftest import MountIt, check_invariants, complaints
 from tests.support.s3_server import BUCKET, KEYS, FaultyProxy, options, s3_server
+from tests.support.unmounting import unmount_when_idle
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
@@ -78,6 +84,18 @@ def resume(mount: MountIt, name: str = "one", **arguments: Any) -> tuple[Workspa
     return workspace, Path(workspace.path)
 
 
+@contextmanager
+def complaining(workdir: Path, engine: str, **arguments: Any) -> Iterator[tuple[Workspace, Path]]:
+    """As `resume`, for a test that accounts for warnings in the log itself."""
+    place = workdir / "complaining"
+    place.mkdir()
+    name = f"{workdir.name}-complaining"
+    with Workspace.mount(place, backend=f"overlay:{URL}#one", engine=engine, name=name, **arguments) as workspace:
+        yield workspace, place
+        check_invariants(workspace)
+        unmount_when_idle(workspace)
+
+
 def equal(left: Path, right: Path) -> bool:
     found = filecmp.dircmp(left, right, ignore=[".snapshots"])
     if found.left_only or found.right_only or found.funny_files:
@@ -127,3 +145,215 @@ def test_a_fork_fetches_by_itself_and_is_merged(mount: MountIt, proxy: FaultyPro
         (Path(fork.path) / "d3" / "forked").write_text("fork")
         workspace.merge(fork.name)
     assert (root / "d3" / "forked").read_text() == "fork"
+
+
+# -- the network -----------------------------------------------------------------------------------
+def down(_method: str, _path: str) -> str:
+    return "reset"
+
+
+def up(_method: str, _path: str) -> None:
+    return None
+
+
+def corrupted_data(method: str, path: str) -> str | None:
+    return "corrupt" if method == "GET" and path.endswith("data.pack") else None
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("the condition did not become true within 30 s")
+
+
+def test_while_the_network_is_down_only_reads_of_what_is_not_cached_fail(
+    engine: str, proxy: FaultyProxy, project: Path, workdir: Path
+) -> None:
+    with complaining(workdir, engine, remote_timeout_s=1.0) as (workspace, root):
+        assert (root / "d0" / "f0").read_bytes() == (project / "d0" / "f0").read_bytes()  # fetches its neighbours, too
+        proxy.fault = down
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error") as failed:
+                (root / "big").read_bytes()
+            assert failed.value.errno == errno.EIO
+        assert (root / "d0" / "f1").read_bytes() == (project / "d0" / "f1").read_bytes()
+        (root / "d0" / "f1").write_text("written")
+        (root / "new").mkdir()
+        assert workspace.status().fetch_failure
+        assert [("cannot fetch from" in line) for line in complaints(workspace.name)] == [True]
+        proxy.fault = up
+        assert (root / "big").read_bytes() == BIG
+        assert workspace.status().fetch_failure is None
+        assert len(complaints(workspace.name)) == 1
+
+
+def test_the_mount_answers_while_a_read_waits_for_the_network(mount: MountIt, proxy: FaultyProxy) -> None:
+    workspace, root = resume(mount, remote_timeout_s=60.0)
+    os.listdir(root)
+    asked, go = threading.Event(), threading.Event()
+
+    def stuck(_method: str, _path: str) -> None:
+        asked.set()
+        go.wait(60)
+
+    proxy.fault = stuck
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append((root / "big").read_bytes()))
+    reader.start()
+    try:
+        assert asked.wait(30)
+        (root / "written").write_text("meanwhile")
+        assert (root / "written").read_text() == "meanwhile"
+        assert "big" in os.listdir(root)
+        workspace.snapshot("meanwhile")
+        workspace.restore("meanwhile")
+        assert not found
+    finally:
+        go.set()
+        reader.join()
+    assert found == [BIG]
+
+
+@pytest.mark.parametrize("engine", ["native"])
+def test_damaged_content_is_named_and_never_returned(engine: str, proxy: FaultyProxy, workdir: Path) -> None:
+    with complaining(workdir, engine) as (workspace, root):
+        assert len((root / "d0" / "f0").read_bytes()) == 2000  # reads the indexes
+        proxy.fault = corrupted_data
+        with pytest.raises(OSError, match="Input/output error"):
+            (root / "big").read_bytes()
+        (line,) = complaints(workspace.name)
+        assert "is damaged [path=big]" in line
+        proxy.fault = up
+        assert (root / "big").read_bytes() == BIG
+
+
+def helpers(pid: int) -> list[int]:
+    """The child processes of a daemon."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or waits for its parent to ask."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("engine", ["native"])
+def test_a_killed_helper_is_replaced_and_a_killed_daemon_leaves_none(
+    mount: MountIt, engine: str, proxy: FaultyProxy, workdir: Path
+) -> None:
+    with complaining(workdir, engine) as (workspace, root):
+        assert len((root / "d0" / "f0").read_bytes()) == 2000
+        pid = workspace.status().pid
+        (first,) = helpers(pid)
+        os.kill(first, signal.SIGKILL)
+        assert (root / "big").read_bytes() == BIG
+        (second,) = helpers(pid)
+        assert second != first
+    _, root = resume(mount)
+    proxy.requests.clear()
+    assert (root / "big").read_bytes() == BIG
+    assert not [path for _, path in proxy.requests if path.endswith("data.pack")], "the cache was not used"
+
+
+@pytest.mark.parametrize("engine", ["native"])
+def test_changes_persist_and_a_killed_daemon_leaves_no_helper(
+    proxy: FaultyProxy, engine: str, project: Path, workdir: Path
+) -> None:
+    given = {"persist": True, "journal_dir": str(workdir / "journal"), "name": f"{workdir.name}-kept"}
+    place = workdir / "kept"
+    place.mkdir()
+    workspace = Workspace.mount(place, backend=f"overlay:{URL}#one", engine=engine, **given)
+    (place / "d1" / "f1").write_text("changed")
+    with (place / "big").open("r+b") as file:
+        file.write(b"12345")
+        os.fsync(file.fileno())
+    pid = workspace.status().pid
+    (helper,) = helpers(pid)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: has_ended(helper))
+    unmount_when_idle(workspace)
+    with Workspace.mount(place, backend=f"overlay:{URL}#one", engine=engine, **given) as workspace:
+        assert (place / "d1" / "f1").read_text() == "changed"
+        assert (place / "big").read_bytes() == b"12345" + BIG[5:]
+        assert (place / "d2" / "f2").read_bytes() == (project / "d2" / "f2").read_bytes()
+        unmount_when_idle(workspace)
+
+
+# -- two machines -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("engine", ["native"])
+def test_an_index_of_git_is_valid_on_the_next_machine(
+    mount: MountIt, proxy: FaultyProxy, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, root = resume(mount)
+    assert git(root, "status", "--porcelain") == ""  # writes the index
+    (root / "d1" / "f1").write_text("changed")
+    pushed = [sys.executable, "-m", "vfsd.cli.main", "push", URL, "--as", f"on-{workdir.name}", "-w", first.path]
+    monkeypatch.setenv("VFSD_STORE_DIR", str(workdir / "store"))
+    subprocess.run(pushed, check=True, capture_output=True)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workdir / "other"))
+    _, there = resume(mount, f"on-{workdir.name}")
+    proxy.sent_bytes = 0
+    assert git(there, "diff-files", "--name-only") == "d1/f1\n"
+    assert proxy.sent_bytes < 1 << 20, "contents were read"
+    assert git(there, "status", "--porcelain") == " M d1/f1\n"
+    assert (there / "d1" / "f1").read_text() == "changed"
+
+
+@pytest.mark.parametrize("engine", ["native"])
+def test_the_cache_is_bounded(mount: MountIt, proxy: FaultyProxy, project: Path, workdir: Path) -> None:
+    _, root = resume(mount, cache_bytes=16 << 20)
+    for _ in range(2):
+        assert equal(root, project)
+    used = subprocess.run(["du", "-sk", workdir / "cache" / "vfsd" / "blobs"], capture_output=True, check=True)
+    assert int(used.stdout.split()[0]) <= 16 << 10
+
+
+@pytest.mark.parametrize("engine", ["native"])
+def test_without_a_cache_everything_can_be_read(
+    mount: MountIt, proxy: FaultyProxy, project: Path, workdir: Path
+) -> None:
+    _, root = resume(mount, cache_bytes=0)
+    assert equal(root, project)
+    assert not (workdir / "cache" / "vfsd" / "blobs").exists()
+
+
+@pytest.mark.parametrize("engine", ["native"])
+def test_a_prefetch_makes_the_network_unnecessary(mount: MountIt, proxy: FaultyProxy, project: Path) -> None:
+    workspace, root = resume(mount, prefetch=True, remote_timeout_s=1.0)
+    wait_until(lambda: (workspace.status().prefetch or "").startswith("done"))
+    proxy.fault = down
+    assert equal(root, project)
+
+
+def test_errors_are_one_line_that_says_what_to_do(
+    proxy: FaultyProxy, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(*words: str) -> str:
+        command = [sys.executable, "-m", "vfsd.cli.main", "mount", str(workdir / "m"), *words]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode in {1, 2}
+        assert done.stderr.count("\n") == 1, done.stderr
+        return done.stderr
+
+    (workdir / "m").mkdir()
+    assert "has no snapshot two; it has one" in failed("--from", f"{URL}#two")
+    assert "no snapshot store here" in failed("--from", f"s3://{BUCKET}/nothing#one")
+    assert "no such bucket" in failed("--from", "s3://no-such-bucket/x#one")
+    assert "credentials come from the environment" in failed("--from", URL, "--store-option", "secret_access_key=x")
+    assert "lacks the store's place" in failed("--from", "s3://")
+    assert "is not needed" in failed("--from", f"{URL}#one", "--backend", f"host:{workdir}")
+    assert "goes with overlay:URL#NAME" in failed("--prefetch")
+    assert not (workdir / "typo").exists()
+    failed("--from", f"file://{workdir}/typo#one")
+    assert not (workdir / "typo").exists(), "a mount made a directory for a store"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    assert "set AWS_ACCESS_KEY_ID" in failed("--from", f"{URL}#one", "--remote-timeout", "2")

@@ -93,13 +93,17 @@ class _Saved(Value):
 
 
 class _PendingRequest:
-    """A request for which the volume returned an awaitable."""
+    """A request for which the volume returned an awaitable.
 
-    __slots__ = ("done", "scope")
+    `has_begun` is False while it waits for the network and has changed nothing.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("done", "has_begun", "scope")
+
+    def __init__(self, *, has_begun: bool) -> None:
         self.scope = trio.CancelScope()
         self.done = trio.Event()
+        self.has_begun = has_begun
 
 
 class NativeEngine:
@@ -396,7 +400,7 @@ class NativeEngine:
             message = reply(unique, answer)
         except NotReadyError as error:
             again = functools.partial(method, node, bytearray(buffer[:length]), length)
-            self._answer_later(descriptor, operations, opcode, unique, repeated(again, error))
+            self._answer_later(descriptor, operations, opcode, unique, repeated(again, error), has_begun=False)
             return
         except Exception as error:  # noqa: BLE001  (logged there)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC and may_postpone:
@@ -461,13 +465,20 @@ class NativeEngine:
 
     # -- pending requests --------------------------------------------------------------------
     def _answer_later(
-        self, descriptor: int, operations: Operations, opcode: int, unique: int, answer: Awaitable[Any]
+        self,
+        descriptor: int,
+        operations: Operations,
+        opcode: int,
+        unique: int,
+        answer: Awaitable[Any],
+        *,
+        has_begun: bool = True,
     ) -> None:
         assert self._nursery is not None
-        if opcode == Opcode.WRITE:
+        if opcode == Opcode.WRITE and has_begun:
             # The data stays in this buffer until the volume has stored it, so the loop gets another buffer.
             self._buffer = _new_buffer()
-        self._pending[unique] = pending = _PendingRequest()
+        self._pending[unique] = pending = _PendingRequest(has_begun=has_begun)
         self._nursery.start_soon(self._finish, pending, descriptor, operations, opcode, unique, answer)
 
     async def _finish(
@@ -506,7 +517,8 @@ class NativeEngine:
         if self._barrier is None or not await self._barrier.passed():
             await self._found_empty(device)
         for pending in tuple(self._pending.values()):
-            await pending.done.wait()
+            if pending.has_begun:
+                await pending.done.wait()
 
     async def _found_empty(self, device: io.FileIO) -> None:
         """Wait until the loop finds the device empty."""

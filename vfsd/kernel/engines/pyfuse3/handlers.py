@@ -70,6 +70,8 @@ def _handler(
             try:
                 return await method(self, *args, **kwargs)
             except NotReadyError as error:
+                # It has changed nothing, so nothing has to wait for it.
+                self.in_progress.discard(number)
                 return await repeated(again, error)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
