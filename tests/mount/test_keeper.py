@@ -259,6 +259,16 @@ def test_open_files_mappings_directories_and_locks_continue(kept: Kept) -> None:
     check_invariants(Workspace.attach(kept.name))
 
 
+def test_a_directory_in_use_keeps_its_path_after_a_recovery_from_an_image(kept: Kept) -> None:
+    kept.mount()
+    (kept.path / "dir" / "below").mkdir(parents=True)
+    with Program() as program:
+        program(f"os.chdir({str(kept.path / 'dir' / 'below')!r})")
+        succeeded(vfsd("compact", "-w", kept.name))
+        kept.kill()
+        assert program("os.getcwd()") == str(kept.path / "dir" / "below")
+
+
 def test_rm_that_is_interrupted_between_two_listings_removes_everything(kept: Kept) -> None:
     kept.mount()
     while not kept.kills:

@@ -87,6 +87,8 @@ class Replay:
                 self._handlers[code](*fields)
                 if code in (effects.INODE, effects.ENTRY):
                     changed.append((code, *fields))
+                elif code == effects.INVALIDATED:
+                    changed.clear()  # an image is one batch with everything before it
         if not self._is_of_request:
             self._collect(changed)
         self._state.forget_revived()
