@@ -254,9 +254,14 @@ def decoded(payload: bytes) -> Iterator[Effect]:
     while at < end:
         code = payload[at]
         if code == INODE:
-            fields = _INODE.unpack_from(payload, at)
-            times = (fields[i] * _NS + fields[i + 1] for i in (8, 10, 12, 14))
-            yield INODE, Attributes._make((*fields[1:8], *times, fields[16]))
+            (
+                _, number, mode, nlink, uid, gid, rdev, size,
+                atime, atime_ns, mtime, mtime_ns, ctime, ctime_ns, birth, birth_ns, generation,
+            ) = _INODE.unpack_from(payload, at)  # fmt: skip
+            yield INODE, Attributes(
+                number, mode, nlink, uid, gid, rdev, size, atime * _NS + atime_ns, mtime * _NS + mtime_ns,
+                ctime * _NS + ctime_ns, birth * _NS + birth_ns, generation,
+            )  # fmt: skip
             at += _INODE.size
         elif code == ENTRY:
             _, directory, number, length = _ENTRY.unpack_from(payload, at)

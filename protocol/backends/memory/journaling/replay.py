@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -35,6 +36,7 @@ _XATTRS: Final = list[tuple[bytes, bytes]]
 _SPARSE: Final = tuple[int, list[tuple[int, bytes]]]
 _RESERVED: Final = list[tuple[int, int, bool]]
 _COOKIES: Final = tuple[list[tuple[bytes, int]], int]
+_COLLECTED: Final = frozenset({effects.INODE, effects.ENTRY})
 # A daemon executes one request at a time, so only those of the last moments can be without an answer.
 _REQUESTS_KEPT: Final = 1000
 
@@ -82,14 +84,16 @@ class Replay:
         """Apply the payloads of one batch.  ValueError for an unknown effect, KeyError for one that does not fit."""
         changed: list[effects.Effect] = []
         self._is_of_request = False
+        handlers = self._handlers
         for payload in batch:
-            for code, *fields in effects.decoded(payload):
-                self._handlers[code](*fields)
-                if code in (effects.INODE, effects.ENTRY):
-                    changed.append((code, *fields))
+            for effect in effects.decoded(payload):
+                code = effect[0]
+                handlers[code](*effect[1:])
+                if code in _COLLECTED:
+                    changed.append(effect)
                 elif code == effects.INVALIDATED:
                     changed.clear()  # an image is one batch with everything before it
-        if not self._is_of_request:
+        if changed and not self._is_of_request:
             self._collect(changed)
         self._state.forget_revived()
 
@@ -114,8 +118,10 @@ class Replay:
     def _request(self, unique: int, result: int) -> None:
         self._is_of_request = True
         self.requests.setdefault(unique, []).append(result)
-        if len(self.requests) > _REQUESTS_KEPT:
-            del self.requests[next(iter(self.requests))]
+        # Many at once: each removal makes finding the first key of a dict slower.
+        if len(self.requests) >= 2 * _REQUESTS_KEPT:
+            for number in list(islice(self.requests, _REQUESTS_KEPT)):
+                del self.requests[number]
 
     def _connection(self, _number: int) -> None:
         self.disconnect()
@@ -156,12 +162,16 @@ class Replay:
         state = self._state
         node = state.inodes.get(attributes.inode)
         node = state.own(node) if node is not None else self._made(attributes)
-        if node.nlink:
+        counts = node.nlink, node.mode, node.size
+        is_counted = (attributes.nlink, attributes.mode, attributes.size) == counts and counts[0]
+        if node.nlink and not is_counted:
             state.count(node, -1)
         (
             _, node.mode, node.nlink, node.uid, node.gid, node.rdev, node.size,
             node.atime_ns, node.mtime_ns, node.ctime_ns, node.birth_ns, node.generation,
         ) = attributes  # fmt: skip
+        if is_counted:
+            return
         if node.nlink:
             state.count(node, +1)
             state.orphans.discard(node.inode)
