@@ -185,6 +185,8 @@ class VolumeCapabilities(Value):
     forkable: bool = False  # ForkableVolume: a process that fork(2) copied can serve its copy
     journal: bool = False  # JournaledVolume: a journal on disk records the state, which survives the process
     handover: bool = False  # HandedOverVolume: another process can continue with the state, beneath the same kernel
+    answers_once: bool = False  # AnsweringVolume: recognises a request that another process has executed
+    recoverable: bool = False  # RecoverableVolume: another process can continue to serve its kernel
     acls: bool = False  # stores POSIX ACLs and applies them, and the umask, to modes and to new entries
     flush: bool = False  # FlushingVolume: wants a request for each close(2)
     durable: bool = True  # fsync has something to do; without, an engine need not forward it

@@ -29,10 +29,12 @@ from protocol.volume import Volume
 
 if TYPE_CHECKING:
     from protocol.diff.tree_diff import Change
+    from protocol.linux.shared_log import SharedLog
     from protocol.tree import Tree
 
 __all__ = [
     "TAG_MAX_BYTES",
+    "AnsweringVolume",
     "ApplyConflict",
     "ApplyResult",
     "ApplyRun",
@@ -51,6 +53,7 @@ __all__ = [
     "JournaledVolume",
     "OverlaidVolume",
     "PreparingVolume",
+    "RecoverableVolume",
     "SnapshotInfo",
     "SnapshotKind",
     "SnapshotableVolume",
@@ -653,6 +656,28 @@ def handed_over(volume: Volume) -> HandedOverVolume | None:
     return cast(HandedOverVolume, volume) if volume.capabilities.handover else None
 
 
+class AnsweringVolume(Volume, Protocol):
+    """A volume that recognises a request which another process has executed (capability `answers_once`)."""
+
+    def answering(self, unique: int) -> None:
+        """Count the calls from now on as those of the kernel's request `unique`; 0: of no request."""
+        ...
+
+
+class RecoverableVolume(Volume, Protocol):
+    """A volume that another process can serve to the same kernel (capability `recoverable`).
+
+    A volume in memory that has a journal needs nothing else, unless a part of what the kernel knows is not in it.
+    """
+
+    def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
+        """Record in `log` from now on what another process needs; call it once, before `connect` and the first request.
+
+        `is_known`: begin with what the process before, which served the same kernel, has recorded there.
+        """
+        ...
+
+
 def snapshotable(volume: Volume) -> SnapshotableVolume | None:
     """Return `volume` if it declares `snapshots`, else None."""
     return cast(SnapshotableVolume, volume) if volume.capabilities.snapshots else None
@@ -661,6 +686,11 @@ def snapshotable(volume: Volume) -> SnapshotableVolume | None:
 def forkable(volume: Volume) -> ForkableVolume | None:
     """Return `volume` if it declares `forkable`."""
     return cast(ForkableVolume, volume) if volume.capabilities.forkable else None
+
+
+def recoverable(volume: Volume) -> RecoverableVolume | None:
+    """Return `volume` if it declares `recoverable`."""
+    return cast(RecoverableVolume, volume) if volume.capabilities.recoverable else None
 
 
 def journaled(volume: Volume) -> JournaledVolume | None:

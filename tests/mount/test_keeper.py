@@ -87,6 +87,11 @@ class Kept:
 def kept(workdir: Path) -> Iterator[Kept]:
     workspace = Kept(workdir)
     yield workspace
+    end_kept(workspace)
+
+
+def end_kept(workspace: Kept) -> None:
+    """Unmount, and wait until the keeper has ended."""
     keeper = read_record(workspace.name)
     workspace.end()
     if keeper is not None and keeper.keeper is not None and keeper.is_kept:

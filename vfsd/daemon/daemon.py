@@ -28,7 +28,7 @@ import trio
 
 import vfsd
 from protocol.linux.regular_file import open_regular
-from protocol.volume_extensions import CacheInvalidation, journaled, snapshotable
+from protocol.volume_extensions import CacheInvalidation, journaled, recoverable, snapshotable
 from vfsd.daemon import preload
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.backends import Backend, open_backend
@@ -102,7 +102,7 @@ async def run_daemon(
     replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
         audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
-        stale = CacheInvalidation() if successor is not None else _connected(backend, is_known=resumed is not None)
+        stale = CacheInvalidation() if successor is not None else _connected(backend, kept)
         directory = _open_directory(options, backend)
         if resumed is not None:
             engine = resume_engine(
@@ -191,8 +191,12 @@ def _settings(options: MountOptions, backend: Backend) -> EngineSettings:
     )
 
 
-def _connected(backend: Backend, *, is_known: bool) -> CacheInvalidation:
-    journal = journaled(backend.volume)
+def _connected(backend: Backend, kept: Kept | None) -> CacheInvalidation:
+    """Have the volume serve the kernel; return what the caches of a kernel that it served before may have wrong."""
+    is_known = kept is not None and kept.resumed is not None
+    volume, journal = recoverable(backend.volume), journaled(backend.volume)
+    if kept is not None and volume is not None:
+        volume.keep_log(kept.log, is_known=is_known)
     return CacheInvalidation() if journal is None else journal.connect(is_known=is_known)
 
 

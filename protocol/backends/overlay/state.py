@@ -30,7 +30,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode, Link
@@ -56,6 +56,7 @@ from protocol.volume import ROOT_INODE
 if TYPE_CHECKING:
     from protocol.adapters.path_filter import PathFilter
     from protocol.backends.memory.xattrs import Xattrs
+    from protocol.backends.overlay.known_inodes import KnownInodes
 
 _TICK_MS: Final = 10  # tick of the kernel's timestamp clock at its slowest (CONFIG_HZ=100)
 _CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; the kernel takes timestamps of files from this clock
@@ -76,7 +77,7 @@ class OverlayState(MemoryState):
         self.device = seen.st_dev
         self._waiting: dict[int, tuple[Link, ...]] = {}  # numbers without an inode yet, their names
         self._kinds: dict[int, int] = {}  # of those, the type bits
-        self._numbers: dict[tuple[int, int], int] = {}  # key of the lower layer -> number
+        self.numbers_by_key: dict[tuple[int, int], int] = {}  # key of the lower layer -> number
         self._given: set[int] = set()  # the numbers given to names of the lower layer; none is given to a second file
         self._paths: dict[int, bytes] = {}  # directories of the lower layer: their path there
         self.table = InodeTable({}, self._make)
@@ -87,6 +88,7 @@ class OverlayState(MemoryState):
         self.listed: set[int] = set()  # directories whose entries a journal has
         self._recorded_names: dict[int, dict[bytes, int]] = {}  # directory -> name -> inode
         self._from_journal: set[int] = set()  # numbers that came from a journal, which does not have their keys
+        self.known: KnownInodes | None = None  # what another process needs to serve the same kernel
         # Called, under `lock`, with the links and the kind (0: gone) of a name that changed below since it was listed.
         self.on_correction: Callable[[tuple[Link, ...], int, int], None] | None = None
         # Called, under `lock`, with a directory that has numbers which the next mount could not give again.
@@ -121,6 +123,8 @@ class OverlayState(MemoryState):
                     continue
                 entries[entry.name] = self._give_number(number, entry)
             self._set_entries(directory, directory.children, entries)
+            if self.known is not None:
+                self.known.filled(number, entries, {entry.name: entry.key for entry in found})
             if self.next_inode != next_inode and self.on_new_numbers is not None:
                 self.on_new_numbers(number)
 
@@ -144,7 +148,7 @@ class OverlayState(MemoryState):
         link = directory, entry.name
         is_directory = entry.kind == stat.S_IFDIR
         if not is_directory:
-            number = self._numbers.get(entry.key)
+            number = self.numbers_by_key.get(entry.key)
             if number is None and entry.number in self._from_journal:
                 number = entry.number
             if number is not None and self._add_name(number, link):
@@ -155,7 +159,7 @@ class OverlayState(MemoryState):
             self.next_inode += 1
         self._given.add(number)
         if not is_directory:
-            self._numbers[entry.key] = number
+            self.numbers_by_key[entry.key] = number
         self._waiting[number] = (link,)
         self._kinds[number] = entry.kind
         return number
@@ -204,21 +208,34 @@ class OverlayState(MemoryState):
             directory, name = links[0]
             above = self._paths[directory]
             path = above + b"/" + name if above else name
+            was = None if self.known is None else self.known.expected(number)
             try:
                 seen = self.lower.stat(path)
+                if was is not None and not self._is_same_file(seen, was):
+                    seen = was  # as it was loaded first: the next check finds the change
                 inode = self._loaded(number, path, seen)
             except OSError as error:
-                if is_gone(error):
+                if not is_gone(error):
+                    raise
+                if was is None or not stat.S_ISREG(was.st_mode):
                     self._vanished(number, links)
                     raise os_error(error.errno or 0, os.fsdecode(path)) from None
-                raise
+                seen = was
+                inode = self._inode(number, self.lower.file(path, was), was, None, None)
             inode.links = links
             if inode.children is None:
                 inode.nlink = max(seen.st_nlink, len(links))
             self._correct_kind(number, directory, seen.st_mode & TYPE_MASK)
             del self._waiting[number], self._kinds[number]
             self._enter(inode)
+            if self.known is not None:
+                self.known.loaded(inode)
             return inode
+
+    def _is_same_file(self, seen: LowerStat, was: LowerStat) -> bool:
+        """Whether a file is unchanged, or has become another type of file, which is another inode."""
+        is_same_type = seen.st_mode & TYPE_MASK == was.st_mode & TYPE_MASK
+        return not is_same_type or self.lower.is_same(identity(seen), identity(was))
 
     def _enter(self, inode: OverlayInode) -> None:
         """Add an inode that was loaded."""
@@ -275,6 +292,8 @@ class OverlayState(MemoryState):
         """Correct the link counts above a name that has become, or is no longer, a directory since it was listed."""
         change = (kind == stat.S_IFDIR) - (self._kinds[number] == stat.S_IFDIR)
         if change:
+            if self.known is not None:
+                self.known.corrected(number, kind)
             if self.on_correction is not None:
                 self.on_correction(self._waiting[number], number, kind)
             for version in self.versions(directory):
@@ -282,6 +301,8 @@ class OverlayState(MemoryState):
 
     def _vanished(self, number: int, links: Iterable[Link]) -> None:
         """Drop the names of a file that no longer exists below, in all versions."""
+        if self.known is not None:
+            self.known.corrected(number, 0)
         if self.on_correction is not None:
             self.on_correction(tuple(links), number, 0)
         is_directory = self._kinds.pop(number) == stat.S_IFDIR
@@ -373,8 +394,25 @@ class OverlayState(MemoryState):
     def put_listing(self, number: int, listing: Iterable[tuple[bytes, int, int]]) -> None:
         """Load the entries of a directory as they were when they were recorded: name, number and kind of each."""
         self.listed.add(number)
-        directory = self.table[number]
-        children = directory.children
+        self._put_entries(self.table[number], listing)
+
+    def put_filled(self, number: int, rows: Sequence[tuple[bytes, int, int, tuple[int, int] | None]]) -> None:
+        """Load the entries of a directory that the kernel knows from another process: with the key of each file.
+
+        Does nothing for a directory that is gone, or was loaded from a journal.
+        """
+        directory = self.table.get(number)
+        if directory is None or not isinstance(directory.children, UnfilledChildren):
+            return
+        self._put_entries(directory, (row[:3] for row in rows))
+        for _, child, kind, key in rows:
+            if key is not None and kind != stat.S_IFDIR:
+                self.numbers_by_key.setdefault(key, child)
+            if child >= self.next_inode:
+                self.next_inode = child + 1
+
+    def _put_entries(self, directory: Inode, listing: Iterable[tuple[bytes, int, int]]) -> None:
+        number, children = directory.inode, directory.children
         if not isinstance(children, UnfilledChildren):
             return
         self._recorded_names.pop(number, None)
@@ -438,6 +476,8 @@ class OverlayState(MemoryState):
             for version in list(self.versions(number)):
                 if isinstance(version, OverlayInode) and follows(version, old.identity):
                     self._follow(version, new, seen, xattrs, is_live=version is live)
+            if self.known is not None and live.lower is new:
+                self.known.loaded(live)
             return live.lower is new, True
 
     def _follow(

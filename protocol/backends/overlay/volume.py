@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from protocol.backends.overlay.journaling.recorder import OverlayRecorder
     from protocol.backends.overlay.journaling.replay import OverlayReplay
     from protocol.journal.directory import Journal
+    from protocol.linux.shared_log import SharedLog
     from protocol.volume import Buffer
 
 P = ParamSpec("P")
@@ -93,7 +94,9 @@ class OverlayVolume(MemoryVolume):
     """
 
     # No handover yet: numbers of inodes that only the lower layer has are given anew.
-    capabilities = replace(MemoryVolume.capabilities, lower_layer=True, prepared_imports=False, handover=False)
+    capabilities = replace(
+        MemoryVolume.capabilities, lower_layer=True, prepared_imports=False, handover=False, recoverable=True
+    )
 
     def __init__(
         self,
@@ -133,12 +136,28 @@ class OverlayVolume(MemoryVolume):
 
     def forked(self) -> None:
         with self._lock:
+            self._overlay.known = None
             super().forked()
         self.lower.forked()
         self._not_invalidated.clear()
         self._unchecked = iter(())
 
     # -- journal -----------------------------------------------------------------------------------
+    def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
+        """See `protocol.volume_extensions.RecoverableVolume`."""
+        from protocol.backends.overlay.known_inodes import KnownInodes  # noqa: PLC0415 (start-up: few mounts)
+
+        with self._lock:
+            self._overlay.known = known = KnownInodes(self._overlay, log)
+            if is_known:
+                known.load()
+            else:
+                known.rewrite()
+
+    def write_image(self, number: int, progress: Callable[[], None]) -> None:
+        self._overlay.known = None  # the log belongs to the process that serves the kernel
+        super().write_image(number, progress)
+
     def _new_replay(self) -> OverlayReplay:
         from protocol.backends.overlay.journaling.replay import OverlayReplay  # noqa: PLC0415 (start-up: few mounts)
 
@@ -339,17 +358,26 @@ class OverlayVolume(MemoryVolume):
         self.lower.check()
         with suppress(OSError):  # the next change reports it
             self.flush_journal()
+        with self._lock:
+            if self._overlay.known is not None:
+                self._overlay.known.tidy()
         if not self.lower.can_change:
             return
         with self._lock:
             numbers = list(itertools.islice(self._unchecked, _CHECKED_AT_ONCE))
             if len(numbers) < _CHECKED_AT_ONCE:
-                self._unchecked = iter(list(self._overlay.table))
+                known = self._overlay.known
+                expected = () if known is None else known.expected_numbers
+                self._unchecked = iter([*self._overlay.table, *expected])
             for number in numbers:
                 self._check_lower(number)
 
     def _check_lower(self, number: int) -> None:
         inode = self._overlay.table.loaded(number)
+        known = self._overlay.known
+        if inode is None and known is not None and known.expected(number) is not None:
+            with suppress(OSError):  # no memory, or no right to read it any more
+                inode = self._overlay.table.get(number)
         if not isinstance(inode, OverlayInode) or inode.content is None or number not in self._overlay.lookups:
             return
         file = inode.lower

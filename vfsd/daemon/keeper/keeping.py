@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from protocol.linux.shared_log import SharedLog
 from vfsd.daemon.keeper.kept import ANSWERED, KEEPS, MAX_BYTES, RELEASED, Kept, Resumed, shared_memory
 from vfsd.kernel.engines.native import abandoned
 from vfsd.machine import interpreter, logs, runtime
@@ -57,7 +58,7 @@ Serve = Callable[[Kept], int]  # serves the workspace in the new process; return
 def is_wanted(options: MountOptions) -> bool:
     """Whether a daemon with these options has a keeper."""
     workspace = options.workspace
-    is_possible = options.journal.persist and workspace.backend.kind == "memory"
+    is_possible = options.journal.persist and workspace.backend.kind in {"memory", "overlay"}
     return is_possible and workspace.keeper and options.kernel.engine in {"auto", "native"}
 
 
@@ -68,6 +69,7 @@ class Keeper:
         self._name = options.workspace.name
         self._options = options
         self._memory_fd, self._memory = shared_memory()
+        self._log = SharedLog.create()
         self._device: int | None = None
         self._saved = b""
         self._child = 0
@@ -129,10 +131,10 @@ class Keeper:
             interpreter.end_with_parent(signal.SIGKILL)  # a starter that gives up kills the keeper
             if os.getppid() != keeper:
                 return 1
-            return serve(Kept(channel, self._memory, self._memory_fd, None, lambda: None))
+            return serve(Kept(channel, self._memory, self._memory_fd, self._log, None, lambda: None))
         # A replacement has `_forward` as its handler, with no child, until it has a handler of its own.
         resumed = Resumed(self._device, self._saved, self._restarts)
-        return serve(Kept(channel, self._memory, self._memory_fd, resumed, lambda: self._end_signal))
+        return serve(Kept(channel, self._memory, self._memory_fd, self._log, resumed, lambda: self._end_signal))
 
     def _forward(self, number: int, _frame: object) -> None:
         self._end_signal = number

@@ -19,6 +19,7 @@ from vfsd.machine import interpreter
 from vfsd.machine.runtime import process_start_ticks
 
 if TYPE_CHECKING:
+    from protocol.linux.shared_log import SharedLog
     from vfsd.kernel.engines.base import Engine
 
 MAX_BYTES: Final = 4096 + 1024  # a mountpoint, and some numbers
@@ -56,6 +57,7 @@ class Kept:
 
     `resumed`: the mount to continue with; None for the first daemon.  `early_signal`: returns the signal that asked
     this process to end before it handled signals itself, or None.  `memory_fd`: the descriptor of the shared memory.
+    `log`: for what a replacement of this daemon needs.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Kept:
         channel: socket.socket,
         memory: memoryview,
         memory_fd: int,
+        log: SharedLog,
         resumed: Resumed | None,
         early_signal: Callable[[], int | None],
     ) -> None:
+        self.log: Final = log
         self.resumed = resumed
         self.early_signal = early_signal
         self.why_not: str | None = None  # why this daemon is not kept

@@ -324,7 +324,7 @@ class Recorder:
 
     def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
         directory = self._inodes.get(inode)
-        if directory is not None and directory.cookies is None and directory.children:
+        if directory is not None and directory.cookies is None and directory.children is not None:
             self.record_listing(directory)
         found: Iterator[PlainEntry] = self._replaced["entries"](inode, cookie)
         return found

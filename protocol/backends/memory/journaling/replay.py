@@ -127,12 +127,12 @@ class Replay:
         self.disconnect()
 
     def _listed(self, number: int) -> None:
-        node = self._owned(number)
+        node = self._state.inodes[number]  # cookies belong to no version
         node.cookies = DirectoryCookies(node.children or ())
 
     def _cookies(self, number: int, encoded: bytes) -> None:
         names, following = msgspec.msgpack.decode(encoded, type=_COOKIES)
-        self._owned(number).cookies = DirectoryCookies.of(names, following)
+        self._state.inodes[number].cookies = DirectoryCookies.of(names, following)
 
     def _collect(self, changed: list[effects.Effect]) -> None:
         """Collect what a change without a request of the kernel may have made wrong in the kernel's caches."""

@@ -40,8 +40,11 @@ class OverlayImage(Image):
         self._identities = identities
 
     def cookies(self) -> Iterator[bytes]:
-        """Yield nothing: a listing has names of the lower layer, too."""
-        yield from ()
+        """Yield the cookies of directories whose names the image has."""
+        for number, live in self._overlay.table.items():
+            is_listed = not isinstance(live, OverlayInode) or number in self._overlay.listed
+            if live.cookies is not None and is_listed:
+                yield effects.cookies(number, live.cookies.pairs(), live.cookies.following)
 
     def effects(self) -> Iterator[bytes]:
         yield effects.of_overlay(effects.DEVICE, self._overlay.device, None)

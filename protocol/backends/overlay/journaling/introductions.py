@@ -67,6 +67,13 @@ class Introductions:
             rows = [(name, child, self._kind(child)) for name, child in entries.items()]
             yield effects.of_overlay(effects.LISTING, number, rows)
 
+    def cookies(self) -> Iterator[bytes]:
+        """Yield the cookies of the listed directories, if a program has read their entries."""
+        for number in self._listed:
+            live = self._state.table.loaded(number)
+            if live is not None and live.cookies is not None:
+                yield effects.cookies(number, live.cookies.pairs(), live.cookies.following)
+
     def withdraw(self) -> None:
         """Forget that these effects are in the journal."""
         for number, file in reversed(self._recorded):

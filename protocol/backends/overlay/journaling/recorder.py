@@ -119,6 +119,7 @@ def overlay_changes(state: OverlayState, epoch: Epoch, introductions: Introducti
         if isinstance(before, OverlayInode):
             yield from introductions.of(number, listing=True)
     yield from changes_since(state, epoch)
+    yield from introductions.cookies()
 
 
 class OverlayRecorder(Recorder):
@@ -162,8 +163,31 @@ class OverlayRecorder(Recorder):
         self._introduced.clear()
         self._introductions.clear()
 
+    # -- the kernel ------------------------------------------------------------------------------
+    def reconnect(self, requests: dict[int, list[int]]) -> None:
+        super().reconnect(requests)
+        known = self._overlay.known
+        if known is not None:
+            known.on_found = self._pin
+
+    def _pin(self, number: int) -> None:
+        """Count the lookups of an inode that the kernel knows from the daemon before this one."""
+        self.pinned.add(number)
+        lookups = self._state.lookups
+        lookups[number] = lookups.get(number, 0) + 1
+
+    def forget(self, inode: int, count: int) -> None:
+        known = self._overlay.known
+        if known is None or not known.forget(inode):
+            super().forget(inode, count)
+
     def record_listing(self, directory: Inode) -> None:
-        """Record nothing: a listing has names of the lower layer, too."""
+        """Record that the names of a directory get cookies, in the journal if that has the names."""
+        known, number = self._overlay.known, directory.inode
+        if not isinstance(directory, OverlayInode) or number in self._overlay.listed:
+            super().record_listing(directory)
+        elif known is not None:
+            known.listed(number)
 
     def _commit(self, *pieces: Buffer, result: int | None = None) -> None:
         if self._in_transaction:
@@ -229,7 +253,7 @@ class OverlayRecorder(Recorder):
                     continue
                 introductions = Introductions(state, {}, {})
                 self._introduced.append(introductions)
-                made = list(introductions.of(number, listing=True))
+                made = [*introductions.of(number, listing=True), *introductions.cookies()]
                 self._introductions += made
                 self._pending += made
 
@@ -347,4 +371,4 @@ class OverlayRecorder(Recorder):
             pieces.append(effects.punch(inode, offset, length))
         else:
             pieces.append(effects.reservations(inode, content.reserved))
-        self._commit(*pieces, effects.inode(node), *changed_xattrs(node, xattrs))
+        self._commit(*pieces, effects.inode(node), *changed_xattrs(node, xattrs), result=0)

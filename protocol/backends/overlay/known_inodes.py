@@ -1,0 +1,173 @@
+"""KnownInodes: what an overlay has loaded from its lower layer, in a `SharedLog`, for the next process.
+
+A kernel refers to an inode by its number.  The journal has the inodes that changed.  Of the others this log has the
+entries of each directory that was loaded, with their numbers and in their order, and the attributes of each inode that
+was loaded, so a process that continues to serve the kernel has the numbers and the cookies that the kernel has.
+
+Directories are loaded at once, because numbers are found through the entries above them.  An inode is loaded when it is
+used, and is then as the process before had it, so a change of the file below meanwhile is noticed as any other.
+
+Invariant: `_expected` has only inodes that are not loaded.
+
+Threading: under the state's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import msgspec
+
+from protocol.backends.overlay.children import UnfilledChildren
+from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.lower import IdentityRecord, RecordedStat, identity_record, recorded_identity
+from protocol.directory_cookies import DirectoryCookies
+from protocol.tree import TYPE_MASK
+
+if TYPE_CHECKING:
+    from protocol.backends.overlay.state import OverlayState
+    from protocol.linux.shared_log import SharedLog
+
+Key: TypeAlias = tuple[int, int]
+_NS: Final = 10**9
+# The codes of records, each of which is [code, number, value].
+_FILLED: Final = 1  # the entries of a directory: [name, number, type bits, key]
+_LOADED: Final = 2  # the attributes of an inode: `_Stat`
+_CORRECTED: Final = 3  # the type bits that a name has below by now, 0: none
+_LISTED: Final = 4  # the entries of a directory got cookies
+_COOKIES: Final = 5  # they have these cookies: [[name, cookie]], the next cookie
+
+# Mode, links, uid, gid, device of a device node, sectors, atime in s and ns, and the identity.
+_Stat: TypeAlias = tuple[int, int, int, int, int, int, int, int, IdentityRecord]
+_Rows: TypeAlias = list[tuple[bytes, int, int, Key | None]]
+_Cookies: TypeAlias = tuple[list[tuple[bytes, int]], int]
+_Record: TypeAlias = tuple[int, int, msgspec.Raw]
+
+
+class KnownInodes:
+    """Keeps the record of `state` in `log`.
+
+    `on_found` is called with the number of each inode that the process before had loaded, when this one loads it.
+    """
+
+    def __init__(self, state: OverlayState, log: SharedLog) -> None:
+        self._state = state
+        self._log = log
+        self._expected: dict[int, msgspec.Raw] = {}
+        self.on_found: Callable[[int], None] | None = None
+
+    def load(self) -> None:
+        """Load what the process before recorded; the state has what is in the journal."""
+        state, expected = self._state, self._expected
+        from_log = set()
+        for record in list(self._log.records()):  # loading appends to it
+            code, number, value = msgspec.msgpack.decode(record, type=_Record)
+            if code == _LOADED:
+                if state.table.loaded(number) is None:
+                    expected[number] = value
+            elif code == _FILLED:
+                from_log.add(number)
+                with suppress(OSError):  # requests for what is below it fail
+                    state.put_filled(number, msgspec.msgpack.decode(value, type=_Rows))
+            elif code == _CORRECTED:
+                state.correct(number, msgspec.msgpack.decode(value, type=int))
+            elif number in from_log:
+                self._set_cookies(number, None if code == _LISTED else value)
+
+    def _set_cookies(self, number: int, value: msgspec.Raw | None) -> None:
+        directory = self._state.table.loaded(number)
+        if directory is None or directory.cookies is not None or number in self._state.listed:
+            return
+        if value is None:
+            directory.cookies = DirectoryCookies(directory.children or ())
+        else:
+            pairs, following = msgspec.msgpack.decode(value, type=_Cookies)
+            directory.cookies = DirectoryCookies.of(pairs, following)
+
+    # -- what the process before had -----------------------------------------------------------------
+    @property
+    def expected_numbers(self) -> list[int]:
+        """The inodes that the process before had loaded, and this one has not."""
+        return list(self._expected)
+
+    def expected(self, number: int) -> RecordedStat | None:
+        """Return the attributes with which the process before had loaded an inode."""
+        value = self._expected.get(number)
+        if value is None:
+            return None
+        mode, nlink, uid, gid, rdev, sectors, atime_s, atime_ns, found = msgspec.msgpack.decode(value, type=_Stat)
+        device, inode, size, mtime_ns, ctime_ns = recorded_identity(found)
+        return RecordedStat(
+            mode, inode, device, nlink, uid, gid, size, atime_s * _NS + atime_ns, mtime_ns, ctime_ns, sectors, rdev
+        )
+
+    def forget(self, number: int) -> bool:
+        """Forget an inode that is not loaded, because the kernel did; False if there is no such inode."""
+        return self._expected.pop(number, None) is not None
+
+    # -- what this process loads ---------------------------------------------------------------------
+    def loaded(self, inode: OverlayInode) -> None:
+        """Record an inode that has no changes, as it is."""
+        if self._expected.pop(inode.inode, None) is not None and self.on_found is not None:
+            self.on_found(inode.inode)
+        self._append(_loaded(inode))
+
+    def filled(self, number: int, entries: Mapping[bytes, int], keys: Mapping[bytes, Key]) -> None:
+        """Record the entries of a directory."""
+        kind = self._state.kind
+        rows = [(name, child, kind(child) & TYPE_MASK, keys.get(name)) for name, child in entries.items()]
+        self._append(_record(_FILLED, number, rows))
+
+    def corrected(self, number: int, kind: int) -> None:
+        """Record that a name, which is not loaded, has become another type of file, or none."""
+        self._append(_record(_CORRECTED, number, kind))
+
+    def listed(self, number: int) -> None:
+        """Record that the entries of a directory get cookies."""
+        self._append(_record(_LISTED, number, None))
+
+    def _append(self, record: bytes) -> None:
+        self._log.append(record)
+        self._state.ledger.charge_overhead(len(record))
+
+    def tidy(self) -> None:
+        """Write the log anew if it has grown too much."""
+        if self._log.is_large:
+            self.rewrite()
+
+    def rewrite(self) -> None:
+        """Replace the log by what the state has."""
+        self._log.replace(self._records())
+
+    def _records(self) -> Iterator[bytes]:
+        state = self._state
+        keys = {number: key for key, number in state.numbers_by_key.items()}
+        for number, inode in list(dict.items(state.table)):
+            children = inode.children
+            if not isinstance(inode, OverlayInode) or number in state.listed or isinstance(children, UnfilledChildren):
+                continue
+            if children is not None:
+                rows = [(name, at, state.kind(at) & TYPE_MASK, keys.get(at)) for name, at in children.items()]
+                yield _record(_FILLED, number, rows)
+                if inode.cookies is not None:
+                    yield _record(_COOKIES, number, (list(inode.cookies.pairs()), inode.cookies.following))
+        for number, inode in list(dict.items(state.table)):
+            if isinstance(inode, OverlayInode) and number not in state.recorded:
+                yield _loaded(inode)
+        for number, value in self._expected.items():
+            yield msgspec.msgpack.encode((_LOADED, number, value))
+
+
+def _record(code: int, number: int, value: object) -> bytes:
+    return msgspec.msgpack.encode((code, number, value))
+
+
+def _loaded(inode: OverlayInode) -> bytes:
+    file = inode.lower
+    times = divmod(inode.atime_ns, _NS)
+    value = (
+        inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, file.sectors, *times, identity_record(file.identity)
+    )  # fmt: skip
+    return _record(_LOADED, inode.inode, value)
