@@ -639,6 +639,12 @@ def test_the_log_says_that_it_begins_later_than_asked(mount: MountIt) -> None:
     assert vfsd("log", "-w", workspace.name, "--since", "now").stderr == ""
 
 
+def test_a_device_is_no_file_for_the_log_and_is_not_to_be_removed(mount: MountIt) -> None:
+    with pytest.raises(OSError, match=r"not a regular file; name another one") as caught:
+        mount(audit_file="/dev/null")
+    assert "remove" not in str(caught.value)
+
+
 def test_the_file_must_not_be_in_the_directory_that_the_workspace_shows(mount: MountIt, workdir: Path) -> None:
     below = workdir / "below"
     below.mkdir()

@@ -17,10 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 from click.testing import CliRunner
 
 from tests.mount.conftest import check_invariants
@@ -28,7 +30,9 @@ from tests.mount.dying_daemon import STEPS
 from tests.mount.programs import Program, failed, log_of, succeeded, vfsd, wait_ended
 from tests.support.fork_server import wait_until
 from vfsd.cli.main import cli
+from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.launch import launch
+from vfsd.client.log_results import LoggedChange, Missed
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.engines.native.wire import Opcode
@@ -523,3 +527,38 @@ def test_a_follower_of_the_log_goes_on_with_the_next_daemon(kept: Kept) -> None:
     assert program.returncode == 0
     assert "died; changes of its last seconds may be missing here" in errors
     assert "was unmounted" in errors
+
+
+def test_follow_in_python_goes_on_with_the_next_daemon(kept: Kept) -> None:
+    kept.mount()
+    with Workspace.attach(kept.name).follow(since=datetime.fromtimestamp(0, UTC)) as changes:
+        (kept.path / "first").mkdir()
+        assert _path_of(next(changes)) == "first"
+        for name in ("second", "third"):
+            kept.kill()
+            (kept.path / name).mkdir()
+            assert next(changes) == Missed(0)
+            assert _path_of(next(changes)) == name
+        kept.end()
+        with pytest.raises(ConnectionError):
+            next(changes)
+
+
+def test_follow_in_async_python_goes_on_with_the_next_daemon(kept: Kept) -> None:
+    kept.mount()
+
+    async def follow() -> None:
+        async with AsyncWorkspace.attach(kept.name) as workspace, workspace.follow() as changes:
+            await trio.to_thread.run_sync((kept.path / "first").mkdir)
+            assert _path_of(await anext(changes)) == "first"
+            await trio.to_thread.run_sync(kept.kill)
+            await trio.to_thread.run_sync((kept.path / "second").mkdir)
+            assert await anext(changes) == Missed(0)
+            assert _path_of(await anext(changes)) == "second"
+
+    trio.run(follow)
+
+
+def _path_of(change: LoggedChange | Missed) -> str | None:
+    assert isinstance(change, LoggedChange)
+    return change.path

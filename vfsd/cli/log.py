@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import re
 import sys
-import time
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -19,13 +17,11 @@ from vfsd.cli.common.app import INTERRUPTED, App, Command
 from vfsd.cli.common.names import complete_path, complete_snapshot
 from vfsd.cli.common.streamed import PatientOutput
 from vfsd.client.connection import ControlClient
-from vfsd.machine.runtime import WorkspaceRecord, read_record
+from vfsd.client.next_daemon import next_daemon
 from vfsd.wire.audit_messages import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams
 
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])(?:\s+ago)?")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_RESTART_S: Final = 15.0  # for a keeper to start another daemon
-_POLL_S: Final = 0.05
 _COMMAND_CHARACTERS: Final = 100  # of a command line that is shown
 _COLUMNS: Final = output.columns("TIME:time PID CHANGE PATH:path SIZE:size COMMAND BELONGS-TO")
 _entries: Final = msgspec.json.Decoder(LogEntry)
@@ -122,7 +118,7 @@ def _follow(app: App, selected: dict[str, Any]) -> None:
             try:
                 _print_changes(app, record.socket, WatchParams(**selected))
             except (ConnectionResetError, ConnectionRefusedError, FileNotFoundError):
-                found = _next_daemon(record)
+                found = next_daemon(record.name, record.mountpoint, record.pid)
             if found is None:
                 output.note(f"workspace {record.name} was unmounted")
                 return
@@ -131,24 +127,6 @@ def _follow(app: App, selected: dict[str, Any]) -> None:
             selected |= {"since": None, "since_ns": 0}  # all that the log of the next daemon has
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None  # the usual end
-
-
-def _next_daemon(ended: WorkspaceRecord) -> WorkspaceRecord | None:
-    """Wait until a daemon that ended was replaced by its keeper; None if the workspace was unmounted.
-
-    ConnectionRefusedError if the daemon died and no other one starts.
-    """
-    deadline = time.monotonic() + _RESTART_S
-    while True:
-        found = read_record(ended.name)
-        if found is None or found.mountpoint != ended.mountpoint:
-            return None
-        if found.pid != ended.pid and found.alive:
-            return found
-        if time.monotonic() > deadline or not (found.alive or found.is_kept):
-            found.check_alive()
-            raise ConnectionResetError(errno.ECONNRESET, f"the daemon of {ended.name} sends no changes any more")
-        time.sleep(_POLL_S)
 
 
 def _print_changes(app: App, socket: str, params: WatchParams) -> None:

@@ -223,20 +223,41 @@ class AsyncWorkspace(WorkspaceBase):
         self, *paths: UserPath, since: str | datetime | None = None, by: int | str | None = None
     ) -> AsyncGenerator[AsyncIterator[LoggedChange | Missed]]:
         """As `Workspace.follow`, for `async with` and `async for`."""
-        from vfsd.client.log_results import WatchedLines, watched_changes  # noqa: PLC0415 start-up: few programs follow
+        # Start-up: few programs follow.
+        from vfsd.client.log_results import Missed, WatchedLines, watched_changes  # noqa: PLC0415
+        from vfsd.client.next_daemon import next_daemon  # noqa: PLC0415
 
         request = await abandon(lambda: self._requests.watch(paths, since, by))  # resolves absolute paths
-        async with contextlib.aclosing(self._client.stream(request)) as lines:
-            await anext(lines)  # the watch has begun
+        async with contextlib.AsyncExitStack() as stack:
 
-            async def changes() -> AsyncGenerator[LoggedChange | Missed]:
-                whole = WatchedLines()
-                async for piece in lines:
-                    for change in watched_changes([piece], whole):
-                        yield change
+            async def begin(client: AsyncControlClient, call: RemoteCall[None]) -> AsyncGenerator[bytes]:
+                await stack.aclose()
+                lines = await stack.enter_async_context(contextlib.aclosing(client.stream(call)))
+                await anext(lines)  # the watch has begun
+                return lines
 
-            async with contextlib.aclosing(changes()) as found:
-                yield found
+            async def changes(lines: AsyncGenerator[bytes]) -> AsyncGenerator[LoggedChange | Missed]:
+                pid = self._daemon.pid
+                while True:
+                    whole = WatchedLines()
+                    try:
+                        async for piece in lines:
+                            for change in watched_changes([piece], whole):
+                                yield change
+                    except (ConnectionResetError, ConnectionRefusedError):
+                        ended = pid
+                        found = await abandon(lambda: next_daemon(self.name, self.path, ended))  # noqa: B023
+                        if found is None:
+                            raise
+                    else:
+                        return
+                    pid = found.pid
+                    again = await abandon(lambda: self._requests.watch_again(paths, by))
+                    lines = await begin(AsyncControlClient(found.socket), again)
+                    yield Missed(0)
+
+            async with contextlib.aclosing(changes(await begin(self._client, request))) as found_changes:
+                yield found_changes
 
     @contextlib.asynccontextmanager
     async def label(self, label: str) -> AsyncGenerator[None]:

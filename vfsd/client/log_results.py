@@ -61,7 +61,10 @@ class LoggedChange:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """In place of changes that this program read too slowly: how many are missing here."""
+    """In place of changes that this program read too slowly: how many are missing here.
+
+    0: the daemon died and was replaced, and changes of its last seconds may be missing.
+    """
 
     count: int
 

@@ -319,15 +319,37 @@ class Workspace(WorkspaceBase):
 
         The arguments are those of `log`.  The iterator waits for the next change; ConnectionError when the workspace is
         unmounted.  A write is yielded when no further write to the file has followed for a second or two.  Instead of
-        changes that this program reads too slowly, it yields `Missed`.
+        changes that this program reads too slowly, it yields `Missed`.  If the daemon dies and its keeper starts
+        another one, it yields `Missed(0)` and goes on: changes of the last seconds before may be missing.
         """
         # Start-up: few programs follow.
-        from vfsd.client.log_results import watched_changes  # noqa: PLC0415
+        from vfsd.client.log_results import Missed, watched_changes  # noqa: PLC0415
+        from vfsd.client.next_daemon import next_daemon  # noqa: PLC0415
 
-        client = ControlClient(self._daemon.socket)
-        with contextlib.closing(client.stream(self._requests.watch(paths, since, by))) as lines:
-            next(lines)  # the watch has begun
-            yield watched_changes(lines)
+        with contextlib.ExitStack() as stack:
+
+            def begin(socket: str, call: RemoteCall[None]) -> Generator[bytes]:
+                stack.close()
+                lines = stack.enter_context(contextlib.closing(ControlClient(socket).stream(call)))
+                next(lines)  # the watch has begun
+                return lines
+
+            def changes(lines: Iterator[bytes]) -> Iterator[LoggedChange | Missed]:
+                pid = self._daemon.pid
+                while True:
+                    try:
+                        yield from watched_changes(lines)
+                    except (ConnectionResetError, ConnectionRefusedError):
+                        found = next_daemon(self.name, self.path, pid)
+                        if found is None:
+                            raise
+                    else:
+                        return
+                    pid = found.pid
+                    lines = begin(found.socket, self._requests.watch_again(paths, by))
+                    yield Missed(0)
+
+            yield changes(begin(self._daemon.socket, self._requests.watch(paths, since, by)))
 
     @contextlib.contextmanager
     def label(self, label: str) -> Generator[None]:

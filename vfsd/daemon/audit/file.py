@@ -56,7 +56,14 @@ class AuditFile:
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        self._descriptor = open_regular(self._name, flags, dir_fd=self._directory)
+        try:
+            self._descriptor = open_regular(self._name, flags, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # Not the advice of `open_regular` to remove it: it may be a device.
+            reason = "the audit file is not a regular file; name another one with --audit"
+            raise OSError(errno.EINVAL, reason, self._path) from None
         size = os.fstat(self._descriptor).st_size
         # An interrupted program may have left the beginning of a line.
         self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
