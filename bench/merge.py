@@ -5,12 +5,14 @@
 - `diff`: median wall time of `Workspace.diff(against=fork)`.
 - `merge`: median wall time of `Workspace.merge(fork)`, which changes the files; each run is undone.
 - `again`: median wall time of a merge of a fork that has not changed since.
-- `pause`: the longest statvfs(2) in the target during all merges.
+- `cpu`: mean CPU time of both daemons for a merge that changes the files, with its undo.
+- `pause`: the longest statvfs(2) in the target during as many merges more.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -35,6 +37,15 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def cpu_seconds(*workspaces: Workspace) -> float:
+    """The CPU time that the daemons have used."""
+    ticks = 0
+    for workspace in workspaces:
+        fields = Path(f"/proc/{workspace.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # utime and stime: proc(5)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=100_000)
@@ -49,9 +60,14 @@ def main() -> None:
                 change(fork_place, options.files, options.changed)
                 diffs = [timed(lambda: target.diff(against=fork)) for _ in range(options.runs)]
                 merges = []
-                with LongestStat(target_place) as longest:
+                before = cpu_seconds(target, fork)
+                for _ in range(options.runs):
+                    merges.append(timed(lambda: target.merge(fork)))
+                    target.undo()
+                used = (cpu_seconds(target, fork) - before) / options.runs
+                with LongestStat(target_place) as longest:  # apart from the others, because it needs CPU time itself
                     for _ in range(options.runs):
-                        merges.append(timed(lambda: target.merge(fork)))
+                        target.merge(fork)
                         target.undo()
                 target.merge(fork)
                 again = [timed(lambda: target.merge(fork)) for _ in range(options.runs)]
@@ -60,6 +76,7 @@ def main() -> None:
         ("diff", statistics.median(diffs)),
         ("merge", statistics.median(merges)),
         ("again", statistics.median(again)),
+        ("cpu", used),
         ("pause", longest.seconds),
     ):
         print(f"{name:6} {seconds * 1000:8.1f}")

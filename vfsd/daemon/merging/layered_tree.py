@@ -176,6 +176,10 @@ class LayeredTree(LookupTree):
 
     # -- protocol.diff.tree_diff.ComparesContent ---------------------------------------------------
     def same_content(self, path: bytes, other: Tree, other_path: bytes | None = None) -> bool | None:
+        if other is self._below and other_path in (None, path):
+            sent = self._delta.entries.get(path)
+            if sent is not None and sent.origin == path:
+                return sent.is_same  # the sender has compared them
         tree, at, extents = self.bottom_source(path)
         other_at = path if other_path is None else other_path
         others = None

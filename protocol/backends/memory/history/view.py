@@ -44,6 +44,8 @@ class SnapshotTree:
         # The directory of the last path (None: the root), because paths are usually read directory by directory.  A
         # tuple that is replaced as a whole, because threads may share a view.
         self._last_directory: tuple[bytes | None, Inode | None] = (None, None)
+        # The last path: whoever compares two states asks for an entry first, and then for its content.
+        self._last: tuple[bytes, Inode] | None = None
 
     def belongs_to(self, state: MemoryState) -> bool:
         """Return whether this is a view of `state`, so that inode numbers are comparable and blocks can be shared."""
@@ -64,9 +66,12 @@ class SnapshotTree:
         live = self._state.inodes.get(number)  # before the pre-images: see `undo`
         if number in self._inodes:
             return self._inodes[number]
-        for epoch in self._pinned.chain():
+        # Not `chain`: this runs for each part of each path, and a generator takes as long as everything else here.
+        epoch: Epoch | None = self._pinned
+        while epoch is not None:
             if number in epoch.inodes:
                 return epoch.inodes[number]
+            epoch = epoch.next
         return live
 
     def names(self, directory: Inode) -> dict[bytes, int]:
@@ -81,9 +86,16 @@ class SnapshotTree:
         """Return the inode number of `name` in `directory` in this state; 0: none."""
         assert directory.children is not None
         live = directory.children.get(name, 0)  # before the pre-images
-        for names in self._pre_names(directory.inode):
-            if name in names:
+        number = directory.inode
+        names = self._names.get(number)
+        if names and name in names:
+            return names[name]
+        epoch: Epoch | None = self._pinned  # not `_pre_names`, as in `version`
+        while epoch is not None:
+            names = epoch.names.get(number)
+            if names and name in names:
                 return names[name]
+            epoch = epoch.next
         return live
 
     def _pre_names(self, directory: int) -> Iterator[dict[bytes, int]]:
@@ -95,6 +107,14 @@ class SnapshotTree:
 
     def find(self, path: bytes) -> Inode:
         """Return the inode at `path`.  FileNotFoundError, NotADirectoryError."""
+        found = self._last
+        if found is not None and found[0] == path:
+            return found[1]
+        inode = self._find(path)
+        self._last = path, inode
+        return inode
+
+    def _find(self, path: bytes) -> Inode:
         cut = path.rfind(b"/")
         directory = path[:cut] if cut >= 0 else None
         last, inode = self._last_directory
