@@ -126,6 +126,8 @@ def test_a_workspace_over_it_does_what_every_overlay_does(mount: MountIt, proxy:
     (root / "d1" / "new").write_text("new")
     os.rename(root / "d2", root / "moved")
     assert workspace.diff("before").counts.total >= 3
+    assert (root / ".snapshots" / "before" / "d2" / "f7").stat().st_size == 2000
+    assert (root / ".snapshots" / "before" / "big").read_bytes() == BIG
     workspace.export(workdir / "out.zip")
     workspace.restore("before")
     assert (root / "big").read_bytes() == BIG
@@ -348,6 +350,8 @@ def test_errors_are_one_line_that_says_what_to_do(
     assert "no such bucket" in failed("--from", "s3://no-such-bucket/x#one")
     assert "credentials come from the environment" in failed("--from", URL, "--store-option", "secret_access_key=x")
     assert "lacks the store's place" in failed("--from", "s3://")
+    assert "cannot have a user" in failed("--from", "s3://me:secret@bucket/x")
+    assert "needs the snapshot's name" in failed("--from", URL, "--persist")
     assert "is not needed" in failed("--from", f"{URL}#one", "--backend", f"host:{workdir}")
     assert "goes with overlay:URL#NAME" in failed("--prefetch")
     assert not (workdir / "typo").exists()

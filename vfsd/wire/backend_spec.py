@@ -125,6 +125,9 @@ def parse_backend(text: str) -> BackendSpec:
             raise ValueError(f"{text!r} lacks the snapshot's name: write overlay:snapshot:NAME[@DIRECTORY]")
         if spec.remote is not None and not spec.remote[0].partition("://")[2]:
             raise ValueError(f"{text!r} lacks the store's place: write overlay:s3://BUCKET/PREFIX#NAME")
+        if spec.remote is not None and "@" in spec.remote[0].partition("://")[2].partition("/")[0]:
+            # A URL is shown and recorded.
+            raise ValueError("a store's URL cannot have a user or password: credentials come from the environment")
         if spec.kind == "exec":
             # Start-up: only this kind needs the parser of command lines.
             from protocol.backends.remote.command import RemoteCommand  # noqa: PLC0415

@@ -30,6 +30,8 @@ def open_remote(options: MountOptions) -> LazyLower:
     url, name = named
     if importlib.util.find_spec("obstore") is None:
         raise missing_package("an object store", ImportError("No module named 'obstore'"), "remote")
+    if options.journal.persist and not name:
+        raise ValueError(f"--persist needs the snapshot's name, because the newest one may change: write {url}#NAME")
     remote = options.remote
     cache = os.path.join(cache_directory(), "blobs") if remote.cache_bytes else None
     start = Start(

@@ -257,6 +257,7 @@ class FetchClient:
             helper, self._helper = self._helper, None
             if helper is not None:
                 helper.connection.close()
+                helper.process.returncode = 0  # it is no child of this process, which must not wait for it
             self._pending.clear()
             self.progress = Progress(0, 0, 0, "")
             self._start = replace(self._start, prefetch=False)

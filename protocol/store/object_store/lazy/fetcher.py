@@ -75,8 +75,9 @@ class Fetcher:
                 return [found[digest] for digest in digests]
             except FileNotFoundError:
                 # A collection has moved the contents of a pack.
-                if attempt == _ATTEMPTS - 1 or not self._index.refresh():
+                if attempt == _ATTEMPTS - 1:
                     raise DamagedError("a pack is gone from the object store", self._storage.url) from None
+                self._index.refresh(always=True)
         raise AssertionError
 
     def _fetched(self, kind: BlobKind, digests: Iterable[bytes], *, reads_ahead: bool) -> dict[bytes, bytes]:

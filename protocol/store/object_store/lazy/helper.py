@@ -137,10 +137,10 @@ class Helper:
         except Exception as error:  # noqa: BLE001 (the daemon must get an answer)
             self._send(Failed(request.number, errno.EIO, f"the helper failed: {error!r}", False))
             return
+        self._report(always=True)  # before the answer: the reader may ask for the status at once
         self._send(Blobs(request.number, blobs))
         if request.ahead:
             self._pool.submit(self._fetch_ahead, request)
-        self._report()
 
     def _fetch_ahead(self, request: Fetch) -> None:
         wanted = [digest for digest in request.ahead if not self._cache.has(digest)]
@@ -150,12 +150,12 @@ class Helper:
         except OSError:
             pass  # the read that needs it gets the error
 
-    def _report(self) -> None:
+    def _report(self, *, always: bool = False) -> None:
         now = time.monotonic()
         prefetch = self._prefetch
         state = "" if prefetch is None else prefetch.state
         with self._sending:
-            if now - self._reported_at < _REPORT_S and state in {"", "running"}:
+            if not always and now - self._reported_at < _REPORT_S and state in {"", "running"}:
                 return
             self._reported_at = now
         done, total = (0, 0) if prefetch is None else (prefetch.done_bytes, prefetch.total_bytes)

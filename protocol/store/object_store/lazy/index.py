@@ -85,11 +85,11 @@ class LazyIndex:
         del unread[:count]
         self._group[kind] = 2 * count
 
-    def refresh(self) -> bool:
-        """List the packs again: a collection moves blobs.  False if they were listed just now."""
+    def refresh(self, *, always: bool = False) -> bool:
+        """List the packs again: a collection moves blobs.  False if they were listed just now, unless `always`."""
         with self._loading:
             now = time.monotonic()
-            if self._listed_at and now - self._listed_at < _REFRESH_S:
+            if self._listed_at and now - self._listed_at < _REFRESH_S and not always:
                 return False
             listing, self._listing = self._listing, None
             markers, packs = listing or (self._storage.list(CONDEMNED), self._storage.list(PACKS))

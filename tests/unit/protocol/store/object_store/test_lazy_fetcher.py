@@ -1,0 +1,121 @@
+"""Fetches of single blobs: few requests, collections meanwhile, and what is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from protocol.store import DirectorySource, Store
+from protocol.store.format.packs import DamagedError
+from protocol.store.format.rows import Row, decode_listing
+from protocol.store.object_store import RemoteStore, collect, open_storage
+from protocol.store.object_store.lazy.blob_cache import BlobCache
+from protocol.store.object_store.lazy.fetcher import Fetcher
+from protocol.store.object_store.lazy.index import LazyIndex
+from protocol.store.object_store.packs import IndexCache, RemotePacks
+from protocol.store.object_store.storage import ObstoreStorage
+from tests.unit.protocol.store.object_store import worker
+
+KEY = worker.KEY
+GRACE_S = 0.2
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(collect, "_CLOCK_ERROR_S", 0.0)
+    return f"file://{tmp_path}/remote"
+
+
+@contextmanager
+def fetcher_of(url: str) -> Iterator[tuple[Fetcher, list[str]]]:
+    """A fetcher without a cache on disk, and the keys of its requests for ranges."""
+    storage = open_storage(url)
+    ranges: list[str] = []
+    read_range = storage.read_range
+
+    def counted(key: str, start: int, length: int) -> Future[bytes]:
+        ranges.append(key)
+        return read_range(key, start, length)
+
+    storage.read_range = counted  # type: ignore[method-assign]
+    try:
+        yield new_fetcher(storage), ranges
+    finally:
+        storage.close()
+
+
+def new_fetcher(storage: ObstoreStorage) -> Fetcher:
+    index = LazyIndex(storage, RemotePacks(storage, IndexCache(None)))
+    return Fetcher(storage, index, BlobCache(None, 0), lambda work: work())
+
+
+def pushed(url: str, local: Store, root: Path, name: str) -> Row:
+    local.take(KEY, name, DirectorySource(root))
+    with RemoteStore(open_storage(url), grace_s=GRACE_S) as remote:
+        remote.push(local, KEY, name)
+        return remote.get(name).record.root
+
+
+def contents(fetcher: Fetcher, directory: Row) -> Iterator[tuple[bytes, bytes]]:
+    """The digest and the content of each file, one after the other, in the order of a walk."""
+    (listing,) = fetcher.fetch("tree", [directory.content])
+    for row in decode_listing(listing):
+        if row.is_dir:
+            yield from contents(fetcher, row)
+        else:
+            (data,) = fetcher.fetch("data", [row.content])
+            yield row.content, data
+
+
+def fill(root: Path) -> None:
+    for number in range(300):
+        (root / f"d{number % 10}").mkdir(exist_ok=True)
+        (root / f"d{number % 10}" / f"f{number:03}").write_bytes(b"%06d" % number * 500)
+
+
+def test_a_walk_takes_few_requests(url: str, local: Store, root: Path) -> None:
+    fill(root)
+    top = pushed(url, local, root, "one")
+    with fetcher_of(url) as (fetcher, ranges):
+        found = dict(contents(fetcher, top))
+    assert len(found) == 300
+    assert len(ranges) <= 10  # 900 KB of contents, 11 listings, two indexes
+
+
+def test_a_collection_that_moves_contents_does_not_disturb(url: str, local: Store, root: Path) -> None:
+    fill(root)
+    pushed(url, local, root, "one")
+    for path in root.rglob("f1*"):
+        path.unlink()
+    top = pushed(url, local, root, "two")
+    with fetcher_of(url) as (fetcher, _):
+        walk = contents(fetcher, top)
+        begun = [next(walk)]
+        with RemoteStore(open_storage(url)) as remote:
+            before = {info.key for info in remote.storage.list("packs").result()}
+            remote.drop(KEY, "one")
+            for _ in range(3):
+                time.sleep(GRACE_S * 1.2)
+                remote.collect_garbage()
+            assert before - {info.key for info in remote.storage.list("packs").result()}, "nothing was moved"
+        assert len([*begun, *walk]) == 200
+
+
+def test_what_was_collected_is_named_as_gone(url: str, local: Store, root: Path) -> None:
+    (root / "f").write_bytes(b"content")
+    top = pushed(url, local, root, "one")
+    with fetcher_of(url) as (fetcher, _):
+        (listing,) = fetcher.fetch("tree", [top.content])
+        with RemoteStore(open_storage(url)) as remote:
+            remote.drop(KEY, "one")
+            for _ in range(3):
+                time.sleep(GRACE_S * 1.2)
+                remote.collect_garbage()
+        with pytest.raises(DamagedError, match="gone from the object store"):
+            fetcher.fetch("data", [decode_listing(listing)[0].content])
+        assert fetcher.fetch("tree", [top.content]) == [listing]  # what is here stays
