@@ -179,6 +179,7 @@ class Journal:
     def create(cls, directory: str, identity: Mapping[str, str | int], policy: FsyncPolicy) -> Journal:
         """Begin a journal in `directory`, which is made if it does not exist.  FileExistsError if it has one."""
         os.makedirs(directory, mode=0o700, exist_ok=True)
+        _check_empty(directory)  # before the lock makes a file
         lock_fd = lock(directory)
         try:
             _check_empty(directory)
@@ -381,6 +382,7 @@ def read_journal(directory: str) -> JournalFiles:
 
     BlockingIOError if a daemon uses it; FileNotFoundError; JournalDamagedError; OSError.
     """
+    _check_used(directory)
     descriptor = lock(directory)
     try:
         return JournalFiles(directory)
@@ -393,11 +395,10 @@ def drop_journal(directory: str) -> None:
 
     BlockingIOError if a daemon uses it; FileNotFoundError if there is no journal; OSError.
     """
+    _check_used(directory)
     descriptor = lock(directory)
     try:
-        names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
-        if not names:
-            raise FileNotFoundError(errno.ENOENT, "there is no journal in this directory", directory)
+        names = _check_used(directory)
         # The images first: without them the logs do not count, whatever interrupts this.
         for name in sorted(names):
             os.unlink(os.path.join(directory, name))
@@ -475,6 +476,14 @@ def _check_empty(directory: str) -> None:
     if others:
         reason = f"this directory has other files ({others[0]!r}): give --journal-dir an empty or new directory"
         raise OSError(errno.ENOTEMPTY, reason, directory)
+
+
+def _check_used(directory: str) -> list[str]:
+    """Return the names of the journal's files in `directory`.  FileNotFoundError if there are none."""
+    names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
+    if not names:
+        raise FileNotFoundError(errno.ENOENT, "there is no journal in this directory", directory)
+    return names
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import random
@@ -12,13 +13,16 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from protocol.backends.memory import MemoryVolume
 from protocol.journal.directory import read_journal
+from protocol.volume import ROOT_INODE
 from tests.mount.conftest import check_invariants
 from tests.mount.programs import failed, succeeded, vfsd, wait_ended
 from tests.support.tree_hash import tree_hash
@@ -402,6 +406,39 @@ def test_the_workspace_changes_while_its_journal_is_compacted(persistent: Persis
     persistent.kill()
     persistent.mount()
     assert tree_hash(persistent.path) == content
+
+
+def test_a_copy_of_a_journal_in_use_is_a_state_of_that_time_or_is_refused(
+    persistent: Persistent, workdir: Path
+) -> None:
+    workspace = persistent.mount()
+    is_over = threading.Event()
+
+    def write() -> None:
+        for number in itertools.count():
+            (persistent.path / f"{number}").write_bytes(b"%d" % number * 500)
+            if is_over.is_set():
+                return
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    for number in range(6):
+        copy = workdir / f"copy-{number}"
+        if number % 3 == 2:
+            succeeded(vfsd("compact", "-w", workspace.name))
+        subprocess.run(["cp", "-a", persistent.journal, copy], check=False)  # a file may be gone
+        check = vfsd("persisted", "check", "--journal-dir", str(copy))
+        if check.returncode:
+            failed(check)
+            continue
+        volume = MemoryVolume()
+        volume.replay(read_journal(str(copy)).batches())
+        found = {int(name) for name in volume._state.inodes[ROOT_INODE].children or ()}
+        assert found == set(range(len(found)))
+    is_over.set()
+    writer.join()
+    persistent.end()
+    wait_ended(workspace.pid)
 
 
 def test_a_workspace_without_a_journal_cannot_be_compacted(workdir: Path) -> None:

@@ -296,7 +296,9 @@ def test_a_journal_needs_a_private_directory_without_other_files(tmp_path: Path)
         Journal.create(str(used), IDENTITY, "no")
     with pytest.raises(FileNotFoundError):
         drop_journal(str(used))
-    assert (used / "notes.txt").read_text() == "mine"
+    with pytest.raises(FileNotFoundError):
+        read_journal(str(used))
+    assert [path.name for path in used.iterdir()] == ["notes.txt"]
 
 
 def test_drop_removes_the_journal_and_its_directory(directory: str) -> None:
