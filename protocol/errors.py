@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArchiveError",
+    "DeniedByPolicyError",
     "NotReadyError",
     "SnapshotExistsError",
     "SnapshotNotFoundError",
@@ -64,6 +65,21 @@ class NotReadyError(OSError):
     def __init__(self, arrival: Future[object]) -> None:
         super().__init__(errno.EAGAIN, _text(errno.EAGAIN))
         self.arrival = arrival
+
+
+class DeniedByPolicyError(PermissionError):
+    """The policy of a workspace refused `attempt` at `path` (EPERM, as for a file with chattr +i).
+
+    EPERM rather than EACCES, which makes programs try again after a chmod, and rather than EROFS, after which they take
+    the whole mount to be read-only.  `path` is None if no name of the file is known.
+    """
+
+    def __init__(
+        self, attempt: str, path: bytes | None, reason: str = "the policy of this workspace refuses it"
+    ) -> None:
+        super().__init__(errno.EPERM, reason, None if path is None else shown(path))
+        self.attempt = attempt
+        self.path = path
 
 
 def only_error(error: BaseException) -> BaseException:

@@ -48,6 +48,7 @@ __all__ = [
     "DirectoryEntry",
     "FlushingVolume",
     "NamedVolume",
+    "OpeningVolume",
     "PlainAttributes",
     "PlainEntriesVolume",
     "PlainEntry",
@@ -189,6 +190,7 @@ class VolumeCapabilities(Value):
     recoverable: bool = False  # RecoverableVolume: another process can continue to serve its kernel
     acls: bool = False  # stores POSIX ACLs and applies them, and the umask, to modes and to new entries
     flush: bool = False  # FlushingVolume: wants a request for each close(2)
+    opens: bool = False  # OpeningVolume: wants a request for each open(2) of a file
     durable: bool = True  # fsync has something to do; without, an engine need not forward it
     paths: bool = False  # NamedVolume: tells a path of an inode
     orphans: bool = False  # OrphanFindingVolume: finds an inode without a name by its number
@@ -337,6 +339,22 @@ class FlushingVolume(Volume, Protocol):
 
     def flush(self, inode: int) -> Answer[None]:
         """Handle the close(2) of a descriptor of `inode`; close(2) fails with the error that this raises."""
+        ...
+
+
+class OpeningVolume(Volume, Protocol):
+    """A volume that is asked for every open(2) of a file (capability `opens`).
+
+    Without it the kernel opens files by itself, and a program can change pages of the kernel's cache through a shared
+    mapping before the volume is asked whether the file may be written.
+    """
+
+    def open(self, inode: int, flags: int) -> Answer[None]:
+        """Allow the open(2) of a file that is no directory; `flags` are those of open(2).  EPERM, EACCES."""
+        ...
+
+    def release(self, inode: int, flags: int) -> None:
+        """Record that the last descriptor of an open with `flags` was closed."""
         ...
 
 

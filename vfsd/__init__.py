@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vfsd.client.results import Imported as Imported
     from vfsd.client.results import Merged as Merged
     from vfsd.client.results import Patch as Patch
+    from vfsd.client.results import Policy as Policy
     from vfsd.client.results import Restored as Restored
     from vfsd.client.results import Snapshot as Snapshot
     from vfsd.client.results import Status as Status
@@ -43,6 +44,7 @@ _MODULES: Final = {
         "Imported",
         "Merged",
         "Patch",
+        "Policy",
         "Restored",
         "Snapshot",
         "Status",

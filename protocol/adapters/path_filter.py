@@ -7,15 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pathspec import GitIgnoreSpec
+from protocol.adapters.git_patterns import GitPatterns
 
 __all__ = ["PathFilter"]
-
-
-def _spec(patterns: Sequence[str]) -> GitIgnoreSpec | None:
-    # pathspec prefers its RE2 backend if google-re2 is installed, but RE2 refuses the surrogates that stand for bytes
-    # that are not UTF-8.
-    return GitIgnoreSpec.from_lines(patterns, backend="simple") if patterns else None
 
 
 class PathFilter:
@@ -29,27 +23,21 @@ class PathFilter:
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
         """Raise ValueError for an invalid pattern."""
-        self._include = _spec(include)
-        self._exclude = _spec(exclude)
+        self._include = GitPatterns(include)
+        self._exclude = GitPatterns(exclude)
 
     def __bool__(self) -> bool:
-        return self._include is not None or self._exclude is not None
+        return bool(self._include or self._exclude)
 
     def lists(self, path: bytes, *, is_directory: bool) -> bool:
         """Whether a change of the entry at `path`, which `hides` does not hide, is to be listed.
 
         A directory that no pattern of `include` matches is shown only for the files below it.
         """
-        if self._include is None or not is_directory:
-            return True
-        return self._include.match_file(path.decode("utf-8", "surrogateescape") + "/")
+        return not (self._include and is_directory) or self._include.matches(path, is_directory=True)
 
     def hides(self, path: bytes, *, is_directory: bool) -> bool:
         """Whether the entry at `path` is hidden; the caller has checked the directories above it."""
-        if self._exclude is None and self._include is None:
-            return False
-        text = path.decode("utf-8", "surrogateescape")
-        shown = text + "/" if is_directory else text
-        if self._exclude is not None and self._exclude.match_file(shown):
+        if self._exclude and self._exclude.matches_here(path, is_directory=is_directory):
             return True
-        return self._include is not None and not is_directory and not self._include.match_file(shown)
+        return bool(self._include) and not is_directory and not self._include.matches(path, is_directory=False)

@@ -19,6 +19,7 @@ Threading: as in `protocol.volume`.  The state changes between awaits only: a ca
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from hashlib import blake2b
@@ -39,6 +40,7 @@ from protocol.volume import (
     ContentPiecesVolume,
     DirectoryEntry,
     FlushingVolume,
+    OpeningVolume,
     OrphanFindingVolume,
     PlainAttributes,
     PlainEntriesVolume,
@@ -125,6 +127,11 @@ class SnapshotDirectoryVolume:
     def is_entered(self) -> bool:
         """Whether the kernel knows a file of a snapshot."""
         return bool(self._nodes)
+
+    @property
+    def known_inodes(self) -> Sequence[int]:
+        """The files of snapshots that the kernel knows."""
+        return list(self._nodes)
 
     def names_to_invalidate(self, infos: Sequence[SnapshotInfo]) -> list[tuple[bytes, int]]:
         """Return the names in `.snapshots`, with their inodes, that the kernel must forget; `infos`: those that exist.
@@ -407,6 +414,17 @@ class SnapshotDirectoryVolume:
 
     def fsync(self, inode: int, *, data_only: bool) -> Answer[None]:
         return self._volume.fsync(inode, data_only=data_only) if inode < FIRST_INODE else None
+
+    def open(self, inode: int, flags: int) -> Answer[None]:
+        if inode < FIRST_INODE:
+            return cast("OpeningVolume", self._volume).open(inode, flags)
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            raise os_error(errno.EROFS)
+        return None
+
+    def release(self, inode: int, flags: int) -> None:
+        if inode < FIRST_INODE:
+            cast("OpeningVolume", self._volume).release(inode, flags)
 
     def flush(self, inode: int) -> Answer[None]:
         return cast("FlushingVolume", self._volume).flush(inode) if inode < FIRST_INODE else None

@@ -20,6 +20,7 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.diff.tree_diff import Change
 from protocol.store import DirectorySource, DirectoryTarget, Store
+from protocol.tree import Tree
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 from protocol.volume_extensions import CacheInvalidation, SnapshotInfo
 from vfsd.daemon.snapshots.base import UNOBSERVED, Outcome, SnapshotService
@@ -38,10 +39,14 @@ class Unmounted:
     """A `MountedVolume` without a mount: there are no kernel caches to invalidate."""
 
     mountpoint = "/"
+    policy = None
 
     def __init__(self) -> None:
         self.change_lock = trio.Lock()
         self.meanwhile: list[Callable[[], None]] = []  # what programs do right after the next commit
+
+    def shown(self, tree: Tree) -> Tree:
+        return tree
 
     async def write_back(self) -> None:
         pass

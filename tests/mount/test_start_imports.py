@@ -14,7 +14,7 @@ from vfsd.client.launch import log_path
 
 # What only calls on the control socket, other backends or rare options need.
 LATER = (
-    "asyncio", "click", "hypothesis", "logging.handlers", "pathspec",
+    "asyncio", "click", "hypothesis", "logging.handlers",
     "podman", "protocol.archive", "protocol.backends.container", "protocol.backends.host",
     "protocol.backends.overlay", "protocol.diff.patch", "protocol.execution", "protocol.search", "protocol.store",
     "protocol.testing", "protocol.tools", "pyfuse3", "re2", "rich", "vfsd.cli", "vfsd.client",

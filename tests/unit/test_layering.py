@@ -65,7 +65,6 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "obstore": ("protocol.store.object_store.failures", "protocol.store.object_store.storage"),
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
-    "pathspec": ("protocol.adapters.path_filter",),
     "anyio": ("vfsd.client", "vfsd.integrations", "vfsd.cli.mcp", "vfsd.web"),
     "starlette": ("vfsd.web",),
     "jinja2": ("vfsd.web.rendering",),

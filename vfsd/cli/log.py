@@ -157,7 +157,7 @@ def _row(entry: LogEntry) -> list[str | int | None]:
     return [
         entry.time,
         entry.pid,
-        entry.change,
+        entry.change if entry.attempt is None else f"denied {entry.attempt}",
         _place(entry),
         entry.bytes,
         "(the kernel, or another pid namespace)" if entry.process is None else _command(entry.process),

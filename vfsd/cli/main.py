@@ -73,13 +73,14 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "rewind": ("rewind", "Return to a state that the hooks of an agent kept."),
     "web": ("web", "Show the workspaces in a browser: timeline, files, differences, restore."),
     "mcp": ("mcp", "Serve a running workspace to agents, as an MCP server."),
+    "policy": ("policy", "Show which files no program may change or see, and add to them."),
     "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
 }
 # Names of other programs' commands that do the same.
 _ALIASES: Final = {"umount": "unmount", "ls": "list", "rm": "drop"}
 _GROUPS: Final = {
-    "Workspaces": ("mount", "unmount", "list", "status", "upgrade", "compact", "persisted"),
+    "Workspaces": ("mount", "unmount", "list", "status", "policy", "upgrade", "compact", "persisted"),
     "Forks": ("fork", "merge", "adopt"),
     "Snapshots": (
         "snapshot",

@@ -67,6 +67,7 @@ _option = functools.partial(click.option, cls=_MountOption)
     vfsd mount ~/work --name demo --persist
     vfsd mount ~/work --backend host:~/project --cache-timeout 5
     vfsd mount ~/work --backend overlay:~/project --exclude .env
+    vfsd mount ~/work --backend overlay:~/project --protect .git/hooks/ --hide .env
     vfsd mount ~/work --backend overlay:~/release.zip
     vfsd mount ~/work --backend overlay:snapshot:before@~/project
     vfsd mount ~/work --from s3://bucket/team/job-7#turn-3
@@ -239,6 +240,19 @@ _option = functools.partial(click.option, cls=_MountOption)
     help="Show only files of overlay:DIR that match (.gitignore's syntax); may be repeated.",
 )
 @_option("--exclude", multiple=True, metavar="PATTERN", help="Hide files of overlay:DIR that match; may be repeated.")
+@_option(
+    "--protect",
+    multiple=True,
+    metavar="PATTERN",
+    help="Let no program change files that match (.gitignore's syntax), root included; may be repeated.",
+)
+@_option(
+    "--hide",
+    multiple=True,
+    metavar="PATTERN",
+    help="Show files that match to no program, and let none be made; may be repeated.  --exclude of an overlay hides"
+    " them, too.",
+)
 @_option(
     "--on-host",
     "exec_on_host",

@@ -176,6 +176,10 @@ def _export_and_unmount(
                 f" `vfsd unmount {record.name} --discard` drops them"
             )
             raise OSError(errno.ENAMETOOLONG, f"{lacks}; {advice}")
+        if answer.hidden and record.backend == "memory":
+            lacks = f"{output.show_path(path)} lacks {counted(answer.hidden, 'name')} that the policy hides"
+            advice = f"{record.name} is still mounted: `vfsd unmount {record.name} --discard` drops them"
+            raise OSError(errno.EPERM, f"{lacks}; {advice}")
         if not app.json:
             output.note(f"exported {counted(answer.files, 'file')} to {output.show_path(path)}")
         try:

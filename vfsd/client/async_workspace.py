@@ -216,6 +216,7 @@ class AsyncWorkspace(WorkspaceBase):
     export = _awaitable(Requests.export)
     import_archive = _awaitable(Requests.import_archive)
     log = _awaitable(Requests.log)
+    policy = _awaitable(Requests.policy)
     status = _awaitable(Requests.status)
 
     @contextlib.asynccontextmanager

@@ -34,7 +34,8 @@ class LoggedChange:
 
     `number` counts the changes of the workspace in the order in which they were made.  `change` is the kind, such as
     "create", "write" (of `bytes_written` bytes from `time` to `until`), "rename" (`to` is the new name), "link" (`of`
-    is an older name), or the call that did not go through the mount, such as "restore".
+    is an older name), or the call that did not go through the mount, such as "restore".  "denied" is a change that the
+    policy refused: `attempt` says which.
 
     `path`: None for a file without a name, and for `count` changes at once; `paths` then has the first 100.  `links`:
     how many names the file has; `path` is one of them.  `process`: None if it is not known: the kernel wrote pages
@@ -57,6 +58,7 @@ class LoggedChange:
     ancestors: tuple[LoggedProcess, ...]
     container: str | None
     label: str | None
+    attempt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ def _change(entry: LogEntry) -> LoggedChange:
         ancestors=tuple(map(_process, entry.ancestors)),
         container=entry.container,
         label=entry.label,
+        attempt=entry.attempt,
     )
 
 

@@ -137,6 +137,8 @@ class MountArguments(TypedDict, total=False):
     prefetch: bool
     include: Sequence[str]
     exclude: Sequence[str]
+    protect: Sequence[str]
+    hide: Sequence[str]
     exec_on_host: bool
     store: FilePath | None
     sandbox: str | None
@@ -173,9 +175,9 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
                 raise OptionError(f"{{{name}}} is an empty string")
             given[name] = os.path.abspath(given[name])
     _check_places(given, path, spec)
-    for name in ("include", "exclude", "store_options"):
+    for name in ("include", "exclude", "protect", "hide", "store_options"):
         given[name] = tuple(given.get(name, ()))
-    for name in ("include", "exclude"):
+    for name in ("include", "exclude", "protect", "hide"):
         _check_patterns(name, given[name])
     if given.get("sandbox") is not None:
         given["sandbox"] = parse_sandbox(given["sandbox"])

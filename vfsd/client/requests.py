@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Imported,
         Merged,
         Patch,
+        Policy,
         Restored,
         Snapshot,
         Status,
@@ -362,6 +363,15 @@ class Requests:
 
         params = audit_messages.LogParams(**self.selected_changes(paths, since, by))
         return RemoteCall("log", params, changes, on_output=pieces.append)
+
+    def policy(self, *, protect: Iterable[str] = (), hide: Iterable[str] = ()) -> RemoteCall[Policy]:
+        """Return the policy of the workspace; before that, add the patterns that are given, in gitignore's syntax.
+
+        No pattern can be removed before the unmount.  OSError: EOPNOTSUPP if the workspace was mounted without a
+        policy, EINVAL for an invalid pattern.
+        """
+        patterns = ([messages.wire_path(os.fsencode(each)) for each in some] for some in (protect, hide))
+        return RemoteCall("policy", messages.PolicyParams(*patterns), _to("Policy"))
 
     def watch(
         self, paths: Iterable[UserPath] = (), since: str | datetime | None = None, by: int | str | None = None

@@ -187,6 +187,7 @@ class Exported:
     """The archive that was written: its path, the number and size of its files, and its own size.
 
     `skipped` maps each path that an archive cannot contain to the reason; everything below it is left out as well.
+    `hidden` counts the names that the policy hides, which are not in the archive.
     """
 
     path: str
@@ -194,6 +195,7 @@ class Exported:
     total_bytes: int
     archive_bytes: int
     skipped: Mapping[str, str] = field(default_factory=dict)
+    hidden: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,19 @@ class Upgraded:
     to_version: str
     pid: int
     pause_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The patterns, in gitignore's syntax, of what no program may change (`protect`) and of what none sees (`hide`).
+
+    `open_files`: protected files that programs have open for writing since before they were protected: their writes
+    fail, and what they change through a mapping is visible for up to a second.
+    """
+
+    protect: tuple[str, ...] = ()
+    hide: tuple[str, ...] = ()
+    open_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,9 @@ class Workspace(WorkspaceBase):
         With `filesystem`, an object with the methods of `protocol.Filesystem`, a thread of this process serves that
         object (`vfsd.kernel.in_process`); the arguments of a backend are then invalid.
 
+        `protect` and `hide` are patterns in gitignore's syntax: no program can change files that `protect` matches, and
+        none sees those that `hide` matches, root included (docs/security.md).
+
         `name` is the workspace's name (None: made from `path`), and `engine` the FUSE implementation.  `read_only`
         refuses all changes, and `allow_other` lets other users enter.  `log_level` and `log_format` are of the daemon's
         log.  docs/mount.md lists all arguments with the options of `vfsd mount`, and which of them go together.
@@ -309,6 +312,7 @@ class Workspace(WorkspaceBase):
     export = _blocking(Requests.export)
     import_archive = _blocking(Requests.import_archive)
     log = _blocking(Requests.log)
+    policy = _blocking(Requests.policy)
     status = _blocking(Requests.status)
 
     @contextlib.contextmanager

@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
+from msgspec.structs import replace
 
 import vfsd
 from protocol.linux.regular_file import open_regular
@@ -56,10 +57,11 @@ from vfsd.wire.handshake import Ready
 if TYPE_CHECKING:
     from protocol.volume import Volume
     from vfsd.daemon.keeper.kept import Kept
+    from vfsd.daemon.policy.service import Policy
     from vfsd.daemon.snapshots.base import SnapshotService
     from vfsd.daemon.upgrading.taking import Successor
     from vfsd.kernel.engines.base import Engine
-    from vfsd.wire.options import MountOptions
+    from vfsd.wire.options import MountOptions, PolicyOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -103,17 +105,17 @@ async def run_daemon(
     try:
         audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
         stale = CacheInvalidation() if successor is not None else _connected(backend, kept)
-        directory = _open_directory(options, backend)
+        served = _to_serve(options, backend, is_continued=resumed is not None)
         if resumed is not None:
             engine = resume_engine(
-                _served(backend, directory), settings, replay, resumed.descriptor, resumed.saved, resend=resumed.resend
+                served.volume, settings, replay, resumed.descriptor, resumed.saved, resend=resumed.resend
             )
         else:
             with _alone():
                 recovered = _recover(options) or recovered
                 if origin is not None and origin.family is not None:
                     origin.family.join()
-                engine = mount_engine(options.kernel.engine, _served(backend, directory), settings, replay)
+                engine = mount_engine(options.kernel.engine, served.volume, settings, replay)
     except BaseException:
         backend.close()  # removes a container that was created for the workspace
         raise
@@ -121,9 +123,9 @@ async def run_daemon(
         started_by = f"its keeper, because the daemon before it died ({started_by} started the first one)"
     audit.observe(engine)
     start = _Start(started_by, starter, origin, kept, stale, successor, is_foreground)
-    daemon = _Daemon(options, engine, backend, replay, directory, audit, start)
+    daemon = _Daemon(options, engine, backend, replay, served, audit, start)
     try:
-        await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
+        await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered, served.note))) or None)
     finally:
         # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and reports it.
         # Without it programs would write to the empty directory, and a sync job would copy the emptiness.
@@ -200,8 +202,30 @@ def _connected(backend: Backend, kept: Kept | None) -> CacheInvalidation:
     return CacheInvalidation() if journal is None else journal.connect(is_known=is_known)
 
 
-def _served(backend: Backend, directory: SnapshotDirectory | None) -> Volume:
-    return backend.volume if directory is None else directory.volume
+def _open_policy(options: MountOptions, backend: Backend, *, is_continued: bool) -> tuple[Policy | None, str | None]:
+    """Return the policy of the mount, if there is one, and a sentence for the user."""
+    if not (options.policy.protect or options.policy.hide or options.content.exclude or options.journal.persist):
+        return None, None
+    # Start-up: few mounts have a policy.
+    from vfsd.daemon.policy.service import open_policy  # noqa: PLC0415
+
+    return open_policy(options, backend.volume, is_continued=is_continued)
+
+
+class _Served(NamedTuple):
+    """What the engine serves: `volume`, which is that of the backend under the policy and with `.snapshots`."""
+
+    volume: Volume
+    policy: Policy | None
+    directory: SnapshotDirectory | None
+    note: str | None  # for the user
+
+
+def _to_serve(options: MountOptions, backend: Backend, *, is_continued: bool) -> _Served:
+    policy, note = _open_policy(options, backend, is_continued=is_continued)
+    directory = _open_directory(options, backend, policy)
+    volume = backend.volume if policy is None else policy.volume
+    return _Served(volume if directory is None else directory.volume, policy, directory, note)
 
 
 class _Start(NamedTuple):
@@ -228,11 +252,12 @@ class _Daemon:
         engine: Engine,
         backend: Backend,
         replay: Replay,
-        snapshot_directory: SnapshotDirectory | None,
+        served: _Served,
         audit: Audit,
         start: _Start,
     ) -> None:
         kept, successor = start.kept, start.successor
+        self._policy = served.policy
         self._run_fork = functools.partial(run_daemon, starter=start.starter)
         self._options = self.options = options
         self.engine = engine
@@ -244,7 +269,7 @@ class _Daemon:
         self._written: WorkspaceRecord | None = None
         self._end: Callable[[], object] = lambda: None
         self._audit = audit
-        self._snapshot_directory = snapshot_directory
+        self._snapshot_directory = served.directory
         self._kept = kept
         self._stale = start.stale
         self._started_by = start.by
@@ -285,11 +310,7 @@ class _Daemon:
                 await nursery.start(self.server.serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
-                compaction = Compaction.of(mounted, self.forks)
-                nursery.start_soon(self._tidy)
-                nursery.start_soon(self._audit.attend)
-                if compaction is not None:
-                    nursery.start_soon(compaction.attend)
+                self._start_upkeep(mounted, nursery)
                 if successor is None:
                     nursery.start_soon(self._serve, methods, nursery)
                 await self._wait_answering(mounted)
@@ -322,6 +343,7 @@ class _Daemon:
             container,
             cache=self._options.kernel.cache,
             snapshot_directory=self._snapshot_directory,
+            policy=self._policy,
         )
 
     def _methods(
@@ -361,6 +383,21 @@ class _Daemon:
             self._engine.name,
             extra={"operation": "mount", "path": mountpoint},
         )  # fmt: skip
+
+    def _start_upkeep(self, mounted: MountedVolume, nursery: trio.Nursery) -> None:
+        nursery.start_soon(self._tidy)
+        nursery.start_soon(self._audit.attend)
+        compaction = Compaction.of(mounted, self.forks)
+        if compaction is not None:
+            nursery.start_soon(compaction.attend)
+        if self._policy is not None:
+            self._policy.on_tightened = self._use_policy
+            nursery.start_soon(self._policy.attend, self._engine)
+
+    def _use_policy(self, policy: PolicyOptions) -> None:
+        """Give forks, and a daemon that an upgrade starts, the policy that holds now."""
+        self._options = self.options = replace(self._options, policy=policy)
+        self.forks.use_policy(policy)
 
     async def _wait_answering(self, mounted: MountedVolume) -> None:
         """Wait for an answer of the loop, which serves already; or correct what a dead daemon left in the kernel."""
@@ -513,11 +550,11 @@ class _Daemon:
             await trio.sleep(interval_s)
 
 
-def _open_directory(options: MountOptions, backend: Backend) -> SnapshotDirectory | None:
+def _open_directory(options: MountOptions, backend: Backend, policy: Policy | None) -> SnapshotDirectory | None:
     chosen = options.kernel.snapshot_directory
     if chosen == "off":
         return None
-    return open_directory(backend.volume, backend.stored, is_visible=chosen == "visible")
+    return open_directory(backend.volume, backend.stored, is_visible=chosen == "visible", policy=policy)
 
 
 def _unless_cancelled(_done_bytes: int, _total_bytes: int) -> None:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from vfsd.daemon.backends import Backend
     from vfsd.daemon.merging.lineage import MergeLog
     from vfsd.daemon.snapshots.history import UndoHistory
-    from vfsd.wire.options import MountOptions
+    from vfsd.wire.options import MountOptions, PolicyOptions
 
 _logger = logging.getLogger(__name__)
 SYSTEMD: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")
@@ -141,6 +141,10 @@ class Forks:
         volume = journaled(backend.volume) if instance is None else snapshotable(backend.volume)
         if volume is not None and origin is None:
             self._kept.update(info.name for info in volume.snapshots() if is_fork_base(info))
+
+    def use_policy(self, policy: PolicyOptions) -> None:
+        """Give forks that are made from now on this policy."""
+        self.source_options = replace(self.source_options, policy=policy)
 
     @property
     def is_possible(self) -> bool:

@@ -19,11 +19,12 @@ import logging
 import os
 import stat
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import trio
 
 from protocol.linux.syscalls import syncfs
+from protocol.tree import Tree
 from protocol.volume import Volume
 from protocol.volume_extensions import CacheInvalidation, OverlaidVolume, journaled, overlaid, snapshotable
 from vfsd.daemon.audit import calls
@@ -33,6 +34,9 @@ from vfsd.kernel.inotify import FileState, Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches, known_inodes, split_moved_directories
 from vfsd.machine.logs import log_failure
 from vfsd.wire.options import CacheChoice
+
+if TYPE_CHECKING:
+    from vfsd.daemon.policy.service import Policy
 
 _logger = logging.getLogger(__name__)
 _IDLE_TIMEOUT_S: Final = 5.0  # the longest replay takes about one second
@@ -63,11 +67,14 @@ class SnapshotDirectory(Protocol):
 
     async def refresh(self, engine: Engine) -> None: ...
 
+    async def forget_all(self, engine: Engine) -> None: ...
+
 
 class MountedVolume:
     """One volume, its engine and its mountpoint.  `nursery` outlives every call.
 
     `container`: the container that holds the volume, or the command that leads to it, if there is one.
+    `policy`: what programs may not change or see; the daemon's own changes and answers have to respect it.
     """
 
     def __init__(
@@ -81,7 +88,9 @@ class MountedVolume:
         *,
         cache: CacheChoice = "writethrough",
         snapshot_directory: SnapshotDirectory | None = None,
+        policy: Policy | None = None,
     ) -> None:
+        self.policy = policy
         self._snapshot_directory = snapshot_directory
         self.volume = volume
         self.container = container
@@ -121,6 +130,15 @@ class MountedVolume:
         limiter = trio.CapacityLimiter(1)
         volume.in_thread = functools.partial(trio.to_thread.run_sync, abandon_on_cancel=True, limiter=limiter)
 
+    @property
+    def enforced(self) -> Volume:
+        """The volume under the policy, for calls on behalf of a client."""
+        return self.volume if self.policy is None else self.policy.volume
+
+    def shown(self, tree: Tree) -> Tree:
+        """Return `tree` without what the policy hides."""
+        return tree if self.policy is None else self.policy.shown(tree)
+
     async def write_back(self) -> None:
         """Write to the volume the pages that are dirty now: of shared mappings, or all with `cache` writeback."""
         with self.using_mount():
@@ -145,6 +163,11 @@ class MountedVolume:
         """Return when no program can find dropped snapshots in `.snapshots`, and what they held is free."""
         if self._snapshot_directory is not None:
             await self._snapshot_directory.refresh(self.engine)
+
+    async def snapshots_hidden(self) -> None:
+        """Return when programs see in `.snapshots` only what the policy shows now."""
+        if self._snapshot_directory is not None:
+            await self._snapshot_directory.forget_all(self.engine)
 
     async def invalidate(self, invalidation: CacheInvalidation, changed: Sequence[bytes] | None = None) -> None:
         """Return when no program can see the state before the change; inotify events follow in the background.

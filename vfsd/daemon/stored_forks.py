@@ -52,7 +52,7 @@ class StoredForks:
     def __init__(
         self, options: MountOptions, stored: Stored, snapshots: StoreSnapshots, instance: str, nursery: trio.Nursery
     ) -> None:
-        self._options = options
+        self.options = options
         self._stored = stored
         self._snapshots = snapshots
         self._instance = instance
@@ -87,8 +87,8 @@ class StoredForks:
         return ready, base
 
     def _start(self, name: str, mountpoint: str, base: SnapshotInfo) -> StartedFork:
-        options = fork_options(self._options, name, mountpoint, self._origin(base))
-        why = f"a fork of {self._options.workspace.name}"
+        options = fork_options(self.options, name, mountpoint, self._origin(base))
+        why = f"a fork of {self.options.workspace.name}"
         log_fd, _ = open_log(log_path(name))
         report_fd, child_report_fd = os.pipe()
         try:
@@ -103,7 +103,7 @@ class StoredForks:
         return StartedFork(report_fd, os.pidfd_open(process.pid), process.pid, mountpoint)
 
     def _origin(self, base: SnapshotInfo) -> StoredOrigin:
-        source = AncestorRecord(self._instance, self._options.workspace.name, state_record(StateId.of(base)))
+        source = AncestorRecord(self._instance, self.options.workspace.name, state_record(StateId.of(base)))
         merged = self._snapshots.merges.at(base.serial)[-_MERGED_SENT:]
         return StoredOrigin(source, self._stored.key, tuple(map(merged_record, merged)))
 

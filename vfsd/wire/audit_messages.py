@@ -27,7 +27,8 @@ class LogEntry(msgspec.Struct, omit_defaults=True):
 
     `number` counts the changes in the order in which they were made.  `change`: create, mknod, mkdir, symlink, link,
     tmpfile, unlink, rmdir, rename, exchange, write, truncate, allocate, chmod, chown, utime, setxattr or removexattr
-    for a change through the mount; else the method of the control socket that made it, such as restore.
+    for a change through the mount; else the method of the control socket that made it, such as restore.  A change that
+    the policy refused is "denied": `attempt` names it as above, or is "open" for writing.
 
     `path`: None if the file has no name any more, or if there is more than one: `paths` lists up to 100, and `count`
     counts all.  `links`: how many names the file has; `path` is one of them.  `pid` is 0 for pages that the kernel
@@ -46,6 +47,7 @@ class LogEntry(msgspec.Struct, omit_defaults=True):
     inode: int | None = None  # of a file without a name
     bytes: int | None = None  # written, by `writes` requests
     writes: int | None = None
+    attempt: str | None = None
     paths: list[str] = []
     count: int = 1
     process: ProcessRecord | None = None  # None for pid 0

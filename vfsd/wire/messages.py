@@ -53,6 +53,7 @@ LONG_METHODS: Final = frozenset(
         "changes",
         "compact",
         "upgrade",
+        "policy",
         "exec",
         "fs.ls",
         "fs.read",
@@ -421,13 +422,17 @@ class ExportParams(Params):
 
 
 class ExportResult(msgspec.Struct):
-    """Result of `export`.  `skipped` are the paths that a ZIP file cannot hold; paths below them are not listed."""
+    """Result of `export`.  `skipped` are the paths that a ZIP file cannot hold; paths below them are not listed.
+
+    `hidden`: how many names the policy hides, which are not in the archive, without those below a hidden directory.
+    """
 
     path: str
     files: int
     total_bytes: int
     archive_bytes: int
     skipped: list[ProblemRecord] = []
+    hidden: int = 0
 
 
 class SaveParams(Params):
@@ -564,6 +569,25 @@ class UpgradeResult(msgspec.Struct):
     pause_ms: float
 
 
+class PolicyParams(Params):
+    """Parameters of `policy`: patterns to add, in gitignore's syntax, written as paths are.  A policy only grows."""
+
+    protect: list[str] = []
+    hide: list[str] = []
+
+
+class PolicyResult(msgspec.Struct):
+    """Result of `policy`: the patterns that hold now, in their order, written as paths are.
+
+    `open_files`: protected files that programs have open for writing since before they were protected.  Their writes
+    fail, and pages that they change through a mapping are dropped within about a second.
+    """
+
+    protect: list[str]
+    hide: list[str]
+    open_files: list[str] = []
+
+
 class UnsavedResult(msgspec.Struct):
     """Result of `unsaved`: the state that an unmount would lose because it is only in the daemon's memory.
 
@@ -600,6 +624,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "unsaved": (Empty, UnsavedResult),
     "compact": (Empty, CompactResult),
     "upgrade": (UpgradeParams, UpgradeResult),
+    "policy": (PolicyParams, PolicyResult),
     "unmount": (UnmountParams, UnmountResult),
     "fork": (ForkParams, ForkResult),
     # Runs the volume's check_invariants, for tests and bug reports.

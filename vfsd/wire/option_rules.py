@@ -26,6 +26,10 @@ LEAST_CACHE_BYTES: Final = 16 << 20  # the minimum of cache_bytes
 _SECRET: Final = re.compile(
     r"secret|token|password|credential|(access|account|master)_?key|(^|_)(key|sas)\b", re.IGNORECASE
 )
+# The options of a daemon fit in a pipe, and each file that a program meets for the first time is matched in about a
+# millisecond.
+MOST_PATTERNS: Final = 1000
+MOST_PATTERN_BYTES: Final = 32 << 10
 _POSITIVE: Final = ("max_bytes", "max_inodes", "max_memory", "pids_limit", "memory_bytes")
 
 
@@ -135,11 +139,27 @@ def check_options(options: MountOptions) -> None:
         raise OptionError("{cache} writeback needs {engine} native, not {value}", value=values["engine"])
     if values["prefetch"] and not values["cache_bytes"]:
         raise OptionError("{prefetch} needs {cache_bytes}: it fetches into the cache")
+    check_policy_size({name: values[name] for name in ("protect", "hide")})
     if values["audit_file"] is not None and not values["audit"]:
         raise OptionError("{audit_file} and {audit} exclude each other: without the log there is nothing to keep")
     if values["sandbox"] is not None and values["exec_on_host"]:
         raise OptionError(
             "{sandbox} and {exec_on_host} exclude each other: commands run in a container or on this host"
+        )
+
+
+def check_policy_size(patterns: Mapping[str, Sequence[str]]) -> None:
+    """Raise OptionError for more patterns, of all options together, than a workspace takes."""
+    every = [each for some in patterns.values() for each in some]
+    size = sum(len(each.encode("utf-8", "surrogateescape")) for each in every)
+    if len(every) > MOST_PATTERNS or size > MOST_PATTERN_BYTES:
+        names = " and ".join(f"{{{name}}}" for name, some in patterns.items() if some)
+        raise OptionError(
+            f"{names} have {{count:,}} patterns of {{size:,}} bytes together, and may have {{most:,}} of {{bytes:,}}",
+            count=len(every),
+            size=size,
+            most=MOST_PATTERNS,
+            bytes=MOST_PATTERN_BYTES,
         )
 
 

@@ -147,6 +147,13 @@ class AuditOptions(Value):
     audit_file: str | None = None
 
 
+class PolicyOptions(Value):
+    """Patterns in gitignore's syntax of what no program may change (`protect`), and of what none may see (`hide`)."""
+
+    protect: tuple[str, ...] = ()
+    hide: tuple[str, ...] = ()
+
+
 class StoredOrigin(Value):
     """What a fork over a stored snapshot comes from; set by the daemon that makes the fork.
 
@@ -172,6 +179,7 @@ class MountOptions(Value):
     container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)
     audit: AuditOptions = msgspec.field(default_factory=AuditOptions)
+    policy: PolicyOptions = msgspec.field(default_factory=PolicyOptions)
     origin: StoredOrigin | None = None
 
     @classmethod
@@ -219,6 +227,7 @@ _GROUPS: Final[Mapping[str, type[Value]]] = {
     "container": ContainerOptions,
     "log": LogOptions,
     "audit": AuditOptions,
+    "policy": PolicyOptions,
 }
 
 

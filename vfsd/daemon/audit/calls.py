@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
+from protocol.errors import DeniedByPolicyError
+
 if TYPE_CHECKING:
     from vfsd.daemon.audit.log import AuditLog
     from vfsd.daemon.audit.processes import Process
     from vfsd.daemon.control.call_context import CallContext, Handler
 
 # The methods that change the workspace.
-_CHANGING: Final = frozenset({"restore", "import", "merge", "adopt", "fs.write", "fs.edit", "fs.rm"})
+_CHANGING: Final = frozenset({"restore", "import", "merge", "adopt", "apply", "fs.write", "fs.edit", "fs.rm"})
 
 
 class _Call:
@@ -47,6 +49,9 @@ def _audited(method: str, handler: Handler, log: AuditLog) -> Handler:
         token = _current.set(_Call(log, method, client))
         try:
             return await handler(params, call)
+        except DeniedByPolicyError as error:
+            log.denied_call(method, client, error.path)
+            raise
         finally:
             _current.reset(token)
 

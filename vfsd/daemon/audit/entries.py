@@ -23,8 +23,8 @@ class Entry:
     """
 
     __slots__ = (
-        "bytes", "change", "count", "inode", "label", "links", "number", "other", "path", "paths", "process", "thread",
-        "time_ns", "until_ns", "writes",
+        "attempt", "bytes", "change", "count", "inode", "label", "links", "number", "other", "path", "paths", "process",
+        "thread", "time_ns", "until_ns", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -36,6 +36,7 @@ class Entry:
         self.process = process
         self.thread = thread
         self.label: str | None = None
+        self.attempt: str | None = None  # of a denied change
         self.path = path
         self.other: bytes | None = None  # the new name of a rename, the older name of a link
         self.inode = 0
@@ -87,6 +88,7 @@ class Entry:
             inode=self.inode if self.path is None else None,
             bytes=self.bytes if self.writes else None,
             writes=self.writes or None,
+            attempt=self.attempt,
             paths=[wire_path(path) for path in self.paths],
             count=self.count,
             process=_record(process) if process.pid else None,

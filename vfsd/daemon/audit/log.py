@@ -170,6 +170,18 @@ class AuditLog:
         entry.links = self._links(inode)
         self._add(entry)
 
+    def denied(self, attempt: str, thread: int, path: bytes | None) -> None:
+        self._add_denied(attempt, thread, self._process(thread), path)
+
+    def denied_call(self, attempt: str, process: Process, path: bytes | None) -> None:
+        """Add the entry of a call of the control socket that the policy refused."""
+        self._add_denied(attempt, process.pid, process, path)
+
+    def _add_denied(self, attempt: str, thread: int, process: Process, path: bytes | None) -> None:
+        entry = self._new("denied", thread, process, None if path is None else _shortened(path))
+        entry.attempt = attempt
+        self._add(entry)
+
     # -- changes that do not come through the mount ----------------------------------------------------
     def applied(self, change: str, process: Process, changed: Iterable[bytes]) -> None:
         """Add the entry of a call of the control socket that changed these paths; none if there are no paths."""

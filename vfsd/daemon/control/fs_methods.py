@@ -154,7 +154,7 @@ class FsMethods:
             return await self._on_mount(read, call.raise_if_cancelled, threads)
         await self._mounted.write_back_cached()
         with volume.tree() as tree:
-            return await self._in_thread(read, tree, call, threads)
+            return await self._in_thread(read, self._mounted.shown(tree), call, threads)
 
     async def _in_thread(
         self, read: Callable[[ToolContext], T], tree: Tree, call: CallContext, threads: trio.CapacityLimiter
@@ -189,7 +189,7 @@ class FsMethods:
             async with self._mounted.change_lock:
                 call.commit()
                 return await self._on_mount(change, never_cancelled)
-        context = ToolContext(filesystem=VolumeFilesystem(volume, root=self._options.mountpoint))
+        context = ToolContext(filesystem=VolumeFilesystem(self._mounted.enforced, root=self._options.mountpoint))
         async with self._mounted.change_lock:
             await self._mounted.write_back_cached()
             call.commit()

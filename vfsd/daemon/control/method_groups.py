@@ -17,6 +17,7 @@ from vfsd.daemon.control.fork_method import ForkMethod
 from vfsd.daemon.control.fs_methods import FsMethods
 from vfsd.daemon.control.merge_methods import MergeMethods
 from vfsd.daemon.control.merge_source import MergeSource
+from vfsd.daemon.control.policy_method import policy_method
 from vfsd.daemon.control.save_method import save_method
 from vfsd.daemon.control.snapshot_methods import SnapshotMethods
 from vfsd.daemon.control.tree_methods import TreeMethods
@@ -51,6 +52,7 @@ class MethodGroups:
             "unmount": self._unmount.unmount,
             "compact": compact_method(mounted, forks),
             "upgrade": Upgrade(daemon, mounted, snapshots, commands).upgrade,
+            "policy": policy_method(mounted),
             "save": save_method(snapshots, options),
             "fork": ForkMethod(mounted, snapshots, forks).fork,
             **SnapshotMethods(snapshots, options, forks).handlers(),

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from protocol.adapters.filtered import changed_tree
 from protocol.archive import export_archive
-from protocol.tree import Tree
+from protocol.tree import Tree, unfiltered
 from protocol.volume_extensions import ApplyResult as Applied
 from protocol.volume_extensions import overlaid, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
@@ -142,6 +142,7 @@ class TreeMethods:
                 tree = (await stack.enter_async_context(snapshots.frozen(call))).tree
             else:
                 tree = await stack.enter_async_context(snapshots.tree(params.snapshot, call))
+            complete = tree
             if params.changes_only:
                 base = await stack.enter_async_context(snapshots.tree(BASE, call))
                 tree = await in_answer_thread(changed_tree, base, tree)
@@ -155,11 +156,17 @@ class TreeMethods:
                 progress=in_bytes(call),
                 skip_too_long=True,
             )
-            is_complete = not (summary.skipped or params.changes_only or params.include or params.exclude)
+            hidden = 0 if self._mounted.policy is None else self._mounted.policy.left_out_of(complete)
+            is_complete = not (summary.skipped or params.changes_only or params.include or params.exclude or hidden)
             if is_complete and volume is not None:
-                volume.mark_saved(tree)
+                volume.mark_saved(unfiltered(tree))
         return ExportResult(
-            params.path, summary.files, summary.total_bytes, summary.archive_bytes, problem_records(summary.skipped)
+            params.path,
+            summary.files,
+            summary.total_bytes,
+            summary.archive_bytes,
+            problem_records(summary.skipped),
+            hidden,
         )
 
     def _check_outlives_mount(self, path: str) -> None:
@@ -185,6 +192,10 @@ class TreeMethods:
         paths = tree_paths(params.paths)
         async with self._mounted.change_lock:
             await self._mounted.write_back()
+            if self._mounted.policy is not None:
+                with volume.applying(paths, force=params.force, dry_run=True) as trial:
+                    planned = await in_thread(trial.write, call.raise_if_cancelled)
+                self._mounted.policy.check(planned.changes, "apply")
             with (
                 self._snapshots.applying("apply") as step,
                 volume.applying(paths, force=params.force, dry_run=params.dry_run) as run,

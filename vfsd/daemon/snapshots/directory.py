@@ -34,6 +34,8 @@ from vfsd.kernel.invalidation import invalidate_kernel_caches
 from vfsd.machine.logs import log_failure
 
 if TYPE_CHECKING:
+    from protocol.tree import Tree
+    from vfsd.daemon.policy.service import Policy
     from vfsd.daemon.snapshots.stored import Stored
 
 T = TypeVar("T")
@@ -61,8 +63,10 @@ class OpenState:
 class VolumeStates:
     """The snapshots that `volume` itself holds."""
 
-    def __init__(self, volume: SnapshotableVolume) -> None:
+    def __init__(self, volume: SnapshotableVolume, shown: Callable[[Tree], Tree] = lambda tree: tree) -> None:
+        """`shown` returns a state without what the policy hides."""
         self._volume = volume
+        self._shown = shown
         self._open: dict[int, OpenState] = {}  # by serial
 
     def infos(self) -> Sequence[SnapshotInfo]:
@@ -77,7 +81,7 @@ class VolumeStates:
                 self._open.pop(next(iter(self._open))).close()
             stack = ExitStack()
             tree = stack.enter_context(self._volume.tree(info.name))
-            opened = self._open[info.serial] = OpenState(tree, stack.close)
+            opened = self._open[info.serial] = OpenState(self._shown(tree), stack.close)
         opened.is_used = True
         return read(opened.state)
 
@@ -98,6 +102,15 @@ class SnapshotDirectory:
         self._refused: set[int] = set()
         volume.on_refused_write = self._refused.add
 
+    async def forget_all(self, engine: Engine) -> None:
+        """Return when programs see of the snapshots only what the policy shows now."""
+        await self._states.close_unused(())  # the next read opens what is shown
+        if self.volume.is_entered:
+            gone = self.volume.names_to_invalidate(())
+            entries = [EntryChange(FIRST_INODE, name, inode, 0) for name, inode in gone]
+            inodes = [InodeChange(inode, content=True) for inode in self.volume.known_inodes]
+            await invalidate_kernel_caches(engine, CacheInvalidation(entries, inodes))
+
     async def refresh(self, engine: Engine) -> None:
         """Close states that are not read; invalidate the names of dropped snapshots.  Failures are logged."""
         try:
@@ -116,16 +129,19 @@ class SnapshotDirectory:
             log_failure(_logger, "refreshing .snapshots", error, level=logging.WARNING)
 
 
-def open_directory(volume: Volume, stored: Stored | None, *, is_visible: bool) -> SnapshotDirectory | None:
+def open_directory(
+    volume: Volume, stored: Stored | None, *, is_visible: bool, policy: Policy | None = None
+) -> SnapshotDirectory | None:
     """Return the directory of a workspace; None if its backend has no snapshots."""
     own = snapshotable(volume)
+    served, shown = (volume, lambda tree: tree) if policy is None else (policy.volume, policy.shown)
     if own is not None:
-        of_volume = VolumeStates(own)
-        return SnapshotDirectory(SnapshotDirectoryVolume(volume, of_volume, is_visible=is_visible), of_volume)
+        of_volume = VolumeStates(own, shown)
+        return SnapshotDirectory(SnapshotDirectoryVolume(served, of_volume, is_visible=is_visible), of_volume)
     if stored is None:
         return None
     # Start-up: a workspace in memory needs no store.
     from vfsd.daemon.snapshots.stored_states import StoreStates, WithStoredSnapshots  # noqa: PLC0415
 
-    of_store = StoreStates(stored)
-    return SnapshotDirectory(WithStoredSnapshots(volume, of_store, is_visible=is_visible), of_store)
+    of_store = StoreStates(stored, shown)
+    return SnapshotDirectory(WithStoredSnapshots(served, of_store, is_visible=is_visible), of_store)

@@ -357,6 +357,8 @@ class StoreSnapshots:
         def begin(plan: Plan) -> None:
             check(plan.live)
             found = plan.changes()
+            if self._mounted.policy is not None:
+                self._mounted.policy.check(found, step.planned.name)
             update.plan([*found, *plan.touched()])
             if found or planned.to is not None:
                 serial = step.begin()
@@ -538,9 +540,11 @@ class StoreSnapshots:
             else self._store.tree(self._key, name)
         )
         async with entered(tree) as opened:
-            yield opened
+            yield self._mounted.shown(opened)
 
-    async def stored_state(self, name: str | None, observer: CallObserver) -> StoredState:
+    async def stored_state(self, name: str | None, observer: CallObserver) -> StoredState | None:
+        if self._mounted.policy is not None and self._mounted.policy.rules.hiding:
+            return None  # what is stored has what is hidden, too
         if name is not None:
             await in_thread(self._store.snapshot, self._key, name)
             return StoredState(self._store.directory, self._key, name)

@@ -7,7 +7,7 @@ does that holds the state's lock.  `_opening` excludes that a state is opened tw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import trio
 from msgspec.structs import replace
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from protocol.adapters.snapshot_directory import ReadableState, SnapshotDirectoryVolume
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import MountedSnapshot, Store
-from protocol.tree import TreeEntry
+from protocol.tree import Tree, TreeEntry
 from protocol.volume import VolumeCapabilities
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.snapshots.base import is_staged
@@ -49,7 +49,9 @@ class _StoredState:
 class StoreStates:
     """The snapshots of a workspace in a store."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: Stored, shown: Callable[[Tree], Tree]) -> None:
+        """`shown` returns a state without what the policy hides."""
+        self._shown = shown
         self._store = stored.store
         self._key = stored.key
         self._open: dict[int, _LockedState] = {}  # by serial
@@ -78,7 +80,8 @@ class StoreStates:
         if store.snapshot(self._key, info.name).serial != info.serial:
             mounted.close()
             raise SnapshotNotFoundError(info.name)
-        return _LockedState(_StoredState(mounted), mounted.close)
+        # Of a tree, a filter of states uses only what a `ReadableState` has.
+        return _LockedState(self._shown(cast("Tree", _StoredState(mounted))), mounted.close)
 
     async def _close(self, serial: int) -> None:
         opened = self._open[serial]

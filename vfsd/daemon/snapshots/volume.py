@@ -385,11 +385,29 @@ class VolumeSnapshots:
             try:
                 if merged is not None:
                     self.merges.record(safety.serial, merged, with_next=True)
-                return safety, change()
+                return safety, self._allowed(change, safety)
             except BaseException:
                 self.merges.record(safety.serial, before, with_next=True)
                 self._drop_if_there(safety.name)
                 raise
+
+    def _allowed(self, change: Callable[[], CacheInvalidation], safety: SnapshotInfo) -> CacheInvalidation:
+        """Make `change`; undo it and raise DeniedByPolicyError if the policy forbids it.
+
+        Both in one step, so that no program sees it.
+        """
+        policy = self._mounted.policy
+        if policy is None:
+            return change()
+        with self._volume.keeping(safety.name):
+            invalidation = change()
+            try:
+                with self._volume.tree(safety.name) as old, self._volume.tree() as new:
+                    policy.check_trees(old, new, safety.tag or "")
+            except BaseException:
+                self._volume.restore_snapshot(safety.name)
+                raise
+        return invalidation
 
     async def _invalidate(
         self,
@@ -477,7 +495,7 @@ class VolumeSnapshots:
     @asynccontextmanager
     async def tree(self, name: str | None, observer: CallObserver) -> AsyncIterator[Tree]:  # noqa: ARG002
         with self._lower().base_tree() if name == BASE else self._volume.tree(name) as tree:
-            yield tree
+            yield self._mounted.shown(tree)
 
     async def stored_state(self, name: str | None, observer: CallObserver) -> None:
         del name, observer
@@ -487,7 +505,7 @@ class VolumeSnapshots:
         await self._mounted.write_back()
         mark = self._volume.mark()
         with self._volume.tree() as tree:
-            yield LiveState(tree, mark)
+            yield LiveState(self._mounted.shown(tree), mark)
 
 
 @contextmanager

@@ -244,6 +244,10 @@ class ChangeObserver(Protocol):
         """Content was written.  `opener`: the process that opened the file, if requests do not tell who writes."""
         ...
 
+    def denied(self, attempt: str, thread: int, path: bytes | None) -> None:
+        """The volume's policy refused `attempt` at `path`: a change as above, or "open" for writing."""
+        ...
+
 
 @runtime_checkable
 class ObservableEngine(Protocol):

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from protocol.backends.memory import MemoryVolume
 from protocol.execution.host import HostCommandRunner
 from protocol.tool_messages import GrepParams
+from protocol.tree import Tree
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 from protocol.volume_extensions import CacheInvalidation
 from tests.support.fake_workspace import FakeDaemon
@@ -40,9 +41,13 @@ class FakeMountedVolume:
     """A mounted volume without a mount: records the invalidations."""
 
     def __init__(self, volume: MemoryVolume) -> None:
-        self.volume = volume
+        self.volume = self.enforced = volume
         self.change_lock = trio.Lock()
         self.invalidations: list[CacheInvalidation] = []
+
+    def shown(self, tree: Tree) -> Tree:
+        """Nothing is hidden."""
+        return tree
 
     async def write_back_cached(self) -> None:
         """Nothing is cached."""

@@ -13,6 +13,7 @@ import stat
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from protocol.errors import DeniedByPolicyError
 from protocol.volume import RENAME_EXCHANGE
 from vfsd.kernel.engines.base import ChangeObserver, attribute_change
 from vfsd.kernel.engines.native import wire
@@ -33,6 +34,32 @@ def observe(operations: Operations, observer: ChangeObserver) -> None:
         handler = operations.table.get(opcode)
         if handler is not None:
             operations.table[opcode] = handler._replace(method=_reporting(handler.method, report))
+    if Opcode.OPEN in operations.table:  # the volume has a policy
+        for opcode in (Opcode.OPEN, *_Reports(observer).by_opcode):
+            handler = operations.table.get(opcode)
+            if handler is not None:
+                operations.table[opcode] = handler._replace(method=_reporting_denials(handler.method, observer))
+
+
+def _reporting_denials(method: Method, observer: ChangeObserver) -> Method:
+    """Report each request that the policy refuses."""
+
+    async def later(answer: Awaitable[object], thread: int) -> object:
+        try:
+            return await answer
+        except DeniedByPolicyError as error:
+            observer.denied(error.attempt, thread, error.path)
+            raise
+
+    def handle(node: int, message: Request, length: int) -> object:
+        try:
+            answer = method(node, message, length)
+        except DeniedByPolicyError as error:
+            observer.denied(error.attempt, _thread(message), error.path)
+            raise
+        return later(answer, _thread(message)) if hasattr(answer, "__await__") else answer
+
+    return handle
 
 
 def _reporting(method: Method, report: Report) -> Method:

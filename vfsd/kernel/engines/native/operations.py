@@ -29,6 +29,7 @@ from protocol.volume import (
     Caller,
     ContentPiecesVolume,
     FlushingVolume,
+    OpeningVolume,
     PlainEntriesVolume,
     PlainEntry,
     QuietLookupsVolume,
@@ -141,6 +142,9 @@ class Operations:
                 (Opcode.LISTXATTR, wire.FUSE_GETXATTR_IN.size, self._listxattr, r.body),
                 (Opcode.REMOVEXATTR, 2, self._removexattr, r.done),
             )
+        if self._volume.capabilities.opens:
+            rows.append((Opcode.OPEN, wire.FUSE_OPEN_IN.size, self._open, r.opened))
+            rows.append((Opcode.RELEASE, wire.FUSE_RELEASE_IN.size, self._release, r.done))
         if self._volume.capabilities.flush:
             rows.append((Opcode.FLUSH, 0, self._flush, r.done))
         if self._volume.capabilities.durable:
@@ -151,7 +155,7 @@ class Operations:
                 (code, size, self._counted(method) if code in _CHANGING else method, r)
                 for code, size, method, r in rows
             ]
-        # OPEN, OPENDIR, CREATE, BMAP, IOCTL, POLL and usually FLUSH are missing on purpose: after one ENOSYS the kernel
+        # OPENDIR, CREATE, BMAP, IOCTL, POLL and usually FLUSH are missing on purpose: after one ENOSYS the kernel
         # does these itself for the lifetime of the mount.  Opens then keep the page cache, and CREATE becomes MKNOD.
         return {int(opcode): Handler(BODY + length, method, reply) for opcode, length, method, reply in rows}
 
@@ -450,6 +454,15 @@ class Operations:
 
     def _flush(self, node: int, _message: Request, _length: int) -> object:
         return cast("FlushingVolume", self._volume).flush(node)
+
+    # -- opens, if the volume wants to be asked ---------------------------------------------------
+    def _open(self, node: int, message: Request, _length: int) -> object:
+        flags, _ = wire.FUSE_OPEN_IN.unpack_from(message, BODY)
+        return cast("OpeningVolume", self._volume).open(node, flags)
+
+    def _release(self, node: int, message: Request, _length: int) -> None:
+        _, flags, _, _ = wire.FUSE_RELEASE_IN.unpack_from(message, BODY)
+        cast("OpeningVolume", self._volume).release(node, flags)
 
     # -- the rest ----------------------------------------------------------------------------
     def _statfs(self, _node: int, message: Request, _length: int) -> object:

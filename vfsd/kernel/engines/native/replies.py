@@ -100,6 +100,11 @@ class Replies:
         body = self.entry(unique, a)[wire.OUT_HEADER_BYTES :] + wire.FUSE_OPEN_OUT.pack(a.inode, 0, 0)
         return wire.body_reply(unique, body)
 
+    @staticmethod
+    def opened(unique: int, _: object) -> bytes:
+        """Pack fuse_open_out of an OPEN.  The handle is not used: requests have the inode number."""
+        return wire.body_reply(unique, wire.FUSE_OPEN_OUT.pack(0, wire.FOPEN_KEEP_CACHE, 0))
+
     def statx(self, unique: int, a: Attributes) -> bytes:
         """Pack fuse_statx_out, with the birth time."""
         return wire.body_reply(

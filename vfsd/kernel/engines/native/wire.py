@@ -125,6 +125,8 @@ FUSE_INIT_IN_FLAGS2: Final = Struct("=I")  # follows if INIT_EXT is set
 FUSE_ACCESS_IN: Final = Struct("=II")  # mask, padding
 FUSE_INTERRUPT_IN: Final = Struct("=Q")  # unique
 FUSE_FALLOCATE_IN: Final = Struct("=QqqII")  # fh, offset, length, mode, padding
+FUSE_OPEN_IN: Final = Struct("=II")  # flags, open_flags
+FUSE_RELEASE_IN: Final = Struct("=QIIQ")  # fh, flags, release_flags, lock_owner
 FUSE_LSEEK_IN: Final = Struct("=QqII")  # fh, offset, whence, padding
 FUSE_COPY_FILE_RANGE_IN: Final = Struct("=QqQQqQQ")  # fh_in, off_in, nodeid_out, fh_out, off_out, len, flags
 FUSE_STATX_IN: Final = Struct("=IIQII")  # getattr_flags, reserved, fh, sx_flags, sx_mask
@@ -189,6 +191,7 @@ ENTRY_REPLY: Final = Struct("=8sQQQ24s" + _ATTR_IN_PIECES)
 # len and error; unique; the validity
 ATTR_REPLY: Final = Struct("=8sQ16s" + _ATTR_IN_PIECES)
 FUSE_OPEN_OUT: Final = Struct("=QII")  # fh, open_flags, padding
+FOPEN_KEEP_CACHE: Final = 1 << 1  # the pages of earlier opens stay
 FUSE_WRITE_OUT: Final = Struct("=II")  # size, padding
 WRITE_REPLY: Final = Struct(FUSE_OUT_HEADER.format + FUSE_WRITE_OUT.format[1:])
 FUSE_GETXATTR_OUT: Final = Struct("=II")  # size, padding

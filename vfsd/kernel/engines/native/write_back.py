@@ -108,6 +108,8 @@ class Barrier:
             Opcode.ACCESS: nothing,
             Opcode.FSYNC: nothing,
             Opcode.FLUSH: nothing,
+            Opcode.OPEN: nothing,
+            Opcode.RELEASE: nothing,
             Opcode.FORGET: nothing,
         }
 

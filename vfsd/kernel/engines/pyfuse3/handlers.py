@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar, cast
 import pyfuse3
 import trio
 
-from protocol.errors import NotReadyError, SnapshotNotFoundError, errno_of, os_error
+from protocol.errors import DeniedByPolicyError, NotReadyError, SnapshotNotFoundError, errno_of, os_error
 from protocol.volume import (
     RENAME_EXCHANGE,
     Answer,
@@ -28,6 +28,7 @@ from protocol.volume import (
     Attributes,
     Caller,
     FlushingVolume,
+    OpeningVolume,
     Volume,
 )
 from vfsd.kernel.engines import policy
@@ -80,6 +81,9 @@ def _handler(
             return await repeated(again)
         except pyfuse3.FUSEError:
             raise
+        except DeniedByPolicyError as error:
+            self.report_denial(error, args)
+            raise _fuse_error(error, method.__name__) from None
         except Exception as error:  # noqa: BLE001 - an exception that leaks ends pyfuse3's loop
             raise _fuse_error(error, method.__name__) from None
         finally:
@@ -97,12 +101,13 @@ def _fuse_error(error: Exception, operation: str) -> pyfuse3.FUSEError:
 
 
 class _OpenFile(NamedTuple):
-    """What a file handle stands for.  `clears_set_id`: writes through it clear set-id bits."""
+    """What a file handle stands for.  `clears_set_id`: writes through it clear set-id bits.  `flags`: of open(2)."""
 
     inode: int
     clears_set_id: bool
     thread: int  # of the opener
     opener: object  # as the observer identified it
+    flags: int
 
 
 class Handlers(pyfuse3.Operations):
@@ -123,6 +128,7 @@ class Handlers(pyfuse3.Operations):
         self._opened: dict[int, _OpenFile] = {}
         self._last_handle = 0
         self._volume = volume
+        self._opening = cast("OpeningVolume", volume) if volume.capabilities.opens else None
         self._flush = cast("FlushingVolume", volume).flush if volume.capabilities.flush else None
         self._xattrs = settings.xattrs
         self.enable_acl = settings.xattrs and volume.capabilities.acls
@@ -147,6 +153,19 @@ class Handlers(pyfuse3.Operations):
     def _observer_of(self, volume: Volume) -> ChangeObserver | None:
         """The observer, for a change of `volume`; None if an impersonator's volume only pretends to make it."""
         return self.observer if volume is self._volume else None
+
+    def report_denial(self, error: DeniedByPolicyError, arguments: Sequence[object]) -> None:
+        """Report a request that the policy refused."""
+        if self.observer is None:
+            return
+        thread = 0
+        for argument in arguments:
+            if isinstance(argument, pyfuse3.RequestContext):
+                thread = argument.pid
+        if error.attempt == "write" and arguments:
+            opened = self._opened.get(cast("int", arguments[0]))  # WRITE names a handle, and no process
+            thread = 0 if opened is None else opened.thread
+        self.observer.denied(error.attempt, thread, error.path)
 
     def _entry_changed(
         self, volume: Volume, change: str, ctx: pyfuse3.RequestContext, parent: int, name: bytes
@@ -356,6 +375,8 @@ class Handlers(pyfuse3.Operations):
 
     # -- files ---------------------------------------------------------------------------------
     async def _open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        if self._opening is not None:
+            await _result(self._opening.open(inode, flags))
         # libfuse negotiates FUSE_ATOMIC_O_TRUNC: truncating is part of the open.
         if flags & os.O_TRUNC:
             kill = not policy.may_keep_set_id(ctx.uid) and await self._has_set_id(inode)
@@ -370,7 +391,7 @@ class Handlers(pyfuse3.Operations):
         clears = writes and not policy.may_keep_set_id(ctx.uid)
         opener = self.observer.identify(ctx.pid) if writes and self.observer is not None else None
         self._last_handle += 1
-        self._opened[self._last_handle] = _OpenFile(inode, clears, ctx.pid, opener)
+        self._opened[self._last_handle] = _OpenFile(inode, clears, ctx.pid, opener, flags)
         return pyfuse3.FileInfo(fh=self._last_handle, keep_cache=True)
 
     @_handler
@@ -404,7 +425,7 @@ class Handlers(pyfuse3.Operations):
     @_handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         self.background_requests += 1
-        inode, clears_set_id, thread, opener = self._opened[fh]
+        inode, clears_set_id, thread, opener, _ = self._opened[fh]
         kill = clears_set_id and await self._has_set_id(inode)
         written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
         if written < len(buf):
@@ -425,7 +446,9 @@ class Handlers(pyfuse3.Operations):
 
     @_handler
     async def release(self, fh: int) -> None:
-        del self._opened[fh]
+        opened = self._opened.pop(fh)
+        if self._opening is not None:
+            self._opening.release(opened.inode, opened.flags)
         self.background_requests += 1
 
     @_handler

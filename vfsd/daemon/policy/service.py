@@ -1,0 +1,220 @@
+"""Policy: the policy of one mount while it is served; `tighten` adds patterns at run time.
+
+A policy can only be tightened, because every program of the same user can reach the control socket.  The steps of
+`tighten`, which holds the workspace's `change_lock`:
+
+1. write back pages that programs made dirty while they were allowed to;
+2. record the patterns in the journal, so that a daemon that continues the mount has them;
+3. add the patterns: from now on no call gets around them;
+4. invalidate in the kernel each name that is hidden now, with the content behind it, and the pages of each protected
+   file that a program has open for writing.
+
+A program that has such a file mapped can change the kernel's pages again.  The kernel asks only when it writes them
+back; `attend` drops them once a second, and at once when a write was refused.
+
+Threading: the serving loop; invalidations run in worker threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from protocol.diff.tree_diff import changes
+from protocol.tree import Tree
+from protocol.volume import ROOT_INODE, Answer, Volume
+from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, journaled
+from vfsd.daemon.policy.rules import PolicyRules
+from vfsd.daemon.policy.trees import HiddenTree, check_changes, left_out_of
+from vfsd.daemon.policy.volume import PolicyVolume
+from vfsd.daemon.policy.walk import Name, walk
+from vfsd.kernel.engines.arrivals import repeated
+from vfsd.kernel.invalidation import invalidate_kernel_caches
+from vfsd.machine.logs import log_failure
+from vfsd.wire.options import PolicyOptions
+
+if TYPE_CHECKING:
+    from protocol.diff.tree_diff import Change
+    from vfsd.daemon.mounted_volume import MountedVolume
+    from vfsd.kernel.engines.base import Engine
+    from vfsd.wire.options import MountOptions
+
+_logger = logging.getLogger(__name__)
+_NOTE: Final = "policy"
+_ROUND_S: Final = 1.0
+
+
+class Policy:
+    """`volume` is what to serve in place of the workspace's own volume."""
+
+    def __init__(self, volume: Volume, protect: Sequence[str], hide: Sequence[str], *, is_continued: bool) -> None:
+        """`is_continued`: the kernel knows files from an earlier daemon.  OSError for a volume without paths."""
+        if not volume.capabilities.paths:
+            raise OSError(
+                errno.EOPNOTSUPP,
+                "this backend does not tell the paths of files, so it cannot enforce --protect and --hide",
+            )
+        self.rules = PolicyRules(volume, protect, hide)
+        self.volume = PolicyVolume(volume, self.rules)
+        self.volume.on_refused_write = self._refused
+        self._own = volume
+        self._changed_pages: set[int] = set()
+        self._wanted = trio.Event()
+        self.on_tightened: Callable[[PolicyOptions], None] = lambda _options: None
+        """Called with the policy of forks that are made from now on."""
+        if is_continued:
+            self.rules.has_linked = self.volume.is_tightened = True
+
+    @property
+    def options(self) -> PolicyOptions:
+        """The patterns as options of a mount."""
+        return PolicyOptions(self.rules.protect_patterns, self.rules.hide_patterns)
+
+    # -- what the daemon itself reads and changes --------------------------------------------------------
+    def shown(self, tree: Tree) -> Tree:
+        """Return `tree` without what is hidden."""
+        return HiddenTree(tree, self.rules) if self.rules.hiding else tree
+
+    def left_out_of(self, tree: Tree) -> int:
+        """Return how many hidden names a walk of a result of `shown` has left out."""
+        return left_out_of(tree)
+
+    def check(self, found: Iterable[Change], attempt: str) -> None:
+        """Raise DeniedByPolicyError if the daemon must not make one of these changes."""
+        check_changes(self.rules, found, attempt)
+
+    def check_trees(self, old: Tree, new: Tree, attempt: str) -> None:
+        """Raise DeniedByPolicyError if the daemon must not make `new` of `old`."""
+        self.check(changes(old, new, contents=False), attempt)
+
+    # -- tightening --------------------------------------------------------------------------------------
+    async def tighten(
+        self,
+        protect: Sequence[str],
+        hide: Sequence[str],
+        mounted: MountedVolume,
+    ) -> list[bytes]:
+        """Add patterns; return the protected files that programs still have open for writing.  ValueError, OSError."""
+        added = PolicyRules(self._own, (*self.rules.protect_patterns, *protect), (*self.rules.hide_patterns, *hide))
+        async with mounted.change_lock:
+            await mounted.write_back()
+            self._note(PolicyOptions(added.protect_patterns, added.hide_patterns))
+            self.rules.add(protect, hide)
+            self.volume.is_tightened = True
+            self.on_tightened(self.options)
+            await invalidate_kernel_caches(mounted.engine, await self._hidden_names())
+            if hide:
+                await mounted.snapshots_hidden()
+            open_files = await self._open_protected()
+            await self._drop_pages(mounted.engine, open_files)
+        return sorted(filter(None, map(self.rules.protected_path, open_files)))
+
+    def _note(self, options: PolicyOptions) -> None:
+        journal = journaled(self._own)
+        if journal is not None:
+            journal.note(_NOTE, encoded(options))
+
+    async def _hidden_names(self) -> CacheInvalidation:
+        """All names that are hidden, for the kernel to forget; those below a hidden directory as well."""
+        await repeated(self.rules.collect)  # other names of hidden files
+        entries: list[EntryChange] = []
+        hidden: set[bytes] = set()  # directories
+
+        def visit(name: Name) -> bool:
+            above = name.path.rpartition(b"/")[0]
+            if (
+                above in hidden
+                or self.rules.hiding.matches_here(name.path, is_directory=name.is_directory)
+                or self.rules.is_known_hidden(name.inode)
+            ):
+                entries.append(EntryChange(name.parent, name.name, name.inode, 0))
+                if name.is_directory:
+                    hidden.add(name.path)
+            return True
+
+        def find() -> Answer[None]:
+            entries.clear()
+            hidden.clear()
+            return walk(self._own, ROOT_INODE, visit)
+
+        await repeated(find)
+        # What is in a directory before the directory, whose name leads to it.
+        entries.reverse()
+        return CacheInvalidation(entries, [InodeChange(entry.old, content=True) for entry in entries])
+
+    async def _open_protected(self) -> list[int]:
+        return [
+            inode
+            for inode in tuple(self.volume.writers)
+            if await repeated(functools.partial(self.rules.protects_inode, inode))
+        ]
+
+    # -- pages of refused writes -------------------------------------------------------------------------
+    def _refused(self, inode: int) -> None:
+        self._changed_pages.add(inode)
+        self._wanted.set()
+
+    async def attend(self, engine: Engine) -> None:
+        """Until cancelled, drop pages from the kernel's cache that programs changed and must not change."""
+        while True:
+            with trio.move_on_after(_ROUND_S):
+                await self._wanted.wait()
+            self._wanted = trio.Event()
+            changed, self._changed_pages = self._changed_pages, set()
+            try:
+                if self.volume.is_tightened and self.volume.writers:
+                    changed.update(await self._open_protected())
+                await self._drop_pages(engine, changed)
+            except Exception as error:  # noqa: BLE001 -- the mount goes on; the next round tries it again
+                log_failure(_logger, "dropping pages of refused writes", error, level=logging.WARNING)
+
+    async def _drop_pages(self, engine: Engine, inodes: Iterable[int]) -> None:
+        await invalidate_kernel_caches(
+            engine, CacheInvalidation(inodes=[InodeChange(inode, content=True) for inode in inodes])
+        )
+
+
+def encoded(options: PolicyOptions) -> bytes:
+    """Encode a policy for a journal."""
+    return json.dumps([options.protect, options.hide]).encode()
+
+
+def decoded(data: bytes | None) -> PolicyOptions:
+    """Decode a policy from a journal; without one it is empty."""
+    protect, hide = json.loads(data) if data else ((), ())
+    return PolicyOptions(tuple(protect), tuple(hide))
+
+
+def open_policy(options: MountOptions, volume: Volume, *, is_continued: bool) -> tuple[Policy | None, str | None]:
+    """Return the policy that `options` ask for, and a sentence for the user.
+
+    A daemon that continues a mount has what was added at run time, from the journal.  A new mount has what its own
+    options say; the sentence names what the mount before it protected or hid in addition.
+    """
+    protect, hide = options.policy.protect, options.policy.hide
+    if options.workspace.backend.kind == "overlay":
+        hide = (*hide, *options.content.exclude)
+    journal = journaled(volume)
+    noted = decoded(None if journal is None else journal.notes.get(_NOTE))
+    if is_continued:
+        protect = (*protect, *(each for each in noted.protect if each not in protect))
+        hide = (*hide, *(each for each in noted.hide if each not in hide))
+    policy = Policy(volume, protect, hide, is_continued=is_continued) if protect or hide else None
+    now = PolicyOptions() if policy is None else policy.options
+    if journal is not None and not is_continued and encoded(now) != encoded(noted):
+        journal.note(_NOTE, encoded(now))
+    return policy, _dropped(noted, now)
+
+
+def _dropped(before: PolicyOptions, now: PolicyOptions) -> str | None:
+    gone = [f"--protect {each}" for each in before.protect if each not in now.protect]
+    gone += [f"--hide {each}" for each in before.hide if each not in now.hide]
+    if not gone:
+        return None
+    return f"the last mount of this workspace had a policy that this one does not have: {' '.join(gone)}"
