@@ -364,7 +364,8 @@ def test_denied_attempts_are_in_the_log(shared: tuple[Workspace, Path]) -> None:
         fails(errno.EPERM, act)
     denied = [change for change in workspace.log() if change.change == "denied"]
     assert [change.attempt for change in denied[-3:]] == ["unlink", "mkdir", "open"]
-    assert [change.path for change in denied[-3:]] == ["src/secret", ".env", "alias"]
+    assert [change.path for change in denied[-3:-1]] == ["src/secret", ".env"]
+    assert denied[-1].path in {"alias", "src/secret"}  # one of its names
     assert all(change.process is not None and change.process.pid == os.getpid() for change in denied[-3:])
 
 

@@ -48,6 +48,8 @@ VALUES: dict[str, list[str]] = {
     "--remote-timeout": ["2", "0", "", "-1", "nan", "inf"],
     "--include": ["*.py", "", "\udcff", "!"],
     "--exclude": [".env", "", "[", "\\"],
+    "--protect": ["*.lock", "", "!", "#x"],
+    "--hide": [".env", "", "[", "\udcff"],
     "--sandbox": ["image:python:3.12", "", "image:", "python:3.12", "container:x"],
     "--pids-limit": ["64", "", "0", "-1", "9" * 40],
     "--memory": ["1GiB", "", "0", "much"],
