@@ -71,7 +71,10 @@ def test_a_source_that_is_killed_leaves_no_fork(source: Workspace, workdir: Path
 @pytest.mark.parametrize("step", [*FORK_STEPS, NO_DESCRIPTOR])
 def test_a_fork_that_is_killed_before_it_is_ready_leaves_nothing(source: Workspace, workdir: Path, step: str) -> None:
     for _ in range(2):
-        with pytest.raises(OSError, match="daemon died" if step in FORK_STEPS else "lack of a descriptor") as raised:
+        with pytest.raises(
+            OSError,
+            match=r"daemon died while starting: see .*unborn\.log" if step in FORK_STEPS else "lack of a descriptor",
+        ) as raised:
             source.fork(workdir / "unborn", name="unborn")
         assert raised.value.errno == (errno.EIO if step in FORK_STEPS else errno.EMFILE)
         assert nothing_is_left(workdir / "unborn")

@@ -276,7 +276,7 @@ class Forks:
         if keeps_base:
             self._kept.add(base)
         self.nursery.start_soon(self._reap, pid, pidfds[0], base)
-        return StartedFork(report_fd, pidfds[1], pid, options.workspace.mountpoint)
+        return StartedFork(report_fd, pidfds[1], pid, options.workspace.mountpoint, log_path(name))
 
     def family(self, volume: ForkableVolume, usage: VolumeUsage) -> ForkFamily:
         """Return the table of the memory that this process shares with others; the first call makes it."""

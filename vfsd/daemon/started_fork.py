@@ -9,6 +9,7 @@ from typing import Final
 
 import trio
 
+from protocol.errors import shown
 from vfsd.machine import mounts
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_records, remove_record
@@ -19,13 +20,17 @@ _REPORT_BYTES: Final = 1 << 20
 
 
 class StartedFork:
-    """A process that does not serve yet.  It reports on `report_fd`, and `pidfd` is a descriptor of it."""
+    """A process that does not serve yet.
 
-    def __init__(self, report_fd: int, pidfd: int, pid: int, mountpoint: str) -> None:
+    It reports on `report_fd` and logs to the file `log`; `pidfd` is a descriptor of it.
+    """
+
+    def __init__(self, report_fd: int, pidfd: int, pid: int, mountpoint: str, log: str) -> None:
         self._report_fd = report_fd
         self._pidfd = pidfd
         self._pid = pid
         self._mountpoint = mountpoint
+        self._log = log
 
     async def ready(self) -> Ready:
         """Wait until the fork's mount answers.  If this is cancelled, the fork undoes its start and ends.
@@ -41,7 +46,9 @@ class StartedFork:
                     piece = os.read(self._report_fd, _REPORT_BYTES)
                     if not piece:
                         await self._clear()
-                        raise OSError(errno.EIO, "the fork's daemon died while starting; its log says more")
+                        raise OSError(
+                            errno.EIO, f"the fork's daemon died while starting: see {shown(os.fsencode(self._log))}"
+                        )
                     received += piece
             if waiting.cancelled_caught:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)

@@ -100,7 +100,7 @@ class StoredForks:
             os.close(child_report_fd)
             os.close(log_fd)
         self._nursery.start_soon(self._reap, process, os.pidfd_open(process.pid))
-        return StartedFork(report_fd, os.pidfd_open(process.pid), process.pid, mountpoint)
+        return StartedFork(report_fd, os.pidfd_open(process.pid), process.pid, mountpoint, log_path(name))
 
     def _origin(self, base: SnapshotInfo) -> StoredOrigin:
         source = AncestorRecord(self._instance, self.options.workspace.name, state_record(StateId.of(base)))
