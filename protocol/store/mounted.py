@@ -35,6 +35,12 @@ def fingerprint_of(root: Row) -> str:
     return f"snapshot {root.content.hex()}"
 
 
+def root_of(fingerprint: str) -> bytes | None:
+    """Return the digest of the root listing from a `fingerprint_of`; None for that of something else."""
+    kind, _, digest = fingerprint.partition(" ")
+    return bytes.fromhex(digest) if kind == "snapshot" else None
+
+
 class MountedSnapshot:
     """The snapshot whose root is `root`.  Implements `protocol.backends.overlay.tree_lower.LowerTree`.
 

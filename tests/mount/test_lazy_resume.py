@@ -265,22 +265,30 @@ def test_a_killed_helper_is_replaced_and_a_killed_daemon_leaves_none(
 
 @pytest.mark.parametrize("engine", ["native"])
 def test_changes_persist_and_a_killed_daemon_leaves_no_helper(
-    proxy: FaultyProxy, engine: str, project: Path, workdir: Path
+    proxy: FaultyProxy, engine: str, project: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("VFSD_STORE_DIR", str(workdir / "store"))
+    url = f"s3://{BUCKET}/{workdir.name}"
+    with Store(str(workdir / "local")) as local, RemoteStore(open_storage(url, options(proxy.port))) as remote:
+        local.take("host:x", "one", DirectorySource(str(project)))
+        remote.push(local, "host:x", "one")
     given = {"persist": True, "journal_dir": str(workdir / "journal"), "name": f"{workdir.name}-kept"}
     place = workdir / "kept"
     place.mkdir()
-    workspace = Workspace.mount(place, backend=f"overlay:{URL}#one", engine=engine, **given)
+    workspace = Workspace.mount(place, backend=f"overlay:{url}#one", engine=engine, **given)
     (place / "d1" / "f1").write_text("changed")
     with (place / "big").open("r+b") as file:
         file.write(b"12345")
         os.fsync(file.fileno())
+    # Another state of the name in the store does not take the workspace its lower layer.
+    replaced = [sys.executable, "-m", "vfsd.cli.main", "push", url, "--as", "one", "--replace", "-w", workspace.path]
+    subprocess.run(replaced, check=True, capture_output=True)
     pid = workspace.status().pid
     (helper,) = helpers(pid)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: has_ended(helper))
     unmount_when_idle(workspace)
-    with Workspace.mount(place, backend=f"overlay:{URL}#one", engine=engine, **given) as workspace:
+    with Workspace.mount(place, backend=f"overlay:{url}#one", engine=engine, **given) as workspace:
         assert (place / "d1" / "f1").read_text() == "changed"
         assert (place / "big").read_bytes() == b"12345" + BIG[5:]
         assert (place / "d2" / "f2").read_bytes() == (project / "d2" / "f2").read_bytes()

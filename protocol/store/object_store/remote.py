@@ -145,6 +145,16 @@ class RemoteStore:
         """The newest generation of one name, which may be dropped; None if there never was one."""
         return newest_of(self.storage.list(f"{NAMES}/{encoded_name(name)}").result()).get(name)
 
+    def replaced(self, name: str, root: bytes) -> RemoteSnapshot | None:
+        """The newest generation of a name whose root listing is `root`, also if it was dropped or replaced since.
+
+        None if there is none (any more): collections delete old generations.
+        """
+        found = self.storage.list(f"{NAMES}/{encoded_name(name)}").result()
+        generations = sorted((one for info in found if (one := generation_of(info.key, info.size_bytes))), reverse=True)
+        records = self.records((one for one in generations if one.name == name), lambda _one, _error: None)
+        return next((one for one in records if one.record.root.content == root), None)
+
     def records(
         self, generations: Iterable[Generation], damaged: Callable[[Generation, DamagedError], object] | None = None
     ) -> list[RemoteSnapshot]:

@@ -8,12 +8,13 @@ import os
 from typing import TYPE_CHECKING
 
 from protocol.backends.overlay.lazy_lower import LazyLower
-from protocol.store.mounted import fingerprint_of
+from protocol.store.mounted import fingerprint_of, root_of
 from protocol.store.object_store.layout import decode_named
 from protocol.store.object_store.lazy.blob_cache import BlobCache
 from protocol.store.object_store.lazy.client import FetchClient
 from protocol.store.object_store.lazy.contents import RemoteContents
 from protocol.store.object_store.lazy.messages import Start
+from vfsd.daemon.backends.persistence import recorded_below
 from vfsd.machine.caches import cache_directory
 from vfsd.machine.optional_dependencies import missing_package
 
@@ -38,6 +39,7 @@ def open_remote(options: MountOptions) -> LazyLower:
         url=url,
         options=dict(option.split("=", 1) for option in remote.store_options),
         name=name or None,
+        root=root_of(recorded_below(options)),
         record=None,
         created_s=0.0,
         timeout_s=remote.remote_timeout_s,

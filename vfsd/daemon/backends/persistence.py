@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import trio
 
-from protocol.journal.directory import Journal, JournalFiles, JournalReport, has_journal
+from protocol.journal.directory import Journal, JournalFiles, JournalReport, has_journal, read_identity
 from protocol.journal.records import JournalDamagedError
 from vfsd.machine.journals import journal_directory
 from vfsd.machine.logs import log_failure
@@ -76,6 +76,14 @@ def keep_journal(
         found = _describe(volume, files.report(), has_archive=options.content.archive is not None)
     _sync_in_thread(volume)
     return found
+
+
+def recorded_below(options: MountOptions) -> str:
+    """The fingerprint of the lower layer that the journal of an overlay has; "" if there is no journal."""
+    directory = options.journal.journal_dir or journal_directory(options.workspace.name)
+    if not options.journal.persist or not has_journal(directory):
+        return ""
+    return str(read_identity(directory).get(_BELOW, ""))
 
 
 def _check_identity(files: JournalFiles, identity: Mapping[str, str | int]) -> None:

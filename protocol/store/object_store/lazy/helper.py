@@ -113,7 +113,9 @@ class Helper:
         self._fetcher = Fetcher(counted, self._index, self._cache, self._pool.submit)
         name, named = start.name or "", start.record
         if named is None:
-            found = RemoteStore(counted).get(start.name)
+            remote = RemoteStore(counted)
+            known = None if start.root is None or start.name is None else remote.replaced(start.name, start.root)
+            found = known or remote.get(start.name)
             name, record = found.name, found.record
             named = encode_named(record)
         record = decode_named(named, start.url)

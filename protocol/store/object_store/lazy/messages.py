@@ -22,12 +22,14 @@ BlobKind = Literal["tree", "data"]
 class Start(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Open the snapshot `name` of the store at `url`; None: the only one.
 
-    `record` is that of the snapshot if it was opened before: then `name` is not looked up again.
+    With `root`, the digest of a root listing, an older generation of `name` that has it is preferred.  `record` is that
+    of the snapshot if it was opened before: then `name` is not looked up again.
     """
 
     url: str
     options: dict[str, str]
     name: str | None
+    root: bytes | None
     record: bytes | None
     created_s: float  # the store's time of the record, or 0.0
     timeout_s: float
