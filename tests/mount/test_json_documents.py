@@ -72,6 +72,7 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
     journal = str(workdir / "journal")
     succeeded(vfsd("mount", str(source), "--persist", "--journal-dir", journal))
     answers["compact"] = json.loads(succeeded(vfsd("compact", "--json", "-w", str(source))))
+    answers["upgrade"] = json.loads(succeeded(vfsd("upgrade", "--json", str(source))))
     succeeded(vfsd("unmount", str(source)))
     answers["persisted list"] = json.loads(succeeded(vfsd("persisted", "list", "--json")))
     for command in ("check", "drop"):

@@ -100,6 +100,7 @@ class Successor:
             try:
                 finish = await self._read(options, volume.taking_over())
             finally:
+                gc.freeze()  # before `enable`, which collects at once
                 gc.enable()
             self._carry(finish)
             if finish.journal is not None:
@@ -107,7 +108,6 @@ class Successor:
         except BaseException:
             backend.close()
             raise
-        gc.freeze()
         return replace(backend, close=lambda: self._close(volume, backend), recovered=None)
 
     async def _read(self, options: MountOptions, state: TakenState) -> Finish:

@@ -11,9 +11,9 @@ from vfsd.daemon import forks
 
 
 def test_a_fork_that_the_memory_could_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    forks._check_memory()
+    forks.check_memory()
     real = os.sysconf
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 40 if name == "SC_PAGE_SIZE" else real(name))
     with pytest.raises(OSError, match="as much memory as its source") as raised:
-        forks._check_memory()
+        forks.check_memory()
     assert raised.value.errno == errno.ENOMEM
