@@ -12,8 +12,8 @@ For each number of files of 1 KB:
 
 One program in each fork then writes the same file at the same time; each must find what it wrote itself.
 
-`--others` measures what else gives an agent a copy of such a tree, once, on a tmpfs: `git worktree add` and `cp -a
---reflink=auto`.
+`--others` measures what gives an agent a copy of such a tree, once, on a tmpfs: `vfsd fork`, `git worktree add`, `cp -a
+--reflink=auto`, and `podman commit` with `podman run` of a container that has the tree (`-`: Podman cannot run here).
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from pathlib import Path
 
 from bench._filesystems import tmpfs
 from bench.many import memory
+from tests.container.conftest import BUSYBOX, import_image
+from tests.container.images import write_busybox_image
+from tests.container.service import NoPodmanError, running_service
 from vfsd.client.workspace import Workspace
 
 _IN_A_DIRECTORY = 1000
@@ -137,24 +140,53 @@ def measure(files: int, forks: int, used: int, base: Path) -> str:
     )
 
 
+def seconds(*commands: list[str]) -> float:
+    began = time.perf_counter()
+    for command in commands:
+        subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def podman_seconds(source: Path, place: Path) -> float | None:
+    """The time of `podman commit` and `podman run` of a container that has the tree; None where there is no Podman."""
+    try:
+        with running_service(place) as url:
+            archive = place / "image.tar"
+            write_busybox_image(archive)
+            import_image(url, archive, BUSYBOX)
+            podman = ["podman", "--remote", "--url", url]
+            stay = ["sleep", "100000"]
+            seconds([*podman, "run", "--detach", "--name", "source", BUSYBOX, *stay])
+            try:
+                seconds([*podman, "cp", f"{source}/.", "source:/work"])
+                return seconds(
+                    [*podman, "commit", "--quiet", "source", "copy"],
+                    [*podman, "run", "--detach", "--name", "copy", "localhost/copy", *stay],
+                )
+            finally:
+                seconds([*podman, "rm", "--force", "--ignore", "--time", "0", "source", "copy"])
+    except NoPodmanError:
+        return None
+
+
 def measure_others(files: int, base: Path) -> str:
-    """Measure the copies that other programs make, and return a row of the table."""
+    """Measure the copies that vfsd and other programs make, and return a row of the table."""
     source = base / f"tree-{files}"
     source.mkdir()
     fill(source, files)
-
-    def seconds(*commands: list[str]) -> float:
+    with Workspace.mount(base / f"source-{files}", engine="native") as workspace:
+        fill(Path(workspace.path), files)
         began = time.perf_counter()
-        for command in commands:
-            subprocess.run(command, check=True, capture_output=True)
-        return time.perf_counter() - began
-
+        with workspace.fork(base / f"fork-{files}"):
+            fork_s = time.perf_counter() - began
+    podman_s = podman_seconds(source, base / "podman")
     copy_s = seconds(["cp", "-a", "--reflink=auto", str(source), f"{source}-copy"])
     git("init", "-q", str(source))
     git("-C", str(source), "add", "-A")
     git("-C", str(source), "commit", "-qm", "x")
     worktree_s = seconds(["git", "-C", str(source), "worktree", "add", "-q", f"{source}-worktree", "HEAD", "--detach"])
-    return f"{files:>9,} {worktree_s:12.2f} s {copy_s:10.2f} s"
+    podman = f"{podman_s:20.2f} s" if podman_s is not None else f"{'-':>22}"
+    return f"{files:>9,} {fork_s:10.2f} s {worktree_s:12.2f} s {copy_s:10.2f} s {podman}"
 
 
 def main() -> None:
@@ -170,7 +202,7 @@ def main() -> None:
         python_s = time.perf_counter() - began
         print(f"load {os.getloadavg()[0]:.1f}, `python -c pass` {1e3 * python_s:.0f} ms", end="")
         if arguments.others:
-            print(f"\n{'files':>9} {'git worktree':>14} {'cp -a':>12}")
+            print(f"\n{'files':>9} {'vfsd fork':>12} {'git worktree':>14} {'cp -a':>12} {'podman commit + run':>22}")
             for files in arguments.files:
                 print(measure_others(files, base), flush=True)
             return
