@@ -50,7 +50,7 @@ from protocol.volume import (
     Volume,
     VolumeCapabilities,
 )
-from protocol.volume_extensions import JournaledVolume, SnapshotInfo
+from protocol.volume_extensions import AnsweringVolume, SnapshotInfo
 
 __all__ = ["FIRST_INODE", "NAME", "ReadableState", "SnapshotDirectoryVolume", "SnapshotStates", "shown_name"]
 
@@ -119,8 +119,8 @@ class SnapshotDirectoryVolume:
         return self._volume.read_only
 
     def answering(self, unique: int) -> None:
-        """See `JournaledVolume`."""
-        cast("JournaledVolume", self._volume).answering(unique)
+        """See `AnsweringVolume`."""
+        cast("AnsweringVolume", self._volume).answering(unique)
 
     # -- for the daemon ------------------------------------------------------------------------------
     @property

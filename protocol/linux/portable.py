@@ -90,6 +90,17 @@ class InodeNumbers:
         position = self._further_devices.index(device)
         return _FURTHER_DEVICES + (position << _DEVICE_BITS) + inode % (1 << _DEVICE_BITS)
 
+    def resume(self, key: "tuple[int, int]", number: int) -> None:
+        """Record that another process has given `number` to an inode."""
+        device, _ = key
+        if number >= _FIRST_SPARE:
+            self._next_spare = max(self._next_spare, number + 1)
+        elif number >= _FURTHER_DEVICES:
+            position = (number - _FURTHER_DEVICES) >> _DEVICE_BITS
+            missing = position + 1 - len(self._further_devices)
+            self._further_devices += [-1] * missing  # devices of inodes that the kernel does not know any more
+            self._further_devices[position] = device
+
     def free(self, key: "tuple[int, int]", taken: "Container[int]") -> int:
         """The usual number, or another one if that is among `taken`."""
         number = self.usual(key)

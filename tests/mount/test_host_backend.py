@@ -406,7 +406,8 @@ def test_a_mount_of_a_directory_that_is_gone_is_refused(workdir: Path, engine: s
 def test_after_a_daemons_death_the_content_is_where_it_was(workdir: Path, directory: Path, engine: str) -> None:
     place = workdir / "m"
     place.mkdir()
-    options = mount_options(place, f"host:{directory}", name=f"dies-{workdir.name}", engine=engine)  # type: ignore[arg-type]
+    name = f"dies-{workdir.name}"
+    options = mount_options(place, f"host:{directory}", name=name, engine=engine, keeper=False)  # type: ignore[arg-type]
     first = launch(options)
     (place / "f").write_bytes(b"kept")
     with daemon_end(first.pid) as wait_ended:

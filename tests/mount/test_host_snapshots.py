@@ -692,7 +692,8 @@ def test_a_daemon_without_privileges_keeps_and_restores_what_is_its_users(
 
 # -- the daemon's end ----------------------------------------------------------------------------------
 def started(place: Path, backend: str, **options: object) -> Ready:
-    return launch(mount_options(place, backend, name=place.parent.name, **options))  # type: ignore[arg-type]
+    """Mount without a keeper, so that the daemon can be killed for good."""
+    return launch(mount_options(place, backend, name=place.parent.name, keeper=False, **options))  # type: ignore[arg-type]
 
 
 def kill(ready: Ready) -> None:

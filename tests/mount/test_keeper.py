@@ -289,7 +289,7 @@ def test_rm_that_is_interrupted_between_two_listings_removes_everything(kept: Ke
 
 
 # -- one request, at each step ---------------------------------------------------------------------
-def _fill(root: Path) -> None:
+def fill(root: Path) -> None:
     (root / "dir").mkdir()
     (root / "file").write_bytes(b"content")
     (root / "victim").write_bytes(b"victim")
@@ -346,7 +346,7 @@ def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(
     launch(options, daemon_module="tests.mount.dying_daemon")
     twin.mkdir()
     for root in (kept.path, twin):
-        _fill(root)
+        fill(root)
     before = kept.record
     flag.touch()
     for root in (kept.path, twin):

@@ -234,7 +234,7 @@ def test_changes_go_both_ways_and_between_forks(source: Workspace, fork: Fork, d
 
 def test_a_killed_merge_is_finished_or_undone(workdir: Path, directory: Path, store: Path) -> None:
     """The daemon of the directory dies while it changes the files."""
-    options: dict[str, Any] = {"backend": f"host:{directory}", "name": "source", "store": store}
+    options: dict[str, Any] = {"backend": f"host:{directory}", "name": "source", "store": store, "keeper": False}
     before = listing(directory)
     with mounted(workdir / "source", **options) as source:
         copy = source.fork(workdir / "copy", name="copy")

@@ -36,7 +36,7 @@ class WorkspaceOptions(Value):
     """What identifies a workspace.
 
     `store`: the directory of snapshots that are not in memory; None for the user's.  `keeper`: whether a process
-    restarts the daemon if it dies, where the state can be rebuilt (with a journal).
+    restarts the daemon if it dies, where the state can be rebuilt (with a journal, or in a host directory).
     """
 
     mountpoint: str

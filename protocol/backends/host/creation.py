@@ -85,6 +85,11 @@ class InodeCreator:
         finally:
             os.close(descriptor)
 
+    def finish_interrupted(self, directory: HostInode, descriptor: int, mode: int, caller: Caller) -> None:
+        """Give an inode to the caller, unless the process that made it has done that."""
+        if os.fstat(descriptor).st_uid == self._uid:
+            self._give_to_caller(directory, descriptor, mode, caller)
+
     def _needs_chown(self, caller: Caller) -> bool:
         return self._uid == 0 and (caller.uid != 0 or caller.gid != self._gid)
 

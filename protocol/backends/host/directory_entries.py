@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Self, TypeAlias
 
-from protocol.directory_cookies import DirectoryCookies
+from protocol.directory_cookies import FIRST_COOKIE, DirectoryCookies
 
 if TYPE_CHECKING:
     from os import stat_result
@@ -24,11 +24,30 @@ HostEntry: TypeAlias = tuple[int, int]  # as readdir(3) shows it: the inode's nu
 class DirectoryEntries:
     """The names of one directory with their cookies."""
 
-    __slots__ = ("_cookies", "_entries")
+    __slots__ = ("_cookies", "_entries", "is_from_log", "recorded_to")
 
     def __init__(self) -> None:
         self._entries: dict[bytes, HostEntry] = {}
-        self._cookies: Final = DirectoryCookies(())
+        self._cookies = DirectoryCookies(())
+        self.is_from_log = False  # to be refreshed before use
+        self.recorded_to = 0  # the cookies before this one are in the log of known inodes
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[bytes, int]]) -> Self:
+        """Return names with the cookies that they had in another process; `refresh` finds what they lead to."""
+        made = cls()
+        cookies = dict(pairs)  # a name that was removed and made again has two; the later one counts
+        made.recorded_to = max(cookies.values(), default=FIRST_COOKIE - 1) + 1
+        made._cookies = DirectoryCookies.of(cookies.items(), made.recorded_to)
+        made._entries = dict.fromkeys(cookies, (0, 0))
+        made.is_from_log = True
+        return made
+
+    def unrecorded(self) -> list[tuple[bytes, int]]:
+        """Return the names with cookies from `recorded_to` on, and move that behind them."""
+        found = [(name, cookie) for cookie, name in self._cookies.after(self.recorded_to - 1)]
+        self.recorded_to = self._cookies.following
+        return found
 
     def refresh(self, descriptor: int) -> None:
         """Read the directory of a readable descriptor again."""
@@ -39,6 +58,7 @@ class DirectoryEntries:
             if name not in self._entries:
                 self._cookies.add(name)
         self._entries = entries
+        self.is_from_log = False
 
     def add(self, name: bytes, seen: stat_result) -> None:
         """Add `name`, or give it another inode."""

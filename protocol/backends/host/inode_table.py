@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from os import stat_result
 
     from protocol.backends.host.directory_entries import DirectoryEntries
+    from protocol.backends.host.known_inodes import KnownInodes
 
 Key: TypeAlias = tuple[int, int]  # st_dev, st_ino
 
@@ -43,8 +44,8 @@ class HostInode:
     """
 
     __slots__ = (
-        "checked_s", "children", "entries", "fd", "key", "kind", "lookups", "lost", "more_dentries", "name", "number",
-        "parent", "pin", "used", "writable",
+        "checked_s", "children", "entries", "fd", "is_recorded", "key", "kind", "lookups", "lost", "more_dentries",
+        "name", "number", "parent", "pin", "used", "writable",
     )  # fmt: skip
 
     def __init__(self, number: int, key: Key, kind: int, parent: HostInode | None, name: bytes) -> None:
@@ -61,6 +62,7 @@ class HostInode:
         self.writable = False
         self.used = False
         self.lost = False
+        self.is_recorded = False  # see `KnownInodes`
         self.checked_s = 0.0
         self.entries: DirectoryEntries | None = None
 
@@ -92,6 +94,7 @@ class HostInodeTable:
         self._by_number = {ROOT_INODE: self.root}
         self._by_key = {self.root.key: self.root}
         self._idle: dict[HostInode, None] = {}
+        self.known: KnownInodes | None = None  # has each inode that the kernel looked up
         self.get: Final = self._by_number.get
 
     def __iter__(self) -> Iterator[HostInode]:
@@ -100,6 +103,10 @@ class HostInodeTable:
     def at(self, seen: stat_result) -> HostInode | None:
         """The node of an inode with this stat data, if it is in the table."""
         return self._by_key.get((seen.st_dev, seen.st_ino))
+
+    def by_key(self, key: Key) -> HostInode | None:
+        """The node of an inode of the host, if it is in the table."""
+        return self._by_key.get(key)
 
     def enter(self, parent: HostInode, name: bytes, seen: stat_result) -> HostInode:
         """The node of `name` in `parent`, whose stat data is `seen`; it is added if it is new."""
@@ -142,6 +149,15 @@ class HostInodeTable:
         if not node.lookups:
             self._idle.pop(node, None)
         node.lookups += 1
+        if self.known is not None and not node.is_recorded:
+            self.known.record(node)
+
+    def resume(self, number: int, key: Key, kind: int) -> HostInode:
+        """Add a node that the kernel knows by `number` from another process; it has no name yet."""
+        self._numbers.resume(key, number)
+        node = self._by_number[number] = self._by_key[key] = HostInode(number, key, kind, None, b"")
+        node.lookups = 1
+        return node
 
     def forget(self, number: int, count: int) -> None:
         """Subtract lookups; a node without a name is dropped with the last one."""
@@ -173,6 +189,7 @@ class HostInodeTable:
             return
         if self._by_key.get(node.key) is node:
             del self._by_key[node.key]
+        self._unrecord(node)
         self._release(node)
         for parent, _ in tuple(node.dentries()):
             self._drop_child(parent)
@@ -201,10 +218,12 @@ class HostInodeTable:
         if former is None:
             node.parent, node.name = dentry
             self._add_child(parent)
+            self._record_names(node)
             return
         if node.is_dir:
             node.parent, node.name = dentry
             self._add_child(parent)
+            self._record_names(node)
             self._drop_child(former)
             return
         if node.more_dentries is None:
@@ -215,6 +234,7 @@ class HostInodeTable:
             self._add_child(parent)
         node.more_dentries.insert(0, (former, node.name))
         node.parent, node.name = dentry
+        self._record_names(node)
 
     def remove_dentry(self, node: HostInode, parent: HostInode, name: bytes) -> None:
         """Record that `node` is no longer `name` in `parent`."""
@@ -227,6 +247,7 @@ class HostInodeTable:
             node.more_dentries.remove((parent, name))
         else:
             return
+        self._record_names(node)
         self._drop_child(parent)
         if node.parent is None:
             self._release_if_unused(node)
@@ -236,7 +257,16 @@ class HostInodeTable:
         if self._by_key.get(node.key) is node:
             del self._by_key[node.key]
         node.lost = True
+        self._unrecord(node)
         self._release_if_unused(node)
+
+    def _unrecord(self, node: HostInode) -> None:
+        if self.known is not None and node.is_recorded:
+            self.known.remove(node)
+
+    def _record_names(self, node: HostInode) -> None:
+        if self.known is not None and node.is_recorded:
+            self.known.record(node)
 
     def check_invariants(self) -> None:
         """AssertionError if the table contradicts itself."""

@@ -22,12 +22,14 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from protocol.backends.host.attributes import HostAttributes, set_attributes
 from protocol.backends.host.creation import InodeCreator
 from protocol.backends.host.descriptors import Descriptors
 from protocol.backends.host.directory_entries import DirectoryEntries
 from protocol.backends.host.external_changes import ExternalChanges
-from protocol.backends.host.inode_table import HostDentry, HostInode, HostInodeTable
+from protocol.backends.host.inode_table import HostDentry, HostInode, HostInodeTable, Key
 from protocol.errors import os_error
 from protocol.linux import portable, posix_acl
 from protocol.linux.beneath import open_beneath
@@ -47,6 +49,7 @@ from protocol.volume_extensions import CacheInvalidation
 
 if TYPE_CHECKING:
     from protocol.diff.tree_diff import Change
+    from protocol.linux.shared_log import SharedLog
     from protocol.volume import Buffer
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # what off_t holds
@@ -74,8 +77,14 @@ class HostVolume:
         self._read_directories: dict[HostInode, None] = {}  # those with `entries`, the one read last at the end
         self._external_changes = ExternalChanges(self._table, self._descriptors, self._forget_entries)
         self.capabilities = VolumeCapabilities(
-            external_changes=True, self_check=True, acls=_keeps_acls(root), paths=True, orphans=True
+            external_changes=True,
+            self_check=True,
+            acls=_keeps_acls(root),
+            paths=True,
+            orphans=True,
+            recoverable=True,
         )
+        self._is_known = False  # the kernel has numbers from another process
 
     def close(self) -> None:
         """Close every descriptor.  The volume cannot be used after that."""
@@ -84,6 +93,52 @@ class HostVolume:
     def tidy(self) -> None:
         """Close written executables, because an open one cannot be executed.  To be called every second."""
         self._descriptors.close_idle_writers()
+        if self._table.known is not None:
+            self._table.known.tidy()
+
+    # -- a kernel that several processes serve -----------------------------------------------------
+    def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
+        """See `protocol.volume_extensions.RecoverableVolume`."""
+        # Start-up: few volumes have a keeper.
+        from protocol.backends.host.known_inodes import KnownInodes  # noqa: PLC0415
+        from protocol.backends.host.repeated_requests import RepeatedRequests  # noqa: PLC0415
+
+        known = KnownInodes(self._table, log)
+        if is_known:
+            for directory, entries in known.load():
+                directory.entries = entries
+                self._read_directories[directory] = None
+            for node in self._table:
+                node.is_recorded = True
+        else:
+            known.rewrite()
+        self._table.known, self._is_known = known, is_known
+        self.answering = RepeatedRequests(self, log.slot, is_known=is_known).answering
+        self.capabilities = replace(self.capabilities, answers_once=True)
+
+    def directory(self, inode: int) -> int:
+        """Return an O_PATH descriptor of a directory, which is valid until the next call."""
+        return self._directory(self._node(inode))
+
+    def finish(self, parent: int, descriptor: int, mode: int, caller: Caller) -> None:
+        """Finish an inode that another process has made in directory `parent` for `caller`."""
+        self._creator.finish_interrupted(self._node(parent), descriptor, mode, caller)
+
+    def lost_name(self, key: Key, parent: int, name: bytes) -> None:
+        """Record that another process has removed a name of an inode."""
+        node = self._table.by_key(key)
+        if node is not None:
+            self._table.remove_dentry(node, self._node(parent), name)
+
+    def moved(self, keys: Sequence[int], old: tuple[int, bytes], new: tuple[int, bytes], flags: int) -> None:
+        """Record a rename by another process.  `keys`: of the inodes that `old` and `new` led to before."""
+        source, target = (self._node(old[0]), old[1]), (self._node(new[0]), new[1])
+        moved, victim = self._table.by_key((keys[0], keys[1])), self._table.by_key((keys[2], keys[3]))
+        self._move_dentry(moved, source, target)
+        if flags & RENAME_EXCHANGE:
+            self._move_dentry(victim, target, source)
+        elif victim is not None:
+            self._table.remove_dentry(victim, *target)
 
     def check_invariants(self) -> None:
         """AssertionError if the state contradicts itself.  O(inodes in the table)."""
@@ -323,13 +378,15 @@ class HostVolume:
     def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
         directory = self._node(inode)
         entries = directory.entries
-        if entries is None or not cookie:
+        if entries is None or not cookie or entries.is_from_log:
             descriptor = os.open(_DOT, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._directory(directory))
             try:
                 entries = self._entries_of(directory)
                 entries.refresh(descriptor)
             finally:
                 os.close(descriptor)
+            if self._table.known is not None:
+                self._table.known.listed(directory, entries)
         return self._listed(directory, entries, cookie)
 
     def _listed(self, directory: HostInode, entries: DirectoryEntries, cookie: int) -> Iterator[DirectoryEntry]:
@@ -352,6 +409,8 @@ class HostVolume:
         return directory.entries
 
     def _forget_entries(self, directory: HostInode) -> None:
+        if directory.entries is not None and self._table.known is not None:
+            self._table.known.not_listed(directory)
         directory.entries = None
         self._read_directories.pop(directory, None)
 
@@ -441,7 +500,7 @@ class HostVolume:
     def _node(self, inode: int) -> HostInode:
         node = self._table.get(inode)
         if node is None:
-            raise os_error(errno.ENOENT, f"inode {inode}")
+            raise os_error(errno.ESTALE if self._is_known else errno.ENOENT, f"inode {inode}")
         return node
 
     def _directory(self, node: HostInode) -> int:

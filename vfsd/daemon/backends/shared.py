@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.store import Store
 from vfsd.daemon.snapshots.stored import Stored, interrupted
+from vfsd.machine.mountinfo import mounts_at
 
 if TYPE_CHECKING:
     from vfsd.wire.options import MountOptions
@@ -31,9 +32,22 @@ def allow_open_files() -> None:
 
 def check_outside(options: MountOptions, store: Store) -> None:
     """Raise ValueError for a store that the mount would hide."""
-    mountpoint = os.path.realpath(options.workspace.mountpoint)
+    mountpoint = real_mountpoint(options.workspace.mountpoint)
     if os.path.commonpath((os.path.realpath(store.directory), mountpoint)) == mountpoint:
         raise ValueError(f"the store {store.directory} is inside the mountpoint {options.workspace.mountpoint}")
+
+
+def real_mountpoint(path: str) -> str:
+    """Return the path without symlinks.  If it is mounted already, by a daemon that died, it is not asked."""
+    while True:
+        above, name = os.path.split(os.path.abspath(path))
+        path = os.path.join(os.path.realpath(above), name)
+        if mounts_at(path):
+            return path
+        try:
+            path = os.path.join(os.path.dirname(path), os.readlink(path))
+        except OSError:  # it is no symlink
+            return path
 
 
 def describe_interrupted(stored: Stored) -> str | None:

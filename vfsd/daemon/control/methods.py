@@ -115,6 +115,13 @@ class Methods:
             self._audit.log.check_invariants()
         return Empty()
 
+    @property
+    def _keeper(self) -> str | None:
+        if self._start.kept is not None:
+            return self._start.kept.state
+        has_none = self._options.backend.kind in {"container", "image", "exec"}
+        return "none for this backend: if the daemon dies, mount the workspace again" if has_none else None
+
     async def _status(self, _params: Empty, _call: CallContext) -> StatusResult:
         options, engine, snapshots = self._options, self._mounted.engine, self._snapshots
         volume, container = snapshotable(self._mounted.volume), self._mounted.container
@@ -134,7 +141,7 @@ class Methods:
             version=vfsd.__version__,
             started_at=self._start.at,
             started_by=self._start.by,
-            keeper=None if self._start.kept is None else self._start.kept.state,
+            keeper=self._keeper,
             forked_from=None if origin is None else origin.source,
             base=None if origin is None else origin.base,
             shared_memory=memory.get("Shared"),

@@ -58,7 +58,8 @@ Serve = Callable[[Kept], int]  # serves the workspace in the new process; return
 def is_wanted(options: MountOptions) -> bool:
     """Whether a daemon with these options has a keeper."""
     workspace = options.workspace
-    is_possible = options.journal.persist and workspace.backend.kind in {"memory", "overlay"}
+    kind = workspace.backend.kind
+    is_possible = kind == "host" or (options.journal.persist and kind in {"memory", "overlay"})
     return is_possible and workspace.keeper and options.kernel.engine in {"auto", "native"}
 
 

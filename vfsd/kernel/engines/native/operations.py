@@ -35,7 +35,7 @@ from protocol.volume import (
     QuietLookupsVolume,
     Volume,
 )
-from protocol.volume_extensions import JournaledVolume
+from protocol.volume_extensions import AnsweringVolume
 from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.negotiation import MAX_WRITE_BYTES
@@ -150,7 +150,7 @@ class Operations:
         if self._volume.capabilities.durable:
             rows.append((Opcode.FSYNC, wire.FUSE_FSYNC_IN.size, self._fsync, r.done))
             rows.append((Opcode.FSYNCDIR, wire.FUSE_FSYNC_IN.size, self._fsync, r.done))
-        if self._volume.capabilities.journal:
+        if self._volume.capabilities.journal or self._volume.capabilities.answers_once:
             rows = [
                 (code, size, self._counted(method) if code in _CHANGING else method, r)
                 for code, size, method, r in rows
@@ -161,7 +161,7 @@ class Operations:
 
     def _counted(self, method: Method) -> Method:
         """Return `method`, with the calls that it makes counted as those of its request."""
-        answering = cast("JournaledVolume", self._volume).answering
+        answering = cast("AnsweringVolume", self._volume).answering
         unique_of = wire.IN_HEADER_UNIQUE.unpack_from
 
         def counted(node: int, message: Request, length: int) -> object:

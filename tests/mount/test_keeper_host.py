@@ -1,0 +1,169 @@
+"""The keeper of `host:` workspaces: the files are where they were, and the next daemon finds them again."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mount.conftest import check_invariants
+from tests.mount.dying_daemon import STEPS
+from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
+from tests.mount.test_keeper import CHANGES, Kept, change_at_random, end_kept, facts, fill, kill_replacements
+from tests.support.fork_server import wait_until
+from vfsd.client.launch import launch
+from vfsd.client.mount_arguments import mount_options
+from vfsd.client.workspace import Workspace
+
+
+class KeptHost(Kept):
+    """A host workspace with a keeper."""
+
+    def __init__(self, workdir: Path) -> None:
+        super().__init__(workdir)
+        self.below = workdir / "below"
+        self.below.mkdir()
+
+    def mount(self, **options: Any) -> Workspace:
+        return Workspace.mount(self.path, name=self.name, backend=f"host:{self.below}", **options)
+
+
+@pytest.fixture
+def kept(workdir: Path) -> Iterator[KeptHost]:
+    workspace = KeptHost(workdir)
+    yield workspace
+    end_kept(workspace)
+
+
+def test_open_files_mappings_directories_and_locks_continue(kept: KeptHost) -> None:
+    below, root = kept.below, kept.path
+    (below / "dir" / "below").mkdir(parents=True)
+    for number in range(3000):
+        (below / "dir" / f"f{number}").touch()
+    (below / "file").write_bytes(b"a" * 300_000)
+    kept.mount()
+    before = (root / "file").stat().st_ino
+    with Program() as program, (root / "file").open("r+b") as file, os.scandir(root / "dir") as listing:
+        program(f"os.chdir({str(root / 'dir' / 'below')!r})")
+        program(f"held = open({str(root / 'file')!r}, 'r+b')")
+        program("fcntl.flock(held, fcntl.LOCK_EX)")
+        seen = [next(listing).name for _ in range(100)]
+        for name in seen:
+            if name != "below":
+                (root / "dir" / name).unlink()
+        with mmap.mmap(file.fileno(), 0) as mapping:
+            mapping[0:1] = b"b"
+            kept.kill()
+            (root / "dir").rename(root / "moved")
+            kept.kill()
+            mapping[200_000:200_001] = b"c"
+            mapping.flush()
+            data = (root / "file").read_bytes()
+            assert (data[0:2], data[199_999:200_002]) == (b"ba", b"aca")
+        assert program("os.getcwd()") == str(root / "moved" / "below")
+        program("open('new', 'w').close()")
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert (root / "file").stat().st_ino == os.fstat(file.fileno()).st_ino == before
+        seen += [entry.name for entry in listing]
+        assert len(seen) == len(set(seen)) == 3001
+    assert (below / "moved" / "below" / "new").exists()
+    check_invariants(Workspace.attach(kept.name))
+
+
+def test_a_random_writer_sees_what_its_twin_sees(kept: KeptHost, workdir: Path, runs_long: bool) -> None:
+    workspace = kept.mount()
+    twin = workdir / "twin"
+    twin.mkdir()
+    deadline = time.monotonic() + (600 if runs_long else 3)
+    with kept.being_killed(1):
+        change_at_random([kept.path, twin], 1, lambda: time.monotonic() > deadline and kept.kills > 4)
+    assert facts(kept.path) == facts(twin) == facts(kept.below)
+    check_invariants(workspace)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("change", [change for change in CHANGES if change != "temporary file"])
+def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(
+    kept: KeptHost, workdir: Path, monkeypatch: pytest.MonkeyPatch, change: str, step: str
+) -> None:
+    flag, twin = workdir / "flag", workdir / "twin"
+    opcode, call = CHANGES[change]
+    for name, value in (("OPCODE", opcode.name), ("STEP", step), ("FLAG", str(flag))):
+        monkeypatch.setenv(f"VFSD_TEST_{name}", value)
+    twin.mkdir()
+    for root in (kept.below, twin):
+        fill(root)
+    launch(
+        mount_options(kept.path, name=kept.name, backend=f"host:{kept.below}"),
+        daemon_module="tests.mount.dying_daemon",
+    )
+    before = kept.record
+    flag.touch()
+    for root in (kept.path, twin):
+        call(root)
+    wait_until(lambda: not flag.exists(), "the death")
+    wait_until(lambda: kept.record.pid != before.pid, "a replacement")
+    assert facts(kept.path) == facts(twin) == facts(kept.below)
+    if (twin / "file").exists():
+        assert os.listxattr(kept.path / "file") == os.listxattr(twin / "file")
+    check_invariants(Workspace.attach(kept.name))
+
+
+def test_a_file_that_cannot_be_found_again_is_stale(kept: KeptHost) -> None:
+    (kept.below / "nameless").write_bytes(b"x")
+    (kept.below / "removed").write_bytes(b"x")
+    kept.mount()
+    with (kept.path / "nameless").open("rb") as nameless, (kept.path / "removed").open("rb") as removed:
+        (kept.path / "nameless").unlink()
+        kept.kill()
+        (kept.below / "removed").unlink()
+        for file in (nameless, removed):
+            with pytest.raises(OSError, match="Stale") as raised:
+                os.pread(file.fileno(), 1, 0)
+            assert raised.value.errno == errno.ESTALE
+    assert os.listdir(kept.path) == []
+
+
+def test_deaths_in_a_row_are_survived(kept: KeptHost) -> None:
+    kept.mount()
+    for number in range(500):
+        (kept.path / f"f{number}").write_bytes(b"x")
+    with (kept.path / "f7").open("rb") as file:
+        kill_replacements(kept, 4)
+        assert file.read() == b"x"
+    assert len(os.listdir(kept.path)) == 500
+    assert "keeper\tpid" in succeeded(vfsd("status", "-w", kept.name))
+
+
+def test_another_directory_in_its_place_is_not_served(kept: KeptHost) -> None:
+    (kept.below / "file").touch()
+    kept.mount()
+    record = kept.record
+    assert record.keeper is not None
+    os.kill(record.keeper, signal.SIGSTOP)
+    os.kill(record.pid, signal.SIGKILL)
+    kept.below.rename(kept.below.with_name("away"))
+    kept.below.mkdir()
+    os.kill(record.keeper, signal.SIGCONT)
+    wait_ended(record.keeper)
+    assert "another directory has taken the place" in log_of(kept.name)
+    assert os.listdir(kept.below) == []
+
+
+def test_no_keeper_leaves_a_dead_mount(kept: KeptHost) -> None:
+    kept.mount(keeper=False)
+    record = kept.record
+    assert record.keeper is None
+    os.kill(record.pid, signal.SIGKILL)
+    wait_ended(record.pid)
+    with pytest.raises(OSError, match="not connected"):
+        os.statvfs(kept.path)
