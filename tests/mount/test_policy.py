@@ -512,6 +512,26 @@ def test_a_fork_has_the_policy_of_its_source(workdir: Path) -> None:
             assert fork.policy() == workspace.policy()
 
 
+def test_an_upgraded_daemon_has_the_policy_with_what_was_added(workdir: Path) -> None:
+    with Workspace.mount(workdir / "u", name=f"{workdir.name}-u", protect=["nothing"]) as workspace:
+        root = Path(workspace.path)
+        (root / "kept").write_text("kept")
+        (root / "gone").write_text("gone")
+        workspace.policy(protect=["kept"], hide=["gone"])
+        subprocess.run([sys.executable, "-m", "vfsd.cli.main", "upgrade", workspace.name], check=True)
+        assert workspace.policy().hide == ("gone",)
+        fails(errno.EPERM, lambda: (root / "kept").write_text("x"))
+        fails(errno.ENOENT, (root / "gone").lstat)
+
+
+def test_too_many_patterns_are_refused(mount: MountIt) -> None:
+    with pytest.raises(ValueError, match="1,001 patterns"):
+        mount(hide=[f"name-{number}" for number in range(1001)])
+    workspace = mount(hide=[f"name-{number}" for number in range(1000)])
+    fails(errno.EINVAL, lambda: workspace.policy(hide=["one-more"]))
+    fails(errno.EPERM, lambda: Path(workspace.path, "name-999").touch())
+
+
 def test_what_an_overlay_excludes_is_hidden_under_every_name(workdir: Path) -> None:
     place = workdir / "o"
     place.mkdir()

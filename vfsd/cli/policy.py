@@ -19,7 +19,7 @@ _SHOWN: Final = 3
     cls=Command,
     examples="""
     vfsd policy
-    vfsd policy --protect 'tests/' --protect '*.lock'
+    vfsd policy --protect 'tests/' --protect package-lock.json
     vfsd policy -w demo --hide .env
     vfsd policy --json
     """,
