@@ -102,11 +102,18 @@ class Killer:
         return next((int(child) for child in children if int(child) != self._killed), 0)
 
 
-@pytest.fixture
-def workspace(workdir: Path) -> Iterator[Workspace]:
-    root = workdir / "mount"
-    root.mkdir()
-    made = Workspace.mount(root, name=f"{workdir.name}-kept", persist=True, journal_dir=workdir / "journal")
+@pytest.fixture(params=["memory", "overlay"])
+def workspace(request: pytest.FixtureRequest, workdir: Path) -> Iterator[Workspace]:
+    root, below = workdir / "mount", workdir / "below"
+    for path in (root, below):
+        path.mkdir()
+    made = Workspace.mount(
+        root,
+        name=f"{workdir.name}-kept",
+        backend="memory" if request.param == "memory" else f"overlay:{below}",
+        persist=True,
+        journal_dir=workdir / "journal",
+    )
     record = read_record(made.name)
     assert record is not None
     yield made
