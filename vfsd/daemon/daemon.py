@@ -530,15 +530,26 @@ class _Daemon:
             _logger.info("detached lazily", extra={"operation": "unmount", "path": mountpoint})
 
     async def _tidy(self) -> None:
-        """Call the backend's upkeep about once a second, and return freed memory."""
+        """Do the upkeep about once a second.  One that fails, for lack of descriptors for example, ends nothing."""
         memory = MemoryTrim(self._backend.volume)
+        has_failed = False
         while True:
             await trio.sleep(_TIDY_S)
-            self._backend.tidy()
-            self._audit.tidy()
-            if self._snapshot_directory is not None:
-                await self._snapshot_directory.refresh(self._engine)
-            await memory.check()
+            try:
+                await self._tidy_once(memory)
+                has_failed = False
+            except OSError as error:
+                if not has_failed:
+                    log_failure(_logger, "upkeep", error, level=logging.WARNING)
+                has_failed = True
+
+    async def _tidy_once(self, memory: MemoryTrim) -> None:
+        """Call the upkeep of the backend and of the log, and return freed memory."""
+        self._backend.tidy()
+        self._audit.tidy()
+        if self._snapshot_directory is not None:
+            await self._snapshot_directory.refresh(self._engine)
+        await memory.check()
 
     async def _feed_watchdog(self) -> None:
         """Notify systemd's watchdog that the loop runs."""

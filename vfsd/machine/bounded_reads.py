@@ -129,9 +129,15 @@ class _Stuck:
 
 
 def _is_running(thread: int) -> bool:
-    """Whether a thread of this process runs or waits for a CPU, rather than for something in the kernel."""
-    with open(f"/proc/self/task/{thread}/stat", "rb") as file:
-        return file.read().rpartition(b") ")[2].startswith(b"R")
+    """Whether a thread of this process runs or waits for a CPU, rather than for something in the kernel.
+
+    False if this process has no descriptor left to look at it.
+    """
+    try:
+        with open(f"/proc/self/task/{thread}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2].startswith(b"R")
+    except OSError:
+        return False
 
 
 def _answer_all(questions: SimpleQueue[_Question[object] | None]) -> None:
