@@ -9,9 +9,9 @@ push` from a `host:` workspace, by `restic backup` and by `rclone sync`, in turn
 installed are left out.  A time is that of the whole command, with its start.  `call` is `RemoteStore.push` of the same
 ten changes, without the command, the daemon and the local snapshot.
 
-`mount`: a snapshot of LARGE_FILES files of 100 KB with 64 different contents, and one of a git repository of FILES
-files, are mounted with `vfsd mount --from` with an empty cache.  `amplification` is what was transferred for reading a
-number of files, as a multiple of their size.
+`mount`: a snapshot of LARGE_FILES sparse files of 100 KB with 64 different contents, and one of a git repository of
+FILES files, are mounted with `vfsd mount --from` with an empty cache.  `amplification` is what was transferred for
+reading a number of files, as a multiple of their size.
 """
 
 from __future__ import annotations
@@ -92,12 +92,14 @@ def change(top: Path, files: int, turn: str) -> None:
 
 
 def fill_large(top: Path, files: int) -> None:
-    """Make a tree of repetitive files of 100 KB."""
-    contents = [random.Random(number).randbytes(_LARGE_BYTES // 4) * 4 for number in range(_LARGE_CONTENTS)]
+    """Make a tree of sparse, repetitive files of 100 KB."""
+    contents = [random.Random(number).randbytes(4096) for number in range(_LARGE_CONTENTS)]
     for number in range(files):
         folder = top / f"d{number // 1000}"
         folder.mkdir(exist_ok=True)
-        (folder / f"f{number}").write_bytes(contents[number % _LARGE_CONTENTS])
+        path = folder / f"f{number}"
+        path.write_bytes(contents[number % _LARGE_CONTENTS])
+        os.truncate(path, _LARGE_BYTES)
 
 
 # -- pushes ----------------------------------------------------------------------------------------
@@ -105,9 +107,11 @@ def run(environment: Environment, *command: str) -> None:
     """Run a command; end with its errors if it fails."""
     # A bundle of certificates, which rclone refuses, is not needed without TLS.
     inherited = {name: value for name, value in os.environ.items() if name != "AWS_CA_BUNDLE"}
-    done = subprocess.run(command, env={**inherited, **environment}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**inherited, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
+    )
     if done.returncode:
-        sys.exit(f"{' '.join(command)}: {done.stderr}")
+        sys.exit(f"{' '.join(command)}: {done.stderr.decode(errors='replace')}")
 
 
 def vfsd(environment: Environment, *words: str) -> None:
@@ -161,14 +165,14 @@ def measure_pushes(place: Path, port: int, link: SlowLink, files: int, rounds: i
             for name, upload in uploads.items():
                 rows.timed(f"{name}, ten changes", link, partial(upload, f"turn{turn}"))
     with Store(place / "direct") as local:
-        local.take("host:x", "first", DirectorySource(tree))
+        local.take("host:x", "first", DirectorySource(str(tree)))
         url = f"s3://{BUCKET}/direct"
         cache = str(place / "direct-cache")
         with RemoteStore(open_storage(url, options(port)), cache_directory=cache) as remote:
             remote.push(local, "host:x", "first")
         for turn in range(rounds):
             change(tree, files, f"call {turn}")
-            local.take("host:x", f"call{turn}", DirectorySource(tree))
+            local.take("host:x", f"call{turn}", DirectorySource(str(tree)))
             with RemoteStore(open_storage(url, options(link.port)), cache_directory=cache) as remote:
                 rows.timed("call, ten changes", link, partial(remote.push, local, "host:x", f"call{turn}"))
     return rows
@@ -189,29 +193,47 @@ def measure_mounts(place: Path, port: int, link: SlowLink, files: int, large_fil
     git("-C", str(repository), "status")
     with Store(place / "store") as local, RemoteStore(open_storage(f"s3://{BUCKET}/m", options(port))) as remote:
         for name, tree in (("large", large), ("repository", repository)):
-            local.take("host:x", name, DirectorySource(tree))
+            local.take("host:x", name, DirectorySource(str(tree)))
             remote.push(local, "host:x", name)
     shutil.rmtree(large)
     environment = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}", "AWS_ALLOW_HTTP": "true"}
     mounted = str(place / "mounted")
-    for turn in range(rounds):
-        fresh = {**environment, "XDG_CACHE_HOME": str(place / f"cache{turn}")}
-        rows.timed("mount", link, partial(vfsd, fresh, "mount", mounted, "--from", f"s3://{BUCKET}/m#large"))
-        rows.timed("first ls", link, partial(run, {}, "ls", mounted))
-        rows.timed("first ls -l of a directory", link, partial(run, {}, "ls", "-l", f"{mounted}/d0"))
-        some = random.Random(turn).sample(range(large_files), min(_READ, large_files))
-        paths = [f"{mounted}/d{number // 1000}/f{number}" for number in some]
-        traffic = rows.timed("cat of 100 files", link, partial(run, {}, "cat", *paths))
-        print(f"amplification, 100 files of 100 KB: {traffic.received_bytes / (len(paths) * _LARGE_BYTES):.2f}")
-        vfsd(fresh, "unmount", mounted)
-        for state in ("cold", "cached", "cached, mounted again"):
-            if state != "cached":
-                vfsd(fresh, "mount", mounted, "--from", f"s3://{BUCKET}/m#repository")
-            rows.timed(f"git status, {state}", link, partial(git, "-C", mounted, "status"))
-            if state != "cold":
-                vfsd(fresh, "unmount", mounted)
-        rows.timed("git status, host directory", link, partial(git, "-C", str(repository), "status"))
+    os.mkdir(mounted)
+    try:
+        for turn in range(rounds):
+            fresh = {**environment, "XDG_CACHE_HOME": str(place / f"cache{turn}")}
+            _measure_large(rows, link, fresh, mounted, random.Random(turn).sample(range(large_files), _READ))
+            _measure_repository(rows, link, fresh, mounted)
+            rows.timed("git status, host directory", link, partial(git, "-C", str(repository), "status"))
+    finally:
+        subprocess.run(["umount", "-l", mounted], check=False, capture_output=True)  # after a failure
     return rows
+
+
+def _measure_large(rows: Rows, link: SlowLink, fresh: Environment, mounted: str, some: list[int]) -> None:
+    rows.timed("mount", link, partial(vfsd, fresh, "mount", mounted, "--from", f"s3://{BUCKET}/m#large"))
+    rows.timed("first ls", link, partial(run, {}, "ls", mounted))
+    rows.timed("first ls -l of a directory", link, partial(run, {}, "ls", "-l", f"{mounted}/d0"))
+    paths = [f"{mounted}/d{number // 1000}/f{number}" for number in some]
+    traffic = rows.timed(f"cat of {_READ} files", link, partial(run, {}, "cat", *paths))
+    amplification = traffic.received_bytes / (len(paths) * _LARGE_BYTES)
+    print(f"amplification, {_READ} sparse files of 100 KB: {amplification:.3f}")
+    vfsd(fresh, "unmount", mounted, "--discard")
+
+
+def _measure_repository(rows: Rows, link: SlowLink, fresh: Environment, mounted: str) -> None:
+    mount = partial(vfsd, fresh, "mount", mounted, "--from", f"s3://{BUCKET}/m#repository")
+    status = partial(git, "-C", mounted, "status")
+    mount()
+    rows.timed("git status, cold", link, status)
+    rows.timed("git status, again", link, status)
+    vfsd(fresh, "unmount", mounted, "--discard")
+    mount()
+    rows.timed("git status, cached on disk", link, status)
+    size = sum(path.stat().st_size for path in Path(mounted).glob("d*/*"))
+    traffic = rows.timed("cat of the repository", link, partial(run, {}, "sh", "-c", f"cat {mounted}/d*/* > /dev/null"))
+    print(f"amplification, all files of the repository: {traffic.received_bytes / size:.3f}")
+    vfsd(fresh, "unmount", mounted, "--discard")
 
 
 def main() -> None:

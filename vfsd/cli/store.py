@@ -208,7 +208,8 @@ def _show_check(report: CheckReport, store: AnyStore) -> None:
     for damage in report.damages:
         output.report(damage.what)
         for workspace, name in damage.snapshots:
-            output.note(f"  needed by snapshot {name} of {wire_path(os.fsencode(workspace))}")
+            of = f" of {wire_path(os.fsencode(workspace))}" if workspace else ""
+            output.note(f"  needed by snapshot {name}{of}")
         for path in damage.paths:
             output.note(f"  lost: {output.show_path(wire_path(path)) or '.'}")
     if report.damages:

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.store.format.digests import CHUNK_BYTES
 from protocol.store.format.packs import DamagedError, Pack
-from protocol.store.format.rows import Row, decode_listing
-from protocol.store.object_store.layout import PACKS, check_blob, decode_chunk_map, kind_of
+from protocol.store.format.rows import Row
+from protocol.store.object_store.layout import (
+    PACK_BYTES,
+    PACKS,
+    check_blob,
+    decode_chunk_map,
+    decode_listing_of,
+    kind_of,
+)
 from protocol.store.upkeep import GONE, LOST_PATHS_SHOWN, CheckReport, Damage
 
 if TYPE_CHECKING:
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
     from protocol.store.object_store.remote import RemoteSnapshot, RemoteStore
     from protocol.tree import ByteProgress
 
-_IN_FLIGHT: Final = 4
+_IN_FLIGHT_BYTES: Final = 4 * PACK_BYTES  # more only if one pack is larger
 
 
 def check(remote: RemoteStore, progress: ByteProgress) -> CheckReport:
@@ -76,7 +83,7 @@ class _Check:
         total = sum(pack.size_bytes for pack in view.packs.values())
         waiting: deque[tuple[Pack, Future[bytes]]] = deque()
         for pack in view.packs.values():
-            if len(waiting) >= _IN_FLIGHT:
+            while waiting and sum(each.size_bytes for each, _ in waiting) + pack.size_bytes > _IN_FLIGHT_BYTES:
                 self._compare(*waiting.popleft(), total)
             waiting.append((pack, self._remote.storage.read(f"{PACKS}/{pack.name}")))
         while waiting:
@@ -118,15 +125,23 @@ class _Check:
             if stat.S_ISDIR(row.mode):
                 seen.add(row.content)
                 prefix = path + b"/" if path else b""
-                rows = decode_listing(self._metadata[row.content])
+                try:
+                    rows = decode_listing_of(row.content, self._metadata.get(row.content, b""))
+                except DamagedError as error:
+                    wrong.append((path, error.damage))
+                    continue
                 pending += [(prefix + below.name, below) for below in reversed(rows)]
         return wrong
 
     def _damage_of(self, row: Row) -> str | None:
         """Why an entry cannot be read; None if it can."""
         digests = [row.content]
-        if stat.S_ISREG(row.mode) and row.size > CHUNK_BYTES and row.content in self._metadata:
-            digests += decode_chunk_map(row.content, self._metadata[row.content]).chunks.values()
+        if stat.S_ISREG(row.mode) and row.size > CHUNK_BYTES and row.content in self._whole:
+            data = self._metadata.get(row.content)
+            found = None if data is None else decode_chunk_map(row.content, data)
+            if found is None or found.size != row.size:
+                return "a content has another size than its file"
+            digests += found.chunks.values()
         for digest in digests:
             if digest not in self._whole:
                 return self._bad.get(digest, GONE)

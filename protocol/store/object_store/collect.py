@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Final
 from protocol.store.format.packs import DamagedError
 from protocol.store.object_store.layout import (
     CLOCK,
+    CLOCK_ERROR_S,
     CONDEMNED,
     NAMES,
     PACK_BYTES,
     PACKS,
+    REPAIRED,
     Generation,
     check_blob,
     generation_of,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 _SMALL_PACK_BYTES: Final = PACK_BYTES // 4
 _SEVERAL: Final = 8  # small packs, which are worth merging
-_CLOCK_ERROR_S: Final = 2.0  # S3 and HTTP give times in whole seconds
+_CLOCK_ERROR_S: Final = CLOCK_ERROR_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,18 @@ class Collection:
         self._storage = remote.storage
         self._progress = progress
         self._freed_bytes = self._freed_packs = 0
+        self._repairs = False
 
     def run(self, *, repair: bool = False) -> CollectionReport:
         """Collect.  DamagedError if a listing is damaged, because it might need any content.
 
-        `repair` first deletes damaged contents, and ignores the listings that are gone.
+        `repair` first drops the names whose records are damaged, deletes damaged contents, and ignores the listings
+        that are gone.
         """
+        self._repairs = repair
         grace_s = self._remote.grace_s
         before_s = self._now_s() - grace_s - _CLOCK_ERROR_S
-        damaged = self._remove_damage() if repair else 0
+        damaged = self._repair() if repair else 0
         view = self._remote.packs.view()
         for error in view.damaged.values():
             raise error
@@ -126,7 +131,12 @@ class Collection:
         return self._roots_of(current), self._roots_of(recent)
 
     def _roots_of(self, generations: list[Generation]) -> list[bytes]:
-        return [one.record.root.content for one in self._remote.records(generations)]
+        damaged = self._ignore if self._repairs else None
+        return [one.record.root.content for one in self._remote.records(generations, damaged)]
+
+    @staticmethod
+    def _ignore(_one: Generation, _error: DamagedError) -> None:
+        """Do nothing."""
 
     def _add_new_packs(self, view: PackView) -> None:
         """Add packs of names that were published after `view` listed the packs."""
@@ -139,6 +149,26 @@ class Collection:
                 view.add(pack)
 
     # -- repair --------------------------------------------------------------------------------
+    def _repair(self) -> int:
+        """Remove damage; return the number of damaged names and contents.
+
+        A mark before and after it: snapshots that were published until then may lack contents, and are no base of a
+        push any more.
+        """
+        self._mark_repair()
+        found = self._drop_damaged() + self._remove_damage()
+        self._mark_repair()
+        return found
+
+    def _mark_repair(self) -> None:
+        self._storage.create(f"{REPAIRED}/{secrets.token_hex(8)}", b"").result()
+
+    def _drop_damaged(self) -> int:
+        """Drop the names whose records cannot be read; return their number."""
+        damaged: list[Generation] = []
+        self._remote.records(self._remote.newest().values(), lambda one, _: damaged.append(one))
+        return sum(self._remote.drop_generation(one).result() for one in damaged)
+
     def _remove_damage(self) -> int:
         """Delete packs with damage, after copying what is whole in them; return the number of damaged contents."""
         view = self._remote.packs.view()

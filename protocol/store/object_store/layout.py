@@ -5,6 +5,7 @@
     packs/<id>.tree.pack            listings and chunk maps
     packs/<id>.data.pack            contents, or chunks of contents of more than CHUNK_BYTES
     condemned/<pack>                the pack is going to be deleted: nothing new may rely on it
+    repaired/<id>                   damaged contents were deleted at this time: older snapshots may lack some
 
 An object never changes.  The id of a pack is random and never used twice.  A chunk map has the digest of its content,
 and lists the digests of the content's chunks, from which that digest can be computed.
@@ -23,18 +24,26 @@ import msgspec
 from protocol.store.format.digests import CHUNK_BYTES, DIGEST_BYTES, digest_of, digest_of_chunks
 from protocol.store.format.packs import DamagedError, damaged_blob
 from protocol.store.format.records import Record, decode_record, encode_record
+from protocol.store.format.rows import Row, decode_listing
 
 FORMAT: Final = "format"
 NAMES: Final = "names"
 PACKS: Final = "packs"
 CONDEMNED: Final = "condemned"
+REPAIRED: Final = "repaired"
 CLOCK: Final = "clock"
 GRACE_S: Final = 24 * 3600.0
+LONGEST_GRACE_S: Final = 10 * 365 * 24 * 3600.0
+CLOCK_ERROR_S: Final = 2.0  # S3 and HTTP give times in whole seconds
 PACK_BYTES: Final = 8 << 20  # a pack is uploaded when it has so much, in one request
+# Larger objects are not read: nobody writes them, and reading one needs as much memory.
+LARGEST_PACK_BYTES: Final = 512 << 20  # a pack with the listing of some million names
+LARGEST_RECORD_BYTES: Final = 64 << 20
 PackKind = Literal["tree", "data"]
 _PLAIN: Final = re.compile(rb"[^A-Za-z0-9._-]")
 _ESCAPED: Final = re.compile(r"=([0-9A-F]{2})")
 _GENERATION_DIGITS: Final = 10
+_NAME_MAX: Final = 255
 
 
 class FormatObject(msgspec.Struct, frozen=True):
@@ -76,7 +85,7 @@ class Generation:
 def generation_of(key: str, size_bytes: int) -> Generation | None:
     """The generation whose object has this key; None for an object that vfsd did not write."""
     parts = key.split("/")
-    if len(parts) != 3 or not (parts[2].isascii() and parts[2].isdigit()):
+    if len(parts) != 3 or not re.fullmatch(rf"[0-9]{{{_GENERATION_DIGITS}}}", parts[2]):
         return None
     return Generation(decoded_name(parts[1]), int(parts[2]), size_bytes)
 
@@ -134,6 +143,26 @@ def decode_chunk_map(digest: bytes, data: bytes) -> ChunkMap:
     if found.size <= CHUNK_BYTES or not in_range or digest_of_chunks(found.size, found.chunks) != digest:
         raise damaged_blob(digest)
     return found
+
+
+def decode_listing_of(digest: bytes, data: bytes) -> list[Row]:
+    """The rows of the listing `digest`, whose content was compared with that.  DamagedError.
+
+    The digest says only that the listing is the one that was pushed, and anybody may have pushed it.  So names that
+    lead out of the directory are refused here.
+    """
+    try:
+        rows = decode_listing(data)
+    except ValueError:
+        raise damaged_blob(digest, "is not a listing") from None
+    names = {row.name for row in rows}
+    if len(names) != len(rows) or not all(map(_is_name, names)):
+        raise damaged_blob(digest, "is not a listing")
+    return rows
+
+
+def _is_name(name: bytes) -> bool:
+    return 0 < len(name) <= _NAME_MAX and name not in {b".", b".."} and b"/" not in name and b"\0" not in name
 
 
 def check_blob(digest: bytes, data: bytes) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from protocol.store.format.digests import CHUNK_BYTES
-from protocol.store.format.packs import BlobLocation, damaged_blob
-from protocol.store.format.rows import decode_listing
-from protocol.store.object_store.layout import decode_chunk_map
+from protocol.store.format.packs import BlobLocation
+from protocol.store.object_store.layout import decode_chunk_map, decode_listing_of
 
 if TYPE_CHECKING:
     from protocol.store.object_store.packs import PackView, RemotePacks
@@ -33,11 +32,7 @@ def needed_blobs(packs: RemotePacks, view: PackView, roots: Iterable[bytes], *, 
         for digest, data in packs.blobs(located(maps)):
             found.update(decode_chunk_map(digest, data).chunks.values())
         for digest, data in packs.blobs(located(listings)):
-            try:
-                rows = decode_listing(data)
-            except ValueError:
-                raise damaged_blob(digest, "is not a listing") from None
-            for row in rows:
+            for row in decode_listing_of(digest, data):
                 if stat.S_ISDIR(row.mode):
                     below.add(row.content)
                 elif stat.S_ISREG(row.mode) and row.content:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.linux.regular_file import write_atomically
 from protocol.store.format.packs import BlobLocation, DamagedError, Pack, PackLookup, damaged_blob
-from protocol.store.object_store.layout import CONDEMNED, PACKS, check_blob
+from protocol.store.object_store.layout import CONDEMNED, LARGEST_PACK_BYTES, PACKS, check_blob
 
 if TYPE_CHECKING:
     from protocol.store.object_store.storage import Objects, Storage
@@ -147,7 +147,9 @@ class RemotePacks:
         unknown = []
         for name, size in sizes.items():
             pack = self._known.get(name) or self._from_cache(name, size)
-            if pack is None:
+            if not 0 < size <= LARGEST_PACK_BYTES:
+                view.damaged[name] = DamagedError("a pack is empty, or larger than any that vfsd writes", name)
+            elif pack is None:
                 unknown.append(name)
             else:
                 view.add(pack)

@@ -13,8 +13,8 @@ from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Blobs, Sink
 from protocol.store.format.digests import CHUNK_BYTES
 from protocol.store.format.packs import damaged_blob
-from protocol.store.format.rows import Row, TreeCounts, decode_listing
-from protocol.store.object_store.layout import decode_chunk_map
+from protocol.store.format.rows import Row, TreeCounts
+from protocol.store.object_store.layout import decode_chunk_map, decode_listing_of
 from protocol.tree import no_progress
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class RemoteSource:
         self._total = sum(row.size for row in missing)
         short = {row.content: row for row in missing if row.size <= LARGE_BYTES}
         for digest, data in self._packs.blobs(map(view.located, short)):
+            if len(data) != short[digest].size:
+                raise damaged_blob(digest, "has another size than its file")
             sink.small(data)
             self._count(len(data), digest)
         for row in missing:
@@ -82,9 +84,9 @@ class RemoteSource:
         while level:
             seen |= level
             below: set[bytes] = set()
-            for data in self._listings(view, level):
+            for digest, data in self._listings(view, level):
                 sink.listing(data)
-                for row in decode_listing(data):
+                for row in decode_listing_of(digest, data):
                     if row.is_dir:
                         below.add(row.content)
                     elif row.is_file and row.content and row.content not in missing and not sink.has(row.content):
@@ -92,24 +94,26 @@ class RemoteSource:
             level = below - seen
         return list(missing.values())
 
-    def _listings(self, view: PackView, digests: set[bytes]) -> Iterator[bytes]:
+    def _listings(self, view: PackView, digests: set[bytes]) -> Iterator[tuple[bytes, bytes]]:
         remote = []
         for digest in digests:
             data = self._local.small(digest)
             if data is None:
                 remote.append(digest)
             else:
-                yield data
-        for _, data in self._packs.blobs(map(view.located, remote)):
-            yield data
+                yield digest, data
+        yield from self._packs.blobs(map(view.located, remote))
 
     def _content(self, view: PackView, row: Row) -> Iterator[bytes]:
         """The content of a file, in pieces."""
         ((_, data),) = self._packs.blobs([view.located(row.content)])
-        if row.size <= CHUNK_BYTES:
+        found = None if row.size <= CHUNK_BYTES else decode_chunk_map(row.content, data)
+        if row.size != (len(data) if found is None else found.size):
+            raise damaged_blob(row.content, "has another size than its file")
+        if found is None:
             yield data
             return
-        chunks = decode_chunk_map(row.content, data).chunks
+        chunks = found.chunks
         for number in range(-(-row.size // CHUNK_BYTES)):
             if number in chunks:
                 ((_, chunk),) = self._packs.blobs([view.located(chunks[number])])

@@ -2,7 +2,8 @@
 
 Invariants, on which the argument in docs/object-stores.md rests:
 1. A name is published only after a view, not older than half of the grace period, in which every blob of the snapshot
-   is in a pack that is not condemned; or is part of a base, and the base is the newest generation of its name.
+   is in a pack that is not condemned; or is part of a base, and the base is the newest generation of its name, and was
+   published after the last repair.
 2. A push reports success only after a second view, which began after the name was published, shows the same.  What is
    missing there is uploaded again, to a new pack.
 
@@ -31,11 +32,13 @@ from protocol.store.format.packs import DamagedError, MemoryPack
 from protocol.store.format.records import Record
 from protocol.store.format.rows import Row
 from protocol.store.object_store.layout import (
+    CLOCK_ERROR_S,
     CONDEMNED,
     FORMAT,
     NAMES,
     PACK_BYTES,
     PACKS,
+    REPAIRED,
     Generation,
     PackKind,
     encode_chunk_map,
@@ -91,6 +94,7 @@ class PushStart:
         self.format = storage.read(FORMAT)
         self.names = storage.list(NAMES)
         self.markers = storage.list(CONDEMNED)
+        self.repairs = storage.list(REPAIRED)
 
 
 class Push:
@@ -183,7 +187,8 @@ class Push:
         newest = newest_of(objects)
         times = {info.key: info.modified_s for info in objects}
         recent = sorted(newest.values(), key=lambda one: times.get(one.key, 0.0), reverse=True)
-        recent = [one for one in recent if not one.is_dropped][:_BASES_TRIED]
+        repaired_s = _last_repair_s(self._start.repairs.result())
+        recent = [one for one in recent if not one.is_dropped and times.get(one.key, 0.0) > repaired_s][:_BASES_TRIED]
         for one in self._remote.records(recent, lambda _one, _error: None):
             if self._blobs.packs.find(one.record.root.content) is not None:
                 self._base = one
@@ -266,15 +271,25 @@ class Push:
     def _is_complete(self) -> bool:
         """Whether every blob is in a usable pack now; else upload those that are not."""
         markers = self._storage.list(CONDEMNED)
-        names = self._storage.list(NAMES) if self._base is not None else None
+        names = repairs = None
+        if self._base is not None:
+            names, repairs = self._storage.list(NAMES), self._storage.list(REPAIRED)
         view = self._remote.packs.view_after(markers)
         # The names are listed after the publication: a base that is still there was needed by every collection so far.
-        if names is not None and self._base is not None:
-            newest = newest_of(names.result()).get(self._base.name)
-            if newest != self._base.generation:
+        if self._base is not None and names is not None and repairs is not None:
+            objects = names.result()
+            times = {info.key: info.modified_s for info in objects}
+            newest = newest_of(objects).get(self._base.name)
+            is_repaired = times.get(self._base.generation.key, 0.0) <= _last_repair_s(repairs.result())
+            if newest != self._base.generation or is_repaired:
                 self._base = None
                 self._items = self._needed()
         return not self._upload(view)
+
+
+def _last_repair_s(repairs: Objects) -> float:
+    """Until when a snapshot may have been published before the last repair ended, in the store's seconds."""
+    return max((info.modified_s + CLOCK_ERROR_S for info in repairs), default=-1.0)
 
 
 class Uploads:

@@ -23,6 +23,8 @@ from protocol.store.format.records import Record, info_of
 from protocol.store.object_store.layout import (
     FORMAT,
     GRACE_S,
+    LARGEST_RECORD_BYTES,
+    LONGEST_GRACE_S,
     NAMES,
     FormatObject,
     Generation,
@@ -105,7 +107,7 @@ class RemoteStore:
             found = msgspec.json.decode(data, type=FormatObject)
         except ValueError:
             found = FormatObject(0)
-        if found.vfsd_object_store != _VERSION:
+        if found.vfsd_object_store != _VERSION or not 0 <= found.grace_s <= LONGEST_GRACE_S:
             raise OSError(errno.EINVAL, "not a snapshot store that this vfsd knows: use a newer vfsd", self.directory)
         self._format = found
         return True
@@ -162,11 +164,16 @@ class RemoteStore:
 
         `damaged` is called with what cannot be read; without it: DamagedError.
         """
-        begun = [(one, self.storage.read(one.key)) for one in generations if not one.is_dropped]
+        begun = [
+            (one, self.storage.read(one.key) if one.size_bytes <= LARGEST_RECORD_BYTES else None)
+            for one in generations
+            if not one.is_dropped
+        ]
         found = []
         for one, answer in begun:
             try:
-                found.append(RemoteSnapshot(one, decode_named(answer.result(), one.key)))
+                data = b"" if answer is None else answer.result()
+                found.append(RemoteSnapshot(one, decode_named(data, one.key)))
             except FileNotFoundError:
                 continue
             except DamagedError as error:
@@ -229,11 +236,11 @@ class RemoteStore:
         found = [] if newest is None else self.records([newest])
         if newest is None or not any(one.record.workspace == workspace for one in found):
             raise SnapshotNotFoundError(name)
-        if not self._dropped(newest).result():
+        if not self.drop_generation(newest).result():
             what = f"another process has just replaced the snapshot {name}, which was not dropped: look at it first"
             raise OSError(errno.EBUSY, what, self.directory)
 
-    def _dropped(self, one: Generation) -> Future[bool]:
+    def drop_generation(self, one: Generation) -> Future[bool]:
         """Drop this generation of a name, unless another process has replaced it; return whether it is dropped.
 
         The next generation is an empty object.
@@ -255,7 +262,7 @@ class RemoteStore:
             for name in choose(workspace, [one.info for one in group.values()], {})
         ]
         chosen.sort(key=lambda one: one.record.created_ns)
-        begun = [(one.name, self._dropped(one.generation)) for one in chosen]
+        begun = [(one.name, self.drop_generation(one.generation)) for one in chosen]
         return [name for name, answer in begun if not answer.result()]
 
     # -- moving snapshots ----------------------------------------------------------------------

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import NotReadyError
-from protocol.store.format.rows import Row, decode_listing
-from protocol.store.object_store.layout import ChunkMap, decode_chunk_map
+from protocol.store.object_store.layout import ChunkMap, decode_chunk_map, decode_listing_of
 
 if TYPE_CHECKING:
+    from protocol.store.format.rows import Row
     from protocol.store.object_store.lazy.blob_cache import BlobCache
     from protocol.store.object_store.lazy.client import FetchClient
     from protocol.store.object_store.lazy.messages import BlobKind
@@ -71,14 +71,14 @@ class RemoteContents:
             self.client.fetch(kind, (), missing)
 
     def listing(self, digest: bytes) -> Mapping[bytes, Row]:
-        """The rows of a listing by name.  NotReadyError; ValueError if it is none."""
+        """The rows of a listing by name.  NotReadyError; DamagedError if it is none."""
         with self._lock:
             rows = self._listings.get(digest)
             if rows is not None:
                 self._listings.move_to_end(digest)
                 return rows
         (data,) = self.blobs("tree", (digest,))
-        rows = {row.name: row for row in decode_listing(data)}
+        rows = {row.name: row for row in decode_listing_of(digest, data)}
         with self._lock:
             self._listings[digest] = rows
             while len(self._listings) > 1 and sum(map(len, self._listings.values())) > _ROWS_KEPT:

@@ -137,7 +137,7 @@ def test_the_answer_says_what_was_replaced_meanwhile(
 def test_an_interrupted_prune_is_completed_by_the_next_one(
     remote: RemoteStore, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dropped = RemoteStore._dropped
+    dropped = RemoteStore.drop_generation
     left = 2
 
     def interrupted(store: RemoteStore, generation: Any) -> Any:
@@ -148,7 +148,7 @@ def test_an_interrupted_prune_is_completed_by_the_next_one(
         return dropped(store, generation)
 
     with monkeypatch.context() as patched:
-        patched.setattr(RemoteStore, "_dropped", interrupted)
+        patched.setattr(RemoteStore, "drop_generation", interrupted)
         result = run("--keep-last", "1", "--store", url)
     assert (result.exit_code, result.stderr.count("\n")) == (130, 1)
     assert "the same command removes the others" in result.stderr

@@ -162,6 +162,89 @@ def test_a_repair_removes_damage_and_a_push_brings_it_back(url: str, local: Stor
         remote.collect_garbage()
 
 
+def test_after_a_repair_a_push_relies_on_no_older_snapshot(url: str, local: Store, root: Path) -> None:
+    states(local, root, 2)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0")
+    (name,) = [name for name in packs(url) if ".data." in name]
+    os.truncate(Path(url.removeprefix("file://"), "packs", name), 100)
+    with opened(url) as remote:
+        assert remote.collect_garbage(repair=True).damaged_contents == 1
+        assert remote.push(local, KEY, "state0", name="again").uploaded_contents > 5
+        assert remote.check().ok
+
+
+def test_a_base_that_is_repaired_during_the_push_is_not_relied_on(
+    url: str, local: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states(local, root, 1)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0", name="base")
+    (root / "new").write_bytes(b"new")
+    local.take(KEY, "next", DirectorySource(root))
+    publish = Push._publish
+
+    def slowly(push: Push, *args: object) -> int:
+        (name,) = [
+            name for name in packs(url) if ".data." in name and os.path.getsize(f"{url[7:]}/packs/{name}") > 1000
+        ]
+        os.truncate(f"{url[7:]}/packs/{name}", 100)
+        with opened(url) as other:
+            other.collect_garbage(repair=True)
+        return publish(push, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Push, "_publish", slowly)
+    with opened(url) as remote:
+        remote.push(local, KEY, "next")
+        assert remote.check().ok
+
+
+def test_a_damaged_name_does_not_stop_collections_for_ever(url: str, local: Store, root: Path) -> None:
+    states(local, root, 2)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0")
+        remote.push(local, KEY, "state1")
+    Path(url.removeprefix("file://"), "names", "state0", "0000000001").write_bytes(b"not a record")
+    with opened(url) as remote:
+        with pytest.raises(DamagedError, match="vfsd store check --store"):
+            remote.collect_garbage()
+        assert remote.collect_garbage(repair=True).damaged_contents == 1
+        assert [one.name for one in remote.all()] == ["state1"]
+        assert remote.push(local, KEY, "state0").is_new
+        assert remote.check().ok
+    collected(url)
+
+
+@pytest.mark.parametrize(
+    ("key", "size"),
+    [
+        ("packs/0123.data.pack", 0),
+        ("packs/0123.tree.pack", 50 << 30),
+        ("names/state0/0000000002", 50 << 30),
+        ("names/state0/99999999999999999999", 7),
+        ("names/state0/-1", 7),
+        ("names/x/y/z", 7),
+        ("condemned/nothing", 7),
+    ],
+    ids=str,
+)
+def test_an_object_that_nobody_wrote_costs_no_memory_and_a_repair_removes_its_effect(
+    url: str, local: Store, root: Path, key: str, size: int
+) -> None:
+    states(local, root, 1)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0")
+    path = Path(url.removeprefix("file://"), key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        os.truncate(file.fileno(), size)
+    with opened(url) as remote:
+        remote.check()
+        remote.collect_garbage(repair=True)
+        assert remote.check().ok
+        assert remote.push(local, KEY, "state0", name="other").is_new
+
+
 def test_pushers_and_collectors_that_are_killed_lose_no_name(
     url: str, local: Store, root: Path, runs_long: bool, tmp_path: Path
 ) -> None:
