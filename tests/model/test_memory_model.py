@@ -580,6 +580,9 @@ class MemoryMachine(RuleBasedStateMachine):
     def change_counts(self) -> None:
         counts = self.volume.change_counts()
         infos = self.volume.snapshots()
+        for newest in (0, 1, 2, len(infos), len(infos) + 1):
+            some = infos[max(0, len(infos) - newest) :]
+            assert self.volume.change_counts(newest) == {info.name: counts[info.name] for info in some}
         assert {info.name for info in infos} == self.model.snapshots.keys() == counts.keys()
         old: dict[int, tuple[object, ...]] = {}
         for info in infos:

@@ -201,6 +201,9 @@ class OverlayMachine(MemoryMachine):
     def change_counts(self) -> None:
         counts = self.volume.change_counts()
         infos = self.volume.snapshots()
+        for newest in (0, 1, 2, len(infos), len(infos) + 1):
+            some = infos[max(0, len(infos) - newest) :]
+            assert self.volume.change_counts(newest) == {info.name: counts[info.name] for info in some}
         old = self.facts(self.base)
         for info in infos:
             new = self.facts(self.model.snapshots[info.name])

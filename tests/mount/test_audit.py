@@ -655,6 +655,27 @@ def test_the_file_must_not_be_in_the_directory_that_the_workspace_shows(mount: M
     assert not any(below.iterdir())
 
 
+@pytest.mark.parametrize("backend", ["memory", "host"])
+def test_the_newest_states_of_a_timeline_have_the_counts_that_all_have(
+    mount: MountIt, workdir: Path, backend: str
+) -> None:
+    (workdir / "below").mkdir()
+    workspace = mount(backend="memory" if backend == "memory" else f"host:{workdir / 'below'}")
+    for number in range(4):
+        (Path(workspace.path) / f"f{number}").touch()
+        workspace.snapshot(f"s{number}")
+
+    def states(*words: str) -> list[tuple[str | None, dict[str, int] | None]]:
+        shown = succeeded(vfsd("timeline", "-w", workspace.name, "--json", *words))
+        return [(state["name"], state["changes"]) for state in json.loads(shown)["states"]]
+
+    whole = states()
+    assert [name for name, _ in whole] == ["s0", "s1", "s2", "s3", None]
+    assert all(changes is not None for _, changes in whole)
+    for number in range(1, 7):
+        assert states("-n", str(number)) == whole[-number:]
+
+
 def test_the_timeline_names_the_programs_and_counts_what_they_changed(workspace: Workspace, root: Path) -> None:
     def timeline() -> list[tuple[str | None, dict[str, int], dict[str, int]]]:
         states = json.loads(succeeded(vfsd("-w", workspace.name, "--json", "timeline")))["states"]

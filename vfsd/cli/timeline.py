@@ -90,7 +90,7 @@ def timeline_command(app: App, number: int, no_changes: bool) -> None:
     On a terminal the output goes through $VFSD_PAGER, else $PAGER, else `less`.  In a pipe the columns are separated by
     tabs: name ("-" for the live state), time, changes, programs, kind, tag, step.
     """
-    snapshots, live = _changes(app, is_counted=not no_changes)
+    snapshots, live = _changes(app, number - 1, is_counted=not no_changes)
     found, log = _authors(app, snapshots)
     states = [_state(each, each.changes, found) for each in snapshots] + [_state(None, live, found)]
     older, shown = len(states[:-number]), states[-number:]
@@ -109,14 +109,16 @@ def timeline_command(app: App, number: int, no_changes: bool) -> None:
         output.note(f"the log does not reach back to changes before {output.show_time(log.since)}")
 
 
-def _changes(app: App, *, is_counted: bool) -> tuple[Sequence[Snapshot], ChangeCounts | None]:
+def _changes(app: App, counted_snapshots: int, *, is_counted: bool) -> tuple[Sequence[Snapshot], ChangeCounts | None]:
     """Return the snapshots, oldest first, and the changes of the live state since the newest of them.
 
+    The changes of the newest `counted_snapshots` are counted.
     The changes are None if they are not counted, if there is no state to compare the live state with, or if programs
     drop snapshots faster than they can be compared.
     """
     is_overlay = BackendSpec.split(app.record().backend).kind == "overlay"
     listing = app.requests.snapshots(changes=is_counted)
+    listing.params.newest = counted_snapshots
     for _ in range(_ATTEMPTS):
         snapshots: Sequence[Snapshot] = listing.result(app.call(listing))
         newest = snapshots[-1].name if snapshots else None

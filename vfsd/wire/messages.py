@@ -13,7 +13,7 @@ Source: https://www.jsonrpc.org/specification
 from __future__ import annotations
 
 import re
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -264,9 +264,14 @@ class SnapshotParams(Params):
 
 
 class SnapshotsParams(Params):
-    """Parameters of `snapshots`.  `changes` counts for each snapshot the changes since the previous one."""
+    """Parameters of `snapshots`.
+
+    `changes` counts for each snapshot the changes since the previous one; with `newest`, only for so many snapshots,
+    the newest ones.
+    """
 
     changes: bool = True
+    newest: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class SnapshotsResult(msgspec.Struct):

@@ -99,7 +99,7 @@ class SnapshotMethods:
 
     async def _list(self, params: SnapshotsParams, _call: CallContext) -> SnapshotsResult:
         snapshots = self._snapshots
-        counts = await snapshots.change_counts() if params.changes else {}
+        counts = await snapshots.change_counts(params.newest) if params.changes else {}
         history = await snapshots.history()
         records = []
         infos = await snapshots.infos()

@@ -242,8 +242,8 @@ class SnapshotService(Protocol):
         """Return all snapshots, oldest first."""
         ...
 
-    async def change_counts(self) -> Mapping[str, ChangeCounts]:
-        """Count the changes of each snapshot against the one before it."""
+    async def change_counts(self, newest: int | None = None) -> Mapping[str, ChangeCounts]:
+        """Count the changes of each snapshot, or of the `newest` ones, against the one before it."""
         ...
 
     async def drop(self, names: Sequence[str]) -> Dropped:

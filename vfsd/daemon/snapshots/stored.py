@@ -263,11 +263,15 @@ class StoreSnapshots:
         for _ in await in_thread(drop_unused_bases, self._store, self._key, keep):
             self._note_dropped()
 
-    async def change_counts(self) -> Mapping[str, ChangeCounts]:
-        return await in_thread(self._count_changes, await self.infos())
+    async def change_counts(self, newest: int | None = None) -> Mapping[str, ChangeCounts]:
+        return await in_thread(self._count_changes, await self.infos(), newest)
 
-    def _count_changes(self, infos: Sequence[SnapshotInfo]) -> dict[str, ChangeCounts]:
-        found = {info.name: ChangeCounts(info.files + info.directories) for info in infos[:1]}
+    def _count_changes(self, infos: Sequence[SnapshotInfo], newest: int | None) -> dict[str, ChangeCounts]:
+        found: dict[str, ChangeCounts] = {}
+        if newest is None or newest >= len(infos):
+            found = {info.name: ChangeCounts(info.files + info.directories) for info in infos[:1]}
+        else:
+            infos = infos[len(infos) - newest - 1 :]  # with the one that the first is compared with
         for before, after in itertools.pairwise(infos):
             key = before.serial, after.serial
             if key not in self._counts:

@@ -187,8 +187,8 @@ class VolumeSnapshots:
     async def infos(self) -> Sequence[SnapshotInfo]:
         return self._volume.snapshots()
 
-    async def change_counts(self) -> Mapping[str, ChangeCounts]:
-        return {name: ChangeCounts(*counts) for name, counts in self._volume.change_counts().items()}
+    async def change_counts(self, newest: int | None = None) -> Mapping[str, ChangeCounts]:
+        return {name: ChangeCounts(*counts) for name, counts in self._volume.change_counts(newest).items()}
 
     async def drop(self, names: Sequence[str]) -> Dropped:
         async with self._mounted.change_lock:

@@ -123,14 +123,19 @@ class SnapshotHistory:
         with self._lock:
             self._state.log.close(self._state.log.find(name))
 
-    def change_counts(self) -> dict[str, tuple[int, int, int]]:
-        """Return, for each snapshot, the inodes (added, modified, removed) since the one before it; O(all changes)."""
+    def change_counts(self, newest: int | None = None) -> dict[str, tuple[int, int, int]]:
+        """Return the inodes (added, modified, removed) of each snapshot since the one before it.
+
+        O(changes since the oldest one that is counted).  `newest`: only of so many snapshots, the newest ones.
+        """
         counts: dict[str, tuple[int, int, int]] = {}
         state = self._state
         later: PreInodes = {}  # the pre-images of the changes after `pending`: the state at its end
         pending: PreInodes = {}
         following: SnapshotInfo | None = None
         for epoch in reversed(state.log.epochs()):
+            if len(counts) == newest:
+                return counts
             pending = {**pending, **epoch.inodes}
             if epoch.info is None:
                 continue
@@ -139,7 +144,7 @@ class SnapshotHistory:
             later.update(pending)
             pending = {}
             following = epoch.info
-        if following is not None:
+        if following is not None and len(counts) != newest:
             all_added = (following.files + following.directories - 1, 0, 0)  # the root was there before
             counts[following.name] = all_added if self.starts_empty else count_changes(state, pending, later)
         return counts
