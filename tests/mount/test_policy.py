@@ -512,6 +512,31 @@ def test_a_fork_has_the_policy_of_its_source(workdir: Path) -> None:
             assert fork.policy() == workspace.policy()
 
 
+def test_a_backend_that_waits_for_its_answers_is_held_as_well(workdir: Path) -> None:
+    below = workdir / "below"
+    below.mkdir()
+    fill(below)
+    options: dict[str, Any] = {"workdir": str(below), "store": workdir / "store", **POLICY}
+    with mounted(workdir / "x", backend=f"exec:{sys.executable}", name=f"{workdir.name}-x", **options) as workspace:
+        root = Path(workspace.path)
+        for name in ("src/secret", "alias", "top.lock", "vendor/lib"):
+            fails(errno.EPERM, lambda name=name: (root / name).write_text("x"))  # type: ignore[misc]
+            fails(errno.EPERM, (root / name).unlink)
+            fails(errno.EPERM, lambda name=name: (root / "free").rename(root / name))  # type: ignore[misc]
+        for name in (".env", "envalias", "private/key"):
+            fails(errno.ENOENT, (root / name).read_text)
+        fails(errno.EPERM, (root / ".env").mkdir)
+        fails(errno.EPERM, lambda: (root / "src").rename(root / "moved"))
+        (root / "empty").rename(root / "moved")
+        workspace.snapshot("kept")
+        workspace.policy(protect=["free"])
+        (below / "free").write_text("outside")
+        with pytest.raises(PermissionError, match="policy"):
+            workspace.restore("kept")
+        assert (below / "free").read_text() == "outside"
+        assert [each.name for each in workspace.snapshots()] == ["kept"]
+
+
 def test_an_upgraded_daemon_has_the_policy_with_what_was_added(workdir: Path) -> None:
     with Workspace.mount(workdir / "u", name=f"{workdir.name}-u", protect=["nothing"]) as workspace:
         root = Path(workspace.path)

@@ -96,13 +96,16 @@ def check_changes(rules: PolicyRules, changes: Iterable[Change], attempt: str) -
     if not protected and not hidden:
         return
     parts = []
-    if protected:
+    only = protected[0] if len(protected) == 1 and not hidden else None  # the error names it
+    if only is not None:
+        parts.append("a protected path")
+    elif protected:
         listed = ", ".join(map(shown, protected[:_PATHS_SHOWN])) + (", ..." if len(protected) > _PATHS_SHOWN else "")
         parts.append(f"{len(protected):,} protected path{'s' * (len(protected) > 1)} ({listed})")
     if hidden:
         parts.append(f"{hidden:,} hidden path{'s' * (hidden > 1)}")
     reason = f"the policy of this workspace refuses it, because it would change {' and '.join(parts)}"
-    raise DeniedByPolicyError(attempt, protected[0] if len(protected) == 1 and not hidden else None, reason + _ADVICE)
+    raise DeniedByPolicyError(attempt, only, reason + _ADVICE)
 
 
 _ADVICE: Final = "; nothing was changed; name other paths only, or change these below the mount"
