@@ -562,3 +562,29 @@ def test_follow_in_async_python_goes_on_with_the_next_daemon(kept: Kept) -> None
 def _path_of(change: LoggedChange | Missed) -> str | None:
     assert isinstance(change, LoggedChange)
     return change.path
+
+
+# -- kernels before Linux 6.9 ------------------------------------------------------------------------
+def test_without_resending_a_request_in_progress_fails_and_the_mount_continues(
+    kept: Kept, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = workdir / "flag"
+    settings = {"TEST_OPCODE": "MKDIR", "TEST_STEP": "recorded", "TEST_FLAG": str(flag), "TEST_NO_RESEND": "1"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"VFSD_{name}", value)
+    options = mount_options(kept.path, name=kept.name, persist=True, journal_dir=kept.journal)
+    launch(options, daemon_module="tests.mount.dying_daemon")
+    (kept.path / "file").write_bytes(b"content")
+    before = kept.record
+    with (kept.path / "file").open("rb") as file:
+        flag.touch()
+        with pytest.raises(OSError, match="Input/output error") as raised:
+            (kept.path / "new").mkdir()
+        assert raised.value.errno == errno.EIO
+        wait_until(lambda: kept.record.pid != before.pid, "a replacement")
+        assert file.read() == b"content"
+        for _ in range(3):
+            kept.kill()
+            (kept.path / "file").write_bytes(b"content")
+    assert "failed with EIO" in log_of(kept.name)
+    check_invariants(Workspace.attach(kept.name))

@@ -108,7 +108,13 @@ async def run_daemon(
         served = _to_serve(options, backend, is_continued=resumed is not None)
         if resumed is not None:
             engine = resume_engine(
-                served.volume, settings, replay, resumed.descriptor, resumed.saved, resend=resumed.resend
+                served.volume,
+                settings,
+                replay,
+                resumed.descriptor,
+                resumed.saved,
+                resend=resumed.resend,
+                memory_fd=resumed.memory_fd,
             )
         else:
             with _alone():
@@ -147,6 +153,7 @@ class _ResumedMount(NamedTuple):
     descriptor: int
     saved: bytes
     resend: bool
+    memory_fd: int | None = None
 
 
 def _resumed(kept: Kept | None, successor: Successor | None) -> _ResumedMount | None:
@@ -155,7 +162,7 @@ def _resumed(kept: Kept | None, successor: Successor | None) -> _ResumedMount | 
         return _ResumedMount(successor.device, successor.negotiated, resend=False)
     if kept is None or kept.resumed is None:
         return None
-    return _ResumedMount(kept.resumed.descriptor, kept.resumed.saved, resend=True)
+    return _ResumedMount(kept.resumed.descriptor, kept.resumed.saved, resend=True, memory_fd=kept.memory_fd)
 
 
 async def _opened(

@@ -25,6 +25,7 @@ daemon would never end: about once a second the keeper looks for that state, and
 from __future__ import annotations
 
 import array
+import errno
 import gc
 import logging
 import os
@@ -189,7 +190,12 @@ class Keeper:
             if state != "Z" or self._device is None:
                 return
             threads = {int(thread) for thread in os.listdir(f"/proc/{self._child}/task")}
-            count = abandoned.answer(self._device, threads)
+            try:
+                count = abandoned.answer(self._device, threads)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a kernel that does not send requests again
+                    raise
+                count = abandoned.fail(self._device, self._memory_fd)
         except OSError as error:  # ENODEV: the mount is gone, and its requests with it
             log_failure(_logger, "releasing the dead daemon", error, level=logging.INFO)
             return

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.values import Value
 from vfsd.kernel.engines.base import ResumableEngine
+from vfsd.kernel.engines.native import abandoned
 from vfsd.machine import interpreter
 from vfsd.machine.runtime import process_start_ticks
 
@@ -29,12 +30,11 @@ MAX_BYTES: Final = 4096 + 1024  # a mountpoint, and some numbers
 ANSWERED: Final = 0  # how many requests were answered since the last death
 RELEASED: Final = 1  # 1: another daemon takes the workspace over, so none is to be restarted
 KEEPS: Final = 2  # 1: the keeper has the descriptor of the mount, and restarts a daemon that dies
-_NUMBER_BYTES: Final = 8
 
 
 def shared_memory(descriptor: int | None = None) -> tuple[int, memoryview]:
     """Make the memory that a keeper and its daemon share, or map that of `descriptor`."""
-    size = _NUMBER_BYTES * (KEEPS + 1)
+    size = abandoned.SHARED_BYTES
     if descriptor is None:
         descriptor = os.memfd_create("vfsd-keeper")
         os.ftruncate(descriptor, size)
@@ -103,11 +103,11 @@ class Kept:
     def _begin(self, engine: Engine) -> str | None:
         if not isinstance(engine, ResumableEngine):
             return f"the engine {engine.name} cannot continue a mount"
-        engine.count_in(self._memory)
+        engine.share(self._memory, self.memory_fd)
         if self.resumed is None:
             saved, descriptor = engine.resumable(), engine.descriptor
             if saved is None or descriptor is None:
-                return "this kernel does not send requests again (Linux 6.9)"
+                return "there is no mount"
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
             try:
                 self._channel.sendmsg([saved], rights)

@@ -146,20 +146,24 @@ class ResumableEngine(Protocol):
         ...
 
     def resumable(self) -> bytes | None:
-        """Return what `resume` needs besides the descriptor; None if this kernel cannot send requests again."""
+        """Return what `resume` needs besides the descriptor; None if there is no mount."""
         ...
 
-    def resume(self, descriptor: int, saved: bytes, *, resend: bool = True) -> None:
+    def resume(self, descriptor: int, saved: bytes, *, resend: bool = True, memory_fd: int | None = None) -> None:
         """Take the place of `mount`: continue to serve a mount whose daemon died.
 
-        With `resend`, the kernel sends the requests again that the daemon read and did not answer.
+        With `resend`, the kernel sends the requests again that the daemon read and did not answer.  If it cannot do
+        that, they fail with EIO: those that the daemon noted in the memory `memory_fd` (`share`).
 
         OSError: EPROTONOSUPPORT if a later version of the engine made the mount.
         """
         ...
 
-    def count_in(self, counter: memoryview) -> None:
-        """Add the requests that are answered to `counter[0]`, a 64-bit number in shared memory."""
+    def share(self, memory: memoryview, memory_fd: int) -> None:
+        """Share `memory`, words of 64 bits with the descriptor `memory_fd`, with the process that keeps the mount.
+
+        Requests that are answered are added to the first word.  What follows the first page is the engine's.
+        """
         ...
 
 

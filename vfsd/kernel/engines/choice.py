@@ -71,10 +71,11 @@ def resume_engine(
     saved: bytes,
     *,
     resend: bool = True,
+    memory_fd: int | None = None,
 ) -> Engine:
     """Return the engine that continues to serve the mount behind `descriptor`.  See `ResumableEngine.resume`."""
     engine = NativeEngine(volume, settings, impersonator)
-    engine.resume(descriptor, saved, resend=resend)
+    engine.resume(descriptor, saved, resend=resend, memory_fd=memory_fd)
     return engine
 
 

@@ -7,6 +7,9 @@ A program that waits for the answer to a request that was read cannot be killed.
 daemon, too: if one of them waits for its own daemon, the process does not end when it is killed, and its descriptors
 and locks stay.  `answer` releases such threads.
 
+Older kernels do not send requests again.  There a daemon reads requests into memory that it shares with its keeper, and
+notes there which of them wait for an answer, so the next daemon can answer them with EIO.
+
 Source: fs/fuse/dev.c (fuse_resend, request_wait_answer, fuse_dev_do_read).
 """
 
@@ -15,11 +18,19 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import struct
 from collections.abc import Container
+from typing import Final
 
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.negotiation import MAX_REQUEST_BYTES
 from vfsd.kernel.engines.native.wire import Opcode
+
+RING_AT: Final = 4096  # in the shared memory: the numbers of requests that were not answered at once
+RING_WORDS: Final = 4096
+BUFFER_AT: Final = RING_AT + 8 * RING_WORDS  # ... and the request that was read last
+SHARED_BYTES: Final = BUFFER_AT + MAX_REQUEST_BYTES
+_NUMBER: Final = struct.Struct("=Q")
 
 _WITHOUT_REPLY = frozenset({Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT})
 
@@ -43,6 +54,21 @@ def answer(descriptor: int, threads: Container[int]) -> int:
                 os.write(descriptor, wire.error_reply(unique, errno.EIO))
                 count += 1
     resend(descriptor)
+    return count
+
+
+def fail(descriptor: int, memory_fd: int) -> int:
+    """Answer the requests that the memory `memory_fd` has with EIO; return how many waited."""
+    ring = os.pread(memory_fd, 8 * RING_WORDS, RING_AT)
+    last = os.pread(memory_fd, 8, BUFFER_AT + 8)  # fuse_in_header.unique
+    numbers = {number for (number,) in _NUMBER.iter_unpack(ring + last)} - {0}
+    count = 0
+    for number in numbers:
+        try:
+            os.write(descriptor, wire.error_reply(number, errno.EIO))
+        except FileNotFoundError:  # it was answered
+            continue
+        count += 1
     return count
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import mmap
+import os
 from typing import Final
 
 from protocol.values import Value
@@ -37,6 +38,10 @@ _WANTED: Final = (
 )
 # This engine has no handlers of OPEN and OPENDIR.
 _REQUIRED: Final = InitFlag.NO_OPEN_SUPPORT | InitFlag.NO_OPENDIR_SUPPORT | InitFlag.MAX_PAGES
+
+
+# For tests: set in the environment, this kernel is treated as one before Linux 6.9.
+NO_RESEND: Final = "VFSD_TEST_NO_RESEND"
 
 
 class Agreement(Value):
@@ -86,6 +91,8 @@ def negotiate(
 
 def _wanted(cache_timeout_s: float, acl: bool, checked: bool) -> InitFlag:
     wanted = _WANTED
+    if NO_RESEND in os.environ:
+        wanted &= ~InitFlag.HAS_RESEND
     if math.isinf(cache_timeout_s):
         # The kernel drops pages only on request, even if attributes change.
         wanted |= InitFlag.EXPLICIT_INVAL_DATA

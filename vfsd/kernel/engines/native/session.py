@@ -19,13 +19,14 @@ import contextlib
 import errno
 import functools
 import io
+import itertools
 import logging
 import mmap
 import os
 import select
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from time import monotonic
 from typing import Any, Final
 
@@ -140,6 +141,9 @@ class NativeEngine:
         self._notifications = 0  # the threads that are sending one
         self._is_unmounted = False
         self._counter: memoryview | None = None
+        # The numbers of requests that wait for an answer, for a kernel that does not send them again (`abandoned`).
+        self._ring: memoryview | None = None
+        self._noted: Iterator[int] = iter(())
         self._going_on: trio.Event | None = None  # while the engine pauses
 
     @property
@@ -205,8 +209,7 @@ class NativeEngine:
 
     def resumable(self) -> bytes | None:
         """See `vfsd.kernel.engines.base.ResumableEngine`."""
-        agreed = self._agreement
-        return None if agreed is None or InitFlag.HAS_RESEND not in agreed.flags else self.negotiated()
+        return self.negotiated()
 
     def negotiated(self) -> bytes | None:
         """See `vfsd.kernel.engines.base.HandedOverEngine`, as for the next ones."""
@@ -231,22 +234,30 @@ class NativeEngine:
         if going_on is not None:
             going_on.set()
 
-    def resume(self, descriptor: int, saved: bytes, *, resend: bool = True) -> None:
+    def resume(self, descriptor: int, saved: bytes, *, resend: bool = True, memory_fd: int | None = None) -> None:
         """See `vfsd.kernel.engines.base.ResumableEngine`."""
         found = msgspec.json.decode(saved, type=_Saved)
         if found.version != _SAVED_VERSION:
             raise OSError(errno.EPROTONOSUPPORT, f"the mount was made by another vfsd (format {found.version})")
-        if resend:
+        self._agreement = agreed = Agreement(found.minor, InitFlag(found.flags), b"")
+        if resend and InitFlag.HAS_RESEND in agreed.flags:
             abandoned.resend(descriptor)
-        self._agreement = Agreement(found.minor, InitFlag(found.flags), b"")
+        elif resend and memory_fd is not None and (failed := abandoned.fail(descriptor, memory_fd)):
+            _logger.warning("%d requests that the dead daemon had read failed with EIO (before Linux 6.9)", failed)
         self._mount = mounting.FuseMount(found.mountpoint, found.device)
         self._wakeups, self._warning = make_wakeups(self._settings.wakeups)
         self._device = io.FileIO(descriptor, "r+")
         self._operations = self._operations_over(self._volume, self._replies)
 
-    def count_in(self, counter: memoryview) -> None:
+    def share(self, memory: memoryview, memory_fd: int) -> None:
         """See `vfsd.kernel.engines.base.ResumableEngine`."""
-        self._counter = counter
+        self._counter = memory
+        if self._agreement is not None and InitFlag.HAS_RESEND not in self._agreement.flags:
+            self._noted = itertools.cycle(range(abandoned.RING_WORDS))
+            ring = mmap.mmap(memory_fd, 8 * abandoned.RING_WORDS, offset=abandoned.RING_AT)
+            self._ring = memoryview(ring).cast("Q")
+            self._buffer = mmap.mmap(memory_fd, MAX_REQUEST_BYTES, offset=abandoned.BUFFER_AT)
+            return  # which the next daemon reads: see `abandoned`
         # If this process is killed while the kernel copies a request into pages that do not exist yet, the kernel ends
         # that request with EIO (fuse_dev_do_read, fs/fuse/dev.c).
         self._buffer[:] = bytes(len(self._buffer))
@@ -388,14 +399,14 @@ class NativeEngine:
             _, method, reply = handler
             if self._postponed and node == BARRIER_INODE:
                 # Answered after them: see `write_back`.
-                self._postponed.append(bytes(buffer[:length]))
+                self._postpone(unique, length)
                 return
             answer = method(node, buffer, length)
             if hasattr(answer, "__await__"):
                 self._answer_later(descriptor, operations, opcode, unique, answer)
                 return
             if opcode == _WRITE and answer < length - WRITE_DATA_AT and may_postpone:
-                self._postponed.append(bytes(buffer[:length]))
+                self._postpone(unique, length)
                 return
             message = reply(unique, answer)
         except NotReadyError as error:
@@ -404,10 +415,19 @@ class NativeEngine:
             return
         except Exception as error:  # noqa: BLE001  (logged there)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC and may_postpone:
-                self._postponed.append(bytes(buffer[:length]))
+                self._postpone(unique, length)
                 return
             message = self._failure(operations, opcode, unique, error)
         self._send(descriptor, unique, message)
+
+    def _postpone(self, unique: int, length: int) -> None:
+        """Answer the request in the buffer later: see `_retry_postponed`."""
+        self._note(unique)
+        self._postponed.append(bytes(self._buffer[:length]))
+
+    def _note(self, unique: int) -> None:
+        if self._ring is not None:
+            self._ring[next(self._noted)] = unique
 
     def _retry_postponed(self, descriptor: int) -> None:
         """Answer the postponed requests.
@@ -478,6 +498,7 @@ class NativeEngine:
         if opcode == Opcode.WRITE and has_begun:
             # The data stays in this buffer until the volume has stored it, so the loop gets another buffer.
             self._buffer = _new_buffer()
+        self._note(unique)
         self._pending[unique] = pending = _PendingRequest(has_begun=has_begun)
         self._nursery.start_soon(self._finish, pending, descriptor, operations, opcode, unique, answer)
 
