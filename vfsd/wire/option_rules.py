@@ -155,8 +155,8 @@ def check_policy_size(patterns: Mapping[str, Sequence[str]]) -> None:
     if len(every) > MOST_PATTERNS or size > MOST_PATTERN_BYTES:
         names = " and ".join(f"{{{name}}}" for name, some in patterns.items() if some)
         raise OptionError(
-            f"{names}: {{count:,}} patterns of {{size:,}} bytes together are too many, the limit is {{most:,}} patterns and"
-            " {bytes:,} bytes",
+            f"{names}: {{count:,}} patterns of {{size:,}} bytes together are too many, the limit is {{most:,}} patterns"
+            " and {bytes:,} bytes",
             count=len(every),
             size=size,
             most=MOST_PATTERNS,
