@@ -77,6 +77,19 @@ def test_what_changes_meanwhile_is_there_and_the_old_volume_keeps_no_journal() -
         other.getattr(gone)
 
 
+def test_a_directory_that_was_made_and_removed_while_a_view_was_open_leaves_nothing_in_the_image() -> None:
+    volume = new_volume()
+    volume.take_snapshot("one")
+    directory = volume.mkdir(ROOT_INODE, b"d", 0o755, SUPERUSER).inode
+    with volume.tree():
+        volume.mkdir(directory, b"below", 0o755, SUPERUSER)
+    volume.rmdir(directory, b"below")
+    volume.rmdir(ROOT_INODE, b"d")
+    volume.forget(directory + 1, 1)
+    volume.forget(directory, 1)
+    handed_over(volume)
+
+
 def test_access_times_and_serials_of_dropped_snapshots_are_kept() -> None:
     volume = new_volume()
     number = made(volume, b"f", b"data")
