@@ -423,13 +423,14 @@ def test_the_name_of_a_dead_daemon_is_free_for_another_place(mount: MountCli, wo
     assert f"{workdir}/other" in succeeded(vfsd("status", "same"))
 
 
-def test_list_and_mount_do_not_hang_on_a_daemon_that_is_stopped(mount: MountCli, place: Path) -> None:
+def test_list_mount_and_status_do_not_hang_on_a_daemon_that_is_stopped(mount: MountCli, place: Path) -> None:
     workspace = mount()
     workspace.kill(signal.SIGSTOP)
     try:
         listed = json.loads(succeeded(vfsd("list", "--json")))["workspaces"]
         assert [it["state"] for it in listed] == ["alive"]
         assert "already a mountpoint" in failed(vfsd("mount", place, "--name", "other"))
+        assert f"(pid {workspace.pid}) is stopped or hangs" in failed(vfsd("status", "work"))
     finally:
         workspace.kill(signal.SIGCONT)
     (place / "file").touch()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vfsd.machine.runtime import WorkspaceRecord
 
 T = TypeVar("T")
+_AT_ONCE_S: Final = {"status": 10.0}  # how long a daemon may take for calls that it answers without other work
 INTERRUPTED: Final = 130  # the exit status that a shell reports for SIGINT: 128 + 2
 WORDS: Final = "vfsd.words"  # the key of the whole command line in a context's `meta`
 
@@ -78,13 +79,17 @@ class App:
         begun, self.begun = self.begun, None
         try:
             with (
-                ControlClient(record.socket, begun=begun) as client,
+                ControlClient(record.socket, timeout_s=_AT_ONCE_S.get(request.method), begun=begun) as client,
                 interruptible(client, request.method) as self.signalled,
                 output.progress(label) as on_progress,
             ):
                 answer = client.call(
                     request.method, request.params, on_progress=on_progress, on_output=on_output or request.on_output
                 )
+        except TimeoutError:
+            advice = f"`kill -USR1 {record.pid}` has it write to its log where it waits"
+            what = f"the daemon of {record.name} (pid {record.pid}) is stopped or hangs: {advice}"
+            raise TimeoutError(errno.ETIMEDOUT, what) from None
         except FileNotFoundError as error:
             # With `of` the snapshot belongs to another workspace, whose snapshots this daemon cannot list.
             if getattr(request.params, "of", None) is None:
