@@ -12,15 +12,12 @@ record are removed.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import functools
 import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -28,11 +25,10 @@ import trio
 from msgspec.structs import replace
 
 import vfsd
-from protocol.linux.regular_file import open_regular
-from protocol.volume_extensions import CacheInvalidation, journaled, recoverable, snapshotable
+from protocol.volume_extensions import CacheInvalidation, journaled
 from vfsd.daemon import preload
 from vfsd.daemon.audit.service import Audit
-from vfsd.daemon.backends import Backend, open_backend
+from vfsd.daemon.backends import Backend
 from vfsd.daemon.compaction import Compaction
 from vfsd.daemon.control.methods import Methods, Start
 from vfsd.daemon.control.server import ControlServer
@@ -41,11 +37,10 @@ from vfsd.daemon.forks import Forks, Origin
 from vfsd.daemon.memory_trim import MemoryTrim
 from vfsd.daemon.merging.records import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.daemon.opening import Served, alone, connected, engine_settings, opened, recover, resumed_mount, to_serve
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
-from vfsd.daemon.snapshots.directory import SnapshotDirectory, open_directory
 from vfsd.daemon.stacks import STACKS_SIGNAL, dump_threads_on_signal, write_task_stacks
-from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.choice import mount_engine, resume_engine
 from vfsd.kernel.inotify import Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches
@@ -55,9 +50,7 @@ from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire.handshake import Ready
 
 if TYPE_CHECKING:
-    from protocol.volume import Volume
     from vfsd.daemon.keeper.kept import Kept
-    from vfsd.daemon.policy.service import Policy
     from vfsd.daemon.snapshots.base import SnapshotService
     from vfsd.daemon.upgrading.taking import Successor
     from vfsd.kernel.engines.base import Engine
@@ -70,7 +63,6 @@ _LINGER_S: Final = 5.0
 _ANSWER_S: Final = 5.0  # how long the daemon waits for the client to read the answer to its unmount
 _ANSWER_POLL_S: Final = 0.01
 _TIDY_S: Final = 1.0
-_LOST: Final = "the content and the snapshots of that workspace are lost"
 
 
 async def run_daemon(
@@ -97,15 +89,15 @@ async def run_daemon(
     # Before the archive is read, which may take minutes, and again under the lock that excludes other starts.
     recovered = None
     if origin is None and successor is None and (kept is None or kept.resumed is None):
-        recovered = await trio.to_thread.run_sync(_recover, options)
-    backend, origin = await _opened(options, origin, successor)
-    resumed = _resumed(kept, successor)
-    settings = _settings(options, backend)
+        recovered = await trio.to_thread.run_sync(recover, options)
+    backend, origin = await opened(options, origin, successor)
+    resumed = resumed_mount(kept, successor)
+    settings = engine_settings(options, backend)
     replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
         audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
-        stale = CacheInvalidation() if successor is not None else _connected(backend, kept)
-        served = _to_serve(options, backend, is_continued=resumed is not None)
+        stale = CacheInvalidation() if successor is not None else connected(backend, kept)
+        served = to_serve(options, backend, is_continued=resumed is not None)
         if resumed is not None:
             engine = resume_engine(
                 served.volume,
@@ -117,8 +109,8 @@ async def run_daemon(
                 memory_fd=resumed.memory_fd,
             )
         else:
-            with _alone():
-                recovered = _recover(options) or recovered
+            with alone():
+                recovered = recover(options) or recovered
                 if origin is not None and origin.family is not None:
                     origin.family.join()
                 engine = mount_engine(options.kernel.engine, served.volume, settings, replay)
@@ -147,94 +139,6 @@ async def run_daemon(
                 await trio.to_thread.run_sync(drop_base, options)
 
 
-class _ResumedMount(NamedTuple):
-    """A mount that another daemon made: its descriptor, and what `ResumableEngine.resume` needs."""
-
-    descriptor: int
-    saved: bytes
-    resend: bool
-    memory_fd: int | None = None
-
-
-def _resumed(kept: Kept | None, successor: Successor | None) -> _ResumedMount | None:
-    """Return the mount to continue."""
-    if successor is not None:
-        return _ResumedMount(successor.device, successor.negotiated, resend=False)
-    if kept is None or kept.resumed is None:
-        return None
-    return _ResumedMount(kept.resumed.descriptor, kept.resumed.saved, resend=True, memory_fd=kept.memory_fd)
-
-
-async def _opened(
-    options: MountOptions, origin: Origin | None, successor: Successor | None
-) -> tuple[Backend, Origin | None]:
-    """Return the backend, and what a fork starts with."""
-    if successor is not None:
-        return await successor.open(options), None
-    if origin is None:
-        backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
-        if options.origin is not None:
-            # Start-up: few mounts are forks.
-            from vfsd.daemon.stored_forks import opened_origin  # noqa: PLC0415
-
-            origin = opened_origin(options.origin, backend)
-        return backend, origin
-    volume = snapshotable(origin.backend.volume)
-    if origin.restores_base and volume is not None:
-        volume.restore_snapshot(origin.base)
-        infos = volume.snapshots()
-        origin.merges.record(infos[-1].serial, origin.merges.at(volume.snapshot(origin.base).serial))
-    return origin.backend, origin
-
-
-def _settings(options: MountOptions, backend: Backend) -> EngineSettings:
-    return EngineSettings(
-        options.workspace.mountpoint,
-        options.workspace.name,
-        read_only=options.workspace.read_only,
-        allow_other=options.kernel.allow_other,
-        cache_timeout_s=backend.cache_timeout_s,
-        xattrs=options.kernel.xattrs,
-        wakeups=options.kernel.wakeups,
-        write_back=options.kernel.cache == "writeback",
-    )
-
-
-def _connected(backend: Backend, kept: Kept | None) -> CacheInvalidation:
-    """Have the volume serve the kernel; return what the caches of a kernel that it served before may have wrong."""
-    is_known = kept is not None and kept.resumed is not None
-    volume, journal = recoverable(backend.volume), journaled(backend.volume)
-    if kept is not None and volume is not None:
-        volume.keep_log(kept.log, is_known=is_known)
-    return CacheInvalidation() if journal is None else journal.connect(is_known=is_known)
-
-
-def _open_policy(options: MountOptions, backend: Backend, *, is_continued: bool) -> tuple[Policy | None, str | None]:
-    """Return the policy of the mount, if there is one, and a sentence for the user."""
-    if not (options.policy.protect or options.policy.hide or options.content.exclude or options.journal.persist):
-        return None, None
-    # Start-up: few mounts have a policy.
-    from vfsd.daemon.policy.service import open_policy  # noqa: PLC0415
-
-    return open_policy(options, backend.volume, is_continued=is_continued)
-
-
-class _Served(NamedTuple):
-    """What the engine serves: `volume`, which is that of the backend under the policy and with `.snapshots`."""
-
-    volume: Volume
-    policy: Policy | None
-    directory: SnapshotDirectory | None
-    note: str | None  # for the user
-
-
-def _to_serve(options: MountOptions, backend: Backend, *, is_continued: bool) -> _Served:
-    policy, note = _open_policy(options, backend, is_continued=is_continued)
-    directory = _open_directory(options, backend, policy)
-    volume = backend.volume if policy is None else policy.volume
-    return _Served(volume if directory is None else directory.volume, policy, directory, note)
-
-
 class _Start(NamedTuple):
     """How the daemon was started, and what it continues: see `run_daemon`.
 
@@ -259,7 +163,7 @@ class _Daemon:
         engine: Engine,
         backend: Backend,
         replay: Replay,
-        served: _Served,
+        served: Served,
         audit: Audit,
         start: _Start,
     ) -> None:
@@ -566,50 +470,3 @@ class _Daemon:
         while True:
             self._notifier.watchdog()
             await trio.sleep(interval_s)
-
-
-def _open_directory(options: MountOptions, backend: Backend, policy: Policy | None) -> SnapshotDirectory | None:
-    chosen = options.kernel.snapshot_directory
-    if chosen == "off":
-        return None
-    return open_directory(backend.volume, backend.stored, is_visible=chosen == "visible", policy=policy)
-
-
-def _unless_cancelled(_done_bytes: int, _total_bytes: int) -> None:
-    """Progress callback that stops reading the archive if the start is cancelled."""
-    trio.from_thread.check_cancelled()
-
-
-# -- the start ---------------------------------------------------------------------------------------
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Exclude other starts of this user, so that two daemons do not find the same mountpoint free."""
-    path = os.path.join(runtime.ensure_socket_dir(), ".starting")
-    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _recover(options: MountOptions) -> str | None:
-    """Check that name and mountpoint are free; clear a dead daemon's mount, and return a sentence about it.
-
-    FileExistsError for a name in use; otherwise as `mounts.check_mountpoint`.
-    """
-    record = runtime.read_record(options.workspace.name)
-    if record is not None and (record.alive or record.is_kept):
-        reason = f"a workspace named {record.name!r} is mounted at {record.mountpoint}; give --name another name"
-        raise FileExistsError(errno.EEXIST, reason)
-    dead = mounts.check_mountpoint(options.workspace.mountpoint)
-    if dead is None:
-        return None
-    left = runtime.read_records()
-    mounts.clear_dead_mount(options.workspace.mountpoint)
-    mounts.check_mountpoint(options.workspace.mountpoint)
-    found = [record for record in left if record.mountpoint == options.workspace.mountpoint]
-    if found and found[0].name == options.workspace.name and found[0].journal and options.journal.persist:
-        return None  # this mount continues it, and says that its daemon had died
-    costs = [record.content_after_crash for record in found]
-    return f"the daemon of {dead.describe()} had died: {costs[0] if costs else _LOST}"

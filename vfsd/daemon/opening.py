@@ -1,0 +1,168 @@
+"""What a daemon opens before it mounts: the backend, what the engine serves of it, and a free name and mountpoint.
+
+Threading: `opened` on the loop, `recover` in a worker thread, the others in either.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import trio
+
+from protocol.linux.regular_file import open_regular
+from protocol.volume_extensions import CacheInvalidation, journaled, recoverable, snapshotable
+from vfsd.daemon.backends import Backend, open_backend
+from vfsd.daemon.forks import Origin
+from vfsd.daemon.snapshots.directory import SnapshotDirectory, open_directory
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.machine import mounts, runtime
+
+if TYPE_CHECKING:
+    from protocol.volume import Volume
+    from vfsd.daemon.keeper.kept import Kept
+    from vfsd.daemon.policy.service import Policy
+    from vfsd.daemon.upgrading.taking import Successor
+    from vfsd.wire.options import MountOptions
+
+_LOST: Final = "the content and the snapshots of that workspace are lost"
+
+
+class ResumedMount(NamedTuple):
+    """A mount that another daemon made: its descriptor, and what `ResumableEngine.resume` needs."""
+
+    descriptor: int
+    saved: bytes
+    resend: bool
+    memory_fd: int | None = None
+
+
+def resumed_mount(kept: Kept | None, successor: Successor | None) -> ResumedMount | None:
+    """Return the mount to continue."""
+    if successor is not None:
+        return ResumedMount(successor.device, successor.negotiated, resend=False)
+    if kept is None or kept.resumed is None:
+        return None
+    return ResumedMount(kept.resumed.descriptor, kept.resumed.saved, resend=True, memory_fd=kept.memory_fd)
+
+
+async def opened(
+    options: MountOptions, origin: Origin | None, successor: Successor | None
+) -> tuple[Backend, Origin | None]:
+    """Return the backend, and what a fork starts with."""
+    if successor is not None:
+        return await successor.open(options), None
+    if origin is None:
+        backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
+        if options.origin is not None:
+            # Start-up: few mounts are forks.
+            from vfsd.daemon.stored_forks import opened_origin  # noqa: PLC0415
+
+            origin = opened_origin(options.origin, backend)
+        return backend, origin
+    volume = snapshotable(origin.backend.volume)
+    if origin.restores_base and volume is not None:
+        volume.restore_snapshot(origin.base)
+        infos = volume.snapshots()
+        origin.merges.record(infos[-1].serial, origin.merges.at(volume.snapshot(origin.base).serial))
+    return origin.backend, origin
+
+
+def engine_settings(options: MountOptions, backend: Backend) -> EngineSettings:
+    """Return what `options` and the backend ask of the engine."""
+    return EngineSettings(
+        options.workspace.mountpoint,
+        options.workspace.name,
+        read_only=options.workspace.read_only,
+        allow_other=options.kernel.allow_other,
+        cache_timeout_s=backend.cache_timeout_s,
+        xattrs=options.kernel.xattrs,
+        wakeups=options.kernel.wakeups,
+        write_back=options.kernel.cache == "writeback",
+    )
+
+
+def connected(backend: Backend, kept: Kept | None) -> CacheInvalidation:
+    """Have the volume serve the kernel; return what the caches of a kernel that it served before may have wrong."""
+    is_known = kept is not None and kept.resumed is not None
+    volume, journal = recoverable(backend.volume), journaled(backend.volume)
+    if kept is not None and volume is not None:
+        volume.keep_log(kept.log, is_known=is_known)
+    return CacheInvalidation() if journal is None else journal.connect(is_known=is_known)
+
+
+def _open_policy(options: MountOptions, backend: Backend, *, is_continued: bool) -> tuple[Policy | None, str | None]:
+    """Return the policy of the mount, if there is one, and a sentence for the user."""
+    if not (options.policy.protect or options.policy.hide or options.content.exclude or options.journal.persist):
+        return None, None
+    # Start-up: few mounts have a policy.
+    from vfsd.daemon.policy.service import open_policy  # noqa: PLC0415
+
+    return open_policy(options, backend.volume, is_continued=is_continued)
+
+
+class Served(NamedTuple):
+    """What the engine serves: `volume`, which is that of the backend under the policy and with `.snapshots`."""
+
+    volume: Volume
+    policy: Policy | None
+    directory: SnapshotDirectory | None
+    note: str | None  # for the user
+
+
+def to_serve(options: MountOptions, backend: Backend, *, is_continued: bool) -> Served:
+    """Put the policy and `.snapshots` of the mount around the backend's volume.  OSError, ValueError."""
+    policy, note = _open_policy(options, backend, is_continued=is_continued)
+    directory = _open_directory(options, backend, policy)
+    volume = backend.volume if policy is None else policy.volume
+    return Served(volume if directory is None else directory.volume, policy, directory, note)
+
+
+def _open_directory(options: MountOptions, backend: Backend, policy: Policy | None) -> SnapshotDirectory | None:
+    chosen = options.kernel.snapshot_directory
+    if chosen == "off":
+        return None
+    return open_directory(backend.volume, backend.stored, is_visible=chosen == "visible", policy=policy)
+
+
+def _unless_cancelled(_done_bytes: int, _total_bytes: int) -> None:
+    """Progress callback that stops reading the archive if the start is cancelled."""
+    trio.from_thread.check_cancelled()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Exclude other starts of this user, so that two daemons do not find the same mountpoint free."""
+    path = os.path.join(runtime.ensure_socket_dir(), ".starting")
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def recover(options: MountOptions) -> str | None:
+    """Check that name and mountpoint are free; clear a dead daemon's mount, and return a sentence about it.
+
+    FileExistsError for a name in use; otherwise as `mounts.check_mountpoint`.
+    """
+    record = runtime.read_record(options.workspace.name)
+    if record is not None and (record.alive or record.is_kept):
+        reason = f"a workspace named {record.name!r} is mounted at {record.mountpoint}; give --name another name"
+        raise FileExistsError(errno.EEXIST, reason)
+    dead = mounts.check_mountpoint(options.workspace.mountpoint)
+    if dead is None:
+        return None
+    left = runtime.read_records()
+    mounts.clear_dead_mount(options.workspace.mountpoint)
+    mounts.check_mountpoint(options.workspace.mountpoint)
+    found = [record for record in left if record.mountpoint == options.workspace.mountpoint]
+    if found and found[0].name == options.workspace.name and found[0].journal and options.journal.persist:
+        return None  # this mount continues it, and says that its daemon had died
+    costs = [record.content_after_crash for record in found]
+    return f"the daemon of {dead.describe()} had died: {costs[0] if costs else _LOST}"
