@@ -91,6 +91,7 @@ class _Node(NamedTuple):
     info: SnapshotInfo
     path: bytes
     identity: bytes | int
+    is_dir: bool
 
 
 class SnapshotDirectoryVolume:
@@ -149,6 +150,14 @@ class SnapshotDirectoryVolume:
             if not node.path and (is_full or node.info.serial not in existing)
         ]
 
+    def stale_inodes(self, infos: Sequence[SnapshotInfo]) -> list[tuple[int, bool]]:
+        """Return the inodes of dropped snapshots, each with whether it is a directory; `infos`: those that exist.
+
+        The kernel must forget their attributes, and the listings of the directories: a program may still be in one.
+        """
+        existing = {info.serial for info in infos}
+        return [(number, node.is_dir) for number, node in self._nodes.items() if node.info.serial not in existing]
+
     def check_invariants(self) -> None:
         """AssertionError if an invariant of the module's docstring does not hold."""
         assert self._nodes.keys() == self._lookups.keys()
@@ -198,7 +207,7 @@ class SnapshotDirectoryVolume:
         number = _number(info, identity)
         node = self._nodes.get(number)
         if node is None:
-            self._nodes[number] = _Node(info, entry.path, identity)
+            self._nodes[number] = _Node(info, entry.path, identity, entry.is_dir)
             self._bytes += _NODE_BYTES + len(entry.path)
         elif node.identity != identity or node.info.serial != info.serial:
             raise OSError(errno.EIO, f"two files of snapshots have the hash {number}")
@@ -370,7 +379,10 @@ class SnapshotDirectoryVolume:
                 for at, name, entry in batch
             ]
 
-        return _then(self._using(node.info, read), keep)
+        def stale() -> Any:
+            raise os_error(errno.ESTALE)  # readdir(3) of glibc takes ENOENT for the end of the listing
+
+        return _then(_instead(errno.ENOENT, lambda: self._using(node.info, read), stale), keep)
 
     # -- content -------------------------------------------------------------------------------------
     def read(self, inode: int, offset: int, size: int) -> Answer[Buffer]:

@@ -115,6 +115,39 @@ def test_the_kernel_is_asked_to_forget_dropped_snapshots_and_all_if_they_are_too
     assert volume.names_to_invalidate(below.snapshots()) == [(b"one", first), (b"two", second)]
 
 
+def test_inodes_of_dropped_snapshots_are_stale_while_the_kernel_knows_them(
+    below: MemoryVolume, volume: SnapshotDirectoryVolume
+) -> None:
+    volume.mknod(ROOT_INODE, b"file", 0o100644, 0, SUPERUSER)
+    below.take_snapshot("one")
+    below.take_snapshot("two")
+    top, file = lookup(volume, b".snapshots", b"one"), lookup(volume, b".snapshots", b"one", b"file")
+    lookup(volume, b".snapshots", b"two", b"file")
+    assert volume.stale_inodes(below.snapshots()) == []
+    below.drop_snapshot("one")
+    assert volume.stale_inodes(below.snapshots()) == [(top, True), (file, False)]
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        volume.readdir(top, 0)
+    volume.forget(file, 1)
+    assert volume.stale_inodes(below.snapshots()) == [(top, True)]
+
+
+def test_a_directory_that_its_state_lacks_is_stale_not_empty(
+    below: MemoryVolume, volume: SnapshotDirectoryVolume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENOENT would be the end of the listing for readdir(3)."""
+    volume.mkdir(ROOT_INODE, b"dir", 0o755, SUPERUSER)
+    below.take_snapshot("one")
+    directory = lookup(volume, b".snapshots", b"one", b"dir")
+
+    def missing(*_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such file")
+
+    monkeypatch.setattr(States, "using", missing)
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        volume.readdir(directory, 0)
+
+
 @pytest.mark.parametrize("name", ["a/b", "..", ".", "x" * 256, "a\0b"])
 def test_a_snapshot_whose_name_is_no_file_name_is_not_shown(
     below: MemoryVolume, volume: SnapshotDirectoryVolume, name: str

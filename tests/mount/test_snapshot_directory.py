@@ -9,7 +9,9 @@ import mmap
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,44 @@ def test_a_dropped_snapshot_is_gone_and_its_name_can_be_used_again(workspace: Wo
     finally:
         os.close(descriptor)
         os.close(there)
+
+
+@pytest.mark.parametrize("name", [".", "dir", "empty"])
+def test_the_listing_of_a_dropped_snapshot_fails_where_a_program_is_inside(
+    workspace: Workspace, root: Path, name: str
+) -> None:
+    (root / "dir").mkdir()
+    (root / "dir" / "file").touch()
+    (root / "empty").mkdir()
+    workspace.snapshot("before")
+    for was_listed in (False, True):
+        place = root / ".snapshots" / "before" / name
+        here = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        words = ["sh", "-c", "read begin; exec ls"]
+        inside = subprocess.Popen(words, cwd=place, stdin=-1, stdout=-1, stderr=-1, env={**os.environ, "LC_ALL": "C"})
+        try:
+            if was_listed:
+                listed_again(here)  # the kernel keeps the listing
+                assert listed_again(here) == sorted(os.listdir(root if name == "." else root / name))
+            workspace.drop("before")
+            fails(errno.ESTALE, partial(listed_again, here))
+            output, complaint = inside.communicate(b"begin\n", timeout=60)
+            assert (inside.returncode, output) == (2, b"")
+            assert b"Stale file handle" in complaint
+        finally:
+            os.close(here)
+            inside.kill()
+            inside.communicate()
+        workspace.snapshot("before")
+
+
+def listed_again(directory: int) -> list[str]:
+    """List an open directory as a program does whose current directory it is."""
+    again = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=directory)
+    try:
+        return sorted(os.listdir(again))
+    finally:
+        os.close(again)
 
 
 def test_a_restore_changes_no_snapshot_and_adds_the_state_before(workspace: Workspace, root: Path) -> None:

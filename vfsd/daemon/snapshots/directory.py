@@ -125,6 +125,11 @@ class SnapshotDirectory:
             self._refused.clear()
             entries = [EntryChange(FIRST_INODE, name, inode, 0) for name, inode in gone]
             await invalidate_kernel_caches(engine, CacheInvalidation(entries, refused))
+            if infos is not None:
+                # After the names, with which the kernel forgets all that no program uses; again with each refresh,
+                # because an answer to a request in progress may have been cached since.
+                stale = [InodeChange(inode, content=is_dir) for inode, is_dir in self.volume.stale_inodes(infos)]
+                await invalidate_kernel_caches(engine, CacheInvalidation((), stale))
         except Exception as error:  # noqa: BLE001 -- the mount goes on; the next refresh tries it again
             log_failure(_logger, "refreshing .snapshots", error, level=logging.WARNING)
 
