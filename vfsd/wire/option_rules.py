@@ -23,9 +23,9 @@ from vfsd.wire.options import CACHES, DEFAULTS, FSYNCS, NAME_PATTERN, SNAPSHOT_D
 LARGEST: Final = 2**63 - 1
 LEAST_MEMORY_BYTES: Final = 4 << 20  # the minimum of max_memory; a smaller workspace could store hardly anything
 LEAST_CACHE_BYTES: Final = 16 << 20  # the minimum of cache_bytes
-_SECRET: Final = re.compile(
-    r"secret|token|password|credential|(access|account|master)_?key|(^|_)(key|sas)\b", re.IGNORECASE
-)
+# Parts of an option's name: what makes its value a secret, except in names of keys that are kept elsewhere.
+_SECRET: Final = re.compile(r"secret|token|password|credential|key|(^|[_-])sas([_-]|$)", re.IGNORECASE)
+_NO_SECRET: Final = re.compile(r"kms[_-]key[_-]id|bucket[_-]key", re.IGNORECASE)
 # The options of a daemon fit in a pipe, and each file that a program meets for the first time is matched in about a
 # millisecond.
 MOST_PATTERNS: Final = 1000
@@ -120,6 +120,11 @@ SCOPES: Final[Mapping[str, Scope]] = {
         ("container", "image"), "without one of them no command runs in the workspace", ("sandbox", "exec_on_host")
     ),
 }
+
+
+def is_secret(option: str) -> bool:
+    """Whether the name of an object store's option says that its value is a secret."""
+    return _SECRET.search(_NO_SECRET.sub("", option)) is not None
 
 
 def is_given(values: Mapping[str, Any], name: str) -> bool:
@@ -220,7 +225,7 @@ def _check_remote(values: Mapping[str, Any]) -> None:
         key, sign, value = option.partition("=")
         if not (key and sign and value):
             raise OptionError("{store_options} {option}: write KEY=VALUE, for example region=eu-west-1", option=option)
-        if _SECRET.search(key):
+        if is_secret(key):
             # The options of a daemon are in its record, and those of a command in ps(1).
             raise OptionError("{store_options} {key}: credentials come from the environment only", key=key)
     size, timeout_s = values["cache_bytes"], values["remote_timeout_s"]

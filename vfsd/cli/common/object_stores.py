@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -18,8 +17,7 @@ from vfsd.cli.common.app import Command
 from vfsd.machine.caches import cache_directory
 from vfsd.machine.optional_dependencies import missing_package
 from vfsd.wire.messages import ProgressReport
-
-_SECRET: Final = re.compile("key|secret|token|password|credential|sas", re.IGNORECASE)
+from vfsd.wire.option_rules import is_secret
 
 
 def store_option() -> click.Option:
@@ -78,7 +76,7 @@ def selecting(store: Store | RemoteStore) -> str:
     if store.directory == os.path.abspath(default_directory()):
         return ""
     options = click.get_current_context().params.get("store_options", ())
-    plain = [option for option in options if not _SECRET.search(option.partition("=")[0])]
+    plain = [option for option in options if not is_secret(option.partition("=")[0])]
     words = ["--store", store.directory, *(word for option in plain for word in ("--store-option", option))]
     return f" {shlex.join(words)}"
 

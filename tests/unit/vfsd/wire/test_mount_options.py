@@ -24,7 +24,7 @@ from vfsd.cli.mount import mount_command
 from vfsd.client.mount_arguments import MountArguments, mount_options
 from vfsd.wire.backend_spec import BACKENDS
 from vfsd.wire.handshake import Ready
-from vfsd.wire.option_rules import SCOPES, OptionError
+from vfsd.wire.option_rules import SCOPES, OptionError, is_secret
 from vfsd.wire.options import MountOptions
 
 DOCUMENTATION = Path(__file__).parents[4] / "docs" / "mount.md"
@@ -250,3 +250,28 @@ def test_the_program_itself_refuses_in_one_line(words: list[str], place: Path) -
     assert len(errors) == 1
     assert "Traceback" not in done.stderr
     assert json.loads(done.stdout)["error"]["message"]
+
+
+# Names of options of obstore's S3, Azure and Google stores, and of vfsd.
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("secret_access_key", True),
+        ("AWS_ACCESS_KEY_ID", True),
+        ("session_token", True),
+        ("account_key", True),
+        ("azure_storage_sas_key", True),
+        ("sas", True),
+        ("aws_sse_customer_key_base64", True),
+        ("service_account_key", True),
+        ("proxy-password", True),
+        ("region", False),
+        ("endpoint", False),
+        ("path_style", False),
+        ("disassemble", False),
+        ("aws_sse_kms_key_id", False),
+        ("aws_sse_bucket_key_enabled", False),
+    ],
+)
+def test_the_names_of_secret_options_of_object_stores(option: str, expected: bool) -> None:
+    assert is_secret(option) is expected
