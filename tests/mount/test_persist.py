@@ -207,6 +207,19 @@ def test_fsync_fdatasync_and_o_sync_sync_the_journal(persistent: Persistent) -> 
     assert (workspace.status().journal_unsynced_bytes or 0) > 0
 
 
+@pytest.mark.parametrize("fsync", ["always", "everysec"])
+def test_what_the_tools_of_agents_wrote_is_there_after_kill_9(persistent: Persistent, fsync: str) -> None:
+    filesystem = persistent.mount(fsync=fsync).filesystem
+    filesystem.write_bytes("new", b"first")
+    filesystem.write_bytes("new", b"second")
+    filesystem.write_bytes("new", b" third", mode="append")
+    persistent.kill()
+    again = persistent.mount(fsync=fsync)
+    assert (persistent.path / "new").read_bytes() == b"second third"
+    assert os.listdir(persistent.path) == ["new"]
+    check_invariants(again)
+
+
 def test_a_second_daemon_is_refused(persistent: Persistent, workdir: Path) -> None:
     persistent.mount()
     other = workdir / "other"
