@@ -395,6 +395,56 @@ def test_a_change_by_the_daemon_respects_it_and_changes_nothing(shared: tuple[Wo
     assert any(each.change == "denied" and each.attempt == "import" for each in workspace.log())
 
 
+def copied(name: str, root: Path, content: Path) -> Path:
+    """A copy of one file with its times, below `content`."""
+    copy = content / name
+    copy.parent.mkdir(parents=True)
+    shutil.copy2(root / name, copy)
+    return copy
+
+
+def test_an_archive_brings_no_other_content_of_the_same_size_and_time(
+    shared: tuple[Workspace, Path], tmp_path: Path
+) -> None:
+    workspace, content = shared[0], tmp_path / "content"
+    secret = copied("src/secret", Path(workspace.path), content)
+    was = secret.stat()
+    secret.write_text("FORGED")
+    os.utime(secret, ns=(was.st_atime_ns, was.st_mtime_ns))
+    make("archive", content, tmp_path / "forged.zip")
+    with pytest.raises(PermissionError, match="policy"):
+        workspace.import_archive(tmp_path / "forged.zip")
+    assert Path(workspace.path, "src/secret").read_text() == "secret"
+
+
+def test_an_archive_brings_no_symlink_in_place_of_a_directory_that_a_pattern_names(
+    shared: tuple[Workspace, Path], tmp_path: Path
+) -> None:
+    workspace, content = shared[0], tmp_path / "content"
+    content.mkdir()
+    (content / "private").symlink_to("free")
+    make("archive", content, tmp_path / "symlink.zip")
+    with pytest.raises(PermissionError, match="policy"):
+        workspace.import_archive(tmp_path / "symlink.zip")
+
+
+def test_a_name_that_an_archive_gives_to_a_protected_file_is_protected(
+    shared: tuple[Workspace, Path], tmp_path: Path
+) -> None:
+    workspace, content = shared[0], tmp_path / "content"
+    root = Path(workspace.path)
+    fails(errno.EPERM, lambda: (root / "alias").write_text("x"))  # the daemon knows all names now
+    library = copied("vendor/lib", root, content)
+    (content / "further").mkdir()
+    os.link(library, content / "further/lib")
+    make("archive", content, tmp_path / "linked.zip")
+    workspace.import_archive(tmp_path / "linked.zip")
+    assert (root / "further/lib").stat().st_nlink == 2
+    fails(errno.EPERM, lambda: (root / "further/lib").write_text("x"))
+    assert (root / "vendor/lib").read_text() == "lib"
+    workspace.undo()
+
+
 def test_a_restore_goes_back_where_nothing_protected_changed(shared: tuple[Workspace, Path]) -> None:
     workspace, _ = shared
     root = Path(workspace.path)

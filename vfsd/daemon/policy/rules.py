@@ -2,8 +2,9 @@
 
 A path is protected or hidden if a pattern matches it or a directory above it (`protocol.adapters.git_patterns`).  A
 file with several names is protected, or hidden, under all of them if one of them is.  The volume may not know all names
-of a file, so the first time that it matters one walk collects the files that have a matching name.  That stays true: no
-program can make, move or remove a matching name, and the daemon does so only with what it checks (`trees`).
+of a file, so the first time that it matters one walk collects the files that have a matching name.  That stays true
+until `names_changed`: no program can make, move or remove a matching name, and the daemon does so only with what it
+checks (`trees`).
 
 Invariants:
 
@@ -125,6 +126,11 @@ class PolicyRules:
             return path
         return (self._protected or {}).get(inode, path)
 
+    def names_changed(self) -> None:
+        """Collect the files with a matching name again: a change by the daemon may have given them other names."""
+        self._protected = self._hidden = None
+        self.version += 1
+
     def is_known_hidden(self, inode: int) -> bool:
         """Whether a file is known to have a hidden name, without a walk."""
         return self._hidden is not None and inode in self._hidden
@@ -151,7 +157,7 @@ class PolicyRules:
         version = self.version
 
         def keep(_: None) -> Answer[None]:
-            if version != self.version:  # tightened while a coroutine walked
+            if version != self.version:  # tightened, or restored, while a coroutine walked
                 return self.collect()
             self._protected, self._hidden = protected, hidden
             self._walked_s = time.monotonic()

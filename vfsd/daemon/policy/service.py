@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from protocol.diff.tree_diff import changes
 from protocol.tree import Tree
 from protocol.volume import ROOT_INODE, Answer, Volume
 from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, journaled
 from vfsd.daemon.policy.rules import PolicyRules
-from vfsd.daemon.policy.trees import HiddenTree, check_changes, left_out_of
+from vfsd.daemon.policy.trees import HiddenTree, check_changes, guarded_changes, left_out_of
 from vfsd.daemon.policy.volume import PolicyVolume
 from vfsd.daemon.policy.walk import Name, walk
 from vfsd.kernel.engines.arrivals import repeated
@@ -89,9 +88,9 @@ class Policy:
         """Raise DeniedByPolicyError if the daemon must not make one of these changes."""
         check_changes(self.rules, found, attempt)
 
-    def check_trees(self, old: Tree, new: Tree, attempt: str) -> None:
-        """Raise DeniedByPolicyError if the daemon must not make `new` of `old`."""
-        self.check(changes(old, new, contents=False), attempt)
+    def check_trees(self, old: Tree, new: Tree, attempt: str, *, paths: Sequence[bytes] = ()) -> None:
+        """Raise DeniedByPolicyError if the daemon must not make `new` of `old`, below `paths`.  Neither is filtered."""
+        self.check(guarded_changes(self.rules, old, new, paths=paths), attempt)
 
     # -- tightening --------------------------------------------------------------------------------------
     async def tighten(

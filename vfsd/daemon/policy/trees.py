@@ -6,11 +6,12 @@ Threading: `HiddenTree` as any tree; `check_changes` runs where its caller has t
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from protocol.adapters.filtered import FilteredTree
-from protocol.diff.tree_diff import Change
+from protocol.diff.tree_diff import Change, Pair, candidate_pairs, compare_pairs
 from protocol.errors import DeniedByPolicyError, os_error, shown
 from protocol.tree import Tree, TreeEntry
 
@@ -78,6 +79,31 @@ def _walk(tree: Tree) -> Iterable[TreeEntry]:
             waiting += (at + b"/" + name if at else name for name in tree.children(at))
 
 
+def guarded_changes(rules: PolicyRules, old: Tree, new: Tree, *, paths: Sequence[bytes] = ()) -> Iterator[Change]:
+    """Yield the changes from `old` to `new` that the policy may refuse.
+
+    Their content is compared, because an archive may have a file of the same size and mtime.
+    """
+
+    def is_guarded(pair: Pair) -> bool:
+        return any(entry is not None and _reason(rules, entry) is not None for entry in pair)
+
+    for one in compare_pairs(old, new, filter(is_guarded, candidate_pairs(old, new, paths=paths))):
+        if one.new is not None and one.new.nlink > 1 and not one.new.is_dir:
+            rules.has_linked = True
+        if one.kind is not None:
+            yield Change(one.path, one.kind, one.old, one.new)
+
+
+def _reason(rules: PolicyRules, entry: TreeEntry) -> str | None:
+    """Return why the policy refuses a change that makes `entry`; None if it does not."""
+    if rules.hides(entry.path, is_directory=entry.is_dir):
+        return "hidden"
+    if rules.protects(entry.path, is_directory=entry.is_dir):
+        return "protected"
+    return "symlink" if stat.S_ISLNK(entry.mode) and rules.refuses_symlink(entry.path) else None
+
+
 def check_changes(rules: PolicyRules, changes: Iterable[Change], attempt: str) -> None:
     """Raise DeniedByPolicyError if the policy refuses one of `changes`, with the paths that it protects.
 
@@ -86,13 +112,11 @@ def check_changes(rules: PolicyRules, changes: Iterable[Change], attempt: str) -
     protected: list[bytes] = []
     hidden = 0
     for change in changes:
-        for entry in {entry.is_dir for entry in (change.old, change.new) if entry is not None}:
-            if rules.hides(change.path, is_directory=entry):
-                hidden += 1
-                break
-            if rules.protects(change.path, is_directory=entry):
-                protected.append(change.path)
-                break
+        before, after = (None if entry is None else _reason(rules, entry) for entry in (change.old, change.new))
+        if "hidden" in {before, after}:
+            hidden += 1
+        elif "protected" in {before, after} or after == "symlink":
+            protected.append(change.path)
     if not protected and not hidden:
         return
     parts = []

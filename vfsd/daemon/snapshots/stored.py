@@ -385,6 +385,8 @@ class StoreSnapshots:
             raise
         finally:
             # Even if the restore failed or was cancelled: some files may have changed.
+            if self._mounted.policy is not None:
+                self._mounted.policy.rules.names_changed()
             with trio.CancelScope(shield=True):
                 await self._mounted.invalidate(await update.finish(), [change.path for change in update.changes])
         return await self._outcome(name, step, done)

@@ -407,6 +407,8 @@ class VolumeSnapshots:
             except BaseException:
                 self._volume.restore_snapshot(safety.name)
                 raise
+            finally:
+                policy.rules.names_changed()
         return invalidation
 
     async def _invalidate(
