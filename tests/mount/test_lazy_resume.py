@@ -228,6 +228,8 @@ def test_damaged_content_is_named_and_never_returned(engine: str, proxy: FaultyP
             (root / "big").read_bytes()
         (line,) = complaints(workspace.name)
         assert "is damaged [path=big]" in line
+        with pytest.raises(OSError, match=f"`vfsd store check --store {URL}` lists all damage"):
+            workspace.export(workdir / "out.zip")
         proxy.fault = up
         assert (root / "big").read_bytes() == BIG
 

@@ -46,7 +46,11 @@ def _check_url(url: str) -> None:
 @click.argument("destination")
 @click.option("--snapshot", metavar="NAME", help="Push this snapshot.", shell_complete=complete_snapshot)
 @click.option("--as", "name", metavar="NAME", help="The name in the object store; else that of the snapshot.")
-@click.option("--replace", is_flag=True, help="Replace another snapshot of this name, and upload what is damaged.")
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Replace another snapshot of this name.  Also uploads again what `vfsd store gc --repair` removed.",
+)
 @click.pass_obj
 def push_command(
     app: App, destination: str, snapshot: str | None, name: str | None, replace: bool, store_options: tuple[str, ...]
@@ -64,7 +68,7 @@ def push_command(
     """
     _check_url(destination)
     target = name or snapshot or time.strftime("push-%Y%m%d-%H%M%S", time.gmtime())
-    with open_remote(destination, store_options) as remote:
+    with open_remote(destination, store_options, makes_directory=True) as remote:
         start = remote.start_push()  # while the daemon saves
         saved: SaveResult = app.call(app.requests.save(snapshot), label="saving")
         with Store(saved.directory) as local, ExitStack() as stack:

@@ -22,8 +22,20 @@ _NO_CREDENTIALS: Final = re.compile(
 )
 _NO_HTTP: Final = re.compile(r"builder error|URL scheme is not allowed|is not https|future panicked", re.IGNORECASE)
 _NO_BUCKET: Final = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound", re.IGNORECASE)
-_OTHER_REGION: Final = re.compile(r"incorrectly configured region|AuthorizationHeaderMalformed|PermanentRedirect")
-_CLOCK: Final = re.compile("RequestTimeTooSkewed")
+_REASONS: Final = (
+    (
+        re.compile(r"incorrectly configured region|AuthorizationHeaderMalformed|PermanentRedirect"),
+        (errno.EINVAL, "the bucket is in another region: set AWS_REGION, or --store-option region="),
+    ),
+    (
+        re.compile("RequestTimeTooSkewed"),
+        (errno.EACCES, "the clock of this machine differs from that of the store: correct it"),
+    ),
+    (
+        re.compile(rf"KeyTooLong|\(os error {errno.ENAMETOOLONG}\)"),
+        (errno.ENAMETOOLONG, "the name is too long for this store: choose a shorter one"),
+    ),
+)
 _STATUS: Final = re.compile(r"status code: (\d{3}) ([A-Z][A-Za-z ]*)")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
 # What an error says of the object, which must not be taken for a reason: keys may have any name.
@@ -52,10 +64,9 @@ def final_error(url: str, key: str, error: Exception) -> OSError | None:
         return OSError(errno.ENOENT, "there is no such bucket: create it, or correct the name", url)
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "no such object", f"{url}/{key}")
-    if _OTHER_REGION.search(text):
-        return OSError(errno.EINVAL, "the bucket is in another region: set AWS_REGION, or --store-option region=", url)
-    if _CLOCK.search(text):
-        return OSError(errno.EACCES, "the clock of this machine differs from that of the store: correct it", url)
+    for pattern, failure in _REASONS:
+        if pattern.search(text):
+            return OSError(*failure, url)
     status, reason = _status(text)
     if isinstance(error, known.UnauthenticatedError) or status == "401" or _NO_CREDENTIALS.search(text):
         advice = _CREDENTIALS.get(url.partition("://")[0], "set them in the environment")

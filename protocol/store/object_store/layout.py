@@ -91,7 +91,9 @@ def generation_of(key: str, size_bytes: int) -> Generation | None:
 
 
 def encoded_name(name: str) -> str:
-    """A snapshot's name in a key: other bytes than letters, digits and "._-" become "=XX"."""
+    """A snapshot's name in a key: other bytes than letters, digits and "._-" become "=XX", and so do "." and ".."."""
+    if name in {".", ".."}:
+        return name.replace(".", "=2E")
     return _PLAIN.sub(lambda match: b"=%02X" % match[0][0], name.encode("utf-8", "surrogateescape")).decode()
 
 

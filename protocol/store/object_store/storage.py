@@ -105,7 +105,7 @@ def open_storage(
     `options` are those of `obstore`, for the store or the connection; and "path_style", "true" for S3 servers that are
     not reached as BUCKET.HOST.  Credentials come from the environment.  `waiting` is called once, from another thread,
     when a request has failed for some seconds: with the cause, and for how many seconds it will be repeated.
-    `makes_directory`: make the directory of file:///, if there is none.
+    `makes_directory`: make the directory of file:///, if there is none; otherwise FileNotFoundError.
 
     ImportError without `obstore`; OSError (EINVAL).
     """
@@ -136,6 +136,8 @@ def open_storage(
     }  # fmt: skip
     if scheme == "file":
         arguments["mkdir"] = makes_directory
+        if not makes_directory and not os.path.exists(url.removeprefix("file://")):
+            raise FileNotFoundError(errno.ENOENT, "no snapshot store here; `vfsd push` makes one", url)
     try:
         store = from_url(url, **arguments)
     except Exception as error:  # noqa: BLE001 (those of `obstore` have no other common base)

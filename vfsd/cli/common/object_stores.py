@@ -49,8 +49,11 @@ def check_no_options(options: Sequence[str]) -> None:
         raise click.UsageError("--store-option is for an object store: add --store URL")
 
 
-def open_remote(url: str, options: Sequence[str]) -> RemoteStore:
-    """Open the store at `url`.  UsageError for an option without a value; OSError."""
+def open_remote(url: str, options: Sequence[str], *, makes_directory: bool = False) -> RemoteStore:
+    """Open the store at `url`.  `makes_directory`: make the directory of file:///, if there is none.
+
+    UsageError for an option without a value; OSError.
+    """
     values = {}
     for option in options:
         key, sign, value = option.partition("=")
@@ -58,7 +61,8 @@ def open_remote(url: str, options: Sequence[str]) -> RemoteStore:
             raise click.UsageError(f"--store-option {option}: write KEY=VALUE, for example region=eu-west-1")
         values[key] = value
     try:
-        storage = open_storage(url.rstrip("/") if url != "file:///" else url, values, waiting=_note_waiting)
+        place = url.rstrip("/") if url != "file:///" else url
+        storage = open_storage(place, values, waiting=_note_waiting, makes_directory=makes_directory)
     except ImportError as error:
         raise missing_package("an object store", error, "remote") from None
     return RemoteStore(storage, cache_directory=os.path.join(cache_directory(), "indexes"))

@@ -43,6 +43,7 @@ class BlobCache:
     def __init__(self, directory: str | None, most_bytes: int) -> None:
         self._directory = directory if most_bytes > 0 else None
         self._most_bytes = most_bytes
+        self.failure: str | None = None  # why a `put` could not write, most recently
 
     def _path(self, digest: bytes) -> str:
         assert self._directory is not None
@@ -75,13 +76,19 @@ class BlobCache:
         return data
 
     def put(self, blobs: Sequence[tuple[bytes, bytes]]) -> None:
-        """Add blobs.  A cache that cannot be written is not an error."""
+        """Add blobs.  If the cache cannot be written, set `failure`; that is not an error."""
         if self._directory is None:
             return
         new = [(digest, data) for digest, data in blobs if not self.has(digest)]
         if not new:
             return
-        with contextlib.suppress(OSError), self._locked() as state:
+        try:
+            self._write_blobs(new)
+        except OSError as error:
+            self.failure = error.strerror
+
+    def _write_blobs(self, new: Sequence[tuple[bytes, bytes]]) -> None:
+        with self._locked() as state:
             total, is_dirty = _read(state)
             if is_dirty:
                 total = sum(cost for cost, _, _ in self._files(clean=True)) + _DIRECTORIES_BYTES

@@ -90,7 +90,11 @@ class FetchClient:
             ) from error
         if isinstance(reply, Failed):
             self._end(helper)
-            raise DamagedError(reply.text) if reply.is_damage else OSError(reply.code, reply.text, self._start.url)
+            raise (
+                DamagedError(reply.text, url=self._start.url)
+                if reply.is_damage
+                else OSError(reply.code, reply.text, self._start.url)
+            )
         assert isinstance(reply, Opened)
         helper.connection.settimeout(None)
         self._start = replace(self._start, name=reply.name, record=reply.record, created_s=reply.created_s)
@@ -217,7 +221,7 @@ class FetchClient:
             with self._lock:
                 pending = self._pending.get(reply.number)
             if pending is not None and reply.is_damage:
-                self._fail(pending, DamagedError(reply.text))
+                self._fail(pending, DamagedError(reply.text, url=self._start.url))
             elif pending is not None:
                 self._fail(pending, self._failure(reply.text))
 

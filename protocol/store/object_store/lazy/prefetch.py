@@ -1,6 +1,8 @@
 """Prefetch: fetches all of a snapshot into the cache, first the listings, then the contents.
 
-It stops when the cache is full: more would remove what it has just fetched.  While the network fails it waits.
+It stops when the cache is full: more would remove what it has just fetched.  It also stops when the cache does not have
+what was fetched, because the disk is full, for example.  So "done" means that the cache had everything.  While the
+network fails it waits.
 
 Threading: a thread of its own, and as many for contents as are read at once.
 """
@@ -28,6 +30,11 @@ _GROUP_BYTES: Final = 4 << 20
 _LISTINGS: Final = 256  # in one request of the fetcher
 _CACHE_SHARE: Final = 0.8  # of the bound
 _RETRY_S: Final = 5.0
+_FULL: Final = "the cache is full; a larger --cache-bytes holds more"
+
+
+class _StoppedError(Exception):
+    """The cache holds no more.  The text says why."""
 
 
 class Prefetch:
@@ -44,7 +51,13 @@ class Prefetch:
         self._lock = threading.Lock()
         self.done_bytes = 0
         self.total_bytes = 0
-        self.state = "running"
+        self._waits_for = ""
+        self._end = ""
+
+    @property
+    def state(self) -> str:
+        """What it does: "running", "waiting: CAUSE", "done", or "stopped: CAUSE"."""
+        return self._end or self._waits_for or "running"
 
     def run(self, root: Row) -> None:
         """Fetch everything."""
@@ -52,10 +65,12 @@ class Prefetch:
             contents = self._contents(root)
             self.total_bytes += sum(contents.values())
             self._fetch_contents(contents)
-            if self.state == "running":
-                self.state = "done"
+            self._check_cached(contents)
+            self._end = "done"
+        except _StoppedError as error:
+            self._end = f"stopped: {error}"
         except DamagedError as error:
-            self.state = f"stopped: {error.damage}"
+            self._end = f"stopped: {error.damage}"
         self._report()
 
     def _contents(self, root: Row) -> dict[bytes, int]:
@@ -84,6 +99,7 @@ class Prefetch:
         for at in range(0, len(digests), _LISTINGS):
             group = digests[at : at + _LISTINGS]
             blobs = self._patiently(lambda group=group: self._fetcher.fetch("tree", group))  # type: ignore[misc]
+            self._check_cached(group)
             self._count(sum(map(len, blobs)), is_more=True)
             yield from blobs
 
@@ -98,8 +114,7 @@ class Prefetch:
             running: list[Future[None]] = []
             for group in _groups(missing, contents):
                 if self._cache.size_bytes() > self._most_bytes:
-                    self.state = "stopped: the cache is full; a larger --cache-bytes holds more"
-                    break
+                    raise _StoppedError(_FULL)
                 running = [each for each in running if not each.done()]
                 while len(running) >= _AT_ONCE:
                     running.pop(0).result()
@@ -109,7 +124,14 @@ class Prefetch:
 
     def _fetch_group(self, group: Sequence[bytes], size: int) -> None:
         self._patiently(lambda: self._fetcher.fetch("data", group, reads_ahead=False))
+        self._check_cached(group)
         self._count(size)
+
+    def _check_cached(self, digests: Iterable[bytes]) -> None:
+        """_StoppedError unless the cache has the blobs, which were fetched."""
+        if not all(map(self._cache.has, digests)):
+            cause = self._cache.failure
+            raise _StoppedError(_FULL if cause is None else f"the cache cannot be written ({cause})")
 
     def _patiently(self, fetch: Callable[[], T]) -> T:
         while True:
@@ -118,10 +140,10 @@ class Prefetch:
             except DamagedError:
                 raise
             except OSError as error:
-                self.state = f"waiting: {error.strerror}"
+                self._waits_for = f"waiting: {error.strerror}"
                 self._report()
                 threading.Event().wait(_RETRY_S)
-                self.state = "running"
+                self._waits_for = ""
 
     def _count(self, size: int, *, is_more: bool = False) -> None:
         with self._lock:

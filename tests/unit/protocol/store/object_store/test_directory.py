@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.store.object_store import open_storage
+from protocol.store import DirectorySource, Store
+from protocol.store.object_store import RemoteStore, open_storage
 
 obstore = pytest.importorskip("obstore")
 
@@ -38,3 +39,21 @@ def test_a_full_disk_is_named_and_not_retried(tmp_path: Path, monkeypatch: pytes
         storage.close()
     assert caught.value.errno == errno.ENOSPC
     assert len(attempts) == 1
+
+
+def test_a_name_that_is_too_long_for_the_store_is_named_and_not_retried(tmp_path: Path, local: Store) -> None:
+    (tmp_path / "root").mkdir()
+    local.take("host:/w", "one", DirectorySource(tmp_path / "root"))
+    with RemoteStore(open_storage(f"file://{tmp_path}/store", patience_s=3600)) as remote:
+        with pytest.raises(OSError, match="the name is too long") as caught:
+            remote.push(local, "host:/w", "one", name="x" * 300)
+        assert caught.value.errno == errno.ENAMETOOLONG
+        assert remote.all() == []
+
+
+def test_a_directory_that_is_missing_is_made_only_on_request(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no snapshot store here; `vfsd push` makes one"):
+        open_storage(f"file://{tmp_path}/store", makes_directory=False)
+    assert not (tmp_path / "store").exists()
+    open_storage(f"file://{tmp_path}/store").close()
+    open_storage(f"file://{tmp_path}/store", makes_directory=False).close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,15 +15,18 @@ from protocol.store import DirectorySource, Store
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import Row, decode_listing
 from protocol.store.object_store import RemoteStore, collect, open_storage
+from protocol.store.object_store.lazy import blob_cache
 from protocol.store.object_store.lazy.blob_cache import BlobCache
 from protocol.store.object_store.lazy.fetcher import Fetcher
 from protocol.store.object_store.lazy.index import LazyIndex
+from protocol.store.object_store.lazy.prefetch import Prefetch
 from protocol.store.object_store.packs import IndexCache, RemotePacks
 from protocol.store.object_store.storage import ObstoreStorage
 from tests.unit.protocol.store.object_store import worker
 
 KEY = worker.KEY
 GRACE_S = 0.2
+CACHE_BYTES = 16 << 20
 
 
 @pytest.fixture
@@ -52,6 +56,19 @@ def fetcher_of(url: str) -> Iterator[tuple[Fetcher, list[str]]]:
 def new_fetcher(storage: ObstoreStorage) -> Fetcher:
     index = LazyIndex(storage, RemotePacks(storage, IndexCache(None)))
     return Fetcher(storage, index, BlobCache(None, 0), lambda work: work())
+
+
+def prefetched(url: str, top: Row, cache: BlobCache) -> str:
+    """The last state of a prefetch into `cache`."""
+    storage = open_storage(url)
+    try:
+        index = LazyIndex(storage, RemotePacks(storage, IndexCache(None)))
+        fetcher = Fetcher(storage, index, cache, lambda work: work())
+        prefetch = Prefetch(fetcher, index, cache, CACHE_BYTES, lambda: None)
+        prefetch.run(top)
+        return prefetch.state
+    finally:
+        storage.close()
 
 
 def pushed(url: str, local: Store, root: Path, name: str) -> Row:
@@ -119,3 +136,25 @@ def test_what_was_collected_is_named_as_gone(url: str, local: Store, root: Path)
         with pytest.raises(DamagedError, match="gone from the object store"):
             fetcher.fetch("data", [decode_listing(listing)[0].content])
         assert fetcher.fetch("tree", [top.content]) == [listing]  # what is here stays
+
+
+def test_a_prefetch_is_done_only_if_the_cache_has_everything(
+    url: str, local: Store, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(root)
+    top = pushed(url, local, root, "one")
+    assert prefetched(url, top, BlobCache(str(tmp_path / "good"), CACHE_BYTES)) == "done"
+
+    (tmp_path / "file").touch()
+    unwritable = BlobCache(str(tmp_path / "file" / "cache"), CACHE_BYTES)
+    assert prefetched(url, top, unwritable) == "stopped: the cache cannot be written (Not a directory)"
+
+    def full_disk(_path: str, data: bytes, *, durable: bool) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(blob_cache, "write_atomically", full_disk)
+    full = BlobCache(str(tmp_path / "full"), CACHE_BYTES)
+    assert prefetched(url, top, full) == "stopped: the cache cannot be written (No space left on device)"
+
+    small = BlobCache(str(tmp_path / "small"), 1 << 20)  # perhaps of another workspace
+    assert prefetched(url, top, small) == "stopped: the cache is full; a larger --cache-bytes holds more"

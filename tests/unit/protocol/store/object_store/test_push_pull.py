@@ -140,7 +140,7 @@ def test_a_missing_name_is_answered_with_those_that_exist(opened: Open, local: S
     assert opened().get(None).name == "one"
 
 
-@pytest.mark.parametrize("name", ["simple", "with space", "a#b=c%2F", "é\U0001f600", "..", "=41"])
+@pytest.mark.parametrize("name", ["simple", "with space", "a#b=c%2F", "é\U0001f600", ".", "..", "...", "=41"])
 def test_a_name_survives_its_encoding_in_a_key(name: str) -> None:
     encoded = encoded_name(name)
     assert decoded_name(encoded) == name
@@ -148,7 +148,7 @@ def test_a_name_survives_its_encoding_in_a_key(name: str) -> None:
 
 
 def test_names_with_special_characters_are_stored(opened: Open, local: Store, root: Path) -> None:
-    for name in ("with space", "a#b=c%2F", "é"):
+    for name in ("with space", "a#b=c%2F", "é", ".", ".."):
         taken(local, name, root)
         opened().push(local, KEY, name)
         assert opened().get(name).name == name
