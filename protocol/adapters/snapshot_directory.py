@@ -107,6 +107,7 @@ class SnapshotDirectoryVolume:
         self._listing: tuple[int, list[bytes]] | None = None  # the directory that was listed last
         # Its entries that were listed last: READDIRPLUS looks each of them up, which takes a thread with `StoreStates`.
         self._listed: dict[tuple[int, bytes], TreeEntry] = {}
+        self._shown: set[int] | None = None  # serials in the listings of `.snapshots` that the kernel may have cached
         self._own: PlainEntry | None = None  # at `.snapshots` in the volume below, in the last listing
         self.on_refused_write: Callable[[int], None] = lambda _inode: None
         """Called with an inode whose pages a program has changed in the kernel's cache, through a mapping."""
@@ -126,8 +127,8 @@ class SnapshotDirectoryVolume:
     # -- for the daemon ------------------------------------------------------------------------------
     @property
     def is_entered(self) -> bool:
-        """Whether the kernel knows a file of a snapshot."""
-        return bool(self._nodes)
+        """Whether the kernel knows a file of a snapshot, or a listing of `.snapshots`."""
+        return bool(self._nodes) or self._shown is not None
 
     @property
     def known_inodes(self) -> Sequence[int]:
@@ -157,6 +158,16 @@ class SnapshotDirectoryVolume:
         """
         existing = {info.serial for info in infos}
         return [(number, node.is_dir) for number, node in self._nodes.items() if node.info.serial not in existing]
+
+    def take_outdated_listing(self, infos: Sequence[SnapshotInfo]) -> bool:
+        """Return whether the kernel may have cached a listing of `.snapshots` that differs from `infos`.
+
+        The caller then has the kernel forget it.
+        """
+        if self._shown is None or self._shown == {info.serial for info in infos}:
+            return False
+        self._shown = None
+        return True
 
     def check_invariants(self) -> None:
         """AssertionError if an invariant of the module's docstring does not hold."""
@@ -358,7 +369,7 @@ class SnapshotDirectoryVolume:
     def _list(self, inode: int, cookie: int) -> Answer[list[PlainEntry]]:
         """Return the next entries.  The cookie of an entry is its number: a directory of a snapshot never changes."""
         if inode == FIRST_INODE:
-            return _then(self._states.infos(), lambda infos: _top_entries(infos, cookie))
+            return _then(self._states.infos(), lambda infos: self._list_top(infos, cookie))
         node = self._node(inode)
         names = self._listing[1] if self._listing is not None and self._listing[0] == inode else None
         prefix = node.path + b"/" if node.path else b""
@@ -383,6 +394,14 @@ class SnapshotDirectoryVolume:
             raise os_error(errno.ESTALE)  # readdir(3) of glibc takes ENOENT for the end of the listing
 
         return _then(_instead(errno.ENOENT, lambda: self._using(node.info, read), stale), keep)
+
+    def _list_top(self, infos: Sequence[SnapshotInfo], cookie: int) -> list[PlainEntry]:
+        serials = {info.serial for info in infos}
+        if cookie == 0:
+            self._shown = serials
+        elif self._shown is not None and self._shown != serials:
+            self._shown = set()  # the parts of this listing do not fit together
+        return _top_entries(infos, cookie)
 
     # -- content -------------------------------------------------------------------------------------
     def read(self, inode: int, offset: int, size: int) -> Answer[Buffer]:

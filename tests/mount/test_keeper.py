@@ -588,3 +588,27 @@ def test_without_resending_a_request_in_progress_fails_and_the_mount_continues(
             (kept.path / "file").write_bytes(b"content")
     assert "failed with EIO" in log_of(kept.name)
     check_invariants(Workspace.attach(kept.name))
+
+
+def test_snapshots_that_were_read_can_be_read_and_listed_after_a_death_and_an_upgrade(kept: Kept) -> None:
+    workspace = kept.mount()
+    (kept.path / "dir").mkdir()
+    (kept.path / "dir" / "file").write_text("old")
+    workspace.snapshot("first")
+    snapshots = kept.path / ".snapshots"
+
+    def check(names: set[str]) -> None:
+        assert set(os.listdir(snapshots)) == names
+        assert os.listdir(snapshots / "first") == ["dir"]
+        assert os.listdir(snapshots / "first" / "dir") == ["file"]
+        assert (snapshots / "first" / "dir" / "file").read_text() == "old"
+
+    check({"first"})
+    kept.kill()
+    check({"first"})
+    workspace.snapshot("second")
+    check({"first", "second"})
+    succeeded(vfsd("upgrade", kept.name))
+    check({"first", "second"})
+    workspace.drop("second")
+    check({"first"})

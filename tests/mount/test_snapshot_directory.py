@@ -234,6 +234,22 @@ def listed_again(directory: int) -> list[str]:
         os.close(again)
 
 
+def test_a_listing_shows_each_snapshot_as_soon_as_it_was_taken(workspace: Workspace, root: Path) -> None:
+    def listed() -> set[str]:
+        return set(os.listdir(root / ".snapshots"))
+
+    assert listed() == set()  # the kernel keeps this listing
+    workspace.snapshot("first")
+    assert listed() == {"first"}
+    workspace.snapshot("second")
+    assert listed() == {"first", "second"}
+    (root / "file").write_text("new")
+    safety = workspace.restore("first").safety_snapshot
+    assert listed() == {"first", "second", safety}
+    workspace.drop("second")
+    assert listed() == {"first", safety}
+
+
 def test_a_restore_changes_no_snapshot_and_adds_the_state_before(workspace: Workspace, root: Path) -> None:
     (root / "file").write_text("old")
     workspace.snapshot("before")

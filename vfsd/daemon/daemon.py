@@ -217,12 +217,14 @@ class _Daemon:
                     await successor.wait_go(self._kept)
                     record = self._written_record(socket, started_at)
                     successor.serving()
+                    await self._take_over_snapshots(nursery)
                     nursery.start_soon(self._serve, methods, nursery)
                 await nursery.start(self.server.serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
                 self._start_upkeep(mounted, nursery)
                 if successor is None:
+                    await self._take_over_snapshots(nursery)
                     nursery.start_soon(self._serve, methods, nursery)
                 await self._wait_answering(mounted)
                 await nursery.start(self._commands.attend)
@@ -294,6 +296,10 @@ class _Daemon:
             self._engine.name,
             extra={"operation": "mount", "path": mountpoint},
         )  # fmt: skip
+
+    async def _take_over_snapshots(self, nursery: trio.Nursery) -> None:
+        if self._continues and self._snapshot_directory is not None:
+            await self._snapshot_directory.take_over(self._engine, nursery)
 
     def _start_upkeep(self, mounted: MountedVolume, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._tidy)

@@ -69,6 +69,11 @@ class SnapshotDirectory(Protocol):
 
     async def forget_all(self, engine: Engine) -> None: ...
 
+    async def list_again(self, engine: Engine) -> None: ...
+
+    @property
+    def is_entered(self) -> bool: ...
+
 
 class MountedVolume:
     """One volume, its engine and its mountpoint.  `nursery` outlives every call.
@@ -164,6 +169,15 @@ class MountedVolume:
         if self._snapshot_directory is not None:
             await self._snapshot_directory.refresh(self.engine)
 
+    async def snapshots_taken(self) -> None:
+        """Return when programs that list `.snapshots` see new snapshots.  Raises as `invalidate` does."""
+        if self._snapshot_directory is not None and self._snapshot_directory.is_entered:
+            await self._finish(self._list_snapshots_again)
+
+    async def _list_snapshots_again(self) -> None:
+        if self._snapshot_directory is not None:
+            await self._snapshot_directory.list_again(self.engine)
+
     async def snapshots_hidden(self) -> None:
         """Return when programs see in `.snapshots` only what the policy shows now."""
         if self._snapshot_directory is not None:
@@ -181,11 +195,15 @@ class MountedVolume:
         # Computed now: by the end of the invalidation, programs may have removed some of these inodes.
         open_paths = self._open_paths(invalidation)
         files = self._known_files(invalidation)
+        await self._finish(functools.partial(self._invalidate, invalidation, open_paths, files))
+
+    async def _finish(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Await `work`, which only the daemon's end interrupts; raises nothing but Cancelled, and only after it."""
         done = trio.Event()
 
         async def run() -> None:
             try:
-                await self._invalidate(invalidation, open_paths, files)
+                await work()
             finally:
                 done.set()
 
@@ -197,6 +215,7 @@ class MountedVolume:
 
     async def _invalidate(self, invalidation: CacheInvalidation, paths: list[bytes], files: list[FileState]) -> None:
         await _logged("invalidation", functools.partial(self.invalidate_caches, invalidation))
+        await self._list_snapshots_again()  # the state before a restore, for example
         if files:
             await _logged("refresh", functools.partial(self._refresh, files))
         moved, rest = split_moved_directories(invalidation)

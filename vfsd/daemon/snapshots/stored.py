@@ -201,7 +201,9 @@ class StoreSnapshots:
         async with self._mounted.change_lock:
             await self._mounted.write_back()
             name = name or free_name(SNAPSHOT_PREFIX, await self._all())
-            return await self._take(name, self._source, tag, observer, kind)
+            info = await self._take(name, self._source, tag, observer, kind)
+            await self._mounted.snapshots_taken()
+            return info
 
     async def _take(
         self, name: str, source: Source, tag: str | None, observer: CallObserver, kind: SnapshotKind = "user"

@@ -182,7 +182,9 @@ class VolumeSnapshots:
         async with self._mounted.change_lock:
             await self._mounted.write_back()
             name = name or free_name(SNAPSHOT_PREFIX, self._volume.snapshots())
-            return self._volume.take_snapshot(name, tag=tag, kind=kind)
+            info = self._volume.take_snapshot(name, tag=tag, kind=kind)
+            await self._mounted.snapshots_taken()
+            return info
 
     async def infos(self) -> Sequence[SnapshotInfo]:
         return self._volume.snapshots()
