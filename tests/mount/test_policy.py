@@ -518,10 +518,12 @@ def test_a_restore_to_before_the_tightening_is_refused(tightened: Callable[..., 
     (root / "free").write_text("later")
     workspace.policy(protect=["src/secret"])
     before, snapshots = state(root), workspace.snapshots()
-    with pytest.raises(PermissionError, match="src/secret"):
-        workspace.restore("early")
-    assert state(root) == before
-    assert workspace.snapshots() == snapshots
+    for dry_run in (True, False):
+        with pytest.raises(PermissionError, match="src/secret"):
+            workspace.restore("early", dry_run=dry_run)
+        assert state(root) == before
+        assert workspace.snapshots() == snapshots
+    assert [change.path for change in workspace.restore("early", ["free"], dry_run=True).changes] == ["free"]
     workspace.restore("early", ["free"])
     assert (root / "free").read_text() == "free"
     assert (root / "src/secret").read_text() == "later"
@@ -560,6 +562,11 @@ def test_a_fork_has_the_policy_of_its_source(workdir: Path) -> None:
             fails(errno.EPERM, lambda: (root / "src/secret").write_text("x"))
             fails(errno.EPERM, lambda: (root / "free").write_text("x"))
             assert fork.policy() == workspace.policy()
+            (root / "src/new").write_text("of the fork")
+            workspace.policy(protect=["src/new"])
+            for dry_run in (True, False):
+                with pytest.raises(PermissionError, match="src/new"):
+                    workspace.merge(fork, dry_run=dry_run)
 
 
 def test_a_backend_that_waits_for_its_answers_is_held_as_well(workdir: Path) -> None:

@@ -107,7 +107,9 @@ def _show(app: App, selected: dict[str, Any]) -> None:
     elif answer.begins_late:
         output.note(f"the log begins at {output.show_time(answer.since)}, when the daemon started")
     if answer.file_missing:
-        output.note(f"the audit file lacks {output.counted(answer.file_missing, 'change')}: {answer.file_problem}")
+        lacks = f"the audit file lacks {output.counted(answer.file_missing, 'change')}"
+        problem = answer.file_problem
+        output.note(f"{lacks}; it is written again" if problem is None else f"{lacks}: {problem}")
 
 
 def _follow(app: App, selected: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from vfsd.daemon.merging.delta import differences
 from vfsd.daemon.merging.layered_tree import LayeredTree
 from vfsd.daemon.merging.lineage import MergedState, with_merged
 from vfsd.daemon.merging.other import Other, OtherWorkspaces
+from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import LiveState, NewState, Outcome, SnapshotService
 from vfsd.daemon.snapshots.threads import in_answer_thread
 from vfsd.wire.base import Peer
@@ -69,10 +70,12 @@ class MergeMethods:
 
     def __init__(
         self,
+        mounted: MountedVolume,
         source: MergeSource,
         options: WorkspaceOptions,
         others: OtherWorkspaces,
     ) -> None:
+        self._mounted = mounted
         self._source = source
         self._options = options
         self._others = others
@@ -155,6 +158,8 @@ class MergeMethods:
         merged_before = other.here.merged  # the base was chosen by this
         async with self._snapshots.frozen(call) as view:
             made = await in_answer_thread(plan, other, LayeredTree(view.tree))
+            if dry_run and not made.refuses and self._mounted.policy is not None:
+                self._mounted.policy.check(made.changes, step)
             if dry_run or made.refuses:
                 raise _NotAppliedError(_result(other, made))
             merged = merged_before

@@ -10,6 +10,7 @@ from typing import Final
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import Store
+from protocol.tree import Tree, unfiltered
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 from vfsd.daemon.control.call_context import CallContext, Handler
@@ -22,6 +23,7 @@ from vfsd.daemon.control.changes import (
 )
 from vfsd.daemon.control.parameters import absolute_path, host_text, tree_paths
 from vfsd.daemon.forks import Forks
+from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import Origin, archive, snapshot_of
 from vfsd.daemon.snapshots.base import (
     BASE,
@@ -32,7 +34,7 @@ from vfsd.daemon.snapshots.base import (
     is_reserved,
     name_at,
 )
-from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.wire.messages import (
     DropParams,
     DroppedStepRecord,
@@ -69,7 +71,10 @@ def required(snapshots: SnapshotService | None) -> SnapshotService:
 class SnapshotMethods:
     """The snapshot methods of one workspace."""
 
-    def __init__(self, snapshots: SnapshotService | None, options: WorkspaceOptions, forks: Forks) -> None:
+    def __init__(
+        self, mounted: MountedVolume, snapshots: SnapshotService | None, options: WorkspaceOptions, forks: Forks
+    ) -> None:
+        self._mounted = mounted
         self._optional = snapshots
         self._forks = forks
         self._options = options
@@ -179,6 +184,7 @@ class SnapshotMethods:
             _check_created(await snapshots.infos(), name, params.created_at)
         if params.dry_run:
             async with snapshots.tree(None, call) as live, snapshots.tree(name, call) as wanted:
+                await self._check_policy(live, wanted, paths, f"restore {source}")
                 found = await compare(live, wanted, paths, call, stream=params.stream)
             return RestoreResult(source, None, found.counts, found.records, found.truncated)
         return self._restored(source, await snapshots.restore(name, paths, call))
@@ -193,6 +199,7 @@ class SnapshotMethods:
         async with snapshots.staged(origin, call) as staged:
             if params.dry_run:
                 async with snapshots.tree(None, call) as live:
+                    await self._check_policy(live, staged.tree, paths, staged.step(replace=True))
                     found = await compare(live, staged.tree, paths, call, stream=params.stream)
                 return RestoreResult(source, None, found.counts, found.records, found.truncated)
             return self._restored(source, await snapshots.put(staged, paths, call, replace=True))
@@ -210,6 +217,12 @@ class SnapshotMethods:
             outcome.undo_steps,
             outcome.redo_steps,
         )
+
+    async def _check_policy(self, live: Tree, wanted: Tree, paths: Sequence[bytes], attempt: str) -> None:
+        """Refuse the dry run of a restore that the policy refuses."""
+        policy = self._mounted.policy
+        if policy is not None:
+            await in_answer_thread(policy.check_trees, unfiltered(live), unfiltered(wanted), attempt, paths=paths)
 
     def _check_writable(self) -> None:
         if self._options.read_only:
