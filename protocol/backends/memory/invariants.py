@@ -168,8 +168,10 @@ def _check_epoch(state: MemoryState, epoch: Epoch) -> None:
         for number, inode in state.inodes.items():
             if inode.epoch < epoch.serial and inode.nlink:
                 assert number not in epoch.inodes, f"inode {number} was changed but has an old stamp"
-    for directory in epoch.names:
-        assert 0 < directory < state.next_inode
+    for directory, names in epoch.names.items():
+        assert directory in epoch.inodes, f"inode {directory}: names of a directory that did not change"
+        if epoch.inodes[directory] is None:
+            assert not any(names.values()), f"inode {directory}: entries of a directory before it was made"
 
 
 def _check_ledger(state: MemoryState, live: list[Inode]) -> None:

@@ -188,6 +188,8 @@ class MemoryState:
             if newest is not None and not self.log.pins and newest.inodes.get(number, inode) is None:
                 del newest.inodes[number]
                 ledger.kept -= RECORD_BYTES
+                if inode.children is not None:
+                    self.log.forget_names(newest, number)
 
     # -- versions ------------------------------------------------------------------------------
     def own(self, inode: Inode) -> Inode:
@@ -434,7 +436,8 @@ class MemoryState:
     def _record(self, directory: Inode, name: bytes, old: int, new: int) -> None:
         """Keep the old inode of `name` for the newest snapshot, unless the directory is younger than it."""
         newest = self.log.newest
-        if newest is None or directory.born == self.epoch:
+        # Not `born == self.epoch`: the epoch that it was made in may have been merged into an older one since.
+        if newest is None or directory.born >= newest.serial:
             return
         names = newest.names.get(directory.inode)
         if names is None:

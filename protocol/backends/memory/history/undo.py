@@ -13,7 +13,8 @@ is safe because
 - while a view is open (`pins` > 0) no pre-image is removed and no epoch is merged; `release` does so afterwards.
 
 Invariants (checked by `MemoryVolume.check_invariants`): serials increase; pre-images go to the newest epoch; every name
-belongs to one epoch; without epochs there are no pre-images.
+belongs to one epoch; without epochs there are no pre-images; an epoch with pre-images of the entries of a directory has
+one of the directory, and if that did not exist at the beginning of the epoch, no entry did.
 """
 
 from __future__ import annotations
@@ -166,6 +167,10 @@ class UndoLog:
             else:
                 older.inodes[number] = version
         for directory, names in newer.names.items():
+            version = newer.inodes.get(directory)
+            if version is not None and version.born >= older.serial:
+                ledger.kept -= _names_charge(names)  # of a directory that did not exist at the beginning of `older`
+                continue
             mine = older.names.setdefault(directory, names)
             if mine is not names:
                 ledger.kept -= NAMES_BYTES
@@ -179,8 +184,17 @@ class UndoLog:
         """Free the pre-images of the oldest epoch: no snapshot needs them."""
         for version in epoch.inodes.values():
             self._ledger.forget(version)
-        for names in epoch.names.values():
-            self._ledger.kept -= NAMES_BYTES + RECORD_BYTES * len(names) + sum(map(len, names))
+        self._ledger.kept -= sum(map(_names_charge, epoch.names.values()))
+
+    def forget_names(self, epoch: Epoch, directory: int) -> None:
+        """Free the pre-images of the entries of a directory that exists neither before `epoch` nor after it."""
+        names = epoch.names.pop(directory, None)
+        if names is not None:
+            self._ledger.kept -= _names_charge(names)
+
+
+def _names_charge(names: dict[bytes, int]) -> int:
+    return NAMES_BYTES + RECORD_BYTES * len(names) + sum(map(len, names))
 
 
 def merged(epochs: Iterable[Epoch]) -> tuple[PreInodes, PreNames]:

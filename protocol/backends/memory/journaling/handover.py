@@ -178,5 +178,8 @@ def _sums(state: MemoryState) -> dict[str, int]:
         "pages": state.pages,
         "open files without a name": len(state.orphans),
         "snapshots": len(state.log.infos()),
-        "changes of snapshots": sum(len(epoch.inodes) for epoch in state.log.epochs()),
+        # Without the records of inodes that did not exist: those of inodes made and freed while a view was open stay.
+        "changes of snapshots": sum(
+            version is not None for epoch in state.log.epochs() for version in epoch.inodes.values()
+        ),
     }

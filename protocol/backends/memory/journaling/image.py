@@ -117,7 +117,7 @@ class Image:
                 # A directory that does not exist after the epoch has no names then.
                 after = self._after(step, later, directory)
                 if after is None and epoch.inodes.get(directory) is None:
-                    continue  # it was made and removed within the epoch
+                    continue  # it was made, or revived, and removed while a view was open: see `MemoryState.release`
                 listing = listing_at(after, later_names) if after is not None and after.children is not None else {}
                 step.names[directory] = {name: listing.get(name, 0) for name in names}
             later.update(epoch.inodes)

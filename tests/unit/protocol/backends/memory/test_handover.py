@@ -77,16 +77,51 @@ def test_what_changes_meanwhile_is_there_and_the_old_volume_keeps_no_journal() -
         other.getattr(gone)
 
 
-def test_a_directory_that_was_made_and_removed_while_a_view_was_open_leaves_nothing_in_the_image() -> None:
+def mark(volume: MemoryVolume) -> None:
+    volume.mark()
+
+
+def view(volume: MemoryVolume) -> None:
+    with volume.tree():
+        pass
+
+
+def drop(volume: MemoryVolume) -> None:
+    volume.take_snapshot("two")
+    volume.drop_snapshot("two")
+
+
+@pytest.mark.parametrize("meanwhile", [mark, view, drop])
+def test_a_directory_that_was_made_and_removed_between_two_snapshots_leaves_nothing(
+    meanwhile: Callable[[MemoryVolume], None],
+) -> None:
+    """An epoch begins and ends between, so that the entry is removed in another epoch than it was made in."""
     volume = new_volume()
     volume.take_snapshot("one")
-    directory = volume.mkdir(ROOT_INODE, b"d", 0o755, SUPERUSER).inode
+    memory = volume.usage().snapshot_bytes
+    for _ in range(2):
+        directory = volume.mkdir(ROOT_INODE, b"d", 0o755, SUPERUSER).inode
+        below = volume.mkdir(directory, b"below", 0o755, SUPERUSER).inode
+        meanwhile(volume)
+        volume.rmdir(directory, b"below")
+        volume.rmdir(ROOT_INODE, b"d")
+        volume.forget(below, 1)
+        volume.forget(directory, 1)
+        taken, memory = memory, volume.usage().snapshot_bytes
+    assert taken == memory
+    handed_over(volume)
+
+
+def test_what_was_made_and_removed_while_a_view_was_open_does_not_prevent_a_handover() -> None:
+    volume = new_volume()
+    volume.take_snapshot("one")
     with volume.tree():
-        volume.mkdir(directory, b"below", 0o755, SUPERUSER)
-    volume.rmdir(directory, b"below")
-    volume.rmdir(ROOT_INODE, b"d")
-    volume.forget(directory + 1, 1)
-    volume.forget(directory, 1)
+        directory = volume.mkdir(ROOT_INODE, b"d", 0o755, SUPERUSER).inode
+        made(volume, b"f")
+        volume.rmdir(ROOT_INODE, b"d")
+        volume.unlink(ROOT_INODE, b"f")
+        volume.forget(directory, 1)
+        volume.forget(directory + 1, 1)
     handed_over(volume)
 
 
