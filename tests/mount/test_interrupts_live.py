@@ -49,7 +49,8 @@ def test_what_a_restore_says_after_control_c_is_true(
     else:
         # A signal between the answer of the daemon and the output ends the command without a word about the restore.
         assert found == {"new"} or (found == {"old"} and "nothing was changed" not in err)
-        assert command.returncode in {130, -signal.SIGINT}, err
+        is_vfsd_running = "Fatal Python error: init_import_site" not in err  # else the interpreter was still starting
+        assert not is_vfsd_running or command.returncode in {130, -signal.SIGINT}, err
     assert workspace.restore("old").counts.total in {0, _FILES}
 
 

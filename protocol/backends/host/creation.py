@@ -41,10 +41,13 @@ class InodeCreator:
 
     def file(self, directory: HostInode, name: bytes | None, mode: int, caller: Caller) -> tuple[int, os.stat_result]:
         """Create a regular file, without a name if `name` is None; also return a descriptor to write it."""
-        at = self._descriptors.directory(directory)
+        flags = _O_UNNAMED if name is None else _O_CREATE
+
+        def create() -> int:
+            return os.open(name or b".", flags, mode & _PERMISSIONS, dir_fd=self._descriptors.directory(directory))
+
         with _umask(caller):
-            flags = _O_UNNAMED if name is None else _O_CREATE
-            descriptor = os.open(name or b".", flags, mode & _PERMISSIONS, dir_fd=at)
+            descriptor = self._descriptors.with_room(create)
         try:
             return descriptor, self._give_to_caller(directory, descriptor, mode, caller)
         except BaseException:
@@ -78,7 +81,9 @@ class InodeCreator:
             seen = os.stat(name, dir_fd=at, follow_symlinks=False)
             self._check_own(seen, kind)
             return seen
-        descriptor = open_beneath(at, name, os.O_PATH, same_mount=True)
+        descriptor = self._descriptors.with_room(
+            lambda: open_beneath(self._descriptors.directory(directory), name, os.O_PATH, same_mount=True)
+        )
         try:
             self._check_own(os.fstat(descriptor), kind)
             return self._give_to_caller(directory, descriptor, mode, caller)

@@ -204,15 +204,22 @@ class Descriptors:
         raise os_error(errno.ESTALE)
 
     def _opened(self, parent: HostInode, name: bytes, flags: int) -> int:
+        return self.with_room(lambda: open_beneath(self.directory(parent), name, flags, same_mount=True))
+
+    def with_room(self, opens: Callable[[], int]) -> int:
+        """Return what `opens` returns; if the process has no descriptor left, close some of the nodes' and repeat.
+
+        `opens` takes the descriptors that it uses from this object each time.
+        """
         for _ in range(_ATTEMPTS):
             try:
-                return open_beneath(self.directory(parent), name, flags, same_mount=True)
+                return opens()
             except OSError as error:
                 if error.errno not in _NONE_LEFT or not self._open:
                     raise
                 self._evict((len(self._open) + 1) // 2)
         # Each closed descriptor made room only for the directory above, so stop here.
-        return open_beneath(self.directory(parent), name, flags, same_mount=True)
+        return opens()
 
     # -- content -----------------------------------------------------------------------------
     def file(self, node: HostInode, *, write: bool = False) -> int:
