@@ -332,6 +332,9 @@ def test_the_tools_of_agents_respect_it(shared: tuple[Workspace, Path]) -> None:
         files.write("src/secret", "new")
     with pytest.raises(PermissionError):
         files.write(".env", "new")
+    for name in ("vendor/lib", "vendor/new"):
+        with pytest.raises(PermissionError, match=name):  # not the name of an unfinished file
+            files.write(name, "new")
     with pytest.raises(PermissionError):
         files.delete("top.lock")
     with pytest.raises(FileNotFoundError):

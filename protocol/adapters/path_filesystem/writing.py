@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 from protocol.adapters.path_filesystem.files import OpenFile, PathFiles, Status, held
 from protocol.adapters.path_filesystem.resolve import ResolvedPath, enter
+from protocol.errors import DeniedByPolicyError
 from protocol.streams import FileWriter
 from protocol.types import WriteMode
 
 
 def temporary_name() -> bytes:
-    """Return a name for an unfinished file."""
-    return b".vfsd-" + secrets.token_hex(8).encode() + b".tmp"
+    """Return a name for an unfinished file.  It has no suffix that a pattern of a policy is likely to match."""
+    return b".vfsd-" + secrets.token_hex(8).encode()
 
 
 def make_directories(store: PathFiles, names: tuple[bytes, ...], missing: Sequence[bytes]) -> tuple[bytes, ...]:
@@ -85,7 +86,10 @@ class _Replacement:
         self._xattrs = {} if old is None else _own_xattrs(store, place.node)
         self._temporary = temporary_name()
         # The old file may be private, so nobody else may read the new one.
-        self.file: OpenFile = store.create(parent, self._temporary, None if old is None else 0o600)
+        try:
+            self.file: OpenFile = store.create(parent, self._temporary, None if old is None else 0o600)
+        except DeniedByPolicyError as error:
+            raise DeniedByPolicyError(error.attempt, b"/".join((*place.names, *place.missing))) from None
 
     def commit(self) -> None:
         store = self._store
