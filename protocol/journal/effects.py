@@ -111,6 +111,15 @@ def entry(directory: int, name: bytes, number: int) -> bytes:
     return _ENTRY.pack(ENTRY, directory, number, len(name)) + name
 
 
+def subjects(effect: bytes) -> tuple[int, int, int]:
+    """Return the code of an effect, its inode, and the inode that an ENTRY leads to (0: none, or another effect)."""
+    code = effect[0]
+    if code == ENTRY:
+        _, directory, number, _ = _ENTRY.unpack_from(effect)
+        return code, directory, number
+    return code, _NUMBER.unpack_from(effect)[1], 0
+
+
 def write(number: int, offset: int, length: int) -> bytes:
     """Return the beginning of a WRITE effect; its `length` bytes follow."""
     return _WRITE.pack(WRITE, number, offset, length)

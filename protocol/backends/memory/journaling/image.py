@@ -6,6 +6,7 @@ So a replay needs no code of its own for images, and versions share their blocks
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -23,9 +24,12 @@ _PROGRESS_PIECES: Final = 256
 
 
 def write_image(image: Image, log: Log, progress: Callable[[], None] = lambda: None) -> None:
-    """Append `image` to `log` as one batch; call `progress` again and again.  OSError."""
+    """Append `image` to `log` as one batch; call `progress` again and again.
+
+    OSError, EBADMSG if the image could not be replayed: it must not replace the journal.
+    """
     batch = Batch(log)
-    batch.add(_observed(image.effects(), progress))
+    batch.add(_observed(image.checked(image.effects()), progress))
     batch.end()
 
 
@@ -73,6 +77,24 @@ class Image:
         yield effects.invalidated()  # an image is begun when no change is in progress
         for key, value in self._notes.items():
             yield effects.note(key, value)
+
+    def checked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield `pieces`; OSError (EBADMSG) for an entry of, or to, an inode that does not exist at that point.
+
+        Reading a whole image back would take the memory of the state once more, and as long as writing it.
+        """
+        existing: set[int] = set()
+        for piece in pieces:
+            code, number, other = effects.subjects(piece)
+            if code == effects.INODE:
+                existing.add(number)
+            elif code == effects.FREE:
+                existing.discard(number)
+            elif code == effects.ENTRY and (number not in existing or (other and other not in existing)):
+                raise OSError(
+                    errno.EBADMSG, f"the image has an entry of inode {number} to {other}, and lacks one of them"
+                )
+            yield piece
 
     def cookies(self) -> Iterator[bytes]:
         """Yield the cookies of the directories that were listed."""

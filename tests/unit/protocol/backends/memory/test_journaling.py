@@ -291,3 +291,15 @@ def test_a_forked_process_writes_nothing_to_the_journal(volume: MemoryVolume) ->
     volume.restore_snapshot("s")
     assert size(journal) == end
     assert not volume.capabilities.durable
+
+
+def test_an_image_that_could_not_be_replayed_is_not_written() -> None:
+    volume = MemoryVolume()
+    volume.take_snapshot("one")
+    volume.mkdir(ROOT_INODE, b"d", 0o755, SUPERUSER)
+    newest = volume._state.log.newest
+    assert newest is not None
+    newest.names[ROOT_INODE][b"ghost"] = 77  # as a defect of the undo log would leave it
+    with pytest.raises(OSError, match="entry of inode 1 to 77") as caught:
+        JournalInMemory().keep(volume)
+    assert caught.value.errno == errno.EBADMSG
