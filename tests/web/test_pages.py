@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -154,6 +155,34 @@ def test_two_states_side_by_side(site: Site, story: None) -> None:
     words = site.get("/w/demo/changes", a="one", b="two").words
     assert "a.txt" in words
     assert "src/new" in words
+
+
+def test_a_list_of_changes_is_paged_and_its_counts_may_come_later(
+    site: Site, root: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace.snapshot("empty")
+    names = sorted(f"f{number}" for number in range(25))
+    for name in names:
+        (root / name).touch()
+    workspace.snapshot("full")
+    monkeypatch.setattr(pages, "CHANGES", 10)
+    for soon_s, wait in ((60.0, {}), (0.0, {}), (0.0, {"wait": "1"})):
+        monkeypatch.setattr(pages, "SOON_S", soon_s)
+        start, seen = "0", []
+        while True:
+            answer = site.get("/w/demo/changes", a="empty", b="full", start=start, **wait)
+            found = [name for name in names if f"<bdi>{name}</bdi>" in answer.text]
+            assert 0 < len(found) <= 10
+            seen += found
+            following = re.search(r'rel="next" href="[^"]*start=(\d+)', answer.text)
+            assert ("Wait for the counts" in answer.words) == ("+25 ~0" not in answer.words)
+            if soon_s or wait or following is None:  # the last page waits for the end of the list, so it has the counts
+                assert "+25 ~0" in answer.words
+            if following is None:
+                break
+            start = following[1]
+        assert seen == names
+    assert site.get("/w/demo/changes", a="empty", b="full", path="nowhere").status == 404
 
 
 def test_two_images_side_by_side(site: Site, workspace: Workspace, root: Path) -> None:

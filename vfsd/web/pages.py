@@ -19,9 +19,10 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from vfsd.client.results import Change, Counts, Diff, Patch, Snapshot
+from vfsd.client.results import Change, Counts, Patch, Snapshot
 from vfsd.client.timeline import Mark, Step, authors, marks, timeline
 from vfsd.web.comparison import ROWS, side_by_side
+from vfsd.web.first_changes import first_changes
 from vfsd.web.images import HEAD_BYTES, image_type
 from vfsd.web.problems import WrongRequestError
 from vfsd.web.rendering import href, page
@@ -259,12 +260,10 @@ async def show_changes(request: Request) -> Response:
     a, b, start = given(request, "a"), given(request, "b"), number(request, "start")
     step, snapshots = await _step(source, b)
     a = a or step.before
-    found: Diff | None = None
+    found = None
     if a is not None or _is_overlay(source):
-        call = source.requests.diff(a, b, complete=False)
-        call.params.paths = [path] if path else []
-        found = await source.run(call)
-    listed = () if found is None else found.changes
+        soon_s = None if given(request, "wait") else SOON_S
+        found = await first_changes(source, a, b, path, start, CHANGES, soon_s)
     return page(
         request,
         "changes.html",
@@ -273,12 +272,11 @@ async def show_changes(request: Request) -> Response:
         a=a,
         b=b,
         names=[each.name for each in snapshots],
+        is_first=found is None,
         counts=None if found is None else found.counts,
-        changes=[(_wire(each), each) for each in islice(listed, start, start + CHANGES)],
+        changes=[] if found is None else [(each.path, each) for each in found.records],
         start=start,
-        following=start + CHANGES if start + CHANGES < len(listed) else None,
-        listed=len(listed),
-        truncated=found is not None and found.truncated,
+        following=start + CHANGES if found is not None and found.has_more else None,
         live=_live(source, b),
         up=href(source.key, ""),
     )
