@@ -188,6 +188,99 @@ def test_keys_move_open_and_go_up(page: Page, site: Site, story: None) -> None:
     assert page.evaluate("document.activeElement.matches(':focus-visible')")
 
 
+@pytest.fixture(params=["with scripts", "without scripts"])
+def keyboard(request: pytest.FixtureRequest, browser: Browser, site: Site) -> Iterator[Page]:
+    """A page that is used by keyboard only."""
+    context = browser.new_context(java_script_enabled=request.param == "with scripts")
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    page.goto(site.entrance)
+    page.wait_for_url(f"{site.url}/")
+    yield page
+    context.close()
+
+
+def press(page: Page, selector: str, key: str = "Enter") -> None:
+    """Go to an element with the Tab key, and press `key` there."""
+    wanted = page.locator(selector)
+    wanted.wait_for()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if wanted.evaluate("each => each === document.activeElement"):
+            page.keyboard.press(key)
+            return
+    raise AssertionError(f"the Tab key does not lead to {selector}")
+
+
+def heading(page: Page, text: str) -> None:
+    page.wait_for_selector(f"h1:has-text('{text}')")
+
+
+def test_a_fork_is_adopted_by_keyboard_and_that_is_undone(
+    keyboard: Page, site: Site, workdir: Path, root: Path, story: None
+) -> None:
+    page = keyboard
+    site.post("/w/demo/fork", mountpoint=str(workdir / "f"), name="try")
+    with Workspace.attach("try") as fork:
+        try:
+            (workdir / "f" / "of-fork").touch()
+            (root / "own").write_text("only here")
+            for ticks in (False, True):
+                page.goto(f"{site.url}/w/demo/")
+                press(page, "button:text-is('Adopt…')")
+                heading(page, "Make demo equal to try?")
+                assert "own" in page.inner_text("ul.problem")
+                if ticks:
+                    press(page, "input[name=force]", "Space")
+                press(page, "button:text-is('Adopt')")
+                heading(page, "Adopted try: " if ticks else "Nothing was changed: 1 conflict with try")
+                assert (root / "of-fork").exists() == ticks
+                assert (root / "own").exists() != ticks
+            press(page, "button:text-is('Undo')")
+            heading(page, "Undid")
+            assert (root / "own").read_text() == "only here"
+        finally:
+            fork.unmount()
+
+
+def test_changes_of_an_overlay_are_applied_and_discarded_by_keyboard(keyboard: Page, site: Site, workdir: Path) -> None:
+    page = keyboard
+    lower, top = workdir / "lower", workdir / "o"
+    lower.mkdir()
+    for name in ("theirs", "mine"):
+        (lower / name).write_text("before")
+    with Workspace.mount(top, f"overlay:{lower}", name="over"):  # its log warns of "theirs"
+        for name in ("theirs", "mine"):
+            (top / name).write_text("changed here")
+        (lower / "theirs").write_text("changed there meanwhile")
+        for ticks in (False, True):
+            page.goto(f"{site.url}/w/over/")
+            press(page, "a:text-is('Apply…')")
+            heading(page, "Write the changes to")
+            assert "theirs" in page.inner_text("ul.problem")
+            if ticks:
+                press(page, "input[name=force]", "Space")
+            press(page, "button:text-is('Apply')")
+            heading(page, "Applied to" if ticks else "Nothing was written to")
+            assert ((lower / "mine").read_text() == "changed here") == ticks
+        assert (lower / "theirs").read_text() == "changed here"
+
+        (top / "mine").write_text("again")
+        page.goto(f"{site.url}/w/over/")
+        press(page, "a:text-is('Discard…')")
+        heading(page, "Discard all changes?")
+        press(page, "a:text-is('Cancel')")
+        page.wait_for_selector(".timeline")
+        assert (top / "mine").read_text() == "again"
+        press(page, "a:text-is('Discard…')")
+        press(page, "button:text-is('Discard')")
+        heading(page, "Discarded: 1 modified")
+        assert (top / "mine").read_text() == "changed here"
+        press(page, "button:text-is('Undo')")
+        heading(page, "Undid")
+        assert (top / "mine").read_text() == "again"
+
+
 @pytest.mark.usefixtures("story")
 def test_a_phone_needs_no_scrolling_sideways(page: Page, site: Site, root: Path, workspace: Workspace) -> None:
     long, state = "n" * 255, "s" * 128

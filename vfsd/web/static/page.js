@@ -14,7 +14,7 @@ let running = false;
 
 function isBusy() {
   const active = document.activeElement;
-  const edits = active && active.closest("main form") && active.matches("input, select");
+  const edits = active && active.closest("main form") && active.matches("input, select, button");
   const filled = [...document.querySelectorAll("main input:not([type=hidden])")].some((i) => i.value !== i.defaultValue);
   return Boolean(edits || filled || document.querySelector("main details[open]") || document.getElementById("keys").open);
 }
