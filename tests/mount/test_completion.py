@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +100,7 @@ class Bash:
         program.chmod(0o755)
         environment = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", "PS1": "ready>", "TERM": "dumb"}
         master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 500, 0, 0))  # it would scroll a longer line
         words = ["bash", "--norc", "--noprofile", "-i"]
         self._terminal = master
         self._process = subprocess.Popen(
@@ -126,5 +130,34 @@ def test_bash_completes_a_path_step_by_step(workspace: Workspace, workdir: Path)
         bash.type("m\t", "main.py ")
         bash.type("\x15vfsd restore b\t", "before ")
         bash.type("tw\t", "two\\ words/")
+    finally:
+        bash.close()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with a snapshot in the store, whose name has characters that bash breaks words at."""
+    directory = tmp_path_factory.mktemp("stored") / "pro=ject@two x"
+    directory.mkdir()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VFSD_STORE_DIR", str(directory.parent / "store"))
+        with mounted(directory.parent / "m", name="stored", backend=f"host:{directory}") as workspace:
+            workspace.snapshot("of-host")
+            yield directory
+
+
+@pytest.mark.parametrize("option", ["--of ", "--of="])
+def test_bash_completes_what_follows_a_colon_or_an_equals_sign(
+    workspace: Workspace, stored: Path, workdir: Path, option: str
+) -> None:
+    name = str(stored).replace(" ", "\\ ")
+    bash = Bash(workdir)
+    try:
+        parts = ("h", "host:", f"host:{stored.parent}", f"host:{stored.parent}/pro=", f"host:{name[:-4]}")
+        for number, typed in enumerate(parts):
+            bash.type(f"vfsd restore {option}{typed}\t", "wo\\ x ")
+            # All that is shown is read before the next line.
+            bash.type(f"end{number}\x15", f"end{number}")
+        bash.type("vfsd mount x --backend=ho\t", "st:")
     finally:
         bash.close()

@@ -14,13 +14,42 @@ from vfsd.cli.common.app import Command
 _SHELLS: Final = ("bash", "zsh", "fish")
 _VARIABLE: Final = "_VFSD_COMPLETE"  # the name that click derives from the program's name
 
-# What click's scripts lack: items of type "path".  Each pair is a part of a script, and what replaces it.
-_PATHS: Final = (
-    # bash: -o filenames quotes blanks; a directory gets no blank after it, so that <Tab> can go on.
+# What click's scripts lack.  Each pair is a part of a script, and what replaces it.
+_CHANGES: Final = (
+    # bash breaks words at the characters of COMP_WORDBREAKS, such as ":" and "=", and replaces only what follows the
+    # last one.  This joins the words that no blank separates; `before` is what bash keeps of the last one.
+    (
+        '    response=$(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD ',
+        """\
+    local rest=$COMP_LINE words= before= word= at= count=0
+    for ((at = 0; at <= COMP_CWORD; at++)); do
+        if ((at > 0)) && [[ $rest == [[:blank:]]* || $rest != "${COMP_WORDS[at]}"* ]]; then
+            rest=${rest#"${rest%%%%[![:blank:]]*}"} words+=$IFS before= word=
+            ((++count))
+        fi
+        before+=$word word=${COMP_WORDS[at]}
+        rest=${rest#"$word"} words+=$word
+    done
+    [[ -n $word && $COMP_WORDBREAKS == *"$word"* ]] && before+=$word
+    [[ $before == -*=* ]] && before=${before#*=}
+
+    response=$(env COMP_WORDS="$words" COMP_CWORD=$count """,
+    ),
+    (
+        "        IFS=',' read type value <<< \"$completion\"\n",
+        """\
+        IFS=',' read type value <<< "$completion"
+        value=${value#"$before"}
+""",
+    ),
+    # bash: items of type "path".  -o filenames quotes blanks; a directory gets no blank after it, so that <Tab> can go
+    # on.
     (
         "            COMPREPLY+=($value)\n",
         """\
-            COMPREPLY+=($value)
+            [[ $word == [\\"\\']* ]] || printf -v value %%q "$value"
+            COMPREPLY+=("$value")
+            [[ $value == *: ]] && compopt -o nospace
         elif [[ $type == 'path' ]]; then
             COMPREPLY+=("$value")
             compopt -o filenames
@@ -66,11 +95,11 @@ def completion_command(ctx: click.Context, shell: str | None) -> None:
         raise click.UsageError(f"name a shell: {', '.join(_SHELLS)}")
     completer = kind(ctx.find_root().command, {}, "vfsd", _VARIABLE)
     # Use the template directly: click's source() would also start bash to get its version.
-    script = _with_paths(completer.source_template) % completer.source_vars()
+    script = _changed(completer.source_template) % completer.source_vars()
     ctx.obj.emit({"shell": name, "script": script}, lambda answer: output.say(answer["script"]))
 
 
-def _with_paths(script: str) -> str:
-    for part, replacement in _PATHS:
+def _changed(script: str) -> str:
+    for part, replacement in _CHANGES:
         script = script.replace(part, replacement)
     return script
