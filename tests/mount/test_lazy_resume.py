@@ -361,6 +361,7 @@ def test_errors_are_one_line_that_says_what_to_do(
     assert "no snapshot store here" in failed("--from", f"s3://{BUCKET}/nothing#one")
     assert "no such bucket" in failed("--from", "s3://no-such-bucket/x#one")
     assert "credentials come from the environment" in failed("--from", URL, "--store-option", "secret_access_key=x")
+    assert "credentials come from the environment" in failed("--from", URL, "--store-option", "endpoint=http://u:x@h")
     assert "lacks the store's place" in failed("--from", "s3://")
     assert "cannot have a user" in failed("--from", "s3://me:secret@bucket/x")
     assert "needs the snapshot's name" in failed("--from", URL, "--persist")

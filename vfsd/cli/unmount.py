@@ -19,7 +19,7 @@ from vfsd.cli.common.values import refuse_other_archives
 from vfsd.cli.common.wording import count_words
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.requests import RemoteCall, Requests
-from vfsd.machine.journals import drop_command, mount_command
+from vfsd.machine.journals import drop_command
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import clear_dead_mount, is_dead
 from vfsd.machine.own_places import remove_place
@@ -297,7 +297,7 @@ def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, *, e
     if answer.changed_late and not discarded:
         output.note("a program changed it during the unmount; that change is lost")
     if answer.journal is not None:
-        mount = mount_command(record.name, answer.journal, mountpoint=record.mountpoint, backend=record.backend)
+        mount = record.continuing(answer.journal)
         drop = drop_command(record.name, answer.journal)
         output.note(f"its content, snapshots and undo history are kept: `{mount}` continues it, `{drop}` removes it")
     if answer.holders:

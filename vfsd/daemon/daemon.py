@@ -380,6 +380,7 @@ class _Daemon:
             ancestors=tuple(map(ancestor_record, self.forks.ancestors)),
             keeper=kept.pid if kept is not None and kept.is_kept else None,
             keeper_start_ticks=kept.start_ticks if kept is not None and kept.is_kept else 0,
+            store_options=tuple(self._options.remote.store_options),
         )
 
     # -- the end -------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 _FOR_ROOT: Final = "/var/lib/vfsd/journals"
@@ -26,16 +26,20 @@ def journal_directory(name: str) -> str:
     return os.path.join(journals_directory(), name)
 
 
-def mount_command(name: str, directory: str, *, mountpoint: str, backend: str) -> str:
+def mount_command(
+    name: str, directory: str, *, mountpoint: str, backend: str, store_options: Sequence[str] = ()
+) -> str:
     """Return the command that continues the journal of workspace `name` in `directory`.
 
-    A workspace that was mounted with more options, such as --exclude, needs these as well.
+    `store_options` are those of --store-option.  A workspace that was mounted with more options, such as --exclude,
+    needs these as well.
     """
     words = ["vfsd", "mount", mountpoint, "--persist", "--name", name]
     if directory != journal_directory(name):
         words += ["--journal-dir", directory]
     if backend != "memory":
         words += ["--backend", backend]
+    words += [word for option in store_options for word in ("--store-option", option)]
     return shlex.join(words)
 
 

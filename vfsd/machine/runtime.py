@@ -112,6 +112,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     # The process that restarts the daemon if it dies, and when that process was started.
     keeper: int | None = None
     keeper_start_ticks: int = 0
+    store_options: tuple[str, ...] = ()  # of the object store below it
     failure: str | None = None  # why the keeper does not restart the daemon any more: a clause
 
     @property
@@ -132,14 +133,19 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     def content_after_crash(self) -> str:
         """A clause that states where the content is after the daemon died."""
         if self.journal is not None:
-            command = mount_command(self.name, self.journal, mountpoint=self.mountpoint, backend=self.backend)
-            return f"its content is in the journal {self.journal}: `{command}` continues it"
+            return f"its content is in the journal {self.journal}: `{self.continuing(self.journal)}` continues it"
         backend = BackendSpec.split(self.backend)
         if backend.kind == "exec":
             return f"its content is at the other end of `{backend.argument}`"
         if backend.kind in {"host", "container"}:
             return f"its content is in {'the container ' if backend.kind == 'container' else ''}{backend.argument}"
         return "its content is lost"
+
+    def continuing(self, journal: str) -> str:
+        """The command that continues the workspace from the journal in this directory."""
+        return mount_command(
+            self.name, journal, mountpoint=self.mountpoint, backend=self.backend, store_options=self.store_options
+        )
 
     def check_alive(self) -> None:
         """Raise ConnectionRefusedError, with advice, if the daemon is dead."""

@@ -25,6 +25,7 @@ LEAST_MEMORY_BYTES: Final = 4 << 20  # the minimum of max_memory; a smaller work
 LEAST_CACHE_BYTES: Final = 16 << 20  # the minimum of cache_bytes
 # Parts of an option's name: what makes its value a secret, except in names of keys that are kept elsewhere.
 _SECRET: Final = re.compile(r"secret|token|password|credential|key|(^|[_-])sas([_-]|$)", re.IGNORECASE)
+_PASSWORD: Final = re.compile(r"https?://[^/]*@", re.IGNORECASE)
 _NO_SECRET: Final = re.compile(r"kms[_-]key[_-]id|bucket[_-]key", re.IGNORECASE)
 # The options of a daemon fit in a pipe, and each file that a program meets for the first time is matched in about a
 # millisecond.
@@ -225,7 +226,7 @@ def _check_remote(values: Mapping[str, Any]) -> None:
         key, sign, value = option.partition("=")
         if not (key and sign and value):
             raise OptionError("{store_options} {option}: write KEY=VALUE, for example region=eu-west-1", option=option)
-        if is_secret(key):
+        if is_secret(key) or _PASSWORD.match(value):
             # The options of a daemon are in its record, and those of a command in ps(1).
             raise OptionError("{store_options} {key}: credentials come from the environment only", key=key)
     size, timeout_s = values["cache_bytes"], values["remote_timeout_s"]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tests.support.foreign_files import NOT_REGULAR, plant
 from vfsd.machine import runtime
@@ -386,3 +387,14 @@ def test_after_a_crash_the_same_mount_point_gets_the_same_name() -> None:
     assert unique_name("/a/work") == "work"
     assert unique_name("/a/work/") == "work"
     assert unique_name("/b/work") == "work-2"
+
+
+def test_the_command_that_continues_a_dead_workspace_has_the_options_of_its_object_store() -> None:
+    dead = structs.replace(
+        record("a", "/m", alive=False),
+        journal="/journals/a", backend="overlay:s3://b/x#one", store_options=("endpoint=http://h:1", "allow_http=true"),
+    )  # fmt: skip
+    with pytest.raises(ConnectionRefusedError) as caught:
+        dead.check_alive()
+    options = "--store-option endpoint=http://h:1 --store-option allow_http=true"
+    assert f"--backend 'overlay:s3://b/x#one' {options}` continues it" in str(caught.value)
