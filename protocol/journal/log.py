@@ -130,6 +130,8 @@ class Log:
         self._file = file
         self._magic = header.magic
         self._policy = policy
+        # An image is complete when it is written: nothing that frees space is appended to it.
+        self._margin = _MARGIN_BYTES if header.kind == "log" else 0
         self.end = extent.end
         self.sequence = extent.sequence
         self.synced = extent.end
@@ -157,7 +159,7 @@ class Log:
             raise self._stopped()
         needed = self.end + length + FRAME_BYTES + 8 + _MARK_BYTES
         if not removes:
-            needed += _MARGIN_BYTES
+            needed += self._margin
         if needed > self._allocated:
             self._allocate(needed)
 

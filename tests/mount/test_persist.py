@@ -308,6 +308,33 @@ def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+def test_a_disk_that_only_the_journal_fills_is_usable_again_after_removing_files_and_compacting(
+    persistent: Persistent, workdir: Path
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a tmpfs")
+    disk = workdir / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
+    try:
+        persistent.journal = disk / "journal"
+        workspace, root = persistent.mount(), persistent.path
+        assert until_refused(lambda number: (root / f"f{number}").write_bytes(os.urandom(500_000))) == errno.ENOSPC
+        assert until_refused(lambda number: (root / f"small{number}").write_bytes(os.urandom(9000))) == errno.ENOSPC
+        workspace.unmount()  # frees what the journal had allocated for removals
+        workspace = persistent.mount()
+        for name in os.listdir(root):
+            (root / name).unlink()
+        succeeded(vfsd("compact", "-w", workspace.name))
+        (root / "after").write_bytes(os.urandom(2_000_000))
+        workspace.unmount()
+        persistent.mount()
+        assert os.listdir(root) == ["after"]
+    finally:
+        persistent.end()
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 def test_after_a_crash_check_and_mount_say_once_that_the_daemon_had_died(persistent: Persistent) -> None:
     persistent.mount()
     (persistent.path / "f").write_bytes(b"x")
