@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,9 +51,12 @@ class Unmounted:
     async def write_back(self) -> None:
         pass
 
-    async def invalidate(self, invalidation: CacheInvalidation) -> None:
+    async def invalidate(self, invalidation: CacheInvalidation, changed: Sequence[bytes] | None = None) -> None:
         while self.meanwhile:
             self.meanwhile.pop()()
+
+    async def snapshots_taken(self) -> None:
+        pass
 
     def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         """Leave out the garbage collection of a long history: it changes no state that has a name."""
