@@ -3,7 +3,8 @@
 It passes everything on to the volume below, except a lookup of `.snapshots` that the volume below does not have, and
 calls with the inode numbers of that directory and of what is in it.  These are FIRST_INODE and higher, which no volume
 below uses.  They are hashes of the snapshot's serial number and the path (for a file with several names: of its inode
-number in the snapshot), so they stay the same while the snapshot exists, and those of two snapshots differ.
+number in the snapshot), so they stay the same while the snapshot exists and one process serves it, and those of two
+snapshots differ.
 
 Invariants (`check_invariants`):
 
@@ -86,7 +87,7 @@ class SnapshotStates(Protocol):
 
 
 class _Node(NamedTuple):
-    """A file of a snapshot that the kernel has looked up.  `identity`: see `_number`."""
+    """A file of a snapshot that the kernel has looked up.  `identity`: see `SnapshotDirectoryVolume._number`."""
 
     info: SnapshotInfo
     path: bytes
@@ -97,7 +98,12 @@ class _Node(NamedTuple):
 class SnapshotDirectoryVolume:
     """`volume`, with `.snapshots` at its root; listings of the root show it if `is_visible`."""
 
-    def __init__(self, volume: Volume, states: SnapshotStates, *, is_visible: bool) -> None:
+    def __init__(self, volume: Volume, states: SnapshotStates, *, is_visible: bool, seed: bytes = b"") -> None:
+        """`seed`, up to 64 bytes: volumes with different ones number the files differently.
+
+        A process that continues the mount of another one needs its own: the kernel still forgets the other's numbers.
+        """
+        self._seed = seed
         self._volume = volume
         self._states = states
         self._is_visible = is_visible
@@ -173,7 +179,7 @@ class SnapshotDirectoryVolume:
         """AssertionError if an invariant of the module's docstring does not hold."""
         assert self._nodes.keys() == self._lookups.keys()
         assert all(count > 0 for count in self._lookups.values())
-        assert all(_number(node.info, node.identity) == number for number, node in self._nodes.items())
+        assert all(self._number(node.info, node.identity) == number for number, node in self._nodes.items())
         assert self._bytes == sum(_NODE_BYTES + len(node.path) for node in self._nodes.values())
 
     # -- inodes --------------------------------------------------------------------------------------
@@ -215,7 +221,7 @@ class SnapshotDirectoryVolume:
     def _found(self, info: SnapshotInfo, entry: TreeEntry) -> Attributes:
         """Register a lookup."""
         identity = _identity(entry)
-        number = _number(info, identity)
+        number = self._number(info, identity)
         node = self._nodes.get(number)
         if node is None:
             self._nodes[number] = _Node(info, entry.path, identity, entry.is_dir)
@@ -224,6 +230,16 @@ class SnapshotDirectoryVolume:
             raise OSError(errno.EIO, f"two files of snapshots have the hash {number}")
         self._lookups[number] = self._lookups.get(number, 0) + 1
         return _attributes(number, entry)
+
+    def _number(self, info: SnapshotInfo, identity: bytes | int) -> int:
+        """Return the inode number of a file of a snapshot.
+
+        A directory of 100,000 files has two equal ones with a probability of 1 in 900 million; `_found` refuses the
+        second.
+        """
+        kind, data = (b"i", b"%d" % identity) if isinstance(identity, int) else (b"p", identity)
+        digest = blake2b(data, digest_size=8, key=self._seed, salt=b"%x" % info.serial, person=kind).digest()
+        return FIRST_INODE | (int.from_bytes(digest, "little") & _MASK) or FIRST_INODE + 1
 
     def forget(self, inode: int, count: int) -> None:
         if inode < FIRST_INODE:
@@ -386,7 +402,7 @@ class SnapshotDirectoryVolume:
             return [
                 (name, inode, stat.S_IFDIR, at)
                 if entry is None
-                else (name, _number(node.info, _identity(entry)), entry.mode, at)
+                else (name, self._number(node.info, _identity(entry)), entry.mode, at)
                 for at, name, entry in batch
             ]
 
@@ -401,7 +417,16 @@ class SnapshotDirectoryVolume:
             self._shown = serials
         elif self._shown is not None and self._shown != serials:
             self._shown = set()  # the parts of this listing do not fit together
-        return _top_entries(infos, cookie)
+        return self._top_entries(infos, cookie)
+
+    def _top_entries(self, infos: Sequence[SnapshotInfo], cookie: int) -> list[PlainEntry]:
+        """List `.snapshots`.  Cookies are serial numbers, so a snapshot that is taken meanwhile changes no other."""
+        dots: list[PlainEntry] = [(b".", FIRST_INODE, stat.S_IFDIR, 1), (b"..", ROOT_INODE, stat.S_IFDIR, 2)]
+        named = ((shown_name(info), info) for info in infos)
+        found = [
+            (name, self._number(info, b""), stat.S_IFDIR, info.serial + 2) for name, info in named if name is not None
+        ]
+        return [entry for entry in dots + found if entry[3] > cookie]
 
     # -- content -------------------------------------------------------------------------------------
     def read(self, inode: int, offset: int, size: int) -> Answer[Buffer]:
@@ -514,16 +539,6 @@ def _identity(entry: TreeEntry) -> bytes | int:
     return entry.inode if entry.nlink > 1 and entry.inode and not entry.is_dir else entry.path
 
 
-def _number(info: SnapshotInfo, identity: bytes | int) -> int:
-    """Return the inode number of a file of a snapshot.
-
-    A directory of 100,000 files has two equal ones with a probability of 1 in 900 million; `_found` refuses the second.
-    """
-    kind, data = (b"i", b"%d" % identity) if isinstance(identity, int) else (b"p", identity)
-    digest = blake2b(data, digest_size=8, salt=b"%x" % info.serial, person=kind).digest()
-    return FIRST_INODE | (int.from_bytes(digest, "little") & _MASK) or FIRST_INODE + 1
-
-
 def _attributes(number: int, entry: TreeEntry) -> Attributes:
     return PlainAttributes(
         inode=number,
@@ -539,14 +554,6 @@ def _attributes(number: int, entry: TreeEntry) -> Attributes:
         ctime_ns=entry.mtime_ns,
         birth_ns=entry.mtime_ns,
     )
-
-
-def _top_entries(infos: Sequence[SnapshotInfo], cookie: int) -> list[PlainEntry]:
-    """List `.snapshots`.  The cookies are serial numbers, so a snapshot that is taken meanwhile changes no other."""
-    dots: list[PlainEntry] = [(b".", FIRST_INODE, stat.S_IFDIR, 1), (b"..", ROOT_INODE, stat.S_IFDIR, 2)]
-    named = ((shown_name(info), info) for info in infos)
-    found = [(name, _number(info, b""), stat.S_IFDIR, info.serial + 2) for name, info in named if name is not None]
-    return [entry for entry in dots + found if entry[3] > cookie]
 
 
 def _check_writable(*inodes: int) -> None:

@@ -117,16 +117,20 @@ class Served(NamedTuple):
 def to_serve(options: MountOptions, backend: Backend, *, is_continued: bool) -> Served:
     """Put the policy and `.snapshots` of the mount around the backend's volume.  OSError, ValueError."""
     policy, note = _open_policy(options, backend, is_continued=is_continued)
-    directory = _open_directory(options, backend, policy)
+    directory = _open_directory(options, backend, policy, is_continued=is_continued)
     volume = backend.volume if policy is None else policy.volume
     return Served(volume if directory is None else directory.volume, policy, directory, note)
 
 
-def _open_directory(options: MountOptions, backend: Backend, policy: Policy | None) -> SnapshotDirectory | None:
+def _open_directory(
+    options: MountOptions, backend: Backend, policy: Policy | None, *, is_continued: bool
+) -> SnapshotDirectory | None:
     chosen = options.kernel.snapshot_directory
     if chosen == "off":
         return None
-    return open_directory(backend.volume, backend.stored, is_visible=chosen == "visible", policy=policy)
+    return open_directory(
+        backend.volume, backend.stored, is_visible=chosen == "visible", policy=policy, is_continued=is_continued
+    )
 
 
 def _unless_cancelled(_done_bytes: int, _total_bytes: int) -> None:

@@ -9,6 +9,7 @@ Threading: the serving loop.  `VolumeStates` never awaits, so no state is closed
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
+_SEED_BYTES: Final = 8
 _TAKE_OVER_S: Final = 1.0  # programs wait; it takes milliseconds if none is in `.snapshots`
 OPEN_STATES: Final = 4  # of one workspace; a comparison of two snapshots reads both in turns
 
@@ -185,18 +187,24 @@ class SnapshotDirectory:
 
 
 def open_directory(
-    volume: Volume, stored: Stored | None, *, is_visible: bool, policy: Policy | None = None
+    volume: Volume, stored: Stored | None, *, is_visible: bool, policy: Policy | None = None, is_continued: bool = False
 ) -> SnapshotDirectory | None:
-    """Return the directory of a workspace; None if its backend has no snapshots."""
+    """Return the directory of a workspace; None if its backend has no snapshots.
+
+    `is_continued`: another daemon has served the mount.
+    """
+    seed = os.urandom(_SEED_BYTES) if is_continued else b""
     own = snapshotable(volume)
     served, shown = (volume, lambda tree: tree) if policy is None else (policy.volume, policy.shown)
     if own is not None:
         of_volume = VolumeStates(own, shown)
-        return SnapshotDirectory(SnapshotDirectoryVolume(served, of_volume, is_visible=is_visible), of_volume)
+        return SnapshotDirectory(
+            SnapshotDirectoryVolume(served, of_volume, is_visible=is_visible, seed=seed), of_volume
+        )
     if stored is None:
         return None
     # Start-up: a workspace in memory needs no store.
     from vfsd.daemon.snapshots.stored_states import StoreStates, WithStoredSnapshots  # noqa: PLC0415
 
     of_store = StoreStates(stored, shown)
-    return SnapshotDirectory(WithStoredSnapshots(served, of_store, is_visible=is_visible), of_store)
+    return SnapshotDirectory(WithStoredSnapshots(served, of_store, is_visible=is_visible, seed=seed), of_store)
