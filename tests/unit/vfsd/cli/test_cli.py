@@ -792,7 +792,8 @@ def test_bash_offers_what_its_script_is_told(daemon: FakeDaemon, workdir: Path, 
     script = """
         eval "$1"; compopt() { :; }
         COMP_WORDS=(vfsd); while IFS= read -r -d ' ' word; do COMP_WORDS+=("$word"); done <<<"$3 "
-        COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=(); _vfsd_completion "$2"; echo "${COMPREPLY[*]}"
+        COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMP_LINE="vfsd $3"; COMPREPLY=();
+        _vfsd_completion "$2"; echo "${COMPREPLY[*]}"
     """
     words = ["bash", "-c", script, "bash", ok("completion", "bash"), str(program), line]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
