@@ -44,7 +44,7 @@ class SnapshotTree:
         # The directory of the last path (None: the root), because paths are usually read directory by directory.  A
         # tuple that is replaced as a whole, because threads may share a view.
         self._last_directory: tuple[bytes | None, Inode | None] = (None, None)
-        # The last path: whoever compares two states asks for an entry first, and then for its content.
+        # The last path: a comparison of two states asks for an entry first, and then for its content.
         self._last: tuple[bytes, Inode] | None = None
 
     def belongs_to(self, state: MemoryState) -> bool:

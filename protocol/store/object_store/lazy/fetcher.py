@@ -212,7 +212,7 @@ class Fetcher:
                 if not self._cache.has(wanted[0]):
                     self.fetch(kind, wanted, reads_ahead=False)
             except OSError:
-                pass  # whoever needs it gets the error
+                pass  # the call that needs it raises the error
             finally:
                 with self._lock:
                     self._reading_ahead.discard(last.pack)
