@@ -50,14 +50,20 @@ class Compaction:
         """Compact the journal whenever it has grown enough, until cancelled."""
         while True:
             await trio.sleep(_CHECK_S)
-            if self._volume.wants_image:
-                try:
-                    before, after = await self.compact()
-                    _logger.info("compacted the journal from %d to %d bytes", before, after)
-                except OSError as error:
-                    log_failure(_logger, "compacting the journal", error, level=logging.WARNING)
-                    if error.errno == errno.ENOMEM:
-                        await trio.sleep(_RETRY_S)
+            try:
+                await self._compact_if_large()
+            except OSError as error:
+                log_failure(_logger, "compacting the journal", error, level=logging.WARNING)
+                if error.errno == errno.ENOMEM:
+                    await trio.sleep(_RETRY_S)
+
+    async def _compact_if_large(self) -> None:
+        if not self._volume.wants_image:
+            return
+        async with self._mounted.compaction_lock:
+            if self._volume.wants_image:  # still: an upgrade may have given the journal away meanwhile
+                before, after = await self._compact()
+                _logger.info("compacted the journal from %d to %d bytes", before, after)
 
     async def compact(self) -> tuple[int, int]:
         """Compact now; return the size of the journal on disk before and after, in bytes.
@@ -65,25 +71,29 @@ class Compaction:
         OSError if the image cannot be written, ENOMEM if there is no memory for it; the journal then stays as it is.
         """
         async with self._mounted.compaction_lock:
-            before = self._volume.journal_status().size_bytes
-            async with self._mounted.change_lock:  # no import is in preparation
-                forked = cast(ForkableVolume, self._volume)
-                limit = self._limit(forked)
-                number = self._volume.begin_image()
-                progress = (lambda: None) if limit is None else limit.publish_writer
-                write = functools.partial(self._volume.write_image, number, progress)
-                started = (lambda _: None) if limit is None else limit.write_in
-                killed = 0 if limit is None else limit.writers_killed
-                pid, pidfds = fork_writer(forked, write, self._mounted.mountpoint, started)
-            with trio.CancelScope(shield=True):  # a process that is not waited for stays as a zombie
-                status = await _ended(pid, pidfds)
-                finish = functools.partial(self._volume.finish_image, number, is_complete=status == 0)
-                await trio.to_thread.run_sync(finish)
-            is_killed = limit is not None and limit.writers_killed > killed
-            self._forks.leave_family(forked)
-            if status:
-                raise self._out_of_memory() if is_killed else self._failure(os.waitstatus_to_exitcode(status))
-            return before, self._volume.journal_status().size_bytes
+            return await self._compact()
+
+    async def _compact(self) -> tuple[int, int]:
+        """Do what `compact` does, with the lock held."""
+        before = self._volume.journal_status().size_bytes
+        async with self._mounted.change_lock:  # no import is in preparation
+            forked = cast(ForkableVolume, self._volume)
+            limit = self._limit(forked)
+            number = self._volume.begin_image()
+            progress = (lambda: None) if limit is None else limit.publish_writer
+            write = functools.partial(self._volume.write_image, number, progress)
+            started = (lambda _: None) if limit is None else limit.write_in
+            killed = 0 if limit is None else limit.writers_killed
+            pid, pidfds = fork_writer(forked, write, self._mounted.mountpoint, started)
+        with trio.CancelScope(shield=True):  # a process that is not waited for stays as a zombie
+            status = await _ended(pid, pidfds)
+            finish = functools.partial(self._volume.finish_image, number, is_complete=status == 0)
+            await trio.to_thread.run_sync(finish)
+        is_killed = limit is not None and limit.writers_killed > killed
+        self._forks.leave_family(forked)
+        if status:
+            raise self._out_of_memory() if is_killed else self._failure(os.waitstatus_to_exitcode(status))
+        return before, self._volume.journal_status().size_bytes
 
     def _limit(self, volume: ForkableVolume) -> ForkFamily | None:
         """Return the limit that the new process counts for; None without one.  ENOMEM if there is no room for it."""
