@@ -21,7 +21,11 @@ class LargeJournal:
         raise AssertionError("the journal of another daemon")
 
 
-async def test_a_journal_that_was_given_away_while_the_compaction_waited_is_left_alone() -> None:
+def test_a_journal_that_was_given_away_while_the_compaction_waited_is_left_alone() -> None:
+    trio.run(_wait_for_an_upgrade)
+
+
+async def _wait_for_an_upgrade() -> None:
     volume = LargeJournal()
     mounted = SimpleNamespace(compaction_lock=trio.Lock())
     compaction = Compaction(cast("Any", mounted), cast("Any", volume), cast("Any", None))
