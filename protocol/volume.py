@@ -350,7 +350,7 @@ class OpeningVolume(Volume, Protocol):
     """
 
     def open(self, inode: int, flags: int) -> Answer[None]:
-        """Allow the open(2) of a file that is no directory; `flags` are those of open(2).  EPERM, EACCES."""
+        """Allow or refuse open(2) of `inode`, which is not a directory; `flags` are its flags.  EPERM, EACCES."""
         ...
 
     def release(self, inode: int, flags: int) -> None:

@@ -87,7 +87,7 @@ class Killer:
         self._compactions.append(compacting)
 
     def wait_compactions(self) -> None:
-        """Wait for the commands, some of which lost their daemon."""
+        """Wait until the commands end. Some fail because their daemon was killed."""
         for each in self._compactions:
             each.wait()
 

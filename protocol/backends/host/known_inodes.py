@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from protocol.backends.host.inode_table import HostInode, HostInodeTable
     from protocol.linux.shared_log import SharedLog
 
-# The codes of records, each of which is [code, number, value].
+# The codes of records. A record is [code, number, value].
 _NODE: Final = 1  # an inode: `_Node`; the last record of a number counts
 _GONE: Final = 2  # the number is free, or refers to an inode that is gone
 _LISTED: Final = 3  # names of a directory have got cookies: [[name, cookie]]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = tuple[int, int]
 _NS: Final = 10**9
-# The codes of records, each of which is [code, number, value].
+# The codes of records. A record is [code, number, value].
 _FILLED: Final = 1  # the entries of a directory: [name, number, type bits, key]
 _LOADED: Final = 2  # the attributes of an inode: `_Stat`
 _CORRECTED: Final = 3  # the type bits that a name has below by now, 0: none

@@ -157,7 +157,7 @@ def _check_path(scheme: str, url: str) -> None:
 
 
 def _check_endpoint(url: str, options: Mapping[str, str]) -> None:
-    """EINVAL for an endpoint that is no URL, with which a request would panic."""
+    """Raise EINVAL if an endpoint is not a URL: obstore would panic at the first request."""
     known = {**{name: os.environ[name] for name in os.environ if name.startswith(("AWS_", "AZURE_"))}, **options}
     for name, value in known.items():
         if _ENDPOINT.fullmatch(name.lower()) and value and not re.match(r"https?://[^/\s]+(/|$)", value):

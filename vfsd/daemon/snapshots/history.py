@@ -146,7 +146,7 @@ class UndoHistory(Value):
     # -- on disk -------------------------------------------------------------------------------------
     @classmethod
     def of_snapshots(cls, infos: Sequence[SnapshotInfo]) -> UndoHistory:
-        """Derive a history from the safety snapshots, each of which was taken before a step.
+        """Derive a history from the safety snapshots: one was taken before each step.
 
         For stores of earlier versions, and for a history that a power failure damaged.
         """

@@ -57,7 +57,7 @@ class Fetch(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Blobs(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """The blobs of a `Fetch`, each of which was compared with its digest."""
+    """The blobs of a `Fetch`. Each has been compared with its digest."""
 
     number: int
     blobs: list[bytes]
