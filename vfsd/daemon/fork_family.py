@@ -223,17 +223,25 @@ class ForkFamily:
     def check_fork(self, usage: VolumeUsage) -> None:
         """OSError (ENOMEM) if the limit leaves no room for a fork that comes to share nothing with this process."""
         needed = total(usage)
+        self._check_room(
+            needed,
+            needed,
+            f"a fork may come to need as much memory as its source, {_mib(needed)} MiB",
+            "unmount forks, drop snapshots, or mount the source with a larger --max-memory",
+        )
+
+    def _check_room(self, taken: int, needed: int, purpose: str, advice: str) -> None:
+        """OSError (ENOMEM) if the limit leaves no room for `needed` bytes; `taken` is what the volume accounts for."""
         with self._lock:
-            self.publish(needed)
+            self.publish(taken)
             if self.limit is None or self.bound() + needed <= self.limit:
                 return
             self.measure()
-            if (taken := self.bound()) + needed > self.limit:
+            if (bound := self.bound()) + needed > self.limit:
                 raise OSError(
                     errno.ENOMEM,
-                    f"a fork may come to need as much memory as its source, {_mib(needed)} MiB, and this workspace"
-                    f"{_with_forks(self.others())} takes {_mib(taken)} of the {_mib(self.limit)} MiB of --max-memory:"
-                    " unmount forks, drop snapshots, or mount the source with a larger --max-memory",
+                    f"{purpose}, and this workspace{_with_forks(self.others())} takes {_mib(bound)} of the"
+                    f" {_mib(self.limit)} MiB of --max-memory: {advice}",
                 )
 
     # -- the process that writes an image ------------------------------------------------------------
@@ -242,18 +250,12 @@ class ForkFamily:
         taken = total(usage)
         inodes = (usage.files or 0) + (usage.directories or 0)
         needed = min(taken, inodes * _WRITER_BYTES_OF_INODE + taken // _WRITER_SHARE)
-        with self._lock:
-            self.publish(taken)
-            if self.limit is None or self.bound() + needed <= self.limit:
-                return
-            self.measure()
-            if (taken := self.bound()) + needed > self.limit:
-                raise OSError(
-                    errno.ENOMEM,
-                    f"writing an image of the state takes about {_mib(needed)} MiB of memory, and this workspace"
-                    f"{_with_forks(self.others())} takes {_mib(taken)} of the {_mib(self.limit)} MiB of --max-memory:"
-                    " the journal stays as it is; remove files, drop snapshots, or mount with a larger --max-memory",
-                )
+        self._check_room(
+            taken,
+            needed,
+            f"writing an image of the state takes about {_mib(needed)} MiB of memory",
+            "the journal stays as it is; remove files, drop snapshots, or mount with a larger --max-memory",
+        )
 
     def write_in(self, pid: int) -> None:
         """Count the process `pid`, which was forked to write an image and waits.  The caller excludes another one."""
