@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,12 @@ import anyio
 import pytest
 from click.testing import CliRunner
 
-from tests.mount.conftest import check_invariants, complaints, mounted
+from tests.mount.conftest import check_invariants, mounted
+from tests.mount.forking import Fork, forking, text
 from tests.support.fork_server import wait_until
 from tests.support.unmounting import unmount_when_idle
 from vfsd import AsyncWorkspace, Workspace
 from vfsd.cli.main import cli
-
-Fork = Callable[..., Workspace]
 
 
 @pytest.fixture(params=["memory", "overlay"])
@@ -46,23 +45,8 @@ def source(request: pytest.FixtureRequest, workdir: Path) -> Iterator[Workspace]
 
 @pytest.fixture
 def fork(workdir: Path, source: Workspace) -> Iterator[Fork]:
-    """Forks `source`, or another workspace, below `workdir`; each fork is checked and unmounted."""
-    made: list[Workspace] = []
-
-    def make(name: str, of: Workspace = source, **options: Any) -> Workspace:
-        made.append(of.fork(workdir / name, name=name, **options))
-        return made[-1]
-
-    yield make
-    for workspace in made:
-        if os.path.ismount(workspace.path):
-            check_invariants(workspace)
-            unmount_when_idle(workspace)
-        assert complaints(workspace.name) == []
-
-
-def text(workspace: Workspace, path: str = "tree/file") -> str:
-    return Path(workspace.path, path).read_text()
+    with forking(workdir, source) as fork:
+        yield fork
 
 
 def write(workspace: Workspace, content: str, path: str = "tree/file") -> None:

@@ -19,7 +19,8 @@ import anyio
 import pytest
 from click.testing import CliRunner
 
-from tests.mount.conftest import check_invariants, complaints, mounted
+from tests.mount.conftest import check_invariants, mounted
+from tests.mount.forking import Fork, forking, put, text
 from tests.support.fork_server import wait_until
 from tests.support.unmounting import unmount_when_idle
 from vfsd import AsyncWorkspace, Workspace
@@ -28,8 +29,6 @@ from vfsd.client.connection import ControlClient
 from vfsd.wire.base import Peer
 from vfsd.wire.merge_messages import MergeParams
 from vfsd.wire.messages import wire_path
-
-Fork = Callable[..., Workspace]
 
 
 @pytest.fixture(params=["memory", "overlay", pytest.param("host", marks=pytest.mark.long)])
@@ -58,27 +57,8 @@ def fill(place: Path) -> None:
 
 @pytest.fixture
 def fork(workdir: Path, target: Workspace) -> Iterator[Fork]:
-    """Forks `target`, or another workspace, below `workdir`; each fork is checked and unmounted."""
-    made: list[Workspace] = []
-
-    def make(name: str = "copy", of: Workspace = target, **options: Any) -> Workspace:
-        made.append(of.fork(workdir / name, name=name, **options))
-        return made[-1]
-
-    yield make
-    for workspace in reversed(made):
-        if os.path.ismount(workspace.path) and os.path.exists(f"/proc/{workspace.pid}"):
-            check_invariants(workspace)
-            unmount_when_idle(workspace)
-            assert complaints(workspace.name) == []
-
-
-def text(workspace: Workspace, path: str = "tree/file") -> str:
-    return Path(workspace.path, path).read_text()
-
-
-def put(workspace: Workspace, path: str, content: str) -> None:
-    Path(workspace.path, path).write_text(content)
+    with forking(workdir, target) as fork:
+        yield fork
 
 
 def exists(workspace: Workspace, path: str) -> bool:

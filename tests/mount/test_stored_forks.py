@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ import pytest
 from click.testing import CliRunner
 
 from protocol.store import Store
-from tests.mount.conftest import check_invariants, complaints, mounted
+from tests.mount.conftest import mounted
+from tests.mount.forking import Fork, forking, put, text
 from tests.support.fork_server import wait_until
 from tests.support.unmounting import unmount_when_idle
 from vfsd import AsyncWorkspace, Workspace
 from vfsd.cli.main import cli
-
-Fork = Callable[..., Workspace]
 
 
 @pytest.fixture
@@ -52,27 +51,8 @@ def source(directory: Path, workdir: Path, store: Path) -> Iterator[Workspace]:
 
 @pytest.fixture
 def fork(workdir: Path, source: Workspace) -> Iterator[Fork]:
-    """Forks `source`, or another workspace, below `workdir`; each fork is checked and unmounted."""
-    made: list[Workspace] = []
-
-    def make(name: str, of: Workspace = source, **options: Any) -> Workspace:
-        made.append(of.fork(workdir / name, name=name, **options))
-        return made[-1]
-
-    yield make
-    for workspace in reversed(made):
-        if os.path.ismount(workspace.path) and os.path.exists(f"/proc/{workspace.pid}"):
-            check_invariants(workspace)
-            unmount_when_idle(workspace)
-            assert complaints(workspace.name) == []
-
-
-def text(workspace: Workspace, path: str = "tree/file") -> str:
-    return Path(workspace.path, path).read_text()
-
-
-def put(workspace: Workspace, path: str, content: str) -> None:
-    Path(workspace.path, path).write_text(content)
+    with forking(workdir, source) as fork:
+        yield fork
 
 
 def names(store: Path, directory: Path) -> set[str]:

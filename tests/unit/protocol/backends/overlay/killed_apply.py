@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied
@@ -23,6 +24,18 @@ from protocol.testing.volume.driver import Driver
 
 BLOCK = 128 * 1024
 RANDOM_STEPS = 30
+
+
+def make_tree(root: Path) -> Path:
+    """The directory that `some_work` changes."""
+    (root / "src" / "deep").mkdir(parents=True)
+    (root / "src" / "main.c").write_bytes(b"main")
+    (root / "src" / "deep" / "x").write_bytes(b"x" * 10)
+    (root / "big").write_bytes(b"b" * (3 * BLOCK))
+    (root / "README").write_bytes(b"read me")
+    os.link(root / "README", root / "src" / "README.too")
+    os.symlink("src/main.c", root / "link")
+    return root
 
 
 def some_work(fs: Driver, volume: OverlayVolume) -> None:

@@ -15,7 +15,7 @@ from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
-from tests.unit.protocol.backends.overlay.killed_apply import random_step, some_work
+from tests.unit.protocol.backends.overlay.killed_apply import make_tree, random_step, some_work
 
 BLOCK = 128 * 1024
 
@@ -26,15 +26,7 @@ class StoppedError(Exception):
 
 @pytest.fixture
 def below(tmp_path: Path) -> Path:
-    root = tmp_path / "below"
-    (root / "src" / "deep").mkdir(parents=True)
-    (root / "src" / "main.c").write_bytes(b"main")
-    (root / "src" / "deep" / "x").write_bytes(b"x" * 10)
-    (root / "big").write_bytes(b"b" * (3 * BLOCK))
-    (root / "README").write_bytes(b"read me")
-    os.link(root / "README", root / "src" / "README.too")
-    os.symlink("src/main.c", root / "link")
-    return root
+    return make_tree(tmp_path / "below")
 
 
 def run(

@@ -20,7 +20,7 @@ from protocol.backends.overlay.intent_log import Recovered, intent_log, recover
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
 from tests.support.foreign_files import NOT_REGULAR, plant
-from tests.unit.protocol.backends.overlay.killed_apply import BLOCK, apply_work, written
+from tests.unit.protocol.backends.overlay.killed_apply import apply_work, make_tree, written
 
 Run = Callable[..., bool]
 Tree = dict[str, tuple[object, ...]]
@@ -30,14 +30,7 @@ BY_TIME = 100  # applies that are killed at a random moment
 
 @pytest.fixture
 def below(tmp_path: Path) -> Path:
-    root = tmp_path / "below"
-    (root / "src" / "deep").mkdir(parents=True)
-    (root / "src" / "main.c").write_bytes(b"main")
-    (root / "src" / "deep" / "x").write_bytes(b"x" * 10)
-    (root / "big").write_bytes(b"b" * (3 * BLOCK))
-    (root / "README").write_bytes(b"read me")
-    os.link(root / "README", root / "src" / "README.too")
-    os.symlink("src/main.c", root / "link")
+    root = make_tree(tmp_path / "below")
     for name, count in (("old", 3), ("gone", 4)):
         (root / name).mkdir()
         for number in range(count):

@@ -24,13 +24,6 @@ def s3_port() -> Iterator[int]:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    path = tmp_path / "root"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def local(tmp_path: Path) -> Iterator[Store]:
     with Store(tmp_path / "local") as store:
         yield store

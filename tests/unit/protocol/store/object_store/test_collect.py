@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.unit.protocol.store.object_store import worker
 
 KEY = worker.KEY
 GRACE_S = 0.3
+BeforePublishing = Callable[[Callable[[], object]], None]
 
 
 @pytest.fixture
@@ -50,6 +52,23 @@ def collected(url: str) -> collect.CollectionReport:
 
 def packs(url: str) -> list[str]:
     return sorted(os.listdir(f"{url.removeprefix('file://')}/packs"))
+
+
+@pytest.fixture
+def before_publishing(monkeypatch: pytest.MonkeyPatch) -> BeforePublishing:
+    """Sets what happens while the next push waits before it publishes its name."""
+
+    def set_action(action: Callable[[], object]) -> None:
+        publish = Push._publish
+
+        def publish_later(push: Push, *args: object) -> int:
+            monkeypatch.setattr(Push, "_publish", publish)
+            action()
+            return publish(push, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Push, "_publish", publish_later)
+
+    return set_action
 
 
 def test_what_a_dropped_snapshot_needed_is_freed_after_the_grace_period(url: str, local: Store, root: Path) -> None:
@@ -95,22 +114,18 @@ def test_a_push_does_not_rely_on_a_condemned_pack(url: str, local: Store, root: 
 
 
 def test_a_push_whose_packs_are_deleted_before_it_publishes_uploads_them_again(
-    url: str, local: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, local: Store, root: Path, before_publishing: BeforePublishing
 ) -> None:
     states(local, root, 1)
     with opened(url) as remote:
         remote.push(local, KEY, "state0", name="old")
         remote.drop(KEY, "old")
-    publish = Push._publish
 
-    def slowly(push: Push, *args: object) -> int:
-        """As a process that is stopped for longer than two collections take."""
+    def collect_twice() -> None:
         assert collected(url).condemned_packs == 2
         assert collected(url).freed_packs == 2
-        monkeypatch.setattr(Push, "_publish", publish)
-        return publish(push, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Push, "_publish", slowly)
+    before_publishing(collect_twice)
     with opened(url) as remote:
         report = remote.push(local, KEY, "state0", name="new")
         assert report.uploaded_contents > 5
@@ -118,23 +133,21 @@ def test_a_push_whose_packs_are_deleted_before_it_publishes_uploads_them_again(
 
 
 def test_a_push_whose_base_is_dropped_and_collected_meanwhile_is_complete(
-    url: str, local: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, local: Store, root: Path, before_publishing: BeforePublishing
 ) -> None:
     states(local, root, 1)
     with opened(url) as remote:
         remote.push(local, KEY, "state0", name="base")
     (root / "new").write_bytes(b"new")
     local.take(KEY, "next", DirectorySource(root))
-    publish = Push._publish
 
-    def slowly(push: Push, *args: object) -> int:
+    def drop_the_base() -> None:
         with opened(url) as other:
             other.drop(KEY, "base")
         for _ in range(3):
             collected(url)
-        return publish(push, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Push, "_publish", slowly)
+    before_publishing(drop_the_base)
     with opened(url) as remote:
         remote.push(local, KEY, "next")
         assert remote.check().ok
@@ -175,25 +188,23 @@ def test_after_a_repair_a_push_relies_on_no_older_snapshot(url: str, local: Stor
 
 
 def test_a_base_that_is_repaired_during_the_push_is_not_relied_on(
-    url: str, local: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, local: Store, root: Path, before_publishing: BeforePublishing
 ) -> None:
     states(local, root, 1)
     with opened(url) as remote:
         remote.push(local, KEY, "state0", name="base")
     (root / "new").write_bytes(b"new")
     local.take(KEY, "next", DirectorySource(root))
-    publish = Push._publish
 
-    def slowly(push: Push, *args: object) -> int:
+    def repair_the_base() -> None:
         (name,) = [
             name for name in packs(url) if ".data." in name and os.path.getsize(f"{url[7:]}/packs/{name}") > 1000
         ]
         os.truncate(f"{url[7:]}/packs/{name}", 100)
         with opened(url) as other:
             other.collect_garbage(repair=True)
-        return publish(push, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Push, "_publish", slowly)
+    before_publishing(repair_the_base)
     with opened(url) as remote:
         remote.push(local, KEY, "next")
         assert remote.check().ok
