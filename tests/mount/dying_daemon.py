@@ -1,7 +1,7 @@
-"""A daemon that is killed once, at one step of the first request with one opcode.
+"""A daemon that is killed at one step of a request.
 
-Started as `vfsd.daemon.main`.  $VFSD_TEST_OPCODE is the name of the opcode, $VFSD_TEST_STEP one of STEPS, and
-$VFSD_TEST_FLAG a file that exists until the daemon is killed.
+Started as `vfsd.daemon.main`.  $VFSD_TEST_FLAG names a file.  If it exists, it says at which of STEPS of the first
+request with which opcode the daemon dies, for example "MKDIR recorded", and is removed then.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import struct
 import sys
+from pathlib import Path
 from typing import Any
 
 from vfsd.daemon import daemon
@@ -21,37 +22,34 @@ from vfsd.kernel.engines.native.wire import Opcode
 STEPS = ("read", "recorded", "replied")
 
 
-def die_once() -> None:
+def die_if(engine: NativeEngine, step: str) -> None:
+    path = Path(os.environ["VFSD_TEST_FLAG"])
     try:
-        os.unlink(os.environ["VFSD_TEST_FLAG"])
+        name, at = path.read_text().split()
     except FileNotFoundError:
         return
-    os.kill(os.getpid(), signal.SIGKILL)
+    opcodes = {Opcode[name]} | ({Opcode.COPY_FILE_RANGE_64} if name == "COPY_FILE_RANGE" else set())
+    if at == step and struct.unpack_from("=I", engine._buffer, 4)[0] in opcodes:
+        path.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_at(opcode: Opcode, step: str) -> None:
-    """Have the engine kill its process at `step` of the first request with `opcode`."""
+def die_at_steps() -> None:
+    """Have the engine look for its step at each request."""
     respond, send = NativeEngine._respond, NativeEngine._send
 
-    def is_chosen(engine: NativeEngine) -> bool:
-        found = struct.unpack_from("=I", engine._buffer, 4)[0]
-        return bool(found == opcode or (found, opcode) == (Opcode.COPY_FILE_RANGE_64, Opcode.COPY_FILE_RANGE))
-
     def dying_respond(engine: NativeEngine, *arguments: Any) -> None:
-        if step == "read" and is_chosen(engine):
-            die_once()
+        die_if(engine, "read")
         respond(engine, *arguments)
 
     def dying_send(engine: NativeEngine, *arguments: Any) -> None:
-        if step == "recorded" and is_chosen(engine):
-            die_once()
+        die_if(engine, "recorded")
         send(engine, *arguments)
-        if step == "replied" and is_chosen(engine):
-            die_once()
+        die_if(engine, "replied")
 
     NativeEngine._respond, NativeEngine._send = dying_respond, dying_send  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    kill_at(Opcode[os.environ["VFSD_TEST_OPCODE"]], os.environ["VFSD_TEST_STEP"])
+    die_at_steps()
     sys.exit(main(sys.argv[1:], functools.partial(daemon.run_daemon, started_by="a test")))

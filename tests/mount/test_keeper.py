@@ -14,77 +14,33 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
 from click.testing import CliRunner
 
 from tests.mount.conftest import check_invariants
-from tests.mount.dying_daemon import STEPS
+from tests.mount.kept_workspaces import (
+    CHANGES,
+    Kept,
+    change_at_random,
+    check_executed_once,
+    end_kept,
+    facts,
+    kill_replacements,
+)
 from tests.mount.programs import Program, failed, log_of, succeeded, vfsd, wait_ended
 from tests.support.fork_server import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.async_workspace import AsyncWorkspace
-from vfsd.client.launch import launch
 from vfsd.client.log_results import LoggedChange, Missed
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.engines.native.wire import Opcode
-from vfsd.machine.runtime import WorkspaceRecord, read_record
-
-
-class Kept:
-    """A workspace with a journal and a keeper."""
-
-    def __init__(self, workdir: Path) -> None:
-        self.path = workdir / "mount"
-        self.path.mkdir()
-        self.name = f"{workdir.name}-kept"
-        self.journal = workdir / "journal"
-        self.kills = 0
-
-    def mount(self, **options: Any) -> Workspace:
-        return Workspace.mount(self.path, name=self.name, persist=True, **{"journal_dir": self.journal, **options})
-
-    @property
-    def record(self) -> WorkspaceRecord:
-        record = read_record(self.name)
-        assert record is not None
-        return record
-
-    def kill(self) -> None:
-        """Kill the daemon that has written its record; return when its replacement has written its own."""
-        record = self.record
-        os.kill(record.pid, signal.SIGKILL)
-        self.kills += 1
-        wait_until(lambda: self.record.pid != record.pid, "a replacement")
-
-    @contextlib.contextmanager
-    def being_killed(self, seed: int, times: int | None = None) -> Iterator[None]:
-        """Kill the daemon again and again at random moments, inside the block, or `times` times."""
-        choice, stop = random.Random(seed), threading.Event()
-
-        def run() -> None:
-            while not stop.wait(choice.random() * 0.15) and (times is None or self.kills < times):
-                self.kill()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield
-        finally:
-            if times is None:
-                stop.set()
-            thread.join()
-
-    def end(self) -> None:
-        vfsd("unmount", self.name, "--discard")
+from vfsd.machine.runtime import read_record
 
 
 @pytest.fixture
@@ -94,81 +50,7 @@ def kept(workdir: Path) -> Iterator[Kept]:
     end_kept(workspace)
 
 
-def end_kept(workspace: Kept) -> None:
-    """Unmount, and wait until the keeper has ended."""
-    keeper = read_record(workspace.name)
-    workspace.end()
-    if keeper is not None and keeper.keeper is not None and keeper.is_kept:
-        wait_ended(keeper.keeper)
-
-
-def facts(root: Path) -> dict[str, Any]:
-    """What the twins have in common: names, modes, link counts, targets, content, and attributes of the user."""
-    found: dict[str, Any] = {}
-    for directory, names, files in os.walk(root):
-        for name in (*names, *files):
-            path = Path(directory, name)
-            status = path.lstat()
-            content: Any = None
-            if path.is_symlink():
-                content = os.readlink(path)
-            elif path.is_file():
-                content = path.read_bytes()
-            links = 0 if path.is_dir() and not path.is_symlink() else status.st_nlink
-            found[str(path.relative_to(root))] = (status.st_mode, links, content)
-    return found
-
-
 # -- programs that go on ---------------------------------------------------------------------------
-def change_at_random(roots: list[Path], seed: int, is_over: Callable[[], bool]) -> int:
-    """Make the same random changes below each of `roots` until `is_over`; the answers must agree.  Return how many."""
-    choice = random.Random(seed)
-    count = 0
-    while not is_over():
-        count += 1
-        call = random_call(choice)
-        answers = []
-        for root in roots:
-            try:
-                answers.append(call(root))
-            except OSError as error:
-                answers.append(error.errno)
-        assert answers[0] == answers[1], (count, answers)
-    return count
-
-
-def random_call(choice: random.Random) -> Callable[[Path], Any]:
-    def name() -> str:
-        return f"d{choice.randrange(3)}/n{choice.randrange(12)}" if choice.randrange(3) else f"n{choice.randrange(12)}"
-
-    one, other, what = name(), name(), choice.randrange(14)
-    data, offset = bytes([choice.randrange(256)]) * choice.choice((1, 700, 9000, 70_000)), choice.randrange(60_000)
-
-    def change(path: Path, flags: int, call: Callable[[int], Any]) -> Any:
-        descriptor = os.open(path, flags, 0o644)
-        try:
-            return call(descriptor)
-        finally:
-            os.close(descriptor)
-
-    return [
-        lambda root: change(root / one, os.O_CREAT | os.O_WRONLY, lambda f: os.pwrite(f, data, offset)),
-        lambda root: change(root / one, os.O_CREAT | os.O_WRONLY | os.O_APPEND, lambda f: os.write(f, data)),
-        lambda root: change(root / one, os.O_CREAT | os.O_WRONLY | os.O_EXCL, lambda f: os.write(f, data)),
-        lambda root: change(root / one, os.O_WRONLY | os.O_TRUNC, lambda f: os.write(f, data[:5])),
-        lambda root: os.mkdir(root / f"d{offset % 3}"),
-        lambda root: os.rmdir(root / f"d{offset % 3}"),
-        lambda root: os.unlink(root / one),
-        lambda root: os.rename(root / one, root / other),
-        lambda root: os.link(root / one, root / other),
-        lambda root: os.symlink(other, root / one),
-        lambda root: os.chmod(root / one, 0o600 + offset % 8, follow_symlinks=True),
-        lambda root: os.truncate(root / one, offset),
-        lambda root: sorted(os.listdir(root)),
-        lambda root: (root / one).read_bytes(),
-    ][what]
-
-
 def test_a_random_writer_sees_what_its_twin_sees(kept: Kept, workdir: Path, runs_long: bool) -> None:
     workspace = kept.mount()
     twin = workdir / "twin"
@@ -289,93 +171,12 @@ def test_rm_that_is_interrupted_between_two_listings_removes_everything(kept: Ke
 
 
 # -- one request, at each step ---------------------------------------------------------------------
-def fill(root: Path) -> None:
-    (root / "dir").mkdir()
-    (root / "file").write_bytes(b"content")
-    (root / "victim").write_bytes(b"victim")
-    os.setxattr(root / "file", "user.old", b"old")
-
-
-def _with(path: Path, flags: int, call: Callable[[int], Any]) -> None:
-    descriptor = os.open(path, flags, 0o644)
-    try:
-        call(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _copied(root: Path) -> None:
-    with (root / "file").open("rb") as source, (root / "victim").open("r+b") as target:
-        os.copy_file_range(source.fileno(), target.fileno(), 7, 0, 2)
-
-
-CHANGES: dict[str, tuple[Opcode, Callable[[Path], Any]]] = {
-    "mkdir": (Opcode.MKDIR, lambda root: (root / "new").mkdir()),
-    "exclusive create": (Opcode.MKNOD, lambda root: _with(root / "new", os.O_CREAT | os.O_EXCL, lambda _: None)),
-    "symlink": (Opcode.SYMLINK, lambda root: (root / "new").symlink_to("target")),
-    "link": (Opcode.LINK, lambda root: (root / "new").hardlink_to(root / "file")),
-    "unlink": (Opcode.UNLINK, lambda root: (root / "file").unlink()),
-    "rmdir": (Opcode.RMDIR, lambda root: (root / "dir").rmdir()),
-    "rename": (Opcode.RENAME, lambda root: (root / "file").rename(root / "victim")),
-    "append": (Opcode.WRITE, lambda root: _with(root / "file", os.O_WRONLY | os.O_APPEND, lambda f: os.write(f, b"!"))),
-    "truncate": (Opcode.SETATTR, lambda root: os.truncate(root / "file", 3)),
-    "fallocate": (
-        Opcode.FALLOCATE, lambda root: _with(root / "file", os.O_WRONLY, lambda f: os.posix_fallocate(f, 0, 100))
-    ),
-    "exclusive setxattr": (
-        Opcode.SETXATTR, lambda root: os.setxattr(root / "file", "user.new", b"new", os.XATTR_CREATE)
-    ),
-    "removexattr": (Opcode.REMOVEXATTR, lambda root: os.removexattr(root / "file", "user.old")),
-    "copy": (Opcode.COPY_FILE_RANGE, _copied),
-    "temporary file": (
-        Opcode.TMPFILE, lambda root: _with(root, os.O_TMPFILE | os.O_WRONLY, lambda f: os.write(f, b"x"))
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(
-    kept: Kept, workdir: Path, monkeypatch: pytest.MonkeyPatch, change: str, step: str
-) -> None:
-    flag, twin = workdir / "flag", workdir / "twin"
-    opcode, call = CHANGES[change]
-    for name, value in (("OPCODE", opcode.name), ("STEP", step), ("FLAG", str(flag))):
-        monkeypatch.setenv(f"VFSD_TEST_{name}", value)
-    options = mount_options(kept.path, name=kept.name, persist=True, journal_dir=kept.journal)
-    launch(options, daemon_module="tests.mount.dying_daemon")
-    twin.mkdir()
-    for root in (kept.path, twin):
-        fill(root)
-    before = kept.record
-    flag.touch()
-    for root in (kept.path, twin):
-        call(root)
-    wait_until(lambda: not flag.exists(), "the death")
-    wait_until(lambda: kept.record.pid != before.pid, "a replacement")
-    assert facts(kept.path) == facts(twin)
-    assert [os.listxattr(root / "file") for root in (kept.path, twin) if (root / "file").exists()] in (
-        [], [os.listxattr(twin / "file") if (twin / "file").exists() else []] * 2
-    )  # fmt: skip
-    check_invariants(Workspace.attach(kept.name))
+def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: Kept, change: str) -> None:
+    check_executed_once(kept, change)
 
 
 # -- more deaths -----------------------------------------------------------------------------------
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def kill_replacements(kept: Kept, count: int) -> None:
-    keeper = kept.record.keeper
-    assert keeper is not None
-    killed = {0}
-    for _ in range(count):
-        wait_until(lambda: not killed.issuperset(children(keeper)), "the next daemon")
-        (daemon,) = children(keeper)
-        os.kill(daemon, signal.SIGKILL)
-        killed.add(daemon)
-
-
 def test_a_replacement_may_be_killed_four_times_in_a_row(kept: Kept) -> None:
     workspace = kept.mount()
     for number in range(2000):
@@ -566,22 +367,15 @@ def _path_of(change: LoggedChange | Missed) -> str | None:
 
 # -- kernels before Linux 6.9 ------------------------------------------------------------------------
 def test_without_resending_a_request_in_progress_fails_and_the_mount_continues(
-    kept: Kept, workdir: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flag = workdir / "flag"
-    settings = {"TEST_OPCODE": "MKDIR", "TEST_STEP": "recorded", "TEST_FLAG": str(flag), "TEST_NO_RESEND": "1"}
-    for name, value in settings.items():
-        monkeypatch.setenv(f"VFSD_{name}", value)
-    options = mount_options(kept.path, name=kept.name, persist=True, journal_dir=kept.journal)
-    launch(options, daemon_module="tests.mount.dying_daemon")
+    monkeypatch.setenv("VFSD_TEST_NO_RESEND", "1")
+    kept.mount_dying()
     (kept.path / "file").write_bytes(b"content")
-    before = kept.record
     with (kept.path / "file").open("rb") as file:
-        flag.touch()
-        with pytest.raises(OSError, match="Input/output error") as raised:
+        with kept.dying_at(Opcode.MKDIR, "recorded"), pytest.raises(OSError, match="Input/output error") as raised:
             (kept.path / "new").mkdir()
         assert raised.value.errno == errno.EIO
-        wait_until(lambda: kept.record.pid != before.pid, "a replacement")
         assert file.read() == b"content"
         for _ in range(3):
             kept.kill()

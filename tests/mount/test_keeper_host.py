@@ -15,25 +15,32 @@ from typing import Any
 import pytest
 
 from tests.mount.conftest import check_invariants
-from tests.mount.dying_daemon import STEPS
+from tests.mount.kept_workspaces import (
+    CHANGES,
+    Kept,
+    change_at_random,
+    check_executed_once,
+    end_kept,
+    facts,
+    kill_replacements,
+)
 from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
-from tests.mount.test_keeper import CHANGES, Kept, change_at_random, end_kept, facts, fill, kill_replacements
-from tests.support.fork_server import wait_until
-from vfsd.client.launch import launch
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 
 
 class KeptHost(Kept):
     """A host workspace with a keeper."""
 
+    below: Path
+
     def __init__(self, workdir: Path) -> None:
         super().__init__(workdir)
         self.below = workdir / "below"
         self.below.mkdir()
 
-    def mount(self, **options: Any) -> Workspace:
-        return Workspace.mount(self.path, name=self.name, backend=f"host:{self.below}", **options)
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"backend": f"host:{self.below}"}
 
 
 @pytest.fixture
@@ -90,32 +97,10 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: KeptHost, workdir: Path, 
     check_invariants(workspace)
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("change", [change for change in CHANGES if change != "temporary file"])
-def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(
-    kept: KeptHost, workdir: Path, monkeypatch: pytest.MonkeyPatch, change: str, step: str
-) -> None:
-    flag, twin = workdir / "flag", workdir / "twin"
-    opcode, call = CHANGES[change]
-    for name, value in (("OPCODE", opcode.name), ("STEP", step), ("FLAG", str(flag))):
-        monkeypatch.setenv(f"VFSD_TEST_{name}", value)
-    twin.mkdir()
-    for root in (kept.below, twin):
-        fill(root)
-    launch(
-        mount_options(kept.path, name=kept.name, backend=f"host:{kept.below}"),
-        daemon_module="tests.mount.dying_daemon",
-    )
-    before = kept.record
-    flag.touch()
-    for root in (kept.path, twin):
-        call(root)
-    wait_until(lambda: not flag.exists(), "the death")
-    wait_until(lambda: kept.record.pid != before.pid, "a replacement")
-    assert facts(kept.path) == facts(twin) == facts(kept.below)
-    if (twin / "file").exists():
-        assert os.listxattr(kept.path / "file") == os.listxattr(twin / "file")
-    check_invariants(Workspace.attach(kept.name))
+def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptHost, change: str) -> None:
+    check_executed_once(kept, change)
+    assert facts(kept.path) == facts(kept.below)
 
 
 def test_a_file_that_cannot_be_found_again_is_stale(kept: KeptHost) -> None:

@@ -15,17 +15,23 @@ from typing import Any
 import pytest
 
 from tests.mount.conftest import check_invariants
-from tests.mount.dying_daemon import STEPS
+from tests.mount.kept_workspaces import (
+    Kept,
+    change_at_random,
+    check_executed_once,
+    end_kept,
+    facts,
+    kill_replacements,
+)
 from tests.mount.programs import Program, succeeded, vfsd
-from tests.mount.test_keeper import CHANGES, Kept, change_at_random, end_kept, facts, kill_replacements
 from tests.support.fork_server import wait_until
-from vfsd.client.launch import launch
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 
 
 class KeptOverlay(Kept):
     """An overlay with a journal and a keeper."""
+
+    below: Path
 
     def __init__(self, workdir: Path) -> None:
         super().__init__(workdir)
@@ -33,8 +39,9 @@ class KeptOverlay(Kept):
         self.below.mkdir()
         self.backend = f"overlay:{self.below}"
 
-    def mount(self, **options: Any) -> Workspace:
-        return super().mount(**{"backend": self.backend, **options})
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "backend": self.backend}
 
 
 @pytest.fixture
@@ -141,29 +148,9 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: KeptOverlay, workdir: Pat
     check_invariants(workspace)
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("change", ["exclusive create", "unlink", "rename", "append", "fallocate", "copy", "link"])
-def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(
-    kept: KeptOverlay, workdir: Path, monkeypatch: pytest.MonkeyPatch, change: str, step: str
-) -> None:
-    flag, twin = workdir / "flag", workdir / "twin"
-    opcode, call = CHANGES[change]
-    for name, value in (("OPCODE", opcode.name), ("STEP", step), ("FLAG", str(flag))):
-        monkeypatch.setenv(f"VFSD_TEST_{name}", value)
-    for root in (kept.below, twin):
-        (root / "dir").mkdir(parents=True)
-        (root / "file").write_bytes(b"content")
-        (root / "victim").write_bytes(b"victim")
-    options = mount_options(kept.path, name=kept.name, persist=True, journal_dir=kept.journal, backend=kept.backend)
-    launch(options, daemon_module="tests.mount.dying_daemon")
-    before = kept.record
-    flag.touch()
-    for root in (kept.path, twin):
-        call(root)
-    wait_until(lambda: not flag.exists(), "the death")
-    wait_until(lambda: kept.record.pid != before.pid, "a replacement")
-    assert facts(kept.path) == facts(twin)
-    check_invariants(Workspace.attach(kept.name))
+def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptOverlay, change: str) -> None:
+    check_executed_once(kept, change)
 
 
 def test_a_file_that_changes_below_while_no_daemon_runs_is_noticed(kept: KeptOverlay) -> None:

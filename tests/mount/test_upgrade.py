@@ -24,8 +24,8 @@ import pytest
 
 from tests.mount.conftest import check_invariants
 from tests.mount.dying_upgrade import OF_NEW, OF_OLD
+from tests.mount.kept_workspaces import change_at_random, facts
 from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
-from tests.mount.test_keeper import change_at_random, facts
 from tests.support.fork_server import wait_until
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import launch, log_path
