@@ -589,9 +589,13 @@ class JournalEnd(Value):
 
 
 class GivenState(Protocol):
-    """A state that another process takes over, while this one serves it: see `HandedOverVolume.handing_over`."""
+    """A state that another process takes over, while this one serves it: see `HandedOverVolume.handing_over`.
+
+    `below` identifies the lower layer, which is the same in both processes; "" without one.
+    """
 
     start: JournalEnd  # where the log began when this was made
+    below: str
 
     @property
     def lock_fd(self) -> int | None:
@@ -620,7 +624,9 @@ class GivenState(Protocol):
 
 
 class TakenState(Protocol):
-    """A state that this process takes over: see `HandedOverVolume.taking_over`."""
+    """A state that this process takes over: see `HandedOverVolume.taking_over`.  `below`: see `GivenState`."""
+
+    below: str
 
     def read(self, image_fd: int, log_fd: int, start: JournalEnd) -> None:
         """Rebuild the state at `start`.  Closes the descriptors.
@@ -646,7 +652,10 @@ class HandedOverVolume(ForkableVolume, Protocol):
         ...
 
     def taking_over(self) -> TakenState:
-        """Begin to take over a state from another process.  This volume is empty, and is served afterwards."""
+        """Begin to take over a state from another process.  This volume is empty, and is served afterwards.
+
+        A volume that is to `keep_log` does so from before this call.
+        """
         ...
 
     def discard_journal(self) -> None:

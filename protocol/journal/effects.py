@@ -50,6 +50,7 @@ BASE: Final = 47  # the present state is what changes are compared with
 IDENTITIES: Final = 48  # of files that an apply wrote
 RENEWED: Final = 49  # files of the lower layer whose ctime an apply changed
 DEVICE: Final = 50  # the device number of the lower layer, which can be another one after a reboot
+KNOWN: Final = 51  # in an image for another process, never in a journal: what the kernel knows of the lower layer
 
 _NS: Final = 10**9
 _INODE: Final = struct.Struct("<BQIQIIQQqIqIqIqIQ")
@@ -248,7 +249,7 @@ Effect = tuple[Any, ...]  # the code, and the fields in the order of the functio
 _OF_RANGE: Final = frozenset({PUNCH, RESERVE})
 _WITH_OFFSET: Final = frozenset({TRUNCATE, NO_BLOCK, REQUEST})
 _WITH_DATA: Final = frozenset({WRITE, BLOCK, SPARSE_BLOCK})
-_OF_OVERLAY: Final = frozenset(range(LOWER, DEVICE + 1))
+_OF_OVERLAY: Final = frozenset(range(LOWER, KNOWN + 1))
 _WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT, COOKIES}) | _OF_OVERLAY
 _WITH_NUMBER: Final = frozenset({FREE, RESET, DROP, NEXT, CONNECTION, LISTED, INVALIDATED})
 

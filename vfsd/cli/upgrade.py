@@ -48,7 +48,8 @@ def upgrade_command(app: App, workspace_argument: str | None, *, every: bool) ->
     failed: OSError | None = None
     for record in records:
         try:
-            answer: UpgradeResult = app.call(RemoteCall("upgrade", upgrade_params()), record, label="upgrading")
+            call: RemoteCall[UpgradeResult] = RemoteCall("upgrade", upgrade_params(record.pid))
+            answer: UpgradeResult = app.call(call, record, label="upgrading")
         except OSError as error:
             if not every:
                 raise
@@ -76,6 +77,10 @@ def _place(record: WorkspaceRecord) -> dict[str, Any]:
 
 
 def _say_upgraded(answer: UpgradeResult) -> None:
+    if answer.meanwhile:
+        daemon = f"process {answer.pid}, of version {answer.to_version}"
+        output.say(f"{answer.name} was upgraded meanwhile: {daemon}, serves it")
+        return
     change = f"restarted {answer.name} with the same version, {answer.to_version}"
     if answer.from_version != answer.to_version:
         change = f"upgraded {answer.name} from version {answer.from_version} to {answer.to_version}"

@@ -272,7 +272,8 @@ class AsyncWorkspace(WorkspaceBase):
 
     async def upgrade(self) -> Upgraded:
         """As `Workspace.upgrade`."""
-        upgraded = await self._client.run(self._requests.upgrade())
+        instead_of = await abandon(self._newest_pid)
+        upgraded = await self._client.run(self._requests.upgrade(instead_of))
         self._daemon = replace(self._daemon, pid=upgraded.pid)
         return upgraded
 

@@ -50,13 +50,15 @@ _OTHER_ARCHIVES: Final = (
 )  # fmt: skip
 
 
-def upgrade_params() -> messages.UpgradeParams:
-    """Return the parameters of an upgrade to the version of vfsd that this process has imported."""
+def upgrade_params(instead_of: int) -> messages.UpgradeParams:
+    """Return the parameters of an upgrade of the daemon `instead_of` to the version that this process has imported."""
     from vfsd.machine.daemon_start import daemon_environment  # noqa: PLC0415 (start-up: upgrades are rare)
 
     paths = filter(None, daemon_environment().get("PYTHONPATH", "").split(os.pathsep))
     return messages.UpgradeParams(
-        messages.wire_path(os.fsencode(sys.executable)), [messages.wire_path(os.fsencode(path)) for path in paths]
+        messages.wire_path(os.fsencode(sys.executable)),
+        [messages.wire_path(os.fsencode(path)) for path in paths],
+        instead_of,
     )
 
 
@@ -413,9 +415,9 @@ class Requests:
         """Return the workspace's settings, contents and limits."""
         return RemoteCall("status", None, _to("Status"))
 
-    def upgrade(self) -> RemoteCall[Upgraded]:
-        """Replace the daemon by one of the version that this process has imported."""
-        return RemoteCall("upgrade", upgrade_params(), _to("Upgraded"))
+    def upgrade(self, instead_of: int) -> RemoteCall[Upgraded]:
+        """Replace the daemon, which is the process `instead_of`, by one of the version of this process."""
+        return RemoteCall("upgrade", upgrade_params(instead_of), _to("Upgraded"))
 
     def unmount(self, *, lazy: bool = False) -> RemoteCall[Unmounted]:
         """Unmount the workspace and discard what only its daemon holds."""

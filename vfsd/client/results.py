@@ -219,13 +219,17 @@ class Status(StatusResult, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Upgraded:
-    """A completed upgrade.  `pid` is the new daemon's process id; requests of programs waited for `pause_ms`."""
+    """A completed upgrade.  `pid` is the new daemon's process id; requests of programs waited for `pause_ms`.
+
+    `meanwhile`: another call had upgraded the workspace since this one began, so it did nothing.
+    """
 
     name: str
     from_version: str
     to_version: str
     pid: int
     pause_ms: float
+    meanwhile: bool = False
 
 
 @dataclass(frozen=True, slots=True)

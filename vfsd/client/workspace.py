@@ -372,9 +372,9 @@ class Workspace(WorkspaceBase):
         """Replace the workspace's daemon by one of the version of vfsd that this program has imported.
 
         Programs that use the workspace wait for a moment.  OSError if it cannot be upgraded now: the old daemon serves
-        on.
+        on.  If another program upgrades it at the same time, this waits, and does nothing.
         """
-        upgraded = self._run(self._requests.upgrade())
+        upgraded = self._run(self._requests.upgrade(self._newest_pid()))
         self._daemon = replace(self._daemon, pid=upgraded.pid)
         return upgraded
 

@@ -90,7 +90,7 @@ async def run_daemon(
     recovered = None
     if origin is None and successor is None and (kept is None or kept.resumed is None):
         recovered = await trio.to_thread.run_sync(recover, options)
-    backend, origin = await opened(options, origin, successor)
+    backend, origin = await opened(options, origin, successor, kept)
     resumed = resumed_mount(kept, successor)
     settings = engine_settings(options, backend)
     replay = Replay(backend.volume, options.workspace.mountpoint)
@@ -175,6 +175,7 @@ class _Daemon:
         self.kept = kept
         self.starter = start.starter
         self.is_foreground = start.is_foreground
+        self.upgraded_from = None if successor is None else successor.version
         self._successor = successor
         self._is_handed_over = False
         self._written: WorkspaceRecord | None = None

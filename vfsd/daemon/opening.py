@@ -51,11 +51,11 @@ def resumed_mount(kept: Kept | None, successor: Successor | None) -> ResumedMoun
 
 
 async def opened(
-    options: MountOptions, origin: Origin | None, successor: Successor | None
+    options: MountOptions, origin: Origin | None, successor: Successor | None, kept: Kept | None
 ) -> tuple[Backend, Origin | None]:
     """Return the backend, and what a fork starts with."""
     if successor is not None:
-        return await successor.open(options), None
+        return await successor.open(options, kept), None
     if origin is None:
         backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
         if options.origin is not None:

@@ -558,20 +558,28 @@ class CompactResult(msgspec.Struct):
 
 
 class UpgradeParams(msgspec.Struct):
-    """The Python interpreter of the version to upgrade to, and the directories beside its own to import from."""
+    """The Python interpreter of the version to upgrade to, and the directories beside its own to import from.
+
+    `instead_of`: the process id of the daemon to replace; 0: of the one that gets the call.
+    """
 
     executable: str
     import_paths: list[str] = []
+    instead_of: int = 0
 
 
 class UpgradeResult(msgspec.Struct):
-    """Result of `upgrade`: the versions, the new daemon's process id, and how long requests waited."""
+    """Result of `upgrade`: the versions, the new daemon's process id, and how long requests waited.
+
+    `meanwhile`: another call had replaced the daemon of `UpgradeParams.instead_of` before, so this one did nothing.
+    """
 
     name: str
     from_version: str
     to_version: str
     pid: int
     pause_ms: float
+    meanwhile: bool = False
 
 
 class PolicyParams(Params):

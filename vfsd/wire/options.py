@@ -167,7 +167,11 @@ class StoredOrigin(Value):
 
 
 class MountOptions(Value):
-    """All options of one mount.  `origin` is no option: only a fork has one."""
+    """All options of one mount.
+
+    Two are no options: `origin`, which only a fork has, and `below`, which identifies what is below a workspace that
+    another daemon hands over.
+    """
 
     workspace: WorkspaceOptions
     kernel: KernelOptions = msgspec.field(default_factory=KernelOptions)
@@ -181,6 +185,7 @@ class MountOptions(Value):
     audit: AuditOptions = msgspec.field(default_factory=AuditOptions)
     policy: PolicyOptions = msgspec.field(default_factory=PolicyOptions)
     origin: StoredOrigin | None = None
+    below: str | None = None
 
     @classmethod
     def of(cls, mountpoint: str, name: str, **values: Any) -> MountOptions:

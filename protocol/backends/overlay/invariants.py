@@ -49,6 +49,10 @@ class OverlayInvariants(Invariants):
     def may_miss_links(self, file: Inode) -> bool:
         return isinstance(file, OverlayInode)
 
+    def unloaded(self) -> set[int]:
+        known = self._overlay.known
+        return set() if known is None else set(known.expected_numbers)
+
     def sizes(self, directory: Inode, count: int) -> tuple[int, ...]:
         computed = super().sizes(directory, count)
         return (*computed, directory.lower.size) if isinstance(directory, OverlayInode) else computed

@@ -1,4 +1,4 @@
-"""KnownInodes: what an overlay has loaded from its lower layer, in a `SharedLog`, for the next process.
+"""KnownInodes: what an overlay has loaded from its lower layer, for the next process: in a `SharedLog`, or handed over.
 
 A kernel refers to an inode by its number.  The journal has the inodes that changed.  Of the others this log has the
 entries of each directory that was loaded, with their numbers and in their order, and the attributes of each inode that
@@ -14,7 +14,7 @@ Threading: under the state's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -34,47 +34,56 @@ Key: TypeAlias = tuple[int, int]
 _NS: Final = 10**9
 # The codes of records. A record is [code, number, value].
 _FILLED: Final = 1  # the entries of a directory: [name, number, type bits, key]
-_LOADED: Final = 2  # the attributes of an inode: `_Stat`
+_LOADED: Final = 2  # the attributes of an inode: `_STAT`
 _CORRECTED: Final = 3  # the type bits that a name has below by now, 0: none
 _LISTED: Final = 4  # the entries of a directory got cookies
 _COOKIES: Final = 5  # they have these cookies: [[name, cookie]], the next cookie
 
 # Mode, links, uid, gid, device of a device node, sectors, atime in s and ns, and the identity.
-_Stat: TypeAlias = tuple[int, int, int, int, int, int, int, int, IdentityRecord]
+_STAT: Final = tuple[int, int, int, int, int, int, int, int, IdentityRecord]
 _Rows: TypeAlias = list[tuple[bytes, int, int, Key | None]]
 _Cookies: TypeAlias = tuple[list[tuple[bytes, int]], int]
 _Record: TypeAlias = tuple[int, int, msgspec.Raw]
 
 
 class KnownInodes:
-    """Keeps the record of `state` in `log`.
+    """Keeps the record of `state` in `log`; None: nobody needs it.
 
-    `on_found` is called with the number of each inode that the process before had loaded, when this one loads it.
+    `recent`: what was recorded since a handover began; None without one.
     """
 
-    def __init__(self, state: OverlayState, log: SharedLog) -> None:
+    def __init__(self, state: OverlayState, log: SharedLog | None) -> None:
         self._state = state
         self._log = log
         self._expected: dict[int, msgspec.Raw] = {}
-        self.on_found: Callable[[int], None] | None = None
+        self._from_log: set[int] = set()  # directories whose entries came from another process
+        self.recent: list[bytes] | None = None
 
     def load(self) -> None:
         """Load what the process before recorded; the state has what is in the journal."""
-        state, expected = self._state, self._expected
-        from_log = set()
+        assert self._log is not None
         for record in list(self._log.records()):  # loading appends to it
-            code, number, value = msgspec.msgpack.decode(record, type=_Record)
-            if code == _LOADED:
-                if state.table.loaded(number) is None:
-                    expected[number] = value
-            elif code == _FILLED:
-                from_log.add(number)
-                with suppress(OSError):  # requests for what is below it fail
-                    state.put_filled(number, msgspec.msgpack.decode(value, type=_Rows))
-            elif code == _CORRECTED:
-                state.correct(number, msgspec.msgpack.decode(value, type=int))
-            elif number in from_log:
-                self._set_cookies(number, None if code == _LISTED else value)
+            self._load(record)
+
+    def take(self, record: bytes) -> None:
+        """Load a record that the process before hands over, and record it here."""
+        self._load(record)
+        self._append(record)
+
+    def _load(self, record: bytes) -> None:
+        state = self._state
+        code, number, value = msgspec.msgpack.decode(record, type=_Record)
+        if code == _LOADED:
+            if state.table.loaded(number) is None:
+                self._expected[number] = value
+        elif code == _FILLED:
+            self._from_log.add(number)
+            with suppress(OSError):  # requests for what is below it fail
+                state.put_filled(number, msgspec.msgpack.decode(value, type=_Rows))
+        elif code == _CORRECTED:
+            state.correct(number, msgspec.msgpack.decode(value, type=int))
+        elif number in self._from_log:
+            self._set_cookies(number, None if code == _LISTED else value)
 
     def _set_cookies(self, number: int, value: msgspec.Raw | None) -> None:
         directory = self._state.table.loaded(number)
@@ -97,21 +106,27 @@ class KnownInodes:
         value = self._expected.get(number)
         if value is None:
             return None
-        mode, nlink, uid, gid, rdev, sectors, atime_s, atime_ns, found = msgspec.msgpack.decode(value, type=_Stat)
+        mode, nlink, uid, gid, rdev, sectors, atime_s, atime_ns, found = msgspec.msgpack.decode(value, type=_STAT)
         device, inode, size, mtime_ns, ctime_ns = recorded_identity(found)
         return RecordedStat(
             mode, inode, device, nlink, uid, gid, size, atime_s * _NS + atime_ns, mtime_ns, ctime_ns, sectors, rdev
         )
 
-    def forget(self, number: int) -> bool:
-        """Forget an inode that is not loaded, because the kernel did; False if there is no such inode."""
-        return self._expected.pop(number, None) is not None
+    def set_atime(self, number: int, atime_ns: int) -> None:
+        """Set the access time of an inode that is not loaded, if there is such an inode."""
+        value = self._expected.get(number)
+        if value is not None:
+            *before, _, _, found = msgspec.msgpack.decode(value, type=_STAT)
+            self._expected[number] = msgspec.Raw(msgspec.msgpack.encode((*before, *divmod(atime_ns, _NS), found)))
+
+    def forget(self, number: int) -> None:
+        """Forget an inode that is not loaded, if there is such an inode."""
+        self._expected.pop(number, None)
 
     # -- what this process loads ---------------------------------------------------------------------
     def loaded(self, inode: OverlayInode) -> None:
         """Record an inode that has no changes, as it is."""
-        if self._expected.pop(inode.inode, None) is not None and self.on_found is not None:
-            self.on_found(inode.inode)
+        self._expected.pop(inode.inode, None)
         self._append(_loaded(inode))
 
     def filled(self, number: int, entries: Mapping[bytes, int], keys: Mapping[bytes, Key]) -> None:
@@ -129,19 +144,24 @@ class KnownInodes:
         self._append(_record(_LISTED, number, None))
 
     def _append(self, record: bytes) -> None:
-        self._log.append(record)
-        self._state.ledger.charge_overhead(len(record))
+        if self.recent is not None:
+            self.recent.append(record)
+        if self._log is not None:
+            self._log.append(record)
+            self._state.ledger.charge_overhead(len(record))
 
     def tidy(self) -> None:
         """Write the log anew if it has grown too much."""
-        if self._log.is_large:
+        if self._log is not None and self._log.is_large:
             self.rewrite()
 
     def rewrite(self) -> None:
-        """Replace the log by what the state has."""
-        self._log.replace(self._records())
+        """Replace the log, which there is, by what the state has."""
+        assert self._log is not None
+        self._log.replace(self.records())
 
-    def _records(self) -> Iterator[bytes]:
+    def records(self) -> Iterator[bytes]:
+        """Yield the records of what the state has, without what a journal or an image has."""
         state = self._state
         keys = {number: key for key, number in state.numbers_by_key.items()}
         for number, inode in list(dict.items(state.table)):

@@ -222,6 +222,8 @@ class OverlayState(MemoryState):
                     raise os_error(error.errno or 0, os.fsdecode(path)) from None
                 seen = was
                 inode = self._inode(number, self.lower.file(path, was), was, None, None)
+            if was is not None and was.st_mode & TYPE_MASK == seen.st_mode & TYPE_MASK:
+                inode.atime_ns = was.st_atime_ns
             inode.links = links
             if inode.children is None:
                 inode.nlink = max(seen.st_nlink, len(links))
@@ -390,6 +392,8 @@ class OverlayState(MemoryState):
         self._given.add(number)
         self._from_journal.add(number)
         self._enter(inode)
+        if self.known is not None:
+            self.known.forget(number)
 
     def put_listing(self, number: int, listing: Iterable[tuple[bytes, int, int]]) -> None:
         """Load the entries of a directory as they were when they were recorded: name, number and kind of each."""
@@ -509,6 +513,17 @@ class OverlayState(MemoryState):
                             self.lower.forget(version.lower)
 
     # -- changes ---------------------------------------------------------------------------------
+    def forget(self, inode: int, count: int) -> None:
+        """See `MemoryState.forget`.  Loads no inode that the kernel knows from another process."""
+        if self.table.loaded(inode) is not None:
+            super().forget(inode, count)
+            return
+        left = self.lookups.pop(inode, 0) - count
+        if left > 0:
+            self.lookups[inode] = left
+        elif self.known is not None:
+            self.known.forget(inode)
+
     def own(self, inode: Inode) -> Inode:
         """See `MemoryState.own`.
 

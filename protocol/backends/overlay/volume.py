@@ -56,6 +56,7 @@ from protocol.volume_extensions import CacheInvalidation, InodeChange, VolumeUsa
 
 if TYPE_CHECKING:
     from protocol.backends.memory.journaling.replay import Replay
+    from protocol.backends.overlay.journaling.handover import OverlayGiving, OverlayTaking
     from protocol.backends.overlay.journaling.image import OverlayImage
     from protocol.backends.overlay.journaling.recorder import OverlayRecorder
     from protocol.backends.overlay.journaling.replay import OverlayReplay
@@ -93,10 +94,7 @@ class OverlayVolume(MemoryVolume):
     hidden name fails with EPERM.
     """
 
-    # No handover yet: numbers of inodes that only the lower layer has are given anew.
-    capabilities = replace(
-        MemoryVolume.capabilities, lower_layer=True, prepared_imports=False, handover=False, recoverable=True
-    )
+    capabilities = replace(MemoryVolume.capabilities, lower_layer=True, prepared_imports=False, recoverable=True)
 
     def __init__(
         self,
@@ -121,7 +119,7 @@ class OverlayVolume(MemoryVolume):
         self.in_thread: Callable[[Callable[[], object]], Awaitable[object]] | None = None
         self.changed_below = 0
         self.identities: dict[bytes, Identity | None] = {}  # of the files that `apply` wrote, by path
-        self._not_invalidated: set[int] = set()
+        self.outdated: set[int] = set()  # inodes that changed below, and whose old content the kernel may have
         self._lost: set[int] = set()  # inodes whose lower content is lost, which was logged
         self._unchecked: Iterator[int] = iter(())  # the rest of a round of `tidy`
 
@@ -139,7 +137,7 @@ class OverlayVolume(MemoryVolume):
             self._overlay.known = None
             super().forked()
         self.lower.forked()
-        self._not_invalidated.clear()
+        self.outdated.clear()
         self._unchecked = iter(())
 
     # -- journal -----------------------------------------------------------------------------------
@@ -157,6 +155,16 @@ class OverlayVolume(MemoryVolume):
     def write_image(self, number: int, progress: Callable[[], None]) -> None:
         self._overlay.known = None  # the log belongs to the process that serves the kernel
         super().write_image(number, progress)
+
+    def handing_over(self) -> OverlayGiving:
+        from protocol.backends.overlay.journaling.handover import OverlayGiving  # noqa: PLC0415 (start-up, as below)
+
+        return OverlayGiving(self, self._overlay, self._new_image)
+
+    def taking_over(self) -> OverlayTaking:
+        from protocol.backends.overlay.journaling.handover import OverlayTaking  # noqa: PLC0415
+
+        return OverlayTaking(self, self._overlay, self._new_replay(), self._replayed)
 
     def _new_replay(self) -> OverlayReplay:
         from protocol.backends.overlay.journaling.replay import OverlayReplay  # noqa: PLC0415 (start-up: few mounts)
@@ -297,7 +305,7 @@ class OverlayVolume(MemoryVolume):
         return self._read_now(inode, offset, size)
 
     def _read_now(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
-        if inode in self._not_invalidated:
+        if inode in self.outdated:
             raise ChangedBelowError(b"")
         try:
             return self._memory_read_pieces(inode, offset, size)
@@ -349,7 +357,7 @@ class OverlayVolume(MemoryVolume):
                 effect = "the workspace changed it too, so reading its other parts fails until it is discarded"
             _logger.warning("another program changed a file below the overlay; %s", effect, extra={"path": path})
         if follows and changed and self.on_change is not None:
-            self._not_invalidated.add(inode)
+            self.outdated.add(inode)
             self.on_change(self._invalidation_of(inode))
         return follows, changed
 
@@ -400,9 +408,13 @@ class OverlayVolume(MemoryVolume):
 
     def serve_here(self) -> None:
         self.lower.serve_here()
+        for number in self.outdated:  # from another process
+            if self.on_change is not None:
+                with suppress(OSError, KeyError):  # it is gone
+                    self.on_change(self._invalidation_of(number))
 
     def invalidation_done(self, invalidation: CacheInvalidation) -> None:
-        self._not_invalidated.difference_update(change.inode for change in invalidation.inodes)
+        self.outdated.difference_update(change.inode for change in invalidation.inodes)
 
     # -- names ---------------------------------------------------------------------------------------
     def _rename(

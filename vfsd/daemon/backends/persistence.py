@@ -79,7 +79,9 @@ def keep_journal(
 
 
 def recorded_below(options: MountOptions) -> str:
-    """The fingerprint of the lower layer that the journal of an overlay has; "" if there is no journal."""
+    """The fingerprint of the lower layer that an overlay continues with; "" if it does not continue."""
+    if options.below is not None:
+        return options.below
     directory = options.journal.journal_dir or journal_directory(options.workspace.name)
     if not options.journal.persist or not has_journal(directory):
         return ""

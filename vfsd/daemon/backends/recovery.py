@@ -17,7 +17,12 @@ _logger = logging.getLogger(__name__)
 
 
 def recover_apply(options: MountOptions, directory: str) -> str | None:
-    """Finish or undo an `apply` into the directory that was killed; return a sentence about it, if there was one."""
+    """Finish or undo an `apply` into the directory that was killed; return a sentence about it, if there was one.
+
+    A daemon that takes over from another one leaves that to the user, because the other one may go on.
+    """
+    if options.below is not None:
+        return None
     try:
         found = recover(os.fsencode(directory))
     except OSError as error:

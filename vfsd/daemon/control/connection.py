@@ -166,6 +166,11 @@ class ClientConnection:
             os.write(self._sock.fileno(), _CLOSING_LINE)
         self._scope.cancel()
 
+    def ask_again(self) -> None:
+        """Close the connection and cancel its calls, which have done nothing; the client makes them again."""
+        self._abandon_calls()
+        self.drop_idle()
+
     async def serve(self) -> None:
         """Answer requests until the client disconnects or violates the protocol."""
         try:

@@ -27,7 +27,8 @@ _OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS,
 _ACCEPT_PAUSE_S: Final = 0.1
 _REFUSAL_S: Final = 1.0  # a new socket's buffer is empty, so the text is sent at once or never
 
-_REPEATED: Final = frozenset({"watch"})  # calls that a client makes again when its connection ends
+_FOLLOWING: Final = frozenset({"watch"})  # calls that a client makes again when its connection ends
+_WAITING: Final = frozenset({"upgrade"})  # calls that run one at a time, and wait
 _PAUSE_POLL_S: Final = 0.002
 
 _logger = logging.getLogger(__name__)
@@ -123,9 +124,9 @@ class ControlServer:
 
     # -- a handover to another daemon --------------------------------------------------------------
     def running(self, besides: CallContext) -> list[str]:
-        """Return the methods of all calls that run, without that of `besides` and those that clients repeat."""
+        """Return the methods of the calls that run, without `besides`, and those that wait or that clients repeat."""
         found = [method for connection in self._connections for method in connection.running(besides)]
-        return [method for method in found if method not in _REPEATED]
+        return [method for method in found if method not in _FOLLOWING | _WAITING]
 
     async def pause(self, besides: CallContext) -> None:
         """Accept no client, and return when no other call than `besides` runs and no other connection is open.
@@ -142,8 +143,11 @@ class ControlServer:
                     continue
                 if connection.is_idle:
                     connection.drop_idle()
-                elif connection.running() and all(method in _REPEATED for method in connection.running()):
-                    connection.hang_up()
+                elif running := set(connection.running()):
+                    if running <= _FOLLOWING:
+                        connection.hang_up()
+                    elif running <= _WAITING:
+                        connection.ask_again()
             await trio.sleep(_PAUSE_POLL_S)
 
     def go_on(self) -> None:

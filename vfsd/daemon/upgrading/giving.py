@@ -104,6 +104,11 @@ class OldDaemon(Protocol):
     @property
     def is_foreground(self) -> bool: ...
 
+    @property
+    def upgraded_from(self) -> str | None:
+        """The version of the daemon that this one replaced in an upgrade; None if there was none."""
+        ...
+
     def write_record(self) -> None:
         """Write the record of the workspace, which another daemon may have replaced."""
         ...
@@ -123,17 +128,22 @@ class Upgrade:
         self._mounted = mounted
         self._snapshots = snapshots
         self._commands = commands
-        self._is_running = False
+        self._ended: trio.Event | None = None  # while an upgrade runs
 
     async def upgrade(self, params: UpgradeParams, call: CallContext) -> UpgradeResult:
         """Hand the workspace over to a new daemon of the version that `params` names; then end.
 
-        OSError if that is not possible; the daemon then serves on.
+        While another upgrade runs, wait: if it succeeds, the client is asked to call again, and gets the answer of the
+        new daemon.  OSError if an upgrade is not possible; the daemon then serves on.
         """
+        while self._ended is not None:
+            await self._ended.wait()
+        daemon, own = self._daemon, os.getpid()
+        if params.instead_of not in (0, own) and daemon.upgraded_from is not None:
+            name = daemon.options.workspace.name
+            return UpgradeResult(name, daemon.upgraded_from, vfsd.__version__, own, 0.0, meanwhile=True)
         volume, engine = self._checked()
-        if self._is_running:
-            raise OSError(errno.EBUSY, "another upgrade of this workspace is running")
-        self._is_running = True
+        self._ended = ended = trio.Event()
         try:
             await self._wait_for_calls(call)
             async with self._alone():
@@ -142,7 +152,8 @@ class Upgrade:
             reason = f"the new daemon {error.strerror or error}; the old one, of version {vfsd.__version__}, serves on"
             raise OSError(errno.EIO, reason) from None
         finally:
-            self._is_running = False
+            self._ended = None
+            ended.set()
 
     # -- what can be upgraded ----------------------------------------------------------------------
     def _checked(self) -> tuple[HandedOverVolume, HandedOverEngine]:
@@ -250,11 +261,18 @@ class Upgrade:
                 kept.start_ticks if kept is not None else 0,
                 self._daemon.starter,
                 is_foreground=self._daemon.is_foreground,
+                below=given.below,
+                source=self._source(volume),
             )
             new.channel.send(begin, [read_fd, log_fd])
         finally:
             for each in (log_fd, read_fd, write_fd):
                 os.close(each)
+
+    def _source(self, volume: HandedOverVolume) -> str:
+        """Return the URL and the name of the snapshot below, if the options do not have the name."""
+        remote = self._daemon.options.workspace.backend.remote
+        return "" if remote is None or remote[1] else volume.usage().source or ""
 
     async def _catch_up(self, new: _NewDaemon, given: GivenState) -> None:
         """Have the new daemon read the log, until little is missing."""

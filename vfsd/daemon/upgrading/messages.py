@@ -55,7 +55,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """The image and the log follow.  `options` is the result of `handshake.encode_options`.
 
     `keeper`: the process that restarts the old daemon if it dies, and when it was started; 0 for none.  `starter`: the
-    process that started the first daemon.  `is_foreground`: systemd restarts the daemon, so it has no keeper.
+    process that started the first daemon.  `is_foreground`: systemd restarts the daemon, so it has no keeper.  `below`:
+    what identifies the lower layer of an overlay.  `source`: its URL and name, if the options have no name.
     """
 
     format: int
@@ -66,6 +67,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     keeper_start_ticks: int
     starter: int
     is_foreground: bool
+    below: str = ""
+    source: str = ""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -22,7 +22,7 @@ import msgspec
 import trio
 from msgspec.structs import replace
 
-from protocol.volume_extensions import handed_over
+from protocol.volume_extensions import handed_over, recoverable
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.backends.persistence import ContinuedJournal, continue_journal
 from vfsd.daemon.keeper.kept import RELEASED, Kept, shared_memory
@@ -81,24 +81,31 @@ class Successor:
         return self._begin.starter
 
     @property
+    def version(self) -> str:
+        """The version of the old daemon."""
+        return self._begin.version
+
+    @property
     def started_by(self) -> str:
         """What `vfsd status` says."""
-        return f"vfsd upgrade, from version {self._begin.version}"
+        return f"vfsd upgrade, from version {self.version}"
 
     # -- the state ---------------------------------------------------------------------------------
-    async def open(self, options: MountOptions) -> Backend:
+    async def open(self, options: MountOptions, kept: Kept | None) -> Backend:
         """Open the backend, and take the old daemon's state over; it pauses when this returns.
 
-        TakeOverError, OSError, ValueError.
+        `kept`: the keeper of this daemon.  TakeOverError, OSError, ValueError.
         """
-        # The state comes from the old daemon, and not from an archive or a journal.
-        empty = replace(options, journal=JournalOptions(), content=replace(options.content, archive=None))
-        backend = await trio.to_thread.run_sync(open_backend, empty, _no_progress)
+        backend = await trio.to_thread.run_sync(open_backend, self._empty(options), _no_progress)
         try:
-            volume = _handed_over(backend)
+            volume, recovered = _handed_over(backend), recoverable(backend.volume)
+            if kept is not None and recovered is not None:
+                recovered.keep_log(kept.log, is_known=False)
+            state = volume.taking_over()
+            self._check_below(state, options.workspace.backend.argument)
             gc.disable()  # it would look at every object again and again
             try:
-                finish = await self._read(options, volume.taking_over())
+                finish = await self._read(options, state)
             finally:
                 gc.freeze()  # before `enable`, which collects at once
                 gc.enable()
@@ -110,6 +117,20 @@ class Successor:
             raise
         return replace(backend, close=lambda: self._close(volume, backend), recovered=None)
 
+    def _empty(self, options: MountOptions) -> MountOptions:
+        """Return the options of an empty workspace: content comes from the old daemon, not an archive or a journal."""
+        workspace, begin = options.workspace, self._begin
+        if begin.source:
+            workspace = replace(workspace, backend=replace(workspace.backend, argument=begin.source))
+        content = replace(options.content, archive=None)
+        return replace(
+            options, workspace=workspace, journal=JournalOptions(), content=content, below=begin.below or None
+        )
+
+    def _check_below(self, state: TakenState, argument: str) -> None:
+        if state.below != self._begin.below:
+            raise TakeOverError(f"cannot take over: {argument} is not what the workspace was mounted over any more")
+
     async def _read(self, options: MountOptions, state: TakenState) -> Finish:
         begin = self._begin
         await trio.to_thread.run_sync(state.read, self._image_fd, self._log_fd, begin.start)
@@ -120,8 +141,9 @@ class Successor:
                 await trio.to_thread.run_sync(state.follow, message.end)
                 self._channel.send(Followed())
             elif isinstance(message, Finish):
-                state.follow(message.end.offset)
-                state.complete(self._handed_over(options, message, descriptors))
+                await trio.to_thread.run_sync(state.follow, message.end.offset)
+                rest = self._handed_over(options, message, descriptors)
+                await trio.to_thread.run_sync(state.complete, rest)
                 return message
             else:
                 raise TakeOverError(f"an unexpected message: {type(message).__name__}")

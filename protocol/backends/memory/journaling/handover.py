@@ -34,7 +34,11 @@ _INODES: Final = "Q"  # of an array: 64 bits, in the order of bytes of this mach
 
 
 class _Rest(Value):
-    """What no journal records.  `sums`: see `_sums`.  `read`: inode and access time of what was read meanwhile."""
+    """What no journal records.  `sums`: see `sums_of`.  `read`: inode and access time of what was read meanwhile.
+
+    Of overlays, `known`: what the old process has loaded of the lower layer since the image, as records of
+    `KnownInodes`; `outdated`: inodes that changed below, which the kernel was not told.
+    """
 
     inodes: bytes
     counts: bytes
@@ -45,10 +49,14 @@ class _Rest(Value):
     is_saved: bool
     saved_ns: int | None
     sums: dict[str, int]
+    known: list[bytes] = msgspec.field(default_factory=list)
+    outdated: list[int] = msgspec.field(default_factory=list)
 
 
 class Giving:
-    """The old process's side."""
+    """The old process's side.  A subclass for a state with more parts replaces the methods after `end`."""
+
+    below = ""
 
     def __init__(self, volume: MemoryVolume, state: MemoryState, new_image: Callable[[], Image]) -> None:
         self._volume = volume
@@ -82,7 +90,7 @@ class Giving:
         if self._own is not None:
             self._own.unlock()
         log = image_writer(descriptor)
-        write_image(self._new_image(), log)
+        write_image(self.image(), log)
         log.close()
 
     def rest(self) -> bytes:
@@ -103,7 +111,8 @@ class Giving:
                 state.next_inode,
                 volume.is_saved,
                 volume.saved_ns,
-                _sums(state),
+                self.sums(),
+                *self.known(),
             )
         )
 
@@ -112,9 +121,23 @@ class Giving:
         if self._own is None and self._volume.journal is self._journal:
             self._volume.discard_journal()
 
+    def image(self) -> Image:
+        """Return the image that the forked process writes."""
+        return self._new_image()
+
+    def sums(self) -> dict[str, int]:
+        """Return numbers that are equal in both processes."""
+        return sums_of(self._state)
+
+    def known(self) -> tuple[list[bytes], list[int]]:
+        """Return `known` and `outdated` of `_Rest`."""
+        return [], []
+
 
 class Taking:
-    """The new process's side, for a volume that is empty."""
+    """The new process's side, for a volume that is empty.  A subclass replaces the methods after `complete`."""
+
+    below = ""
 
     def __init__(
         self, volume: MemoryVolume, state: MemoryState, replay: Replay, replayed: Callable[[Replay], None]
@@ -149,9 +172,10 @@ class Taking:
         self._log.close()
         found = msgspec.msgpack.decode(rest, type=_Rest)
         state = self._state
+        self.know(found.known, found.outdated)
         self._replay.finish()
         self._replayed(self._replay)
-        sums = _sums(state)
+        sums = self.sums()
         if sums != found.sums:
             differing = [name for name, value in found.sums.items() if sums.get(name) != value]
             raise ValueError(f"the state was not transferred completely ({', '.join(differing)})")
@@ -160,16 +184,27 @@ class Taking:
         state.lookups.update(zip(inodes, counts, strict=True))
         self._volume.pin(array(_INODES, found.pinned))
         for number, seconds, nanoseconds in found.read:
-            state.inodes[number].atime_ns = seconds * 10**9 + nanoseconds
+            self.set_atime(number, seconds * 10**9 + nanoseconds)
         if found.serial > state.log.serial:  # of a snapshot that was dropped: it is not given again
             state.log.serial = found.serial - 1
             state.moment()
         state.next_inode = found.next_inode
         self._volume.restore_saved(found.saved_ns, is_saved=found.is_saved)
 
+    def sums(self) -> dict[str, int]:
+        """See `Giving.sums`."""
+        return sums_of(self._state)
 
-def _sums(state: MemoryState) -> dict[str, int]:
-    """Return numbers that are equal in both processes."""
+    def know(self, known: list[bytes], outdated: list[int]) -> None:
+        """Take over `Giving.known`."""
+
+    def set_atime(self, number: int, atime_ns: int) -> None:
+        """Set the access time of an inode."""
+        self._state.inodes[number].atime_ns = atime_ns
+
+
+def sums_of(state: MemoryState) -> dict[str, int]:
+    """Return numbers that are equal in both processes, of a state without a lower layer."""
     return {
         "inodes": len(state.inodes),
         "files": state.files,

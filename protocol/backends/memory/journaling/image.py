@@ -59,12 +59,16 @@ class Image:
         self._sources: dict[int, Source] = {}  # of the blocks that a snapshot shows, by identity
         self._touched: dict[int, int] = {}  # inode -> the last step that changed it
 
-    def effects(self) -> Iterator[bytes]:
-        epochs = self._state.log.epochs()
-        inodes, names = merged(epochs)
+    def oldest(self) -> tuple[PreInodes, PreNames]:
+        """Return the inodes of the oldest state, and the pre-images of its names."""
+        inodes, names = merged(self._state.log.epochs())
         for number, live in self._state.inodes.items():
             inodes.setdefault(number, live)
-        yield from self.beginning(inodes, names)
+        return inodes, names
+
+    def effects(self) -> Iterator[bytes]:
+        epochs = self._state.log.epochs()
+        yield from self.beginning(*self.oldest())
         named = -1  # the newest step that begins with a snapshot
         for at, step in enumerate(self._steps(epochs)):
             if step.epoch.info is not None:

@@ -6,6 +6,7 @@ the base.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames
+    from protocol.backends.overlay.known_inodes import KnownInodes
     from protocol.backends.overlay.lower import Identity
     from protocol.backends.overlay.state import OverlayState
 
 
 class OverlayImage(Image):
-    """The image of one state, whose base is the beginning of `base`."""
+    """The image of one state, whose base is the beginning of `base`.
+
+    `known`: in an image for another process, its records follow.
+    """
 
     def __init__(
         self,
@@ -38,6 +43,7 @@ class OverlayImage(Image):
         self._overlay = state
         self._base = base
         self._identities = identities
+        self.known: KnownInodes | None = None
 
     def cookies(self) -> Iterator[bytes]:
         """Yield the cookies of directories whose names the image has."""
@@ -52,6 +58,8 @@ class OverlayImage(Image):
             yield from kept(file)
         yield from super().effects()
         yield identities_effect(self._identities)
+        for record in () if self.known is None else self.known.records():
+            yield effects.of_overlay(effects.KNOWN, 0, record)
 
     def checked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         """Yield `pieces` unchecked: an entry may lead to an inode that is only below."""
@@ -83,10 +91,21 @@ class OverlayImage(Image):
                 yield from _content(inode)
         yield from self.first_names(own, names)
 
+    def introduce(self) -> None:
+        """Have the state note what `effects` will introduce, in this process, which does not write the image."""
+        inodes, names = self.oldest()
+        introductions = Introductions(self._overlay, inodes, names)
+        changed = [number for number in self._changed() if inodes.get(number) is not None]
+        for number in changed:
+            deque(introductions.of(number, listing=False), maxlen=0)
+        for number in changed:
+            deque(introductions.listing(number), maxlen=0)
+
     def _changed(self) -> list[int]:
         """Return the inodes of the lower layer that were ever changed."""
         state = self._overlay
-        numbers = set(state.table).union(*(epoch.inodes for epoch in state.log.epochs()))
+        numbers = {number for number, inode in dict.items(state.table) if inode.epoch}
+        numbers = numbers.union(*(epoch.inodes for epoch in state.log.epochs()))
         found = []
         for number in sorted(numbers):
             versions = [each for each in state.versions(number) if isinstance(each, OverlayInode)]

@@ -167,19 +167,9 @@ class OverlayRecorder(Recorder):
     def reconnect(self, requests: dict[int, list[int]]) -> None:
         super().reconnect(requests)
         known = self._overlay.known
-        if known is not None:
-            known.on_found = self._pin
-
-    def _pin(self, number: int) -> None:
-        """Count the lookups of an inode that the kernel knows from the daemon before this one."""
-        self.pinned.add(number)
-        lookups = self._state.lookups
-        lookups[number] = lookups.get(number, 0) + 1
-
-    def forget(self, inode: int, count: int) -> None:
-        known = self._overlay.known
-        if known is None or not known.forget(inode):
-            super().forget(inode, count)
+        for number in () if known is None else known.expected_numbers:
+            self.pinned.add(number)
+            self._state.lookups[number] = self._state.lookups.get(number, 0) + 1
 
     def record_listing(self, directory: Inode) -> None:
         """Record that the names of a directory get cookies, in the journal if that has the names."""

@@ -63,6 +63,7 @@ class OverlayReplay(Replay):
             effects.IDENTITIES: self._identities,
             effects.RENEWED: self._renewed,
             effects.DEVICE: self._device,
+            effects.KNOWN: self._known,
         }
 
     def apply(self, batch: Sequence[bytes]) -> None:
@@ -76,6 +77,11 @@ class OverlayReplay(Replay):
     # -- the lower layer ---------------------------------------------------------------------------
     def _device(self, device: int, _encoded: bytes) -> None:
         self._devices = {device: self._overlay.device}
+
+    def _known(self, _number: int, encoded: bytes) -> None:
+        known = self._overlay.known
+        assert known is not None
+        known.take(msgspec.msgpack.decode(encoded, type=bytes))
 
     def _identity(self, record: IdentityRecord) -> Identity:
         device, *rest = recorded_identity(record)

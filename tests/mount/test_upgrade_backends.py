@@ -1,0 +1,315 @@
+"""`vfsd upgrade` of workspaces that are not only in memory: overlays over each kind of lower layer."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mount.conftest import check_invariants
+from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
+from tests.mount.test_keeper import change_at_random, facts
+from tests.mount.test_keeper_overlay import archive, fill, numbers, stored
+from tests.mount.test_upgrade import Dying, Upgradable
+from tests.support.fork_server import wait_until
+from vfsd.client.workspace import Workspace
+
+
+class Over(Upgradable):
+    """A workspace over the directory `below`."""
+
+    def __init__(self, workdir: Path, **options: Any) -> None:
+        self.below = workdir / "below"
+        self.below.mkdir()
+        super().__init__(workdir, **{"backend": f"overlay:{self.below}", **options})
+
+
+KINDS: dict[str, dict[str, Any]] = {"overlay": {}, "kept": {"persist": True}}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def over(workdir: Path, request: pytest.FixtureRequest) -> Iterator[Over]:
+    workspace = Over(workdir, **request.param)
+    yield workspace
+    workspace.end()
+
+
+@pytest.fixture
+def plain(workdir: Path) -> Iterator[Over]:
+    workspace = Over(workdir)
+    yield workspace
+    workspace.end()
+
+
+def twin_of(below: Path, twin: Path) -> None:
+    shutil.copytree(below, twin, copy_function=shutil.copy2)
+    (twin / "n2").unlink()
+    os.link(twin / "n1", twin / "n2")
+
+
+# -- programs that go on ---------------------------------------------------------------------------
+def test_open_files_mappings_directories_and_locks_continue(over: Over) -> None:
+    below, root = over.below, over.path
+    (below / "dir" / "below").mkdir(parents=True)
+    for number in range(3000):
+        (below / "dir" / f"f{number}").touch()
+    (below / "file").write_bytes(b"a" * 300_000)
+    for name in ("gone", "late", "quiet"):
+        (below / name).write_bytes(b"of the lower layer")
+    over.mount()
+    before = (root / "file").stat().st_ino
+    with (
+        Program() as program,
+        (root / "gone").open("r+b", buffering=0) as gone,
+        (root / "late").open("r+b", buffering=0) as late,
+        (root / "quiet").open("r+b", buffering=0) as quiet,
+        (root / "file").open("r+b") as file,
+        os.scandir(root / "dir") as listing,
+    ):
+        (root / "gone").unlink()
+        program(f"os.chdir({str(root / 'dir' / 'below')!r})")
+        program(f"held = open({str(root / 'file')!r}, 'r+b')")
+        program("fcntl.flock(held, fcntl.LOCK_EX)")
+        seen = [next(listing).name for _ in range(100)]
+        for name in seen[:50]:
+            if name != "below":
+                (root / "dir" / name).unlink()
+        with mmap.mmap(file.fileno(), 0) as mapping:
+            mapping[0:1] = b"b"
+            over.upgrade()
+            (root / "late").unlink()
+            gone.write(b"OF")
+            over.upgrade()
+            mapping[200_000:200_001] = b"c"
+            mapping.flush()
+            data = (root / "file").read_bytes()
+            assert (data[0:2], data[199_999:200_002]) == (b"ba", b"aca")
+        assert program("os.getcwd()") == str(root / "dir" / "below")
+        program("open('new', 'w').close()")
+        assert os.pread(gone.fileno(), 100, 0) == b"OF the lower layer"
+        assert os.pread(late.fileno(), 100, 0) == b"of the lower layer"
+        quiet.write(b"AT")
+        assert (root / "quiet").read_bytes() == b"AT the lower layer"
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        seen += [entry.name for entry in listing]
+        assert len(seen) == len(set(seen)) == 3001
+        assert (root / "file").stat().st_ino == os.fstat(file.fileno()).st_ino == before
+    check_invariants(Workspace.attach(over.name))
+
+
+def test_a_random_writer_sees_what_its_twin_sees(over: Over, workdir: Path, runs_long: bool) -> None:
+    fill(over.below)
+    twin_of(over.below, workdir / "twin")
+    workspace = over.mount()
+    with over.being_upgraded(300 if runs_long else 3) as is_over:
+        change_at_random([over.path, workdir / "twin"], 1, is_over)
+    assert facts(over.path) == facts(workdir / "twin")
+    check_invariants(workspace)
+
+
+def test_a_tree_below_is_walked_while_it_is_upgraded(plain: Over, workdir: Path) -> None:
+    """Inodes are loaded before, during and after the upgrades; those that programs know keep their numbers."""
+    over = plain
+    for number in range(2000):
+        directory = over.below / f"d{number % 50}" / "deep"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"f{number}").write_bytes(b"%d" % number)
+    over.mount()
+    held = [os.open(over.path / f"d{number}" / "deep" / f"f{number}", os.O_RDONLY) for number in range(10)]
+    known = {descriptor: os.fstat(descriptor).st_ino for descriptor in held}
+    seen: dict[str, int] = {}
+    with over.being_upgraded(2) as is_over:
+        while not is_over():
+            subprocess.run(["tar", "cf", workdir / "a.tar", "-C", over.path, "."], check=True)
+            found = numbers(over.path)
+            assert not seen or found == seen
+            seen = found
+    assert {descriptor: os.fstat(descriptor).st_ino for descriptor in held} == known
+    for number, descriptor in enumerate(held):
+        assert os.pread(descriptor, 100, 0) == b"%d" % number
+        os.close(descriptor)
+    check_invariants(Workspace.attach(over.name))
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+def test_the_base_of_an_overlay_is_kept(plain: Over) -> None:
+    over = plain
+    fill(over.below)
+    with over.mount() as workspace:
+        (over.path / "d0" / "n0").write_bytes(b"changed")
+        (over.path / "new").write_bytes(b"new")
+        before = succeeded(vfsd("diff", "-w", over.name))
+        over.upgrade()
+        assert succeeded(vfsd("diff", "-w", over.name)) == before
+        (over.path / "d1" / "n1").unlink()
+        succeeded(vfsd("apply", "d1", "-w", over.name))
+        over.upgrade()
+        assert not (over.below / "d1" / "n1").exists()
+        assert succeeded(vfsd("diff", "-w", over.name)) == before
+        succeeded(vfsd("discard", "d0", "-w", over.name))
+        assert (over.path / "d0" / "n0").read_bytes() == (over.below / "d0" / "n0").read_bytes()
+        check_invariants(workspace)
+
+
+def test_a_file_that_changes_below_shows_its_new_content(plain: Over) -> None:
+    (plain.below / "f").write_bytes(b"1" * 8192)
+    plain.mount()
+    with (plain.path / "f").open("rb", buffering=0) as file:
+        assert os.pread(file.fileno(), 4096, 0) == b"1" * 4096
+        plain.upgrade()
+        (plain.below / "f").write_bytes(b"3" * 8192)
+
+        def is_new() -> bool:
+            with contextlib.suppress(OSError):  # of the read that finds the change
+                return (plain.path / "f").read_bytes() == b"3" * 8192
+            return False
+
+        wait_until(is_new, "the new content")
+
+
+def test_the_keeper_of_the_new_daemon_restarts_it(workdir: Path) -> None:
+    over = Over(workdir, persist=True)
+    fill(over.below)
+    workspace = over.mount()
+    try:
+        before = numbers(over.path)
+        with (over.path / "d0" / "n0").open("rb", buffering=0) as file, (over.path / "d1" / "n1").open("rb") as quiet:
+            (over.path / "d0" / "n0").unlink()
+            del before["d0/n0"]
+            for _ in range(2):
+                over.upgrade()
+                pid = over.record.pid
+                os.kill(pid, 9)
+                assert file.read(5) == b"below"[:5]
+                file.seek(0)
+                wait_until(lambda: over.record.pid != pid, "a replacement")  # noqa: B023 (called at once)
+                assert numbers(over.path) == before
+            assert quiet.read(5) == b"below"
+        over.upgrade()
+        check_invariants(workspace)
+    finally:
+        over.end()
+
+
+def remote(workdir: Path, below: Path) -> str:
+    """A snapshot in an object store, without its name: the newest one."""
+    source = workdir / "source"
+    source.mkdir()
+    workspace = Workspace.mount(source, name=f"{workdir.name}-source", backend=f"host:{below}")
+    succeeded(vfsd("snapshot", "base", "-w", workspace.name))
+    url = f"file://{workdir}/store"
+    (workdir / "store").mkdir()
+    succeeded(vfsd("push", url, "--snapshot", "base", "-w", workspace.name))
+    succeeded(vfsd("unmount", workspace.name))
+    return f"overlay:{url}"
+
+
+@pytest.mark.parametrize("make", [archive, stored, remote])
+def test_an_overlay_over_an_archive_or_a_snapshot_goes_on(plain: Over, workdir: Path, make: Any) -> None:
+    fill(plain.below)
+    plain.options["backend"] = make(workdir, plain.below)
+    workspace = plain.mount()
+    expected, before = facts(plain.path), numbers(plain.path)
+    with (plain.path / "d1" / "n1").open("rb", buffering=0) as file:
+        plain.upgrade()
+        (plain.path / "d1" / "n1").unlink()
+        plain.upgrade()
+        assert file.read(6) == b"below "
+    del expected["d1/n1"], before["d1/n1"]
+    assert numbers(plain.path) == before
+    assert facts(plain.path) == expected
+    check_invariants(workspace)
+
+
+def test_the_content_of_a_stored_snapshot_stays_during_upgrades(plain: Over, workdir: Path) -> None:
+    fill(plain.below)
+    plain.options["backend"] = stored(workdir, plain.below)
+    plain.mount()
+    plain.upgrade()
+    succeeded(vfsd("store", "drop", f"host:{plain.below}", "base"))
+    succeeded(vfsd("store", "gc"))
+    assert "has no snapshot 'base'" in failed(vfsd("upgrade", plain.name))
+    assert (plain.path / "n1").read_bytes() == b"x" * 300_000
+
+
+def test_another_lower_layer_in_its_place_is_refused(plain: Over, workdir: Path) -> None:
+    fill(plain.below)
+    workspace = plain.mount()
+    pid = workspace.status().pid
+    plain.below.rename(workdir / "moved")
+    plain.below.mkdir()
+    assert "is not what the workspace was mounted over any more" in failed(vfsd("upgrade", plain.name))
+    assert workspace.status().pid == pid
+    assert (plain.path / "n1").read_bytes() == b"x" * 300_000
+    plain.below.rmdir()
+    (workdir / "moved").rename(plain.below)
+    succeeded(vfsd("upgrade", plain.name))
+
+
+# -- kill -9 ---------------------------------------------------------------------------------------
+def test_either_daemon_is_killed_at_the_last_steps(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other steps do not depend on the backend: see `test_upgrade`."""
+    over = Over(workdir, persist=True)
+    fill(over.below)
+    try:
+        dying = Dying(over, workdir, monkeypatch)
+        held = [os.open(over.path / "d1" / f"n{number}", os.O_RDONLY) for number in (1, 4, 7)]
+        expected = [os.pread(descriptor, 9, 0) for descriptor in held]
+        with dying.being_written():
+            for step in ("before Loaded", "after Finish", "before Prepared", "before Go", "after Go", "before Serving"):
+                dying.upgrade_at(step)
+                dying.check()
+                wait_until(lambda: over.record.is_kept, "a keeper")
+        assert [os.pread(descriptor, 9, 0) for descriptor in held] == expected
+        for descriptor in held:
+            os.close(descriptor)
+    finally:
+        over.end()
+
+
+# -- several commands at once ----------------------------------------------------------------------
+def test_commands_at_the_same_time_all_give_a_true_answer(workdir: Path) -> None:
+    upgradable = Upgradable(workdir)
+    workspace = upgradable.mount()
+    try:
+        pid = workspace.status().pid
+        commands = [
+            subprocess.Popen([*VFSD, "upgrade", upgradable.name, "--json"], stdout=subprocess.PIPE) for _ in range(3)
+        ]
+        answers = [json.loads(command.communicate()[0])["upgraded"][0] for command in commands]
+        assert [command.returncode for command in commands] == [0, 0, 0]
+        serving = workspace.status().pid
+        assert serving != pid
+        did = [answer for answer in answers if not answer["meanwhile"]]
+        assert did, answers
+        assert serving in {answer["pid"] for answer in did}
+    finally:
+        upgradable.end()
+
+
+def test_all_goes_on_past_a_workspace_that_cannot_be_upgraded(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names decide the order: the first one cannot be upgraded."""
+    monkeypatch.setenv("VFSD_RUNTIME_DIR", str(workdir / "run"))  # those of other tests are not its business
+    places = {"a": {"engine": "pyfuse3"}, "b": {}}
+    with contextlib.ExitStack() as stack:
+        pids = {}
+        for name, options in places.items():
+            (workdir / name).mkdir()
+            workspace = stack.enter_context(Workspace.mount(workdir / name, name=f"{workdir.name}-{name}", **options))  # type: ignore[arg-type]
+            pids[workspace.name] = workspace.status().pid
+        done = vfsd("upgrade", "--all", "--json")
+        assert done.returncode == 1
+        entries = {entry["name"]: entry for entry in json.loads(done.stdout)["upgraded"]}
+        assert "error" in entries[f"{workdir.name}-a"]
+        assert entries[f"{workdir.name}-b"]["pid"] != pids[f"{workdir.name}-b"]
+        assert f"{workdir.name}-a: the engine pyfuse3" in done.stderr
