@@ -37,9 +37,10 @@ from protocol.journal.records import (
     FileHeader,
     JournalDamagedError,
     Kind,
+    Span,
+    index,
     read_header,
-    read_records,
-    verify,
+    read_span,
 )
 from protocol.linux.regular_file import open_regular
 from protocol.values import Value
@@ -50,6 +51,7 @@ Identity = dict[str, str | int]
 _NAME: Final = re.compile(r"(log|image)-(\d{8})(\.new)?")
 _LOCK: Final = "lock"
 _LARGE_BYTES: Final = 64 << 20
+_COMMIT: Final = int(Kind.COMMIT)  # comparing with the enum's member takes longer
 
 
 class JournalReport(Value):
@@ -70,8 +72,8 @@ class JournalReport(Value):
 class _File(Value):
     path: str
     header: FileHeader
-    start: int
     extent: Extent
+    spans: list[Span]
 
 
 class JournalFiles:
@@ -97,8 +99,7 @@ class JournalFiles:
             header = read_header(file, path)
             if (header.kind, header.number) != (kind, number):
                 raise JournalDamagedError(path, f"this file of the journal is {header.kind} {header.number}")
-            start = file.tell()
-            return _File(path, header, start, verify(file, header, path))
+            return _File(path, header, *index(file, header, path))
 
     def _check_sequence(self) -> None:
         for file in self._files:
@@ -135,20 +136,26 @@ class JournalFiles:
         )
 
     def batches(self) -> Iterator[list[bytes]]:
-        """Yield the payloads of each COMMIT with its PART records, from the first to the last, each once."""
+        """Yield the payloads of each COMMIT with its PART records, from the first to the last, each once.
+
+        An image, which is complete, is yielded record by record, so that it is not in memory twice.
+        """
         for file in self.all:
+            is_image = file.header.kind == "image"
             parts: list[bytes] = []
             with _opened(file.path) as opened:
-                for record in read_records(opened, file.header, file.start, file.extent.end):
-                    if record.kind == Kind.MARK:
-                        continue
-                    if record.kind == Kind.ABORT:
-                        parts = []
-                        continue
-                    parts.append(record.payload)
-                    if record.kind == Kind.COMMIT:
-                        yield parts
-                        parts = []
+                for span in file.spans:
+                    data = read_span(opened, span, file.path)
+                    for kind, start, length in zip(span.kinds, span.starts, span.lengths, strict=True):
+                        if kind == _COMMIT and not parts:
+                            yield [data[start : start + length]]
+                        elif kind == Kind.ABORT:
+                            parts = []
+                        elif kind != Kind.MARK:
+                            parts.append(data[start : start + length])
+                            if is_image or kind == _COMMIT:
+                                yield parts
+                                parts = []
 
 
 class Journal:

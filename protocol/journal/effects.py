@@ -53,10 +53,13 @@ DEVICE: Final = 50  # the device number of the lower layer, which can be another
 KNOWN: Final = 51  # in an image for another process, never in a journal: what the kernel knows of the lower layer
 
 _NS: Final = 10**9
-_INODE: Final = struct.Struct("<BQIQIIQQqIqIqIqIQ")
-_ENTRY: Final = struct.Struct("<BQQB")
-_WRITE: Final = struct.Struct("<BQQI")
-_NUMBER_AND_OFFSET: Final = struct.Struct("<BQQ")
+# Of the most frequent effects, which a replay reads itself.
+INODE_LAYOUT: Final = struct.Struct("<BQIQIIQQqIqIqIqIQ")
+MODE_LAYOUT: Final = struct.Struct("<BQI")  # its beginning
+ENTRY_LAYOUT: Final = struct.Struct("<BQQB")
+WRITE_LAYOUT: Final = struct.Struct("<BQQI")
+REQUEST_LAYOUT: Final = struct.Struct("<BQQ")
+_NUMBER_AND_OFFSET: Final = REQUEST_LAYOUT
 _RANGE: Final = struct.Struct("<BQQQ")
 _NUMBER_AND_LENGTH: Final = struct.Struct("<BQI")
 _NUMBER: Final = struct.Struct("<BQ")
@@ -100,7 +103,7 @@ class HasAttributes(Protocol):
 
 def inode(node: HasAttributes) -> bytes:
     """Return the effect that an inode has the attributes of `node`."""
-    return _INODE.pack(
+    return INODE_LAYOUT.pack(
         INODE, node.inode, node.mode, node.nlink, node.uid, node.gid, node.rdev, node.size,
         *divmod(node.atime_ns, _NS), *divmod(node.mtime_ns, _NS), *divmod(node.ctime_ns, _NS),
         *divmod(node.birth_ns, _NS), node.generation,
@@ -109,21 +112,21 @@ def inode(node: HasAttributes) -> bytes:
 
 def entry(directory: int, name: bytes, number: int) -> bytes:
     """Return the effect that `name` in `directory` stands for inode `number`; 0: for none."""
-    return _ENTRY.pack(ENTRY, directory, number, len(name)) + name
+    return ENTRY_LAYOUT.pack(ENTRY, directory, number, len(name)) + name
 
 
 def subjects(effect: bytes) -> tuple[int, int, int]:
     """Return the code of an effect, its inode, and the inode that an ENTRY leads to (0: none, or another effect)."""
     code = effect[0]
     if code == ENTRY:
-        _, directory, number, _ = _ENTRY.unpack_from(effect)
+        _, directory, number, _ = ENTRY_LAYOUT.unpack_from(effect)
         return code, directory, number
     return code, _NUMBER.unpack_from(effect)[1], 0
 
 
 def write(number: int, offset: int, length: int) -> bytes:
     """Return the beginning of a WRITE effect; its `length` bytes follow."""
-    return _WRITE.pack(WRITE, number, offset, length)
+    return WRITE_LAYOUT.pack(WRITE, number, offset, length)
 
 
 def truncate(number: int, size: int) -> bytes:
@@ -164,13 +167,13 @@ def reset(number: int) -> bytes:
 
 def block(number: int, index: int, length: int) -> bytes:
     """Return the beginning of a BLOCK effect; its `length` bytes follow."""
-    return _WRITE.pack(BLOCK, number, index, length)
+    return WRITE_LAYOUT.pack(BLOCK, number, index, length)
 
 
 def sparse_block(number: int, index: int, length: int, pages: Mapping[int, bytes]) -> bytes:
     """Return the effect that a block of a file has `length` bytes, and holes where `pages` has no page."""
     encoded = msgspec.msgpack.encode((length, list(pages.items())))
-    return _WRITE.pack(SPARSE_BLOCK, number, index, len(encoded)) + encoded
+    return WRITE_LAYOUT.pack(SPARSE_BLOCK, number, index, len(encoded)) + encoded
 
 
 def shared_block(number: int, index: int, serial: int, source: int, source_index: int) -> bytes:
@@ -259,48 +262,52 @@ def decoded(payload: bytes) -> Iterator[Effect]:
 
     An INODE effect has one field, `Attributes`.  Data is a memoryview of `payload`, or bytes.
     """
-    view = memoryview(payload)
     at, end = 0, len(payload)
     while at < end:
-        code = payload[at]
-        if code == INODE:
-            (
-                _, number, mode, nlink, uid, gid, rdev, size,
-                atime, atime_ns, mtime, mtime_ns, ctime, ctime_ns, birth, birth_ns, generation,
-            ) = _INODE.unpack_from(payload, at)  # fmt: skip
-            yield INODE, Attributes(
-                number, mode, nlink, uid, gid, rdev, size, atime * _NS + atime_ns, mtime * _NS + mtime_ns,
-                ctime * _NS + ctime_ns, birth * _NS + birth_ns, generation,
-            )  # fmt: skip
-            at += _INODE.size
-        elif code == ENTRY:
-            _, directory, number, length = _ENTRY.unpack_from(payload, at)
-            at += _ENTRY.size + length
-            yield ENTRY, directory, payload[at - length : at], number
-        elif code in _WITH_DATA:
-            _, number, offset, length = _WRITE.unpack_from(payload, at)
-            at += _WRITE.size + length
-            yield code, number, offset, view[at - length : at]
-        elif code in _WITH_OFFSET:
-            yield _NUMBER_AND_OFFSET.unpack_from(payload, at)
-            at += _NUMBER_AND_OFFSET.size
-        elif code in _OF_RANGE:
-            yield _RANGE.unpack_from(payload, at)
-            at += _RANGE.size
-        elif code in _WITH_VALUE:
-            _, number, length = _NUMBER_AND_LENGTH.unpack_from(payload, at)
-            at += _NUMBER_AND_LENGTH.size + length
-            yield code, number, payload[at - length : at]
-        elif code in _WITH_NUMBER:
-            yield _NUMBER.unpack_from(payload, at)
-            at += _NUMBER.size
-        elif code == SHARED_BLOCK:
-            yield _SHARED.unpack_from(payload, at)
-            at += _SHARED.size
-        elif code == NOTE:
-            _, key_length, length = _SIZES.unpack_from(payload, at)
-            start = at + _SIZES.size
-            at = start + key_length + length
-            yield NOTE, payload[start : start + key_length].decode(), payload[start + key_length : at]
-        else:
-            raise ValueError(f"the journal has an effect {code} that this vfsd does not know: use a newer vfsd")
+        effect, at = decode(payload, at)
+        yield effect
+
+
+def decode(payload: bytes, at: int) -> tuple[Effect, int]:
+    """Return the effect at offset `at`, and the offset after it.  See `decoded`."""
+    code = payload[at]
+    if code == INODE:
+        return (INODE, attributes(payload, at)), at + INODE_LAYOUT.size
+    if code == ENTRY:
+        _, directory, number, length = ENTRY_LAYOUT.unpack_from(payload, at)
+        at += ENTRY_LAYOUT.size + length
+        return (ENTRY, directory, payload[at - length : at], number), at
+    if code in _WITH_DATA:
+        _, number, offset, length = WRITE_LAYOUT.unpack_from(payload, at)
+        at += WRITE_LAYOUT.size + length
+        return (code, number, offset, memoryview(payload)[at - length : at]), at
+    if code in _WITH_OFFSET:
+        return _NUMBER_AND_OFFSET.unpack_from(payload, at), at + _NUMBER_AND_OFFSET.size
+    if code in _OF_RANGE:
+        return _RANGE.unpack_from(payload, at), at + _RANGE.size
+    if code in _WITH_VALUE:
+        _, number, length = _NUMBER_AND_LENGTH.unpack_from(payload, at)
+        at += _NUMBER_AND_LENGTH.size + length
+        return (code, number, payload[at - length : at]), at
+    if code in _WITH_NUMBER:
+        return _NUMBER.unpack_from(payload, at), at + _NUMBER.size
+    if code == SHARED_BLOCK:
+        return _SHARED.unpack_from(payload, at), at + _SHARED.size
+    if code == NOTE:
+        _, key_length, length = _SIZES.unpack_from(payload, at)
+        start = at + _SIZES.size
+        at = start + key_length + length
+        return (NOTE, payload[start : start + key_length].decode(), payload[start + key_length : at]), at
+    raise ValueError(f"the journal has an effect {code} that this vfsd does not know: use a newer vfsd")
+
+
+def attributes(payload: bytes, at: int = 0) -> Attributes:
+    """Return the attributes of the INODE effect at offset `at`."""
+    (
+        _, number, mode, nlink, uid, gid, rdev, size,
+        atime, atime_ns, mtime, mtime_ns, ctime, ctime_ns, birth, birth_ns, generation,
+    ) = INODE_LAYOUT.unpack_from(payload, at)  # fmt: skip
+    return Attributes(
+        number, mode, nlink, uid, gid, rdev, size, atime * _NS + atime_ns, mtime * _NS + mtime_ns,
+        ctime * _NS + ctime_ns, birth * _NS + birth_ns, generation,
+    )  # fmt: skip

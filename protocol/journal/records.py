@@ -30,6 +30,7 @@ import enum
 import errno
 import os
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO, Final, NamedTuple
 
@@ -51,6 +52,9 @@ _FILE_FRAME: Final = struct.Struct("<8sII")  # magic, crc of the rest, length of
 _HEADER_MAX_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 8
 _SCAN_BYTES: Final = 1 << 20
+_SPAN_BYTES: Final = 4 << 20
+_CRC_FROM: Final = 8  # the offset in a record after `magic` and `crc`
+_UNKNOWN_KIND: Final = 255
 _ZEROS: Final = bytes(_ALIGNMENT)
 
 
@@ -185,26 +189,122 @@ def read_record(file: BinaryIO, magic: int, offset: int) -> Record | None:
     return Record(offset, offset + FRAME_BYTES + length + pad, kind, sequence, synced, payload)
 
 
+class Span(NamedTuple):
+    """Whole records that follow each other in a file, and that `index` has verified.
+
+    `offset` and `length`: where they are.  `crc`: of all their bytes.  `kinds`, `starts`, `lengths`: the kind of each
+    record, and where its payload is from `offset` on.
+    """
+
+    offset: int
+    length: int
+    crc: int
+    kinds: bytearray
+    starts: array[int]
+    lengths: array[int]
+
+
 def verify(file: BinaryIO, header: FileHeader, path: str) -> Extent:
     """Read a whole file and return its valid part.  JournalDamagedError if a synced record cannot be read."""
+    return index(file, header, path)[0]
+
+
+def index(file: BinaryIO, header: FileHeader, path: str) -> tuple[Extent, list[Span]]:
+    """Verify as `verify`, from the file's position on; also return where the records of the valid part are.
+
+    The spans have what `read_span` needs to read the same records again without looking at each frame.
+    """
     start = file.tell()
-    end = offset = start
-    sequence, following = header.first, header.first
-    is_closed = False
-    for record in read_records(file, header, start):
-        offset, following = record.end, record.sequence + 1
-        if record.kind != Kind.PART:
-            end, sequence = offset, following
-            is_closed = record.kind == Kind.MARK and record.synced == record.offset
-    synced = _synced_after(file, header, offset, following)
-    if synced > offset:
+    spans: list[Span] = []
+    scan = _Scan(header.magic, start, header.first)
+    while (span := scan.next_span(file)) is not None:
+        spans.append(span)
+    synced = _synced_after(file, header, scan.offset, scan.sequence)
+    if synced > scan.offset:
         reason = (
-            f"the record at offset {offset} was on disk and cannot be read any more"
-            f" ({max(0, synced - offset)} bytes are affected): see `vfsd persisted check`"
+            f"the record at offset {scan.offset} was on disk and cannot be read any more"
+            f" ({max(0, synced - scan.offset)} bytes are affected): see `vfsd persisted check`"
         )
         raise JournalDamagedError(path, reason)
+    end, sequence, is_closed = scan.counted
     used = _used_bytes(file)
-    return Extent(end, sequence, is_closed and used <= end, max(0, used - end))
+    spans = [kept for each in spans if (kept := _before(file, each, end)) is not None]
+    return Extent(end, sequence, is_closed and used <= end, max(0, used - end)), spans
+
+
+class _Scan:
+    """Reads records in order.
+
+    `offset`, `sequence`: of the next one.  `counted`: the end of the valid part so far, the sequence number after it,
+    and whether a mark that everything is synced is its end.
+    """
+
+    def __init__(self, magic: int, offset: int, sequence: int) -> None:
+        self._magic = magic
+        self.offset = offset
+        self.sequence = sequence
+        self.counted = offset, sequence, False
+
+    def next_span(self, file: BinaryIO) -> Span | None:
+        """Read the next records; None if there is no valid one."""
+        size = _SPAN_BYTES
+        while True:
+            file.seek(self.offset)
+            data = file.read(size)
+            span, needed = self._records(data)
+            if span is not None or needed <= len(data) or len(data) < size:
+                return span
+            size = needed  # of one record that is larger than the usual span
+
+    def _records(self, data: bytes) -> tuple[Span | None, int]:
+        """Return the records at the beginning of `data`, and the size of the data that the next record needs."""
+        kinds, starts, lengths = bytearray(), array("I"), array("I")
+        magic, sequence = self._magic, self.sequence
+        crc32, unpack, view = zlib_ng.crc32, _FRAME.unpack_from, memoryview(data)
+        size, at, after = len(data), 0, 0
+        base = self.offset
+        while at + FRAME_BYTES <= size:
+            found, crc, length, kind, number, synced = unpack(data, at)
+            if found != magic or number != sequence or length > MAX_PAYLOAD_BYTES:
+                break
+            start = at + FRAME_BYTES
+            end = start + length
+            after = end + (-length & _ALIGNMENT - 1)
+            if after > size or crc32(view[at + _CRC_FROM : end], magic) != crc:
+                break
+            sequence += 1
+            if kind != Kind.PART:
+                self.counted = base + after, sequence, kind == Kind.MARK and synced == base + at
+            kinds.append(min(kind, _UNKNOWN_KIND))
+            starts.append(start)
+            lengths.append(length)
+            at = after
+        if not at:
+            return None, after
+        self.offset, self.sequence = base + at, sequence
+        return Span(base, at, crc32(view[:at]), kinds, starts, lengths), after
+
+
+def _before(file: BinaryIO, span: Span, end: int) -> Span | None:
+    """Return the records of `span` before the offset `end`."""
+    if span.offset + span.length <= end:
+        return span
+    if span.offset >= end:
+        return None
+    count = sum(span.offset + start <= end for start in span.starts)
+    length = end - span.offset
+    file.seek(span.offset)
+    crc = zlib_ng.crc32(file.read(length))
+    return Span(span.offset, length, crc, span.kinds[:count], span.starts[:count], span.lengths[:count])
+
+
+def read_span(file: BinaryIO, span: Span, path: str) -> bytes:
+    """Return the bytes of `span`.  JournalDamagedError if they are not those that were verified."""
+    file.seek(span.offset)
+    data = file.read(span.length)
+    if len(data) != span.length or zlib_ng.crc32(data) != span.crc:
+        raise JournalDamagedError(path, f"the records at offset {span.offset} changed while they were read")
+    return data
 
 
 def _synced_after(file: BinaryIO, header: FileHeader, offset: int, sequence: int) -> int:

@@ -111,6 +111,19 @@ class Content:
         twin.pages = self.pages
 
     @classmethod
+    def of_block(cls, ledger: Ledger, index: int, block: bytes) -> Content:
+        """Return content of one block, at most BLOCK_BYTES long, which the caller charges."""
+        content = cls.__new__(cls)
+        content.ledger = ledger
+        length = len(block)
+        content.allocated = length + (length >> 5) + BLOCK_CHARGE_BYTES  # as `block_bytes`
+        content.blocks = {index: block}
+        content.owned = content.holes = None
+        content.reserved = ()
+        content.pages = (length + PAGE_BYTES - 1) >> _PAGE_SHIFT
+        return content
+
+    @classmethod
     def of_chunks(
         cls, ledger: Ledger, chunks: Iterable[bytes], check: Callable[[int, int], None]
     ) -> tuple[Content, int]:

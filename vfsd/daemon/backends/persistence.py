@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -112,11 +113,17 @@ def _check_identity(files: JournalFiles, identity: Mapping[str, str | int]) -> N
 
 def _replay(files: JournalFiles, volume: MemoryVolume) -> None:
     """Rebuild the state."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would look at every object again and again
     try:
         volume.replay(files.batches())
     except (KeyError, AssertionError) as error:
         reason = f"the journal does not describe a state ({error!r}): see `vfsd persisted check`"
         raise JournalDamagedError(files.directory, reason) from error
+    finally:
+        gc.freeze()  # before `enable`, which collects at once
+        if was_enabled:
+            gc.enable()
 
 
 def _describe(volume: MemoryVolume, report: JournalReport, *, has_archive: bool) -> str:

@@ -3,9 +3,14 @@
 It uses the primitives of `MemoryState`, so the undo log takes its pre-images and the ledger its charges as when the
 changes were made.  Limits are not checked: what was recorded fitted once.
 
-Invariant: after each batch the state equals the recorded one after the same batch, in every attribute, every snapshot
-and every inode number; except for lookups, and access times that changed
-after the last recorded change of an inode.  An inode without links exists until its FREE effect, or until `disconnect`.
+`apply` reads the most frequent effects itself, and calls a method for each of the others.  Attributes wait in
+`_waiting` until `settle` sets them: a log has those of a directory for each new name in it, and those of a new file
+twice, but only the last ones count.  They are set before anything that depends on them: the beginning or the end of an
+epoch, and the effects of overlays.  100,000 files of 1 KB, from a log: 1.7 s of CPU time instead of 6.5 s.
+
+Invariant: after each batch and `settle` the state equals the recorded one after the same batch, in every attribute,
+every snapshot and every inode number; except for lookups, and access times that changed after the last recorded change
+of an inode.  An inode without links exists until its FREE effect, or until `disconnect`.
 
 Threading: nothing else uses the state.
 """
@@ -13,32 +18,52 @@ Threading: nothing else uses the state.
 from __future__ import annotations
 
 import stat
+from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from protocol.backends.memory.blocks import SparseBlock
+from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, Inode, with_link, without_link
-from protocol.backends.memory.ledger import DIRECTORY_BYTES, ENTRY_BYTES, INODE_BYTES
+from protocol.backends.memory.ledger import CONTENT_BYTES, DIRECTORY_BYTES, ENTRY_BYTES, INODE_BYTES
 from protocol.backends.memory.reservations import Reserved
 from protocol.directory_cookies import DirectoryCookies
 from protocol.journal import effects
+from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, SnapshotInfo
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.content import Content
     from protocol.backends.memory.state import MemoryState
 
 _XATTRS: Final = list[tuple[bytes, bytes]]
 _SPARSE: Final = tuple[int, list[tuple[int, bytes]]]
 _RESERVED: Final = list[tuple[int, int, bool]]
 _COOKIES: Final = tuple[list[tuple[bytes, int]], int]
-_COLLECTED: Final = frozenset({effects.INODE, effects.ENTRY})
-# A daemon executes one request at a time, so only those of the last moments can be without an answer.
-_REQUESTS_KEPT: Final = 1000
+# Only requests of the last moments can be without an answer.
+_RESULTS_KEPT: Final = 4096
+_WAITING_MOST: Final = 1000
+_NS: Final = 10**9
+_DIRECTORY: Final = stat.S_IFDIR
+_SYMLINK: Final = stat.S_IFLNK
+_SETTLED_BEFORE: Final = frozenset({effects.SNAPSHOT, effects.DROP, effects.CONNECTION})
+# Names of this module are found sooner than those of another one.
+_INODE: Final = effects.INODE
+_ENTRY: Final = effects.ENTRY
+_WRITE: Final = effects.WRITE
+_WITH_BYTES: Final = frozenset({effects.WRITE, effects.BLOCK})
+_REQUEST: Final = effects.REQUEST
+_INODE_BYTES: Final = effects.INODE_LAYOUT.size
+_ENTRY_BYTES: Final = effects.ENTRY_LAYOUT.size
+_WRITE_BYTES: Final = effects.WRITE_LAYOUT.size
+_RESULT_BYTES: Final = effects.REQUEST_LAYOUT.size
+_unpack_inode: Final = effects.INODE_LAYOUT.unpack
+_unpack_mode: Final = effects.MODE_LAYOUT.unpack_from
+_unpack_entry: Final = effects.ENTRY_LAYOUT.unpack_from
+_unpack_write: Final = effects.WRITE_LAYOUT.unpack_from
+_unpack_result: Final = effects.REQUEST_LAYOUT.unpack_from
 
 
 class Replay:
@@ -48,9 +73,6 @@ class Replay:
         self._state = state
         self._notes = notes
         self._handlers: dict[int, Callable[..., None]] = {
-            effects.INODE: self._inode,
-            effects.ENTRY: self._entry,
-            effects.WRITE: self._write,
             effects.TRUNCATE: self._truncate,
             effects.PUNCH: self._punch,
             effects.RESERVE: self._reserve,
@@ -58,7 +80,6 @@ class Replay:
             effects.TARGET: self._target,
             effects.FREE: self._free,
             effects.RESET: self._reset,
-            effects.BLOCK: self._block,
             effects.SPARSE_BLOCK: self._sparse_block,
             effects.SHARED_BLOCK: self._shared_block,
             effects.NO_BLOCK: self._no_block,
@@ -67,61 +88,130 @@ class Replay:
             effects.DROP: self._drop,
             effects.NOTE: self._note,
             effects.NEXT: self._next,
-            effects.REQUEST: self._request,
             effects.CONNECTION: self._connection,
             effects.LISTED: self._listed,
             effects.COOKIES: self._cookies,
             effects.INVALIDATED: self._invalidated,
         }
-        # The results of the newest requests of the kernel, oldest first, by the number of the request.
-        self.requests: dict[int, list[int]] = {}
+        self._waiting: dict[int, bytes] = {}  # INODE effects whose attributes are not set yet, by inode
+        self._results: deque[tuple[int, int, int]] = deque(maxlen=_RESULTS_KEPT)  # the newest REQUEST effects
         # What changed without a request of the kernel since its caches agreed with the state.
         self.inodes_to_invalidate: dict[int, None] = {}
         self.names_to_invalidate: dict[tuple[int, bytes], None] = {}
-        self._is_of_request = False
 
-    def apply(self, batch: Sequence[bytes]) -> None:
+    # In one loop: a call for each effect would take a fifth longer.
+    def apply(self, batch: Sequence[bytes]) -> None:  # noqa: C901, PLR0912
         """Apply the payloads of one batch.  ValueError for an unknown effect, KeyError for one that does not fit."""
-        changed: list[effects.Effect] = []
-        self._is_of_request = False
-        handlers = self._handlers
+        state, waiting = self._state, self._waiting
+        inodes = state.inodes
+        last = batch[-1] if batch else b""
+        # The effect of a request is the last one.  If this is something else, it is noticed at the end.
+        is_collecting = len(last) < _RESULT_BYTES or last[-_RESULT_BYTES] != _REQUEST
+        is_of_request = False
         for payload in batch:
-            for effect in effects.decoded(payload):
-                code = effect[0]
-                handlers[code](*effect[1:])
-                if code in _COLLECTED:
-                    changed.append(effect)
-                elif code == effects.INVALIDATED:
-                    changed.clear()  # an image is one batch with everything before it
-        if changed and not self._is_of_request:
-            self._collect(changed)
-        self._state.forget_revived()
+            at, end = 0, len(payload)
+            while at < end:
+                code = payload[at]
+                if code == _INODE:
+                    _, number, mode = _unpack_mode(payload, at)
+                    if number not in waiting and inodes.get(number) is None:
+                        self._make(number, mode)
+                    waiting[number] = payload[at : at + _INODE_BYTES]
+                    at += _INODE_BYTES
+                    if is_collecting:
+                        self.inodes_to_invalidate[number] = None
+                elif code == _ENTRY:
+                    _, number, child, length = _unpack_entry(payload, at)
+                    at += _ENTRY_BYTES + length
+                    name = payload[at - length : at]
+                    self._entry(number, name, child)
+                    if is_collecting:
+                        self.names_to_invalidate[number, name] = None
+                elif code in _WITH_BYTES:
+                    _, number, offset, length = _unpack_write(payload, at)
+                    at += _WRITE_BYTES + length
+                    data = payload[at - length : at]
+                    node = inodes[number]
+                    if node.epoch != state.epoch:
+                        node = state.own(node)
+                    if code == _WRITE:
+                        self._write(node, offset, data)
+                    else:
+                        self._block(node, offset, data)
+                elif code == _REQUEST:
+                    is_of_request = True
+                    self._results.append(_unpack_result(payload, at))
+                    at += _RESULT_BYTES
+                else:
+                    effect, at = effects.decode(payload, at)
+                    if code in _SETTLED_BEFORE or code >= effects.LOWER:
+                        self.settle()
+                    self._handlers[code](*effect[1:])
+        if not (is_of_request or is_collecting):
+            self._collect(batch)
+        if state.revived:
+            state.forget_revived()
+        if len(waiting) > _WAITING_MOST:
+            self.settle()
+
+    def settle(self) -> None:
+        """Set the attributes that wait."""
+        state = self._state
+        inodes = state.inodes
+        for number, encoded in self._waiting.items():
+            node = inodes[number]
+            if node.epoch != state.epoch:
+                node = state.own(node)
+            (
+                _, _, mode, nlink, node.uid, node.gid, node.rdev, size,
+                atime, atime_ns, mtime, mtime_ns, ctime, ctime_ns, birth, birth_ns, node.generation,
+            ) = _unpack_inode(encoded)  # fmt: skip
+            node.atime_ns = atime * _NS + atime_ns
+            node.mtime_ns = mtime * _NS + mtime_ns
+            node.ctime_ns = ctime * _NS + ctime_ns
+            node.birth_ns = birth * _NS + birth_ns
+            counted = node.nlink
+            if counted and (counted, node.mode, node.size) == (nlink, mode, size):
+                continue
+            if counted:
+                state.count(node, -1)
+            node.mode, node.nlink, node.size = mode, nlink, size
+            if nlink:
+                state.count(node, +1)
+                state.orphans.discard(number)
+            else:
+                state.orphans.add(number)
+        self._waiting.clear()
 
     def finish(self) -> None:
         """End the replay: lookups are known of the root and of inodes without links, which exist until `disconnect`."""
+        self.settle()
         lookups = self._state.lookups
         lookups.clear()
         lookups.update(dict.fromkeys((ROOT_INODE, *self._state.orphans), 1))
 
     def disconnect(self) -> None:
         """Forget the kernel: programs have lost the files that they had open, and no request comes again."""
+        self.settle()
         state = self._state
         for number in list(state.orphans):
             state.lookups.pop(number, None)
             state.release(state.inodes[number])
         for node in state.inodes.values():
             node.cookies = None
-        self.requests.clear()
+        self._results.clear()
         self._invalidated(0)
 
     # -- the kernel ------------------------------------------------------------------------------
-    def _request(self, unique: int, result: int) -> None:
-        self._is_of_request = True
-        self.requests.setdefault(unique, []).append(result)
-        # Many at once: each removal makes finding the first key of a dict slower.
-        if len(self.requests) >= 2 * _REQUESTS_KEPT:
-            for number in list(islice(self.requests, _REQUESTS_KEPT)):
-                del self.requests[number]
+    @property
+    def requests(self) -> dict[int, list[int]]:
+        """The results of the newest requests of the kernel, oldest first, by the number of the request."""
+        found: dict[int, list[int]] = {}
+        for _, unique, result in self._results:
+            found.setdefault(unique, []).append(result)
+        if found and len(self._results) == _RESULTS_KEPT:
+            del found[next(iter(found))]  # its first results may be missing
+        return found
 
     def _connection(self, _number: int) -> None:
         self.disconnect()
@@ -134,13 +224,16 @@ class Replay:
         names, following = msgspec.msgpack.decode(encoded, type=_COOKIES)
         self._state.inodes[number].cookies = DirectoryCookies.of(names, following)
 
-    def _collect(self, changed: list[effects.Effect]) -> None:
+    def _collect(self, batch: Sequence[bytes]) -> None:
         """Collect what a change without a request of the kernel may have made wrong in the kernel's caches."""
-        for code, *fields in changed:
-            if code == effects.INODE:
-                self.inodes_to_invalidate[fields[0].inode] = None
-            else:
-                self.names_to_invalidate[fields[0], fields[1]] = None
+        for payload in batch:
+            for code, *fields in effects.decoded(payload):
+                if code == effects.INODE:
+                    self.inodes_to_invalidate[fields[0].inode] = None
+                elif code == effects.ENTRY:
+                    self.names_to_invalidate[fields[0], fields[1]] = None
+                elif code == effects.INVALIDATED:
+                    self._invalidated(0)
 
     def invalidation(self) -> CacheInvalidation:
         """Return what the kernel's caches may have wrong after the last batch."""
@@ -158,47 +251,27 @@ class Replay:
         self.names_to_invalidate.clear()
 
     # -- inodes ----------------------------------------------------------------------------------
-    def _inode(self, attributes: effects.Attributes) -> None:
-        state = self._state
-        node = state.inodes.get(attributes.inode)
-        node = state.own(node) if node is not None else self._made(attributes)
-        counts = node.nlink, node.mode, node.size
-        is_counted = (attributes.nlink, attributes.mode, attributes.size) == counts and counts[0]
-        if node.nlink and not is_counted:
-            state.count(node, -1)
-        (
-            _, node.mode, node.nlink, node.uid, node.gid, node.rdev, node.size,
-            node.atime_ns, node.mtime_ns, node.ctime_ns, node.birth_ns, node.generation,
-        ) = attributes  # fmt: skip
-        if is_counted:
-            return
-        if node.nlink:
-            state.count(node, +1)
-            state.orphans.discard(node.inode)
-        else:
-            state.orphans.add(node.inode)
-
-    def _made(self, attributes: effects.Attributes) -> Inode:
+    def _make(self, number: int, mode: int) -> None:
         """Make an inode; from the version of a snapshot if that has the number: a restore has revived it."""
         state = self._state
-        number = attributes.inode
         version = self._version(number) if number < state.next_inode else None
         if version is not None:
-            node = state.revive(version)
-        else:
-            node = Inode(number, attributes.mode, attributes.uid, attributes.gid, 0, state.epoch)
-            state.ledger.metadata += INODE_BYTES
-            if stat.S_ISDIR(attributes.mode):
-                node.children = {}
-                node.size = DIRECTORY_BASE_BYTES
-                state.ledger.metadata += DIRECTORY_BYTES
-            elif stat.S_ISLNK(attributes.mode):
-                node.target = b""
+            state.revive(version)
+            return
+        node = Inode(number, mode, 0, 0, 0, state.epoch)
+        state.ledger.metadata += INODE_BYTES
+        kind = mode & TYPE_MASK
+        if kind == _DIRECTORY:
+            node.children = {}
+            node.size = DIRECTORY_BASE_BYTES
+            state.ledger.metadata += DIRECTORY_BYTES
+        elif kind == _SYMLINK:
+            node.target = b""
+        if state.log.newest is not None:
             state.record_new(number)
-            state.inodes[number] = node
-            state.next_inode = max(state.next_inode, number + 1)
-        state.lookups[number] = 1  # until it is freed
-        return node
+        state.inodes[number] = node
+        if number >= state.next_inode:
+            state.next_inode = number + 1
 
     def _version(self, number: int) -> Inode | None:
         """Return an old version of an inode that does not exist; None if no snapshot has one."""
@@ -213,6 +286,7 @@ class Replay:
 
     def _free(self, number: int) -> None:
         state = self._state
+        self._waiting.pop(number, None)
         node = state.inodes.get(number)
         if node is None:
             return  # it was made and freed within the batch
@@ -239,10 +313,20 @@ class Replay:
     # -- names -----------------------------------------------------------------------------------
     def _entry(self, directory: int, name: bytes, number: int) -> None:
         state = self._state
-        above = self._owned(directory)
-        assert above.children is not None
-        old = above.children.get(name, 0)
+        above = state.inodes[directory]
+        if above.epoch != state.epoch:
+            above = state.own(above)
+        children = above.children
+        assert children is not None
+        old = children.get(name, 0)
         if old == number:
+            return
+        if not old and above.cookies is None and state.log.newest is None:
+            # The most frequent case: a new name, of which no snapshot has to keep anything.
+            node = self._owned(number)
+            node.links = with_link(node.links, (directory, name))
+            state.ledger.metadata += ENTRY_BYTES + len(name)
+            children[name] = number
             return
         if old:
             node = self._owned(old)
@@ -264,8 +348,29 @@ class Replay:
         state.pages += content.pages - pages
         state.ledger.content += content.charge - charge
 
-    def _write(self, number: int, offset: int, data: memoryview) -> None:
-        self._change(number, lambda content: content.write(offset, data, content.growth(offset, len(data))))
+    def _write(self, node: Inode, offset: int, data: bytes) -> None:
+        state = self._state
+        content, length = node.content, len(data)
+        if content is None and not offset % BLOCK_BYTES and length <= BLOCK_BYTES:
+            content = node.content = Content.of_block(state.ledger, offset // BLOCK_BYTES, data)
+            state.pages += content.pages
+            state.ledger.content += content.allocated
+            state.ledger.metadata += CONTENT_BYTES
+            return
+        content = state.content(node)
+        plain = type(content) is Content
+        growth = content.write_plainly(offset, offset + length, data, state.ledger) if plain else -1
+        if growth < 0:
+            self._change(node.inode, lambda content: content.write(offset, data, content.growth(offset, length)))
+        else:
+            state.pages += growth
+
+    def _block(self, node: Inode, index: int, data: bytes) -> None:
+        content = node.content
+        if content is None or index not in content.blocks:
+            self._write(node, index * BLOCK_BYTES, data)
+        else:
+            self._change(node.inode, lambda content: content.set_block(index, data))
 
     def _truncate(self, number: int, size: int) -> None:
         node = self._owned(number)
@@ -277,9 +382,6 @@ class Replay:
 
     def _reserve(self, number: int, offset: int, length: int) -> None:
         self._change(number, lambda content: content.reserve(offset, length))
-
-    def _block(self, number: int, index: int, data: memoryview) -> None:
-        self._change(number, lambda content: content.set_block(index, bytes(data)))
 
     def _sparse_block(self, number: int, index: int, encoded: memoryview) -> None:
         length, pages = msgspec.msgpack.decode(encoded, type=_SPARSE)

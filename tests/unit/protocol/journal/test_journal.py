@@ -97,6 +97,35 @@ def test_parts_count_only_with_their_commit(directory: str) -> None:
     assert read(directory) == [b"one", b"half done", b"after"]
 
 
+def test_records_of_any_size_are_read_in_order(directory: str) -> None:
+    payloads = [b"small", b"l" * (9 << 20), *(b"%d" % at * 300 for at in range(9000)), b"m" * (4 << 20), b"end"]
+    log = written(directory, payloads)
+    assert log.stat().st_size > 20 << 20
+    assert read(directory) == payloads
+
+
+def test_a_batch_without_its_commit_is_left_out_of_the_records_that_are_read_after_it_was_cut(directory: str) -> None:
+    journal = Journal.create(directory, IDENTITY, "no")
+    append(journal, b"one", b"two")
+    journal.log.require(20)
+    journal.log.append([b"never"], Kind.PART)
+    journal.detach()
+    files, journal = Journal.resume(directory, "no")
+    append(journal, b"three")
+    assert list(files.batches()) == [[b"one"], [b"two"]]
+    journal.close()
+
+
+def test_what_changes_after_it_was_verified_is_noticed(directory: str) -> None:
+    log = written(directory, PAYLOADS)
+    files = JournalFiles(directory)
+    content = bytearray(log.read_bytes())
+    content[record_ends(log)[1] + 35] ^= 1
+    log.write_bytes(content)
+    with pytest.raises(JournalDamagedError):
+        list(files.batches())
+
+
 def test_a_log_that_ends_at_any_byte_has_the_records_before(directory: str) -> None:
     log = written(directory, PAYLOADS)
     content = log.read_bytes().rstrip(b"\0")
