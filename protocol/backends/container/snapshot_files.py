@@ -2,44 +2,57 @@
 
 A restore writes through the mount, in a worker thread: so the kernel and inotify watchers see each change, open files
 stay usable, and the same code serves every transport.  A scan reads the helper's bulk listing with the agent transport,
-and the mount with the other, after the kernel's caches are invalidated.
+and the mount with the other, after the kernel's caches are invalidated.  If the mount may hide files, the scan reads
+the volume instead, so that a snapshot is complete.
 
 If a program in the container changes a file during a restore, and the restore notices it, the file keeps the program's
-content.  Through the agent transport a restore does not notice it.
+content.  Only a restore that follows a scan of the mount notices it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from typing import Any, Final
 
 import trio
 
+from protocol.adapters.path_filesystem.volume_files import VolumeFiles
+from protocol.adapters.tree import PathFilesTree
 from protocol.backends.container.agent.helper_transport import HelperTransport
 from protocol.backends.container.connection import TransportConnection
 from protocol.store import DirectorySource, DirectoryTarget, Source, TreeSource
 from protocol.store.directory.scan import FileProgress, Scanned, Unreadable
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import Sink
-from protocol.tree import no_progress
+from protocol.tree import CHUNK_BYTES, TreeEntry, no_progress
+from protocol.volume import Volume
 
 
 class ContainerSource:
-    """Implements `protocol.store.Source`.  For worker threads that the serving loop started."""
+    """Implements `protocol.store.Source`.  For worker threads that the serving loop started.
+
+    `is_mount_complete`: whether the mount shows all files.
+    """
 
     identity: Final = None
 
-    def __init__(self, connection: TransportConnection[Any], mountpoint: str) -> None:
+    def __init__(
+        self, connection: TransportConnection[Any], mountpoint: str, *, is_mount_complete: bool = True
+    ) -> None:
         self._connection = connection
         self._mountpoint = mountpoint
+        self._is_mount_complete = is_mount_complete
 
     def _now(self) -> Source:
         """The source for the present run of the container."""
         transport = self._connection.transport
         if isinstance(transport, HelperTransport):
             return TreeSource(trio.from_thread.run_sync(transport.tree))
-        return DirectorySource(self._mountpoint)
+        if self._is_mount_complete:
+            return DirectorySource(self._mountpoint)
+        return TreeSource(_ServedTree(self._connection.volume))
 
     def scan(
         self, sink: Sink, cache: StatCache, *, unreadable: Unreadable = "fail", progress: FileProgress = no_progress
@@ -52,6 +65,36 @@ class ContainerSource:
 
     def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
         return self._now().chunks(path, size)
+
+
+class _ServedTree(PathFilesTree):
+    """The files of a volume that answers at once, read on the loop that serves it.
+
+    What is mounted on a directory is not entered; the directory is empty.
+    """
+
+    def __init__(self, volume: Volume) -> None:
+        super().__init__(VolumeFiles(volume))
+
+    def entry(self, path: bytes) -> TreeEntry:
+        return trio.from_thread.run_sync(super().entry, path)
+
+    def children(self, path: bytes) -> list[bytes]:
+        try:
+            return trio.from_thread.run_sync(super().children, path)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            return []
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        return trio.from_thread.run_sync(super().read, path, offset, size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        offset = 0
+        while chunk := self.read(path, offset, size):
+            yield chunk
+            offset += len(chunk)
 
 
 class MountTarget(DirectoryTarget):

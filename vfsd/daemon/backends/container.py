@@ -75,5 +75,8 @@ def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> S
     key = f"{kind}:{target.service.address}:{name}:{target.workdir}"
     store = Store(options.workspace.store)
     check_outside(options, store)
-    source = ContainerSource(workspace.connection, options.workspace.mountpoint)
+    policy = options.policy
+    source = ContainerSource(
+        workspace.connection, options.workspace.mountpoint, is_mount_complete=not (policy.protect or policy.hide)
+    )
     return Stored(store, key, source, MountTarget(options.workspace.mountpoint, source))
