@@ -54,6 +54,28 @@ def test_a_request_of_another_page_is_refused(site: Site, origin: str) -> None:
     assert site.request("POST", "/w/demo/snapshot", {**site.headers, "origin": origin}).status == 403
 
 
+def test_a_request_that_a_page_of_another_port_makes_is_refused(site: Site, workspace: Workspace) -> None:
+    """Such a page is of the same site, so the browser sends the cookie, and with a GET of an image no Origin."""
+    for where in ("same-site", "cross-site"):
+        fetched = {**site.headers, "sec-fetch-site": where}
+        for path in ("/", "/w/demo/", "/api/filesystem/archive", "/static/page.js"):
+            assert site.request("GET", path, fetched).status == 403
+        # A link to the printed URL may stand anywhere.
+        assert site.request("GET", f"/?token={site.credentials.token}", fetched).status == 200
+    for where in ("none", "same-origin"):
+        assert site.request("GET", "/w/demo/", {**site.headers, "sec-fetch-site": where}).status == 200
+
+
+def test_a_ticket_opens_the_page_once(site: Site) -> None:
+    ticket = site.credentials.new_ticket()
+    assert site.request("HEAD", f"/?ticket={ticket}", headers={}).status == 401
+    opened = site.request("GET", f"/?ticket={ticket}&source=demo", headers={})
+    assert (opened.status, "url=/w/demo/" in opened.text) == (200, True)
+    assert ticket not in opened.headers["set-cookie"]
+    assert site.request("GET", f"/?ticket={ticket}", headers={}).status == 401
+    assert site.request("GET", "/?ticket=", headers={}).status == 401
+
+
 def test_a_change_needs_its_own_origin_and_the_token_of_the_form(site: Site, workspace: Workspace) -> None:
     form = {**site.headers, "content-type": FORM}
     body = f"form_token={site.credentials.form_token}".encode()

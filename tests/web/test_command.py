@@ -10,11 +10,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.fork_server import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 
@@ -45,6 +46,29 @@ def test_it_serves_until_a_signal(workspace: Workspace, number: signal.Signals) 
             program.kill()
         assert program.stderr is not None
         assert program.stderr.read() == ""
+
+
+def test_the_browser_is_started_with_a_ticket_that_others_cannot_use_again(tmp_path: Path) -> None:
+    program = tmp_path / "browser"
+    program.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/part && mv {tmp_path}/part {tmp_path}/url\n')
+    program.chmod(0o755)
+    words = [sys.executable, "-m", "vfsd.cli.main", "--json", "web", "--open"]
+    environment = {**os.environ, "BROWSER": f"{program} %s &"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stdout is not None
+            printed = urlsplit(json.loads(server.stdout.readline())["url"])
+            wait_until((tmp_path / "url").exists, "the browser was started")
+            opened = urlsplit((tmp_path / "url").read_text().strip())
+            token = parse_qs(printed.query)["token"][0]
+            assert (opened.netloc, token in opened.query) == (printed.netloc, False)
+            for status in (200, 401):
+                connection = http.client.HTTPConnection(opened.hostname or "", opened.port, timeout=20)
+                connection.request("GET", f"/?{opened.query}")
+                assert connection.getresponse().status == status
+                connection.close()
+        finally:
+            server.terminate()
 
 
 def test_a_port_in_use_is_one_line() -> None:

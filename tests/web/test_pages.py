@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.mount.conftest import mounted
-from tests.web.conftest import Site, serving
+from tests.web.conftest import Answer, Site, serving
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 from vfsd.web import api, pages
@@ -200,12 +201,35 @@ def test_a_restore_shows_what_it_would_change_and_can_be_undone(site: Site, root
     assert "Restored everything from one: 1 added, 1 modified, 2 removed" in done.words
     assert "safety-1" in done.words
     assert (root / "gone").exists()
-    undone = site.post("/w/demo/restore", kind="undo")
+    undone = site.post("/w/demo/restore", **site.form("/w/demo/restore", kind="undo"))
     assert "Undid restore one" in undone.words
     assert not (root / "gone").exists()
     assert "Redo" in site.get("/w/demo/").words
     site.post("/w/demo/restore", **site.form("/w/demo/restore", kind="redo"))
     assert (root / "gone").exists()
+
+
+def test_a_form_that_is_sent_twice_or_from_two_tabs_undoes_one_step(
+    site: Site, workspace: Workspace, root: Path, story: None
+) -> None:
+    workspace.restore("one")
+    (root / "between").touch()
+    workspace.restore("two")
+    undo = site.form("/w/demo/restore", kind="undo")
+    answers: list[Answer] = []
+    tabs = [threading.Thread(target=lambda: answers.append(site.post("/w/demo/restore", **undo))) for _ in range(2)]
+    for tab in tabs:
+        tab.start()
+    for tab in tabs:
+        tab.join()
+    assert sorted(answer.status for answer in answers) == [200, 409]
+    (refused,) = (answer for answer in answers if answer.status == 409)
+    assert "another step was made or undone meanwhile" in refused.words
+    assert (root / "between").exists()
+    redo = site.form("/w/demo/restore", kind="redo")
+    assert site.post("/w/demo/restore", **redo).status == 200
+    assert site.post("/w/demo/restore", **redo).status == 404  # nothing is left to redo
+    assert not (root / "between").exists()
 
 
 def test_one_path_is_restored(site: Site, root: Path, story: None) -> None:
@@ -465,7 +489,7 @@ def test_a_fork_is_adopted_and_own_changes_are_replaced_only_after_a_tick(
             assert "Adopted try: " in adopted.words
             assert (root / "of-fork").exists()
             assert not (root / "own").exists()
-            site.post("/w/demo/restore", kind="undo")
+            site.post("/w/demo/restore", **site.form("/w/demo/restore", kind="undo"))
             assert (root / "own").exists()
         finally:
             fork.unmount()
@@ -484,7 +508,7 @@ def test_changes_of_an_overlay_are_applied_and_discarded(site: Site, workdir: Pa
         discarded = site.post("/w/over/discard", **site.form("/w/over/discard", path="old"))
         assert "Discarded: 1 modified" in discarded.words
         assert ((above / "old").read_text(), (above / "new").exists()) == ("old", True)
-        site.post("/w/over/restore", kind="undo")
+        site.post("/w/over/restore", **site.form("/w/over/restore", kind="undo"))
         (below / "old").write_text("of another program")
         assert "old" in site.get("/w/over/apply").words.partition("Conflicts")[2]
         refused = site.post("/w/over/apply", **site.form("/w/over/apply") | {"force": ""})

@@ -57,11 +57,13 @@ def web_command(app: App, files: tuple[str, ...], port: int, opens: bool) -> Non
     with Sources(files) as sources, server.listening(port) as sock:
         source = source or (sources.archives[0].key if sources.archives else None)
         first = f"&source={source}" if source else ""
-        shown = {"url": "http://{}:{}/?token={}{}".format(*sock.getsockname(), credentials.token, first)}
+        address = "http://{}:{}/".format(*sock.getsockname())
+        shown = {"url": f"{address}?token={credentials.token}{first}"}
         app.emit(shown, _show)
         sys.stdout.flush()
         if opens:
-            webbrowser.open(shown["url"])
+            # Other users can read the browser's command line, so it has a ticket, which is used up at once.
+            webbrowser.open(f"{address}?ticket={credentials.new_ticket()}{first}")
         number = server.serve_until_signal(application(sources, credentials, sock.getsockname()[1]), sock)
     click.get_current_context().exit(AFTER_SIGNAL + number)
 

@@ -6,15 +6,18 @@ A request is refused unless it passes each of these checks:
   rebinding).
 - Origin, if the browser sends it, is the server's own.  A request that may change something must have it, unless it
   brings the token in the header Authorization.
+- Sec-Fetch-Site, if the browser sends it, is of the server's own pages or of the user (the address bar).  A page of
+  another port of this host counts as the same site, so SameSite cookies go with its requests.
 - The token is in a cookie (HttpOnly, SameSite=Strict) or in "Authorization: Bearer TOKEN".  `/?token=TOKEN` sets the
-  cookie and leads to the first page, with `&source=KEY` to that of a workspace.
+  cookie and leads to the first page, with `&source=KEY` to that of a workspace.  So does `/?ticket=TICKET`, once: the
+  command line of a browser that `vfsd web --open` starts can be read by other users.
 
 Forms carry a second token (`Credentials.form_token`), which `vfsd.web.forms` checks.
 
 The policy of the pages allows scripts, styles and images of this server only, and none inside of a page.  Answers that
 carry content of a workspace set a stricter one themselves (`CONTENT_HEADERS`).
 
-Threading: the event loop.  No state.
+Threading: the event loop.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ _HEADERS: Final = {
 # Of answers with bytes of a workspace: a browser saves them, and would run nothing in them if it opened them.
 CONTENT_HEADERS: Final = {"content-security-policy": "default-src 'none'; sandbox", "content-disposition": "attachment"}
 _SAFE_METHODS: Final = ("GET", "HEAD")
+_OTHER_PAGES: Final = ("cross-site", "same-site")
+_REFUSED: Final = "Requests of other pages are refused: open the URL that `vfsd web` printed.\n"
 # The browser repeats the request for "/" from this page.  A redirect would not do: it belongs to the navigation that
 # began on another page if the user clicked the URL there, and then SameSite=Strict withholds the cookie.
 _WELCOME: Final = (
@@ -55,12 +60,26 @@ _WELCOME: Final = (
 
 
 class Credentials:
-    """The token of one server, and the token of its forms, which is derived from it."""
+    """The token of one server, the token of its forms, which is derived from it, and tickets."""
 
     def __init__(self, token: str | None = None) -> None:
         """None makes a new token that nobody can guess."""
         self.token: Final = token or secrets.token_urlsafe(32)
         self.form_token: Final = hmac.new(self.token.encode(), b"form", hashlib.sha256).hexdigest()
+        self._tickets: set[str] = set()
+
+    def new_ticket(self) -> str:
+        """Make a ticket that can be used in place of the token once."""
+        ticket = secrets.token_urlsafe(32)
+        self._tickets.add(ticket)
+        return ticket
+
+    def use_ticket(self, given: str) -> bool:
+        """Whether `given` is a ticket that was not used yet; now it is."""
+        if given not in self._tickets:
+            return False
+        self._tickets.remove(given)
+        return True
 
     def is_form_token(self, given: str) -> bool:
         """Whether `given` is the token of the forms, in constant time."""
@@ -107,14 +126,17 @@ class Access:
             return PlainTextResponse("This server answers at its loopback address only.\n", 421)
         origins = headers.getlist("origin")
         if origins and origins not in [[f"http://{host}"] for host in self._hosts]:
-            return PlainTextResponse("Requests of other pages are refused.\n", 403)
+            return PlainTextResponse(_REFUSED, 403)
         is_safe = scope["method"] in _SAFE_METHODS
         if self._has_bearer(headers):
             return None
         if is_safe and scope["path"] == "/":
             query = QueryParams(scope["query_string"])
-            if self._credentials.is_token(query.get("token", "")):
+            has_ticket = scope["method"] == "GET" and self._credentials.use_ticket(query.get("ticket", ""))
+            if has_ticket or self._credentials.is_token(query.get("token", "")):
                 return self._welcome(query.get("source"))
+        if headers.get("sec-fetch-site") in _OTHER_PAGES:
+            return PlainTextResponse(_REFUSED, 403)
         if not self._has_cookie(headers):
             text = "This page needs its token: open the URL that `vfsd web` printed.\n"
             return PlainTextResponse(text, 401, {"www-authenticate": "Bearer"})

@@ -1,8 +1,9 @@
 """The pages that change something: snapshot, restore, undo, redo, drop and fork.  `exchange` has the others.
 
 A GET shows what would happen: a restore, an undo and a merge as a dry run.  A POST with the token of the form does it,
-and leads to a page with the outcome, which offers to undo it.  A restore names the time of its snapshot as well, so a
-snapshot that took over the name meanwhile is not restored.
+and leads to a page with the outcome, which offers to undo it.  A restore, an undo and a redo name the time of the state
+that they go to, so a snapshot that took over the name meanwhile is not restored, and a form that is sent twice, or from
+two tabs, does not undo two steps.
 
 Threading: the event loop.  A change is completed even if the browser leaves meanwhile.
 """
@@ -10,9 +11,9 @@ Threading: the event loop.  A change is completed even if the browser leaves mea
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import anyio
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from starlette.responses import RedirectResponse, Response
 
 from vfsd.client.mount_arguments import fork_target
 from vfsd.client.requests import RemoteCall
-from vfsd.client.results import Change, Counts, Restored
+from vfsd.client.results import Applied, Change, Counts, Merged, Restored
 from vfsd.client.threads import finish
 from vfsd.machine.text import counted
 from vfsd.web.forms import Outcomes, fields
@@ -40,7 +41,7 @@ def _outcomes(request: Request) -> Outcomes:
 
 def done(request: Request, source: WorkspaceSource, **outcome: Any) -> Response:
     """Lead to a page with the outcome of a change: what `done.html` shows."""
-    values = {"changes": [], "counts": None, "notes": [], "undo": False, "link": None, **outcome}
+    values = {"changes": [], "counts": None, "notes": [], "back": None, "link": None, **outcome}
     name = _outcomes(request).keep(values)
     return RedirectResponse(href(source.key, "done", outcome=name), 303)
 
@@ -70,6 +71,14 @@ def problem_lines(problems: Mapping[str, object]) -> list[str]:
     lines = [f"{wire_path(os.fsencode(path))}: {reason}" for path, reason in list(problems.items())[:_LISTED]]
     more = len(problems) - len(lines)
     return [*lines, f"and {more:,} more"] if more > 0 else lines
+
+
+def confirm(
+    request: Request, template: str, source: WorkspaceSource, found: Restored | Merged | Applied, **values: Any
+) -> Response:
+    """Show what a change would do, `found` by a dry run, and ask whether to make it."""
+    shown: dict[str, Any] = {"counts": found.counts, "changes": listed(found.changes), "up": href(source.key, "")}
+    return page(request, template, source=source, **shown, **values)
 
 
 # -- snapshots ----------------------------------------------------------------------------------------
@@ -127,13 +136,13 @@ def _restore_call(source: WorkspaceSource, given: Mapping[str, str], *, dry_run:
     kind, path = given.get("kind", "restore"), given.get("path", "")
     paths = [from_wire_path(path)] if path else []
     if kind == "undo":
-        return source.requests.undo(paths, dry_run=dry_run)
-    if kind == "redo":
-        return source.requests.redo(dry_run=dry_run)
-    if kind != "restore":
+        call = source.requests.undo(paths, dry_run=dry_run)
+    elif kind == "redo":
+        call = source.requests.redo(dry_run=dry_run)
+    elif kind == "restore":
+        call = source.requests.restore(given.get("snapshot", ""), paths, dry_run=dry_run)
+    else:
         raise WrongRequestError("kind is restore, undo or redo.")
-    name = given.get("snapshot", "")
-    call = source.requests.restore(name, paths, dry_run=dry_run)
     if not dry_run:
         call.params.created_at = _created_at(given)
     return call
@@ -143,19 +152,14 @@ async def confirm_restore(request: Request) -> Response:
     """GET `/w/KEY/restore`: show what a restore, an undo or a redo would change."""
     source = workspace_of(request)
     found = await source.run(_restore_call(source, request.query_params, dry_run=True))
-    kind = given(request, "kind") or "restore"
-    snapshot = await source.snapshot(request.query_params.get("snapshot", "")) if kind == "restore" else None
-    return page(
+    return confirm(
         request,
         "restore.html",
-        source=source,
-        kind=kind,
+        source,
+        found,
+        kind=given(request, "kind") or "restore",
         path=request.query_params.get("path", ""),
-        snapshot=snapshot,
-        target=found.source,
-        counts=found.counts,
-        changes=listed(found.changes),
-        up=href(source.key, ""),
+        target=await source.snapshot(found.source),
     )
 
 
@@ -165,23 +169,42 @@ async def restore(request: Request) -> Response:
     source = workspace_of(request)
     call = _restore_call(source, form, dry_run=False)
     found = await _complete_on_snapshot(source, call, form.get("snapshot", ""))
-    what = {"undo": f"Undid {found.step}", "redo": f"Redid {found.step}"}.get(
-        form.get("kind", "restore"), f"Restored {form.get('path') or 'everything'} from {found.source}"
-    )
+    what, problems = f"Restored {form.get('path') or 'everything'} from {found.source}", problem_lines(found.problems)
+    if found.step is None:  # not one of the history, which would be undone or redone as a whole
+        return await changed(request, source, what, found, problems)
+    if form.get("kind") == "redo":
+        return await changed(request, source, f"Redid {found.step}", found, problems)
+    return await changed(request, source, f"Undid {found.step}", found, problems, back="redo")
+
+
+async def changed(
+    request: Request,
+    source: WorkspaceSource,
+    what: str,
+    found: Restored | Merged,
+    notes: Sequence[str] = (),
+    *,
+    back: Literal["undo", "redo"] = "undo",
+) -> Response:
+    """Lead to a page that says `what` was done to the workspace, and offers to go back."""
+    safety = found.safety_snapshot
     return done(
         request,
         source,
         title=f"{what}: {count_words(found.counts)}.",
         counts=found.counts,
         changes=listed(found.changes),
-        notes=[*kept(found.safety_snapshot), *problem_lines(found.problems)],
-        undo=found.undo_steps > 0 and found.safety_snapshot is not None,
+        notes=[*([] if safety is None else [f"The state before is kept as {safety}."]), *notes],
+        back=None if safety is None else await _way_back(source, back, safety),
     )
 
 
-def kept(safety_snapshot: str | None) -> list[str]:
-    """Say where the state before a change is kept."""
-    return [] if safety_snapshot is None else [f"The state before is kept as {safety_snapshot}."]
+async def _way_back(source: WorkspaceSource, kind: Literal["undo", "redo"], safety: str) -> tuple[str, str] | None:
+    """Return the kind of step that leads to the state before a change, and its time; None if it was dropped."""
+    try:
+        return kind, (await source.snapshot(safety)).created_at.isoformat()
+    except OSError:
+        return None
 
 
 # -- forks --------------------------------------------------------------------------------------------

@@ -107,8 +107,9 @@ class ArchiveAnswer:
         """See the ASGI specification."""
         title = self._source.title.removesuffix(".zip")
         name = f"{title}-{self._snapshot}.zip" if self._snapshot else f"{title}.zip"
-        async with self._source.archive(self._snapshot) as path:
-            answer = FileResponse(path, headers=dict(CONTENT_HEADERS), media_type="application/zip")
+        async with self._source.archive(self._snapshot) as made:
+            headers = {**CONTENT_HEADERS, "vfsd-hidden-names": str(made.hidden)}
+            answer = FileResponse(made.path, headers=headers, media_type="application/zip")
             answer.headers["content-disposition"] = f"attachment; filename*=UTF-8''{quote(name, safe='')}"
             await answer(scope, receive, send)
 

@@ -7,7 +7,7 @@ Threading: as in `actions`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, cast
 
 from starlette.requests import Request
@@ -16,45 +16,51 @@ from starlette.responses import Response
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import Applied, Merged, Restored
 from vfsd.machine.text import counted
-from vfsd.web.actions import complete, count_words, done, kept, listed, problem_lines
+from vfsd.web.actions import changed, complete, confirm, count_words, done, listed, problem_lines
 from vfsd.web.forms import fields
 from vfsd.web.pages import sources_of, workspace_of
 from vfsd.web.problems import WrongRequestError
-from vfsd.web.rendering import href, page
 from vfsd.web.sources import WorkspaceSource
 from vfsd.wire.messages import from_wire_path
 
 _POLICIES: Final = ("fail", "ours", "theirs", "markers")
 
 
+def _force(form: Mapping[str, str]) -> bool:
+    return form.get("force") == "yes"
+
+
 # -- forks --------------------------------------------------------------------------------------------
+def _pair(request: Request, given: Mapping[str, str]) -> tuple[WorkspaceSource, str]:
+    """Return the workspace that the URL names, and the name of the fork in `given`, which is a running workspace."""
+    other = given.get("fork", "")
+    return workspace_of(request), sources_of(request).workspace(other).key
+
+
 async def confirm_merge(request: Request) -> Response:
     """GET `/w/KEY/merge`: show what a merge would change, and its conflicts."""
-    source, other, policy = workspace_of(request), request.query_params.get("fork", ""), _policy(request.query_params)
-    sources_of(request).workspace(other)
-    found = await source.run(source.requests.merge(other, conflicts=policy, dry_run=True))
-    return page(
+    policy = _policy(request.query_params)
+    source, fork = _pair(request, request.query_params)
+    found = await source.run(source.requests.merge(fork, conflicts=policy, dry_run=True))
+    return confirm(
         request,
         "merge.html",
-        source=source,
-        fork=other,
+        source,
+        found,
+        fork=fork,
         policy=policy,
         policies=_POLICIES,
-        counts=found.counts,
-        changes=listed(found.changes),
         conflicts=_conflicts(found),
         can_merge=policy != "fail" or not found.conflicts,
-        up=href(source.key, ""),
     )
 
 
 async def merge(request: Request) -> Response:
     """POST `/w/KEY/merge`: merge a fork."""
     form = await fields(request)
-    source, other = workspace_of(request), form.get("fork", "")
-    sources_of(request).workspace(other)
-    merged = await complete(source, source.requests.merge(other, conflicts=_policy(form)))
-    return _done(request, source, merged, f"Merged {other}", with_conflicts=True)
+    source, fork = _pair(request, form)
+    found = await complete(source, source.requests.merge(fork, conflicts=_policy(form)))
+    return await _merged(request, source, found, f"Merged {fork}", _conflicts(found))
 
 
 def _policy(given: Mapping[str, str]) -> Literal["fail", "ours", "theirs", "markers"]:
@@ -68,49 +74,28 @@ def _conflicts(found: Merged) -> list[str]:
     return problem_lines({path: f"{each.reason}: {each.detail}" for path, each in found.conflicts.items()})
 
 
-def _done(request: Request, source: WorkspaceSource, found: Merged, what: str, *, with_conflicts: bool) -> Response:
-    title = f"{what}: {count_words(found.counts)}."
-    if not found.applied:
-        title = f"Nothing was changed: {counted(len(found.conflicts), 'conflict')} with {found.fork}."
-    return done(
-        request,
-        source,
-        title=title,
-        counts=found.counts if found.applied else None,
-        changes=listed(found.changes) if found.applied else [],
-        notes=[*kept(found.safety_snapshot), *(_conflicts(found) if with_conflicts or not found.applied else [])],
-        undo=found.undo_steps > 0 and found.safety_snapshot is not None,
-    )
+async def _merged(
+    request: Request, source: WorkspaceSource, found: Merged, what: str, notes: Sequence[str] = ()
+) -> Response:
+    if found.applied:
+        return await changed(request, source, what, found, notes)
+    title = f"Nothing was changed: {counted(len(found.conflicts), 'conflict')} with {found.fork}."
+    return done(request, source, title=title, notes=_conflicts(found))
 
 
 async def confirm_adopt(request: Request) -> Response:
     """GET `/w/KEY/adopt`: show what it would change to make the workspace equal to a fork, and what would be lost."""
-    source, other = workspace_of(request), request.query_params.get("fork", "")
-    sources_of(request).workspace(other)
-    found = await source.run(source.requests.adopt(other, force=True, dry_run=True))
-    return page(
-        request,
-        "adopt.html",
-        source=source,
-        fork=other,
-        counts=found.counts,
-        changes=listed(found.changes),
-        conflicts=_conflicts(found),
-        up=href(source.key, ""),
-    )
+    source, fork = _pair(request, request.query_params)
+    found = await source.run(source.requests.adopt(fork, force=True, dry_run=True))
+    return confirm(request, "adopt.html", source, found, fork=fork, conflicts=_conflicts(found))
 
 
 async def adopt(request: Request) -> Response:
     """POST `/w/KEY/adopt`: make the workspace equal to a fork; with `force`, changes of its own are replaced."""
     form = await fields(request)
-    source, other = workspace_of(request), form.get("fork", "")
-    sources_of(request).workspace(other)
-    found = await complete(source, source.requests.adopt(other, force=_force(form)))
-    return _done(request, source, found, f"Adopted {other}", with_conflicts=False)
-
-
-def _force(form: Mapping[str, str]) -> bool:
-    return form.get("force") == "yes"
+    source, fork = _pair(request, form)
+    found = await complete(source, source.requests.adopt(fork, force=_force(form)))
+    return await _merged(request, source, found, f"Adopted {fork}")
 
 
 # -- overlays -----------------------------------------------------------------------------------------
@@ -123,18 +108,27 @@ async def confirm_apply(request: Request) -> Response:
     """GET `/w/KEY/apply`: show what would be written to the directory below an overlay."""
     source = workspace_of(request)
     found = await source.run(source.requests.apply(_paths(request.query_params), dry_run=True))
-    return page(
-        request,
-        "overlay.html",
-        source=source,
-        kind="apply",
-        path=request.query_params.get("path", ""),
-        directory=found.directory,
-        counts=found.counts,
-        changes=listed(found.changes),
-        conflicts=problem_lines(found.conflicts),
-        up=href(source.key, ""),
-    )
+    return _confirm_overlay(request, source, "apply", found, found.directory, problem_lines(found.conflicts))
+
+
+async def confirm_discard(request: Request) -> Response:
+    """GET `/w/KEY/discard`: show which changes of an overlay would be discarded."""
+    source = workspace_of(request)
+    found = await source.run(source.requests.discard(_paths(request.query_params), dry_run=True))
+    return _confirm_overlay(request, source, "discard", found)
+
+
+def _confirm_overlay(
+    request: Request,
+    source: WorkspaceSource,
+    kind: Literal["apply", "discard"],
+    found: Applied | Restored,
+    directory: str | None = None,
+    conflicts: Sequence[str] = (),
+) -> Response:
+    path = request.query_params.get("path", "")
+    values = {"kind": kind, "path": path, "directory": directory, "conflicts": conflicts}
+    return confirm(request, "overlay.html", source, found, **values)
 
 
 async def apply(request: Request) -> Response:
@@ -143,35 +137,12 @@ async def apply(request: Request) -> Response:
     source = workspace_of(request)
     call: RemoteCall[Applied] = source.requests.apply(_paths(form), force=_force(form))
     found: Applied = await complete(source, call)
-    title = f"Applied to {found.directory}: {count_words(found.counts)}."
+    notes = [*([found.recovered] if found.recovered else []), *problem_lines(found.conflicts)]
     if not found.applied:
         title = f"Nothing was written to {found.directory}: {counted(len(found.conflicts), 'conflict')}."
-    return done(
-        request,
-        source,
-        title=title,
-        counts=found.counts if found.applied else None,
-        changes=listed(found.changes) if found.applied else [],
-        notes=[*([found.recovered] if found.recovered else []), *problem_lines(found.conflicts)],
-    )
-
-
-async def confirm_discard(request: Request) -> Response:
-    """GET `/w/KEY/discard`: show which changes of an overlay would be discarded."""
-    source = workspace_of(request)
-    found = await source.run(source.requests.discard(_paths(request.query_params), dry_run=True))
-    return page(
-        request,
-        "overlay.html",
-        source=source,
-        kind="discard",
-        path=request.query_params.get("path", ""),
-        directory=None,
-        counts=found.counts,
-        changes=listed(found.changes),
-        conflicts=[],
-        up=href(source.key, ""),
-    )
+        return done(request, source, title=title, notes=notes)
+    title = f"Applied to {found.directory}: {count_words(found.counts)}."
+    return done(request, source, title=title, counts=found.counts, changes=listed(found.changes), notes=notes)
 
 
 async def discard(request: Request) -> Response:
@@ -179,12 +150,4 @@ async def discard(request: Request) -> Response:
     form = await fields(request)
     source = workspace_of(request)
     found: Restored = await complete(source, source.requests.discard(_paths(form)))
-    return done(
-        request,
-        source,
-        title=f"Discarded: {count_words(found.counts)}.",
-        counts=found.counts,
-        changes=listed(found.changes),
-        notes=[*kept(found.safety_snapshot), *problem_lines(found.problems)],
-        undo=found.undo_steps > 0 and found.safety_snapshot is not None,
-    )
+    return await changed(request, source, "Discarded", found, problem_lines(found.problems))

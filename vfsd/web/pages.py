@@ -19,7 +19,7 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from vfsd.client.results import Change, Counts, Patch, Snapshot
+from vfsd.client.results import Change, Counts, Patch, Policy, Snapshot
 from vfsd.client.timeline import Mark, Step, authors, marks, timeline
 from vfsd.web.comparison import ROWS, side_by_side
 from vfsd.web.first_changes import first_changes
@@ -35,6 +35,7 @@ ENTRIES: Final = 500
 CHANGES: Final = 500
 STEPS: Final = 100
 AUTHORS: Final = 4  # named for each state
+RULES: Final = 20  # of the policy
 VIEW_BYTES: Final = 128 * 1024
 COMPARED_BYTES: Final = 2 << 20  # of a file whose lines are compared
 SOON_S: Final = 0.4
@@ -92,6 +93,7 @@ async def show_timeline(request: Request) -> Response:
     source = workspace_of(request)
     status = await source.status()
     steps = timeline(await source.snapshots(changes=False))
+    policy = await source.policy()
     before = given(request, "before")
     start = next((at for at, step in enumerate(steps) if before is not None and step.name == before), 0)
     counted = await _soon(request, source.snapshots(changes=True))
@@ -110,6 +112,8 @@ async def show_timeline(request: Request) -> Response:
         live_counts=live,
         authors={name: [each for each, _ in found.most_common(AUTHORS + 1)] for name, found in (told or {}).items()},
         is_counted=counted is not None and (live is not None or steps[0].before is None),
+        rules=_rules(policy)[: RULES + 1],
+        is_hiding=bool(policy.hide),
         can_fork=BackendSpec.split(status.backend).kind in ("memory", "overlay"),
         is_overlay=_is_overlay(source),
         undo=any(each.step == -1 for each in counted or ()),
@@ -118,6 +122,11 @@ async def show_timeline(request: Request) -> Response:
         live="/events?workspace=" + key,
         up="/",
     )
+
+
+def _rules(policy: Policy) -> list[str]:
+    protected = [f"protects {wire_path(os.fsencode(each))}" for each in policy.protect]
+    return protected + [f"hides {wire_path(os.fsencode(each))}" for each in policy.hide]
 
 
 def _family(source: WorkspaceSource, sources: Sources) -> list[str]:

@@ -25,6 +25,7 @@ _STATUSES: Final = {
     errno.EROFS: 403,
     errno.ENOSPC: 507,
     errno.EOPNOTSUPP: 409,
+    errno.ESTALE: 409,
     errno.ETIMEDOUT: 504,
     errno.EIO: 502,
 }

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from itertools import islice
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -30,7 +30,7 @@ from protocol.tools.files import Entry, entries_of, entry_of
 from protocol.tree import CHUNK_BYTES, LookupTree, TreeEntry
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.requests import RemoteCall, Requests
-from vfsd.client.results import Snapshot, Status
+from vfsd.client.results import Policy, Snapshot, Status
 from vfsd.client.threads import finish
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records
 from vfsd.wire.fs_messages import FsEntry, FsLsParams, FsLsResult, FsReadParams, FsReadResult, FsStatParams
@@ -39,6 +39,13 @@ from vfsd.wire.messages import from_wire_path, wire_path
 T = TypeVar("T")
 _SILENCE_S: Final = 60  # a daemon that sends nothing for so long is reported
 _INDEX_BYTES: Final = 1 << 30  # of memory, for reading the index of an archive
+
+
+class ArchiveFile(NamedTuple):
+    """`hidden`: how many names the policy of the workspace hides, which the archive lacks."""
+
+    path: str
+    hidden: int = 0
 
 
 class Source(Protocol):
@@ -67,8 +74,8 @@ class Source(Protocol):
         """Return the manifest that an archive of the state has (unknown values are None), and other facts."""
         ...
 
-    def archive(self, snapshot: str | None) -> AbstractAsyncContextManager[str]:
-        """Provide the path of a ZIP archive of the state; the file goes with the context if it was made for it."""
+    def archive(self, snapshot: str | None) -> AbstractAsyncContextManager[ArchiveFile]:
+        """Provide a ZIP archive of the state; the file goes with the context if it was made for it."""
         ...
 
 
@@ -139,13 +146,16 @@ class WorkspaceSource:
         facts |= {"kind": found.kind, "tag": found.tag}
         return _manifest(found.created_at.isoformat(), found.files, found.size_bytes), facts
 
+    async def policy(self) -> Policy:
+        return await self.run(self.requests.policy())
+
     @asynccontextmanager
-    async def archive(self, snapshot: str | None) -> AsyncIterator[str]:
+    async def archive(self, snapshot: str | None) -> AsyncIterator[ArchiveFile]:
         directory = tempfile.TemporaryDirectory(prefix="vfsd-web-")
         try:
             path = os.path.join(directory.name, "archive.zip")
-            await self.change(self.requests.export(path, snapshot=snapshot))
-            yield path
+            made = await self.change(self.requests.export(path, snapshot=snapshot))
+            yield ArchiveFile(path, made.hidden)
         finally:
             with anyio.CancelScope(shield=True):
                 await finish(directory.cleanup)
@@ -196,9 +206,9 @@ class ArchiveSource:
         }
 
     @asynccontextmanager
-    async def archive(self, snapshot: str | None) -> AsyncIterator[str]:
+    async def archive(self, snapshot: str | None) -> AsyncIterator[ArchiveFile]:
         _no_snapshots(snapshot)
-        yield self.path
+        yield ArchiveFile(self.path)
 
     def close(self) -> None:
         self._mounted.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ from vfsd.daemon.snapshots.base import (
     SnapshotService,
     is_merge_base,
     is_reserved,
-    name_at,
+    state_at,
 )
 from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.wire.messages import (
@@ -162,8 +163,9 @@ class SnapshotMethods:
         paths = tree_paths(params.paths)
         if params.of is not None and params.name is None:
             raise InvalidParamsError("`of` needs the name of a snapshot")
-        if params.created_at is not None and (params.name is None or params.of is not None):
-            raise InvalidParamsError("`created_at` needs the name of a snapshot of this workspace")
+        moves = params.undo or params.redo
+        if params.created_at is not None and not moves and (params.name is None or params.of is not None):
+            raise InvalidParamsError("`created_at` needs the name of a snapshot of this workspace, an undo or a redo")
         if params.redo and paths:
             raise InvalidParamsError("redo takes no paths: restore them from the snapshot that `vfsd snapshots` shows")
         if params.archive is not None:
@@ -175,13 +177,18 @@ class SnapshotMethods:
                 origin = snapshot_of(store, host_text(params.of), params.name or "", source)
                 return await self._restore_from(origin, source, paths, call, params)
         snapshots = self._snapshots
-        if (params.undo or params.redo) and not (params.dry_run or paths):
-            outcome = await (snapshots.undo(call) if params.undo else snapshots.redo(call))
+        if moves and not (params.dry_run or paths):
+            move = snapshots.undo if params.undo else snapshots.redo
+            outcome = await move(call, functools.partial(_check_step, params.created_at))
             return self._restored(outcome.source, outcome)
         name = BASE if params.base else await self._step_to(params) or params.name or ""
         source = wire_path(os.fsencode(str(self._options.backend))) if params.base else name
         if params.created_at is not None:
-            _check_created(await snapshots.infos(), name, params.created_at)
+            infos = await snapshots.infos()
+            if moves:
+                _check_step(params.created_at, next(info for info in infos if info.name == name))
+            else:
+                _check_created(infos, name, params.created_at)
         if params.dry_run:
             async with snapshots.tree(None, call) as live, snapshots.tree(name, call) as wanted:
                 await self._check_policy(live, wanted, paths, f"restore {source}")
@@ -236,7 +243,7 @@ class SnapshotMethods:
         if params.undo and interrupted is not None and interrupted.safety is not None:
             return interrupted.safety
         history = await self._snapshots.history()
-        return name_at(history, await self._snapshots.infos(), history.position + (-1 if params.undo else +1))
+        return state_at(history, await self._snapshots.infos(), history.position + (-1 if params.undo else +1)).name
 
     # -- import --------------------------------------------------------------------------------------
     async def _import(self, params: ImportParams, call: CallContext) -> ImportResult:
@@ -279,6 +286,13 @@ def _refusal(name: str, workspaces: Sequence[str], named: int) -> OSError:
         f" compared{nothing}; merge or unmount first, or drop it with --force"
     )
     return OSError(errno.EBUSY, reason)
+
+
+def _check_step(created_at: str | None, target: SnapshotInfo) -> None:
+    """Raise OSError (ESTALE) unless the state that an undo or a redo goes to was kept at `created_at`."""
+    if created_at is not None and time_text(target.created_ns) != created_at:
+        reason = "another step was made or undone meanwhile, so this one is not the next: nothing was changed"
+        raise OSError(errno.ESTALE, reason)
 
 
 def _check_created(infos: Sequence[SnapshotInfo], name: str, created_at: str) -> None:

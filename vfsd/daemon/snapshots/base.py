@@ -197,6 +197,11 @@ CheckState: TypeAlias = Callable[[Tree | None], None]
 may raise to change nothing."""
 
 
+CheckStep: TypeAlias = Callable[[SnapshotInfo], None]
+"""Called before an undo or a redo, with the snapshot that it goes to and no other change in between.  It may raise to
+change nothing."""
+
+
 class StoredState(NamedTuple):
     """Snapshot `name` of the workspace `key` in the store `directory`.  The caller drops it, if `is_temporary`."""
 
@@ -262,14 +267,14 @@ class SnapshotService(Protocol):
         """Make the live state (below `paths`, or all of it) equal to snapshot `name`, or to BASE."""
         ...
 
-    async def undo(self, observer: CallObserver) -> Outcome:
+    async def undo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
         """Go one step back in the history, keeping the live state for `redo`.  ENOENT at its beginning.
 
         After an interrupted restore, go to the state before it.
         """
         ...
 
-    async def redo(self, observer: CallObserver) -> Outcome:
+    async def redo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
         """Go one step forward in the history, keeping the live state for `undo`.  ENOENT at its end."""
         ...
 
@@ -325,8 +330,8 @@ def check_names(names: Sequence[str], infos: Sequence[SnapshotInfo]) -> None:
             raise SnapshotNotFoundError(name)
 
 
-def name_at(history: UndoHistory, infos: Sequence[SnapshotInfo], position: int) -> str:
-    """Return the name of the snapshot at `position`.  ENOENT beyond the ends of the history."""
+def state_at(history: UndoHistory, infos: Sequence[SnapshotInfo], position: int) -> SnapshotInfo:
+    """Return the snapshot at `position`.  ENOENT beyond the ends of the history."""
     if not 0 <= position < len(history.states):
         if history.is_cut_before if position < 0 else history.is_cut_after:
             way = "earlier" if position < 0 else "later"
@@ -339,7 +344,7 @@ def name_at(history: UndoHistory, infos: Sequence[SnapshotInfo], position: int) 
         else:
             reason = "nothing was undone since the last step: there is nothing to redo"
         raise FileNotFoundError(errno.ENOENT, reason)
-    return next(info.name for info in infos if info.serial == history.states[position].serial)
+    return next(info for info in infos if info.serial == history.states[position].serial)
 
 
 def log_expired(expired: Sequence[SnapshotInfo]) -> None:

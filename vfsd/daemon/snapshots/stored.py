@@ -52,6 +52,7 @@ from vfsd.daemon.snapshots.base import (
     UNOBSERVED,
     CallObserver,
     CheckState,
+    CheckStep,
     Dropped,
     Interrupted,
     LiveState,
@@ -66,9 +67,9 @@ from vfsd.daemon.snapshots.base import (
     is_merge_base,
     is_staged,
     log_expired,
-    name_at,
     no_lower_layer,
     none_needed,
+    state_at,
 )
 from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.store_restore import (
@@ -296,29 +297,32 @@ class StoreSnapshots:
         """Return what was merged into snapshot `name`."""
         return self.merges.at((await in_thread(self._store.snapshot, self._key, name)).serial)
 
-    async def undo(self, observer: CallObserver) -> Outcome:
+    async def undo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
         async with self._mounted.change_lock:
             infos, history, half_done = await self.infos(), await self.history(), await self.interrupted()
             if half_done is None or half_done.safety is None:
-                return await self._move(history, infos, history.position - 1, observer)
-            serial = next((info.serial for info in infos if info.name == half_done.safety), 0)
-            to = history.position_of(serial)
+                return await self._move(history, infos, history.position - 1, observer, check)
+            before = next((info for info in infos if info.name == half_done.safety), None)
+            to = history.position_of(0 if before is None else before.serial)
             if to is None:
+                if before is not None:
+                    check(before)
                 planned = PlannedStep(f"restore {half_done.safety}")
                 return await self._restore(half_done.safety, (), observer, planned)
-            return await self._move(history, infos, to, observer)
+            return await self._move(history, infos, to, observer, check)
 
-    async def redo(self, observer: CallObserver) -> Outcome:
+    async def redo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
         async with self._mounted.change_lock:
             history = await self.history()
-            return await self._move(history, await self.infos(), history.position + 1, observer)
+            return await self._move(history, await self.infos(), history.position + 1, observer, check)
 
     async def _move(
-        self, history: UndoHistory, infos: Sequence[SnapshotInfo], to: int, observer: CallObserver
+        self, history: UndoHistory, infos: Sequence[SnapshotInfo], to: int, observer: CallObserver, check: CheckStep
     ) -> Outcome:
-        name = name_at(history, infos, to)
+        target = state_at(history, infos, to)
+        check(target)
         planned = PlannedStep(history.step_between(to), to=to)
-        return await self._restore(name, (), observer, planned, merged=await self._merged_into(name))
+        return await self._restore(target.name, (), observer, planned, merged=await self._merged_into(target.name))
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
         return ()

@@ -48,6 +48,7 @@ from vfsd.daemon.snapshots.base import (
     SNAPSHOT_PREFIX,
     CallObserver,
     CheckState,
+    CheckStep,
     Dropped,
     Interrupted,
     LiveState,
@@ -58,9 +59,9 @@ from vfsd.daemon.snapshots.base import (
     free_name,
     in_bytes,
     log_expired,
-    name_at,
     no_lower_layer,
     none_needed,
+    state_at,
 )
 from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.threads import checked
@@ -344,19 +345,20 @@ class VolumeSnapshots:
     async def note_merged(self, merged: Sequence[MergedState]) -> None:
         self.merges.record(max((info.serial for info in self._volume.snapshots()), default=0), merged)
 
-    async def undo(self, observer: CallObserver) -> Outcome:
-        return await self._move(-1, observer)
+    async def undo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
+        return await self._move(-1, observer, check)
 
-    async def redo(self, observer: CallObserver) -> Outcome:
-        return await self._move(+1, observer)
+    async def redo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
+        return await self._move(+1, observer, check)
 
-    async def _move(self, by: int, observer: CallObserver) -> Outcome:
+    async def _move(self, by: int, observer: CallObserver, check: CheckStep) -> Outcome:
         async with self._mounted.change_lock:
             await self._mounted.write_back()
             before = self._history()
             to = before.position + by
-            source = name_at(before, self._volume.snapshots(), to)
-            step = before.step_between(to)
+            target = state_at(before, self._volume.snapshots(), to)
+            check(target)
+            source, step = target.name, before.step_between(to)
             observer.commit()
             tag = f"after {step}" if by < 0 else f"before {step}"
             merged = self.merges.at(self._volume.snapshot(source).serial)

@@ -58,6 +58,13 @@ if (document.body.dataset.live) {
   addEventListener("pagehide", () => events.close());
 }
 
+// -- forms are sent once
+addEventListener("submit", (event) => {
+  if (event.target.dataset.sent) event.preventDefault();
+  event.target.dataset.sent = "yes";
+});
+addEventListener("pageshow", () => document.querySelectorAll("form").forEach((form) => delete form.dataset.sent));
+
 // -- keys
 function move(by) {
   const rows = [...document.querySelectorAll("main .row")];

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.volume_extensions import SnapshotInfo
-from vfsd.daemon.snapshots.base import name_at
+from vfsd.daemon.snapshots.base import state_at
 from vfsd.daemon.snapshots.history import LOOSE_KEPT, LOOSE_KEPT_DAYS, STEPS_KEPT, HistoryState, UndoHistory, expired
 
 _DAY_NS = 24 * 3600 * 10**9
@@ -96,10 +96,10 @@ def test_no_step_goes_over_a_state_that_was_dropped_for_lack_of_memory() -> None
     assert [state.serial for state in cut.states] == [2, 3]
     assert (cut.undo_steps, cut.redo_steps, cut.is_cut_before, cut.is_cut_after) == (1, 0, True, True)
     with pytest.raises(FileNotFoundError, match="the later states were dropped because memory was needed"):
-        name_at(cut, [], cut.position + 1)
+        state_at(cut, [], cut.position + 1)
     further = cut.stepped(7, "restore r").moved(1, 8).moved(0, 9)
     with pytest.raises(FileNotFoundError, match="the earlier states were dropped because memory was needed"):
-        name_at(further, [], -1)
+        state_at(further, [], -1)
     assert not further.is_cut_after
     assert stepped(2).cut({99}) == stepped(2)
 
