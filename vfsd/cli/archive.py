@@ -51,8 +51,8 @@ def export_command(app: App, /, file: str, force: bool, **settings: Any) -> None
         raise FileExistsError(errno.EEXIST, "the file exists; --force replaces it", file) from None
     app.emit(answer, _show_export)
     verb = "is" if len(answer.skipped) == 1 else "are"
-    if answer.hidden and not app.json:
-        output.note(f"{output.counted(answer.hidden, 'hidden name')} left out: the policy of the workspace hides them")
+    if not app.json:
+        output.note_hidden(answer.hidden)
     show_problems(answer.skipped, f"{verb} missing from the archive or incomplete in it")
 
 

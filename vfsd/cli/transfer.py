@@ -86,7 +86,11 @@ def push_command(
             if saved.is_temporary and local.layout.dropped_packs() >= _COLLECT_AFTER:
                 with suppress(OSError):  # the store may be in use: a later push collects
                     local.collect_garbage(wait_s=0)
-    app.emit({"store": destination, **asdict(report)}, lambda _: _show_push(destination, report))
+    app.emit(
+        {"store": destination, **asdict(report), "hidden": saved.hidden}, lambda _: _show_push(destination, report)
+    )
+    if not app.json:
+        output.note_hidden(saved.hidden)
 
 
 def _drop_temporary(local: Store, saved: SaveResult) -> None:

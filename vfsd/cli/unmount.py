@@ -176,10 +176,11 @@ def _export_and_unmount(
                 f" `vfsd unmount {record.name} --discard` drops them"
             )
             raise OSError(errno.ENAMETOOLONG, f"{lacks}; {advice}")
-        if answer.hidden and record.backend == "memory":
-            lacks = f"{output.show_path(path)} lacks {counted(answer.hidden, 'name')} that the policy hides"
-            advice = f"{record.name} is still mounted: `vfsd unmount {record.name} --discard` drops them"
-            raise OSError(errno.EPERM, f"{lacks}; {advice}")
+        lacks = f"{output.show_path(path)} lacks {counted(answer.hidden, 'name')} that the policy hides"
+        advice = f"{record.name} is still mounted: `vfsd unmount {record.name} --discard` drops what it holds"
+        without_hidden = OSError(errno.EPERM, f"{lacks}; {advice}")
+        if answer.hidden and BackendSpec.split(record.backend).kind == "image":  # its container ends with it, unasked
+            raise without_hidden
         if not app.json:
             output.note(f"exported {counted(answer.files, 'file')} to {output.show_path(path)}")
         try:
@@ -187,6 +188,8 @@ def _export_and_unmount(
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise _still_mounted(record, error, f"exported to {output.show_path(path)}") from None
+            if answer.hidden:
+                raise without_hidden from None
         request.params.overwrite = True  # the file is the previous export
     reason = f"{record.name} changed during each of {_EXPORTS} exports: stop its writers; it is still mounted"
     raise OSError(errno.EAGAIN, f"{reason}, and {output.show_path(path)} contains an older state")

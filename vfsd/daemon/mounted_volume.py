@@ -144,6 +144,10 @@ class MountedVolume:
         """Return `tree` without what the policy hides."""
         return tree if self.policy is None else self.policy.shown(tree)
 
+    def left_out_of(self, tree: Tree) -> int:
+        """Return how many hidden names a walk of a result of `shown` has left out."""
+        return 0 if self.policy is None else self.policy.left_out_of(tree)
+
     async def write_back(self) -> None:
         """Write to the volume the pages that are dirty now: of shared mappings, or all with `cache` writeback."""
         with self.using_mount():
@@ -160,8 +164,10 @@ class MountedVolume:
             await trio.to_thread.run_sync(_syncfs, self.mountpoint, abandon_on_cancel=True)
         except OSError as error:
             # The mount is detached, or the daemon's user may not open its root directory.  ENOSPC: everything was
-            # written back as far as there was space, and fsync(2) and close(2) tell the programs.
-            level = logging.INFO if error.errno == errno.ENOSPC else logging.WARNING
+            # written back as far as there was space, and fsync(2) and close(2) tell the programs.  EPERM: so was
+            # everything but the pages that a program changed and must not change (`vfsd.daemon.policy`).
+            is_policy = error.errno == errno.EPERM and self.policy is not None
+            level = logging.INFO if is_policy or error.errno == errno.ENOSPC else logging.WARNING
             log_failure(_logger, "syncfs", error, path=self.mountpoint, level=level)
 
     async def snapshots_dropped(self) -> None:

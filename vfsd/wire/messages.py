@@ -318,7 +318,8 @@ class RestoreParams(Params):
       name can be used again after a drop.  With `of` it is a snapshot of another workspace, given by its key in the
       store ("host:" and the real path of its directory); `store` is the absolute path of that store.
     - `archive`: the absolute path of a ZIP file.
-    - `undo` or `redo`: one restore, import or apply back or forward.
+    - `undo` or `redo`: one restore, import or apply back or forward.  With `created_at`, ESTALE unless the state that
+      the step goes to was kept at that time: another client may have made or undone a step.
     - `base`: the directory below an overlay.
 
     `paths` limits the restore to these paths.  `dry_run` reports the changes without making them; `stream` then sends
@@ -449,13 +450,14 @@ class SaveParams(Params):
 class SaveResult(msgspec.Struct):
     """Result of `save`: snapshot `name` of `workspace` in the store `directory`.
 
-    The caller drops it when it has read it, if `is_temporary`.
+    The caller drops it when it has read it, if `is_temporary`.  `hidden` as in `ExportResult`.
     """
 
     directory: str
     workspace: str
     name: str
     is_temporary: bool = False
+    hidden: int = 0
 
 
 class ImportParams(Params):

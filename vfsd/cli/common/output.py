@@ -145,6 +145,12 @@ def note(message: str) -> None:
     click.echo(f"vfsd: {show_path(message)}", err=True)
 
 
+def note_hidden(count: int) -> None:
+    """Say how many names something lacks because the policy of the workspace hides them."""
+    if count:
+        note(f"{counted(count, 'hidden name')} left out: the policy of the workspace hides them")
+
+
 def report(message: str) -> None:
     """Print the one line that says why a command failed."""
     line = " ".join(message.split("\n"))

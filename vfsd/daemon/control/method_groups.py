@@ -53,7 +53,7 @@ class MethodGroups:
             "compact": compact_method(mounted, forks),
             "upgrade": Upgrade(daemon, mounted, snapshots, commands).upgrade,
             "policy": policy_method(mounted),
-            "save": save_method(snapshots, options),
+            "save": save_method(snapshots, options, mounted),
             "fork": ForkMethod(mounted, snapshots, forks).fork,
             **SnapshotMethods(mounted, snapshots, options, forks).handlers(),
             **TreeMethods(mounted, snapshots, options, forks.base, others).handlers(),

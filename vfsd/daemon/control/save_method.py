@@ -6,10 +6,13 @@ import errno
 from contextlib import AsyncExitStack
 from typing import Final
 
+from msgspec.structs import replace
+
 from protocol.store import Store, TreeSource
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.snapshot_methods import required
+from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree
 from vfsd.daemon.snapshots.base import BASE, STAGED_PREFIX, SnapshotService, free_name, in_bytes
 from vfsd.daemon.snapshots.threads import in_thread
@@ -19,7 +22,7 @@ from vfsd.wire.options import WorkspaceOptions
 _ATTEMPTS: Final = 16
 
 
-def save_method(snapshots: SnapshotService | None, options: WorkspaceOptions) -> Handler:
+def save_method(snapshots: SnapshotService | None, options: WorkspaceOptions, mounted: MountedVolume) -> Handler:
     """Return the handler.  It fails with EOPNOTSUPP for a workspace without snapshots."""
 
     async def save(params: SaveParams, call: CallContext) -> SaveResult:
@@ -40,7 +43,8 @@ def save_method(snapshots: SnapshotService | None, options: WorkspaceOptions) ->
             source = TreeSource(await in_thread(CountedTree, tree, in_bytes(call)))
             with Store(options.store) as store:
                 key = f"{options.backend.kind}:{options.mountpoint}"
-                return await in_thread(_taken, store, key, source, info)
+                saved = await in_thread(_taken, store, key, source, info)
+        return replace(saved, hidden=mounted.left_out_of(tree))
 
     return save
 

@@ -156,7 +156,7 @@ class TreeMethods:
                 progress=in_bytes(call),
                 skip_too_long=True,
             )
-            hidden = 0 if self._mounted.policy is None else self._mounted.policy.left_out_of(complete)
+            hidden = self._mounted.left_out_of(complete)
             is_complete = not (summary.skipped or params.changes_only or params.include or params.exclude or hidden)
             if is_complete and volume is not None:
                 volume.mark_saved(unfiltered(tree))

@@ -8,6 +8,8 @@ What each call asks:
 - a call on a file asks whether the file is protected under one of its names;
 - a call on a name asks whether the name is protected or hidden, whether anything is there or not: making a hidden name
   neither replaces nor reveals what is there;
+- a name that something hidden has, although what is made there would be visible (a file `private` under `private/`, a
+  further name of a hidden file), is refused with the same error, never with EEXIST;
 - a directory is not moved with something protected in it, and not to where something becomes visible or hidden;
 - a symlink is not made where a pattern names a directory: it would lead the path to somewhere else;
 - open(2) for writing is refused.  So no program has a shared mapping through which it could change the kernel's pages.
@@ -151,7 +153,36 @@ class PolicyVolume:
             or (is_symlink and self._rules.refuses_symlink(path))
         ):
             _refuse(attempt, path)
-        return self._shown(parent, act)
+        return self._shown(parent, lambda: self._unless_taken(attempt, parent, name, path, act))
+
+    def _unless_taken(
+        self, attempt: str, parent: int, name: bytes, path: bytes | None, act: Callable[[], Answer[T]]
+    ) -> Answer[T]:
+        """Do `act`, which makes a name.  If something hidden has the name, the policy refuses it."""
+        if not self._rules.hiding:
+            return act()
+
+        def taken(error: OSError) -> Answer[T]:
+            def decide(is_hidden: bool) -> NoReturn:
+                if is_hidden:
+                    _refuse(attempt, path)
+                raise error
+
+            def find(seen: _Seen | None) -> Answer[T]:
+                return cast("Answer[T]", then(False if seen is None else self._is_hidden(seen, path), decide))
+
+            return cast("Answer[T]", then(self._peek(parent, name), find))
+
+        return _catching(FileExistsError, act, taken)
+
+    def _is_hidden(self, seen: _Seen, path: bytes | None) -> Answer[bool]:
+        """Whether an existing entry is hidden, by its path or under another name."""
+        rules = self._rules
+        if path is not None and rules.hides(path, is_directory=seen.is_directory):
+            return True
+        if seen.is_directory or not (rules.has_linked and rules.hiding):
+            return False
+        return rules.has_matching_name(seen.inode, hidden=True)
 
     def _removing(
         self, attempt: str, parent: int, name: bytes, act: Callable[[], Answer[T]], *, is_directory: bool
@@ -193,8 +224,7 @@ class PolicyVolume:
 
         if seen.is_directory or not rules.has_linked:
             return None
-        hidden = rules.has_matching_name(seen.inode, hidden=True) if rules.hiding else False
-        return cast("Answer[None]", then(hidden, check_hidden))
+        return cast("Answer[None]", then(self._is_hidden(seen, path), check_hidden))
 
     def _peek(self, parent: int, name: bytes) -> Answer[_Seen | None]:
         """Look an entry up without keeping the lookup; None if it does not exist."""
@@ -307,12 +337,17 @@ class PolicyVolume:
             if replaced is None:
                 return cast("Answer[None]", then(first, lambda _: rename()))
 
-            def second(_: None) -> Answer[None]:
-                if flags & RENAME_EXCHANGE:
-                    return self._check_move(replaced, new, old)
+            def check_replaced(is_hidden: bool) -> Answer[None]:
+                if is_hidden:
+                    _refuse("rename", new)
                 if new is not None:
                     self._check_existing("rename", new, is_directory=replaced.is_directory)
                 return self._check_linked("rename", replaced, new)
+
+            def second(_: None) -> Answer[None]:
+                if flags & RENAME_EXCHANGE:
+                    return self._check_move(replaced, new, old)
+                return cast("Answer[None]", then(self._is_hidden(replaced, new), check_replaced))
 
             return cast("Answer[None]", then(then(first, second), lambda _: rename()))
 
@@ -475,18 +510,26 @@ def _attempt(changes: AttributeChanges) -> str:
 
 def _or_none(look_up: Callable[[], Answer[Attributes]], take: Callable[[Attributes | None], T]) -> Answer[T]:
     """Return `take` of what `look_up` finds, or of None if it does not exist."""
+    found: Answer[Attributes | None] = _catching(FileNotFoundError, look_up, lambda _: None)
+    return cast("Answer[T]", then(found, take))
+
+
+def _catching(
+    kind: type[OSError], act: Callable[[], Answer[T]], otherwise: Callable[[OSError], Answer[T]]
+) -> Answer[T]:
+    """Return the answer of `act`, or that of `otherwise` if `act` raises an error of this kind."""
     try:
-        answer = look_up()
-    except FileNotFoundError:
-        return take(None)
+        answer = act()
+    except kind as error:
+        return otherwise(error)
     if not hasattr(answer, "__await__"):
-        return take(answer)
+        return answer
 
     async def later() -> T:
         try:
-            found = await answer  # type: ignore[misc]
-        except FileNotFoundError:
-            return take(None)
-        return take(found)
+            return cast("T", await answer)
+        except kind as error:
+            other = otherwise(error)
+        return cast("T", await other if hasattr(other, "__await__") else other)
 
     return later()
