@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -15,37 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.service_manager import Unit
 from vfsd.client.workspace import Workspace
 
 SYSTEMD = Path(__file__).parents[2] / "systemd"
 UNITS = {"system": SYSTEMD / "vfsd@.service", "user": SYSTEMD / "user" / "vfsd@.service"}
 
 
-class Service:
-    """One instance of a unit, with the variables that systemd would set."""
+class Service(Unit):
+    """One instance of a unit, under a manager that stores no descriptors."""
 
     def __init__(self, unit: Path, place: Path, options: str = "") -> None:
-        self.name = place.name
-        self.mountpoint = place / "m"
-        self.state = place / "state"
-        self._text = unit.read_text().replace("\\\n", " ")
-        program = place / "vfsd"
-        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m vfsd.cli.main "$@"\n')
-        program.chmod(0o755)
-        for directory in (self.mountpoint, self.state):
-            directory.mkdir()
-        self.variables = {
-            **os.environ,
-            "VFSD": str(program),
-            "VFSD_MOUNTPOINT": str(self.mountpoint),
-            "VFSD_OPTIONS": options,
-            "XDG_STATE_HOME": str(self.state),
-        }
-
-    def command(self, setting: str) -> list[str]:
-        """The words of Exec...=, as systemd.service(5) makes them: "$$" is "$", %i the instance's name."""
-        (line,) = re.findall(rf"^{setting}=(.*)$", self._text, re.MULTILINE)
-        return [word.replace("%i", self.name).replace("$$", "$") for word in shlex.split(line)]
+        super().__init__(unit, place, (sys.executable, "-m", "vfsd.cli.main"), options)
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[bytes]]:
@@ -56,7 +35,8 @@ class Service:
             notified.settimeout(60)
             environment = {**self.variables, "NOTIFY_SOCKET": address}
             with subprocess.Popen(self.command("ExecStart"), env=environment, stderr=subprocess.PIPE) as main:
-                assert b"READY=1" in notified.recv(4096)
+                while b"READY=1" not in notified.recv(4096):
+                    pass
                 yield main
                 main.send_signal(signal.SIGTERM)
                 main.communicate(timeout=60)

@@ -19,9 +19,10 @@ from vfsd.cli.common.values import refuse_other_archives
 from vfsd.cli.common.wording import count_words
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.requests import RemoteCall, Requests
+from vfsd.machine.dead_mounts import is_dead
 from vfsd.machine.journals import drop_command
 from vfsd.machine.mountinfo import mount_at
-from vfsd.machine.mounts import clear_dead_mount, is_dead
+from vfsd.machine.mounts import clear_dead_mount
 from vfsd.machine.own_places import remove_place
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
 from vfsd.wire import messages

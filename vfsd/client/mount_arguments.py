@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from protocol.backends.container.podman.address import parse_address
 from vfsd.client.paths import current_directory
 from vfsd.client.requests import FilePath
+from vfsd.machine.mountinfo import resolve
 from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
 from vfsd.wire.backend_spec import MEMORY, BackendSpec, is_url, parse_backend
 from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
@@ -33,7 +34,8 @@ def _host_directory(directory: str, mountpoint: str) -> str:
 
 
 def _check_apart(path: str, mountpoint: str) -> None:
-    real, real_mountpoint = os.path.realpath(path), os.path.realpath(mountpoint)
+    # At a restart by systemd the mount may exist, and no daemon answers yet: `resolve` asks none.
+    real, real_mountpoint = os.path.realpath(path), resolve(mountpoint)
     if real == real_mountpoint:
         raise ValueError(f"{path} cannot be served at itself: mount it at another directory")
     common = os.path.commonpath((real, real_mountpoint))
@@ -86,7 +88,7 @@ def _check_outside(name: str, path: str | None, mountpoint: str, spec: BackendSp
     if spec.kind == "host" or spec.lower_layer == "directory":
         places["directory that the workspace shows"] = spec.argument
     for place, directory in places.items():
-        real = os.path.realpath(directory)
+        real = resolve(directory)
         if path is not None and os.path.commonpath((real, os.path.realpath(path))) == real:
             raise OptionError(f"{{{name}}} is inside the {place}: {{path}}", path=path)
 

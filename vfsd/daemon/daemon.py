@@ -117,8 +117,9 @@ async def run_daemon(
     except BaseException:
         backend.close()  # removes a container that was created for the workspace
         raise
-    if resumed is not None and successor is None:
-        started_by = f"its keeper, because the daemon before it died ({started_by} started the first one)"
+    if kept is not None and kept.resumed is not None:
+        restarter = "systemd" if kept.is_managed else "its keeper"
+        started_by = f"{restarter}, because the daemon before it died ({started_by} started the first one)"
     audit.observe(engine)
     start = _Start(started_by, starter, origin, kept, stale, successor, is_foreground)
     daemon = _Daemon(options, engine, backend, replay, served, audit, start)
@@ -130,6 +131,8 @@ async def run_daemon(
         if not daemon.leaves_mount:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(engine.unmount)
+            if kept is not None:
+                kept.end()
         backend.close()
         audit.close()
         if options.origin is not None:
@@ -338,6 +341,8 @@ class _Daemon:
         finally:
             self._engine_ended.set()
         self._unmounted = True
+        if self._kept is not None:
+            self._kept.end()
         _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.workspace.mountpoint})
         self._notifier.stopping()
         with trio.move_on_after(_ANSWER_S):
@@ -360,6 +365,8 @@ class _Daemon:
 
     def leave(self, successor: int) -> None:
         self._is_handed_over = True
+        if self._kept is not None:
+            self._kept.end()  # the next daemon, which is the main process from now on, stores its own
         self._notifier.successor(successor)
         self._end()
 
@@ -381,6 +388,7 @@ class _Daemon:
             ancestors=tuple(map(ancestor_record, self.forks.ancestors)),
             keeper=kept.pid if kept is not None and kept.is_kept else None,
             keeper_start_ticks=kept.start_ticks if kept is not None and kept.is_kept else 0,
+            is_managed=kept is not None and kept.is_managed,
             store_options=tuple(self._options.remote.store_options),
         )
 

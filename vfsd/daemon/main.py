@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 
 from vfsd.daemon.starting import RunKept, run, serve_kept
+from vfsd.machine import logs
 from vfsd.wire.handshake import Ready, decode_options
 from vfsd.wire.options import MountOptions
 
@@ -24,10 +25,14 @@ def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None =
 
     `ready` is called when the mount answers.  OSError or ValueError if the daemon cannot start.
     """
-    from vfsd.daemon.daemon import run_daemon  # noqa: PLC0415 (a test runs this module without an engine)
+    # A test runs this module without an engine.
+    from vfsd.daemon.daemon import run_daemon  # noqa: PLC0415
+    from vfsd.daemon.keeper.descriptor_store import kept_by_systemd  # noqa: PLC0415
 
+    logs.configure(options.log.log_level, options.log.log_format)
+    kept = kept_by_systemd(options)
     started_by = "systemd" if os.environ.get("NOTIFY_SOCKET") else "vfsd mount --foreground"
-    serve = functools.partial(run_daemon, started_by=started_by, starter=os.getppid(), is_foreground=True)
+    serve = functools.partial(run_daemon, started_by=started_by, starter=os.getppid(), kept=kept, is_foreground=True)
     run(options, ready or (lambda _: None), serve)
 
 

@@ -1,21 +1,26 @@
-"""Service notifications to systemd: datagrams to $NOTIFY_SOCKET.
+"""Service notifications to systemd: datagrams to $NOTIFY_SOCKET, and the descriptors that systemd passes to a start.
 
 Implemented here because the protocol is one datagram: `sdnotify` has had no release since 2017 and does not read the
 watchdog interval, and `systemd-python` needs a compiler and libsystemd.
 
-Source: sd_notify(3), sd_watchdog_enabled(3).
+Source: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3).
 """
 
 from __future__ import annotations
 
+import array
 import logging
 import os
+import select
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from typing import Final
 
 from protocol.values import Value
 
 _log = logging.getLogger(__name__)
+_FIRST_PASSED: Final = 3  # SD_LISTEN_FDS_START
+_BARRIER_TIMEOUT_S: Final = 5.0
 
 
 class Notifier(Value):
@@ -52,7 +57,33 @@ class Notifier(Value):
         """Report that the daemon is unmounting and will exit."""
         return self._send("STOPPING=1", *_status(status))
 
-    def _send(self, *assignments: str) -> bool:
+    def store(self, name: str, descriptor: int) -> bool:
+        """Have systemd hold a duplicate of `descriptor`, and pass it to the next start of the service.
+
+        systemd drops it by itself when the service is stopped, or a poll of it reports an error.
+        """
+        return self._send("FDSTORE=1", f"FDNAME={name}", descriptors=[descriptor])
+
+    def remove(self, name: str) -> bool:
+        """Have systemd close the descriptors that it holds with this name."""
+        return self._send("FDSTOREREMOVE=1", f"FDNAME={name}")
+
+    def wait_processed(self) -> None:
+        """Wait until systemd has processed every message that was sent before, or some seconds."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        try:
+            if self._send("BARRIER=1", descriptors=[writing]):  # which systemd then closes
+                os.close(writing)
+                writing = -1
+                poll = select.poll()
+                poll.register(reading, 0)
+                poll.poll(_BARRIER_TIMEOUT_S * 1000)
+        finally:
+            os.close(reading)
+            if writing >= 0:
+                os.close(writing)
+
+    def _send(self, *assignments: str, descriptors: list[int] | None = None) -> bool:
         if self.address is None:
             return False
         # "@" represents the NUL byte at the start of an abstract socket's name, unix(7).
@@ -61,7 +92,8 @@ class Notifier(Value):
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
                 sender.setblocking(False)
-                sender.sendto(message, os.fsencode(address))
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+                sender.sendmsg([message], rights, 0, os.fsencode(address))
         except OSError as error:
             _log.warning("cannot notify systemd: %s", error.strerror or error, extra={"operation": "sd_notify"})
             return False
@@ -78,3 +110,17 @@ def _watchdog_interval_s(environ: Mapping[str, str], pid: int) -> float | None:
         return None  # for the process that started us
     usec = environ.get("WATCHDOG_USEC", "")
     return int(usec) / 2e6 if usec.isdecimal() and int(usec) > 0 else None
+
+
+def passed_descriptors(environ: MutableMapping[str, str] = os.environ) -> list[tuple[str, int]]:
+    """Take the descriptors that systemd passes to this process, with their names.
+
+    Afterwards `environ` does not mention them, and a child process does not inherit them.
+    """
+    pid, count, names = (environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return []
+    descriptors = range(_FIRST_PASSED, _FIRST_PASSED + int(count))
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    return list(zip(names.split(":"), descriptors, strict=False))

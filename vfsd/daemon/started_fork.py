@@ -11,6 +11,7 @@ import trio
 
 from protocol.errors import shown
 from vfsd.machine import mounts
+from vfsd.machine.dead_mounts import is_dead
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_records, remove_record
 from vfsd.wire.handshake import Failed, Ready, decode_report
@@ -71,7 +72,7 @@ class StartedFork:
 
 def _clear_dead(pid: int, mountpoint: str) -> None:
     mount = mount_at(mountpoint)
-    if mount is not None and mount.is_vfsd and mounts.is_dead(mountpoint, timeout_s=START_TIMEOUT_S):
+    if mount is not None and mount.is_vfsd and is_dead(mountpoint, timeout_s=START_TIMEOUT_S):
         mounts.clear_dead_mount(mountpoint, timeout_s=START_TIMEOUT_S)
     for record in read_records():
         if record.pid == pid and record.mountpoint == mountpoint and not record.alive:

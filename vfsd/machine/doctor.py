@@ -29,11 +29,11 @@ from protocol.backends.container.podman.address import default_address
 from protocol.backends.container.podman.ulimits import PODMAN_DEFAULT
 from protocol.journal.directory import has_journal, is_locked, read_journal
 from vfsd.machine import runtime
+from vfsd.machine.dead_mounts import is_dead
 from vfsd.machine.foreign import foreign_protocol
 from vfsd.machine.idle_cpus import CPU_LATENCY_DEVICE, UDEV_RULE, idle_cpus
 from vfsd.machine.journals import drop_command, journal_directory, journal_names, journals_directory
 from vfsd.machine.mountinfo import mounts, vfsd_mounts
-from vfsd.machine.mounts import is_dead
 
 KERNEL_MIN: Final = (5, 15)  # for the native engine (vfsd/kernel/engines/native/negotiation.py)
 KERNEL_MIN_PYFUSE3: Final = (5, 4)
@@ -421,6 +421,27 @@ def _podman_limits(host: Host) -> Iterator[Finding]:
     yield _problem("podman limits", what, advice)
 
 
+# -- keepers ----------------------------------------------------------------------------------------
+def _check_keepers(_host: Host) -> Iterator[Finding]:
+    """Say what restarts the daemons of this user's workspaces, and which of them have lost that."""
+    kept = []
+    for record in runtime.read_records():
+        if record.keeper is None:
+            continue
+        who = "systemd" if record.is_managed else f"process {record.keeper}"
+        if not record.is_kept:
+            if record.alive:
+                what = f"the keeper of {record.name} died: if its daemon dies, programs get ENOTCONN"
+                yield _problem("keepers", what, "unmount it and mount it again when no program uses it")
+        elif record.alive:
+            kept.append(f"{record.name}: {who}")
+        else:
+            what = f"the daemon of {record.name} died, and {who} is to start another one; programs wait for that"
+            yield _problem("keepers", what, "its log says more, if this lasts longer than a moment")
+    if kept:
+        yield _fine("keepers", f"restart a daemon that dies: {', '.join(kept)}")
+
+
 # -- leftovers --------------------------------------------------------------------------------------
 def _check_leftovers(_host: Host) -> Iterator[Finding]:
     found = [*_dead_mounts(), *_dead_sockets()]
@@ -436,7 +457,7 @@ def _dead_mounts() -> Iterator[Finding]:
 
 
 def _dead_sockets() -> Iterator[Finding]:
-    alive = {record.name for record in runtime.read_records() if record.alive}
+    alive = {record.name for record in runtime.read_records() if record.alive or record.is_kept}
     directory = runtime.socket_dir()
     names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
     dead = {os.path.splitext(name)[0] for name in names if name.endswith((".sock", ".json")) and name[0] != "."}
@@ -494,5 +515,6 @@ _CHECKS: Final = [
     _check_limits,
     _check_wakeups,
     _check_podman,
+    _check_keepers,
     _check_leftovers,
 ]

@@ -1,6 +1,6 @@
 """The runtime directory: the control socket and the record of each workspace, and how to find a workspace.
 
-Nothing here touches a mount, so `vfsd list` does not hang on a mount whose daemon does not answer.
+Nothing here waits for a mount, so `vfsd list` does not hang on a mount whose daemon does not answer.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     # The process that restarts the daemon if it dies, and when that process was started.
     keeper: int | None = None
     keeper_start_ticks: int = 0
+    is_managed: bool = False  # the keeper is systemd, which outlives the mount
     store_options: tuple[str, ...] = ()  # of the object store below it
     failure: str | None = None  # why the keeper does not restart the daemon any more: a clause
 
@@ -122,8 +123,17 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
 
     @property
     def is_kept(self) -> bool:
-        """Whether a keeper is running, which restarts the daemon if it dies."""
-        return self.keeper is not None and process_start_ticks(self.keeper) == self.keeper_start_ticks
+        """Whether a keeper is running, which restarts the daemon if it dies.
+
+        Takes up to half a second if the daemon is dead and systemd is its keeper.
+        """
+        if self.keeper is None or process_start_ticks(self.keeper) != self.keeper_start_ticks:
+            return False
+        if not self.is_managed or self.alive:
+            return True
+        from vfsd.machine.dead_mounts import is_held  # noqa: PLC0415 (start-up: only a dead daemon needs it)
+
+        return is_held(self.mountpoint)
 
     @property
     def state(self) -> Literal["alive", "dead"]:
@@ -153,10 +163,11 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
             advice = f"`vfsd unmount {self.name}` removes the mount, `vfsd mount` at the same path replaces it"
             what = f"the daemon of {self.name} is dead"
             if self.is_kept:
+                who, end = f"its keeper (process {self.keeper}) is starting", "end the keeper"
+                if self.is_managed:
+                    who, end = "systemd holds the mount and is to start", "stop its unit with `systemctl stop`"
                 raise ConnectionRefusedError(
-                    errno.ECONNREFUSED,
-                    f"{what}, and its keeper (process {self.keeper}) is starting another one: repeat the command, or"
-                    " end the keeper first",
+                    errno.ECONNREFUSED, f"{what}, and {who} another one: repeat the command, or {end} first"
                 )
             if self.failure is not None:
                 what += f" ({self.failure})"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vfsd.daemon.keeper.descriptor_store import ROLES
 from vfsd.wire.options import NAME_PATTERN
 
 SYSTEMD = Path(__file__).parents[3] / "systemd"
@@ -79,6 +80,13 @@ def test_the_unit_waits_for_the_mount_and_watches_the_daemon(unit: Path) -> None
     assert said["KillSignal"] == "SIGTERM"
     assert 'exec "$$VFSD" mount --foreground --name %i ' in said["ExecStart"]
     assert "Environment=VFSD=/usr/bin/vfsd" in unit.read_text()
+
+
+@UNITS
+def test_systemd_holds_the_mount_of_a_daemon_that_died(unit: Path) -> None:
+    said = settings(unit)
+    assert int(said["FileDescriptorStoreMax"]) >= len(ROLES)
+    assert not [name for name in said if name.startswith("ExecStop")]  # they run between a crash and the restart
 
 
 @UNITS

@@ -11,7 +11,7 @@ Invariants:
    never use the mount or the journal at the same time.
 2. Nothing is kept before the daemon's `Kept.begin`: a start that fails ends the keeper with the same exit status.
 3. The keeper ends with its daemon if that ends with status 0 (it unmounted) or was asked to end by a signal.  It ends
-   after `_DEATHS_MAX` deaths in a row of daemons that answered no request.  Then the descriptor is closed, so
+   after `DEATHS_MAX` deaths in a row of daemons that answered no request.  Then the descriptor is closed, so
    programs get ENOTCONN.
 4. After an upgrade (`RELEASED`) it ends with its daemon, whatever the status.
 5. A signal to end that reaches the keeper reaches the daemon, also if it comes between two daemons.
@@ -25,7 +25,6 @@ daemon would never end: about once a second the keeper looks for that state, and
 from __future__ import annotations
 
 import array
-import errno
 import gc
 import logging
 import os
@@ -39,19 +38,27 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from protocol.linux.shared_log import SharedLog
-from vfsd.daemon.keeper.kept import ANSWERED, KEEPS, MAX_BYTES, RELEASED, Kept, Resumed, shared_memory
-from vfsd.kernel.engines.native import abandoned
+from vfsd.daemon.keeper import stuck
+from vfsd.daemon.keeper.kept import (
+    ANSWERED,
+    DEATHS_MAX,
+    KEEPS,
+    MAX_BYTES,
+    RELEASED,
+    KeeperProcess,
+    Kept,
+    Resumed,
+    shared_memory,
+)
 from vfsd.machine import interpreter, logs, runtime
-from vfsd.machine.logs import log_failure
 
 if TYPE_CHECKING:
     from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
-_DEATHS_MAX: Final = 5
 _PAUSES_S: Final = (0.0, 0.0, 0.05, 0.2, 0.5)  # before a replacement, by the deaths in a row before it
 _STUCK_CHECK_S: Final = 1.0
-_TO_END: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+TO_END: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Serve = Callable[[Kept], int]  # serves the workspace in the new process; returns its exit status
 
@@ -98,7 +105,7 @@ class Keeper:
             ended = self._wait()
             if self._memory[RELEASED]:
                 return 0  # another daemon serves, with a keeper of its own
-            if self._device is None or ended == 0 or self._end_signal is not None or -ended in _TO_END:
+            if self._device is None or ended == 0 or self._end_signal is not None or -ended in TO_END:
                 return _end_like(ended)
             if not self._may_restart(ended):
                 return 1
@@ -110,7 +117,7 @@ class Keeper:
     def _fork(self, serve: Serve) -> int | None:
         """Fork a daemon.  None in the keeper; in the new process, its exit status."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_END)  # until `_forward` knows the new process
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, TO_END)  # until `_forward` knows the new process
         keeper = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -123,7 +130,7 @@ class Keeper:
         if self._channel is not None:
             self._channel.close()
         self._channel = ours
-        for number in _TO_END:
+        for number in TO_END:
             signal.signal(number, self._forward)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return None
@@ -133,10 +140,11 @@ class Keeper:
             interpreter.end_with_parent(signal.SIGKILL)  # a starter that gives up kills the keeper
             if os.getppid() != keeper:
                 return 1
-            return serve(Kept(channel, self._memory, self._memory_fd, self._log, None, lambda: None))
+            return serve(Kept(KeeperProcess(channel), self._memory, self._memory_fd, self._log, None))
         # A replacement has `_forward` as its handler, with no child, until it has a handler of its own.
         resumed = Resumed(self._device, self._saved, self._restarts)
-        return serve(Kept(channel, self._memory, self._memory_fd, self._log, resumed, lambda: self._end_signal))
+        holder = KeeperProcess(channel)
+        return serve(Kept(holder, self._memory, self._memory_fd, self._log, resumed, lambda: self._end_signal))
 
     def _forward(self, number: int, _frame: object) -> None:
         self._end_signal = number
@@ -164,8 +172,8 @@ class Keeper:
                     poll.unregister(channel)
                 if pidfd in ready:
                     break
-                if not ready:
-                    self._release_stuck()
+                if not ready and self._device is not None:
+                    stuck.release(self._child, self._device, self._memory_fd)
         finally:
             os.close(pidfd)
         child, self._child = self._child, 0
@@ -182,32 +190,12 @@ class Keeper:
             self._device, self._saved = descriptors[0], saved
             self._memory[KEEPS] = 1
 
-    def _release_stuck(self) -> None:
-        """Answer the requests of a daemon that was killed and does not end."""
-        try:
-            with open(f"/proc/{self._child}/stat", encoding="utf-8", errors="replace") as file:
-                state = file.read().rpartition(")")[2].split()[0]
-            if state != "Z" or self._device is None:
-                return
-            threads = {int(thread) for thread in os.listdir(f"/proc/{self._child}/task")}
-            try:
-                count = abandoned.answer(self._device, threads)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # a kernel that does not send requests again
-                    raise
-                count = abandoned.fail(self._device, self._memory_fd)
-        except OSError as error:  # ENODEV: the mount is gone, and its requests with it
-            log_failure(_logger, "releasing the dead daemon", error, level=logging.INFO)
-            return
-        if count:
-            _logger.warning("%d requests of the dead daemon itself were answered with EIO", count)
-
     # -- a death -----------------------------------------------------------------------------------
     def _may_restart(self, ended: int) -> bool:
         how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"failed with exit status {ended}"
         self._deaths = 0 if self._memory[ANSWERED] else self._deaths + 1
         self._memory[ANSWERED] = 0
-        if self._deaths >= _DEATHS_MAX:
+        if self._deaths >= DEATHS_MAX:
             self._give_up(how)
             return False
         self._restarts += 1
@@ -217,7 +205,7 @@ class Keeper:
 
     def _give_up(self, how: str) -> None:
         reason = (
-            f"its daemon died {_DEATHS_MAX} times in a row without answering a request; the last one {how}, and its log"
+            f"its daemon died {DEATHS_MAX} times in a row without answering a request; the last one {how}, and its log"
             " says more"
         )
         _logger.error("%s: the keeper ends, and the mount fails with ENOTCONN", reason, extra={"operation": "keep"})
@@ -232,7 +220,7 @@ def _end_like(status: int) -> int:
     """Return an exit status; or end this process with the signal that ended the daemon, which its starter reports."""
     if status >= 0:
         return status
-    if -status in (*_TO_END, signal.SIGKILL):
+    if -status in (*TO_END, signal.SIGKILL):
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

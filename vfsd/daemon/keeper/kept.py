@@ -1,7 +1,10 @@
 """The daemon's side of its keeper: hand over what a replacement needs, and take it over as a replacement.
 
-The first message on the socket to the keeper is the engine's saved negotiation, with a duplicate of the descriptor of
-the mount.  From then on the keeper restarts the daemon if it dies (`keeping`).
+A mount exists while a process has its descriptor.  Two things can hold it while no daemon runs, and have another one
+started: a keeper process (`keeping`), or systemd (`descriptor_store`).
+
+The first message on the socket to a keeper process is the engine's saved negotiation, with a duplicate of the mount's
+descriptor.  From then on it restarts the daemon if that dies.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import mmap
 import os
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.values import Value
 from vfsd.kernel.engines.base import ResumableEngine
@@ -24,12 +27,16 @@ if TYPE_CHECKING:
     from vfsd.kernel.engines.base import Engine
 
 MAX_BYTES: Final = 4096 + 1024  # a mountpoint, and some numbers
-
+DEATHS_MAX: Final = 5  # in a row, of daemons that answered nothing
 
 # The numbers in the memory that a keeper and its daemon share.
 ANSWERED: Final = 0  # how many requests were answered since the last death
 RELEASED: Final = 1  # 1: another daemon takes the workspace over, so none is to be restarted
 KEEPS: Final = 2  # 1: the keeper has the descriptor of the mount, and restarts a daemon that dies
+# The next ones are of systemd only; a keeper process knows them by itself.
+DEATHS: Final = 3  # in a row, of daemons that answered nothing
+RESTARTS: Final = 4  # how many daemons of this mount have died
+DAEMON: Final = 5  # the process that serves the mount
 
 
 def shared_memory(descriptor: int | None = None) -> tuple[int, memoryview]:
@@ -52,6 +59,56 @@ class Resumed(Value):
     restarts: int
 
 
+class Holder(Protocol):
+    """What holds a mount's descriptor when its daemon has died, and has another daemon started."""
+
+    @property
+    def pid(self) -> int:
+        """The process that holds it."""
+        ...
+
+    @property
+    def is_manager(self) -> bool:
+        """Whether that is a service manager, which outlives the mount."""
+        ...
+
+    def hold(self, saved: bytes, device: int) -> str | None:
+        """Hold the mount from now on; return why, if that is impossible."""
+        ...
+
+    def drop(self) -> None:
+        """Hold nothing any more: the mount has ended, or another daemon has it."""
+        ...
+
+    def restarter(self) -> str | None:
+        """Return in words what restarts a daemon that dies; None if nothing does."""
+        ...
+
+
+class KeeperProcess:
+    """The parent of this process as the holder of its mount.  Implements `Holder`."""
+
+    is_manager: Final = False
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.pid = os.getppid()
+        self._channel = channel
+
+    def hold(self, saved: bytes, device: int) -> str | None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [device]))]
+        try:
+            self._channel.sendmsg([saved], rights)
+        except OSError as error:
+            return f"the keeper died ({error.strerror})"
+        return None
+
+    def drop(self) -> None:
+        """Nothing: a keeper process ends with its daemon."""
+
+    def restarter(self) -> str | None:
+        return f"pid {self.pid}" if os.getppid() == self.pid else None
+
+
 class Kept:
     """What a daemon has of its keeper.
 
@@ -62,21 +119,22 @@ class Kept:
 
     def __init__(
         self,
-        channel: socket.socket,
+        holder: Holder,
         memory: memoryview,
         memory_fd: int,
         log: SharedLog,
         resumed: Resumed | None,
-        early_signal: Callable[[], int | None],
+        early_signal: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.log: Final = log
         self.resumed = resumed
         self.early_signal = early_signal
         self.why_not: str | None = None  # why this daemon is not kept
-        self.pid = os.getppid()
+        self.pid = holder.pid
         self.start_ticks = process_start_ticks(self.pid) or 0
+        self.is_managed = holder.is_manager
         self.is_kept = False
-        self._channel = channel
+        self._holder = holder
         self._memory = memory
         self.memory_fd = memory_fd
 
@@ -85,10 +143,11 @@ class Kept:
         """Describe the keeper in a line for people."""
         if self.why_not is not None:
             return f"none: {self.why_not}"
-        if os.getppid() != self.pid:
+        restarter = self._holder.restarter()
+        if restarter is None:
             return "none: it died, so a daemon that dies stays dead"
         restarts = 0 if self.resumed is None else self.resumed.restarts
-        return f"pid {self.pid}" + (f", restarted the daemon {restarts} time{'s' * (restarts > 1)}" if restarts else "")
+        return restarter + (f", restarted the daemon {restarts} time{'s' * (restarts > 1)}" if restarts else "")
 
     def release(self, *, is_released: bool) -> None:
         """Have the keeper end with this process, whatever ends it; or restart it again."""
@@ -96,6 +155,7 @@ class Kept:
 
     def begin(self, engine: Engine) -> None:
         """Have the keeper keep the mount from now on; `why_not` says why, if that is impossible."""
+        self._memory[DAEMON] = os.getpid()
         self.why_not = self._begin(engine)
         self.is_kept = self.why_not is None
         interpreter.end_with_parent(0)
@@ -104,13 +164,11 @@ class Kept:
         if not isinstance(engine, ResumableEngine):
             return f"the engine {engine.name} cannot continue a mount"
         engine.share(self._memory, self.memory_fd)
-        if self.resumed is None:
-            saved, descriptor = engine.resumable(), engine.descriptor
-            if saved is None or descriptor is None:
-                return "there is no mount"
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-            try:
-                self._channel.sendmsg([saved], rights)
-            except OSError as error:
-                return f"the keeper died ({error.strerror})"
-        return None
+        if self.resumed is not None:
+            return None
+        saved, device = engine.resumable(), engine.descriptor
+        return "there is no mount" if saved is None or device is None else self._holder.hold(saved, device)
+
+    def end(self) -> None:
+        """The mount has ended, or another daemon has it."""
+        self._holder.drop()

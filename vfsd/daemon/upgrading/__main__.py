@@ -17,6 +17,7 @@ import vfsd
 from vfsd.daemon import preload
 from vfsd.daemon.daemon import run_daemon
 from vfsd.daemon.keeper import keeping
+from vfsd.daemon.keeper.descriptor_store import new_kept
 from vfsd.daemon.keeper.kept import Kept
 from vfsd.daemon.starting import restart_kept, run
 from vfsd.daemon.upgrading.messages import (
@@ -67,7 +68,9 @@ def main(channel_fd: int) -> int:
             return 1
         return 0
 
-    if begin.is_foreground or not keeping.is_wanted(options):
+    if begin.is_foreground:
+        return start(new_kept(options, predecessor=os.getppid()))
+    if not keeping.is_wanted(options):
         return start(None)
     run_again = functools.partial(run_daemon, started_by=successor.started_by, starter=successor.starter)
     return keeping.Keeper(options).run(start, restart_kept(options, run_again), successor.close)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from vfsd.machine import mountinfo, mounts
+from vfsd.machine.dead_mounts import is_dead
 from vfsd.machine.holders import holders
 from vfsd.machine.mountinfo import parse_mountinfo
 from vfsd.machine.runtime import RUNTIME_VARIABLE, WorkspaceNotFoundError, find_workspace
@@ -162,9 +163,9 @@ def test_nested_mounts_are_those_below(tmpfs: Path) -> None:
 def test_a_live_mount_is_not_dead_and_a_killed_ones_is(tmp_path: Path, fuse_mount: FuseMount) -> None:
     daemon = fuse_mount(tmp_path / "m")
     assert [m.mountpoint for m in mountinfo.vfsd_mounts() if m.workspace == "tiny"] == [str(tmp_path / "m")]
-    assert not mounts.is_dead(str(tmp_path / "m"))
+    assert not is_dead(str(tmp_path / "m"))
     kill(daemon)
-    assert mounts.is_dead(str(tmp_path / "m"))
+    assert is_dead(str(tmp_path / "m"))
 
 
 @pytest.mark.fuse
@@ -174,7 +175,7 @@ def test_a_daemon_that_does_not_answer_is_alive_and_nothing_hangs_on_it(tmp_path
     daemon = fuse_mount(tmp_path / "m")
     daemon.send_signal(signal.SIGSTOP)
     try:
-        assert not mounts.is_dead(path, timeout_s=0.2)
+        assert not is_dead(path, timeout_s=0.2)
         assert holders(path) == []
         found = mountinfo.find_mount(path + "/below/it")
         assert found is not None
@@ -191,8 +192,8 @@ def test_a_daemon_that_does_not_answer_is_alive_and_nothing_hangs_on_it(tmp_path
 
 
 def test_what_is_no_fuse_mount_is_not_dead(tmpfs: Path) -> None:
-    assert not mounts.is_dead(str(tmpfs))
-    assert not mounts.is_dead(str(tmpfs.parent))
+    assert not is_dead(str(tmpfs))
+    assert not is_dead(str(tmpfs.parent))
 
 
 @pytest.mark.fuse
@@ -207,7 +208,7 @@ def test_root_recognises_the_dead_mount_of_another_user(tmp_path: Path) -> None:
         os.close(device)
     try:
         os.statvfs(tmp_path)
-        assert mounts.is_dead(str(tmp_path))
+        assert is_dead(str(tmp_path))
     finally:
         mounts.unmount(str(tmp_path), lazy=True)
 
