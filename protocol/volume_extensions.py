@@ -591,11 +591,13 @@ class JournalEnd(Value):
 class GivenState(Protocol):
     """A state that another process takes over, while this one serves it: see `HandedOverVolume.handing_over`.
 
-    `below` identifies the lower layer, which is the same in both processes; "" without one.
+    `below` identifies what is below the volume, a lower layer or a directory, and is the same in both processes; ""
+    without one.  `has_image`: the log is not enough, so a process is forked that writes an image.
     """
 
     start: JournalEnd  # where the log began when this was made
     below: str
+    has_image: bool
 
     @property
     def lock_fd(self) -> int | None:
@@ -614,6 +616,10 @@ class GivenState(Protocol):
         """In a process that was forked at `start`: write the state of then to a pipe.  OSError."""
         ...
 
+    def files(self) -> Iterable[tuple[int, int]]:
+        """Yield inodes that only this process can open, and a descriptor of each.  Nothing may change any more."""
+        ...
+
     def rest(self) -> bytes:
         """Return what neither the image nor the log has.  Nothing may change any more."""
         ...
@@ -629,7 +635,7 @@ class TakenState(Protocol):
     below: str
 
     def read(self, image_fd: int, log_fd: int, start: JournalEnd) -> None:
-        """Rebuild the state at `start`.  Closes the descriptors.
+        """Rebuild the state at `start`.  Closes the descriptors.  `image_fd`: -1 without an image.
 
         OSError: EPROTONOSUPPORT for another format, EBADMSG if the image is not complete; ValueError, KeyError.
         """
@@ -639,13 +645,20 @@ class TakenState(Protocol):
         """Apply what the log has up to the offset `end`.  OSError, ValueError, KeyError."""
         ...
 
+    def take_files(self, files: Mapping[int, int]) -> None:
+        """Take over a part of `GivenState.files`; the descriptors belong to this process."""
+        ...
+
     def complete(self, rest: bytes) -> None:
         """Take over `GivenState.rest`.  ValueError if the state is not that of the other process."""
         ...
 
 
-class HandedOverVolume(ForkableVolume, Protocol):
-    """A volume with which another process can continue under the same kernel (capability `handover`)."""
+class HandedOverVolume(Volume, Protocol):
+    """A volume with which another process can continue under the same kernel (capability `handover`).
+
+    If its state `has_image`, it is a `ForkableVolume`.
+    """
 
     def handing_over(self) -> GivenState:
         """Begin to record what changes.  No transaction is in progress.  OSError."""

@@ -14,6 +14,7 @@ Threading: one thread, or under a lock of the caller's.  One process writes.
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -72,6 +73,16 @@ class SharedLog:
             pending = pending[start:]
         os.ftruncate(self.descriptor, self._end)
 
+    @property
+    def start(self) -> int:
+        """The offset of the first record."""
+        return self._header[0]
+
+    @property
+    def end(self) -> int:
+        """The offset after the last record."""
+        return self._end
+
     def append(self, record: bytes) -> None:
         """Add a record.  If there is no memory, the log is incomplete from now on, and says so in the process's log."""
         data = _LENGTH.pack(len(record)) + record
@@ -111,3 +122,20 @@ class SharedLog:
         self._kept_bytes = self._end - start
         if start > before:
             portable.fallocate(self.descriptor, _KEEP_SIZE_PUNCH_HOLE, before, start - before)
+
+
+def written_records(descriptor: int, start: int, end: int) -> Iterator[bytes]:
+    """Yield the records of a log that another process writes, between two offsets that it has given."""
+    pending = b""
+    for at in range(start, end, _CHUNK_BYTES):
+        pending += os.pread(descriptor, min(_CHUNK_BYTES, end - at), at)
+        first = 0
+        while first + _LENGTH.size <= len(pending):
+            after = first + _LENGTH.size + _LENGTH.unpack_from(pending, first)[0]
+            if after > len(pending):
+                break
+            yield pending[first + _LENGTH.size : after]
+            first = after
+        pending = pending[first:]
+    if pending:
+        raise OSError(errno.EBADMSG, "the log of the other process cannot be read")

@@ -361,12 +361,12 @@ def test_followers_of_the_log_follow_the_new_daemon(workdir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"engine": "pyfuse3"}, "the engine pyfuse3 cannot hand a mount over"), ({"backend": "host"}, "backend host")],
+    [
+        ({"engine": "pyfuse3"}, "the engine pyfuse3 cannot hand a mount over"),
+        ({"backend": f"exec:{sys.executable}"}, "the backend exec"),
+    ],
 )
 def test_what_cannot_be_upgraded_is_refused_with_a_reason(workdir: Path, options: dict[str, Any], reason: str) -> None:
-    if "backend" in options:
-        (workdir / "below").mkdir()
-        options = {"backend": f"host:{workdir / 'below'}"}
     upgradable = Upgradable(workdir, **options)
     upgradable.mount()
     try:

@@ -1,4 +1,4 @@
-"""`vfsd upgrade` of workspaces that are not only in memory: overlays over each kind of lower layer."""
+"""`vfsd upgrade` of workspaces that are not only in memory: overlays over each kind of lower layer, and `host:`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from vfsd.client.workspace import Workspace
 
 
 class Over(Upgradable):
-    """A workspace over the directory `below`."""
+    """A workspace over the directory `below`, or of that directory."""
 
-    def __init__(self, workdir: Path, **options: Any) -> None:
+    def __init__(self, workdir: Path, kind: str = "overlay", **options: Any) -> None:
         self.below = workdir / "below"
         self.below.mkdir()
-        super().__init__(workdir, **{"backend": f"overlay:{self.below}", **options})
+        super().__init__(workdir, **{"backend": f"{kind}:{self.below}", **options})
 
 
-KINDS: dict[str, dict[str, Any]] = {"overlay": {}, "kept": {"persist": True}}
+KINDS: dict[str, dict[str, Any]] = {"overlay": {}, "kept": {"persist": True}, "host": {"kind": "host"}}
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS)
@@ -257,9 +257,12 @@ def test_another_lower_layer_in_its_place_is_refused(plain: Over, workdir: Path)
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------
-def test_either_daemon_is_killed_at_the_last_steps(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [KINDS["kept"], KINDS["host"]], ids=["overlay", "host"])
+def test_either_daemon_is_killed_at_the_last_steps(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     """The other steps do not depend on the backend: see `test_upgrade`."""
-    over = Over(workdir, persist=True)
+    over = Over(workdir, **options)
     fill(over.below)
     try:
         dying = Dying(over, workdir, monkeypatch)
@@ -273,6 +276,73 @@ def test_either_daemon_is_killed_at_the_last_steps(workdir: Path, monkeypatch: p
         assert [os.pread(descriptor, 9, 0) for descriptor in held] == expected
         for descriptor in held:
             os.close(descriptor)
+    finally:
+        over.end()
+
+
+# -- `host:` ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("keeper", [True, False])
+def test_files_without_names_of_a_host_directory_live(workdir: Path, keeper: bool) -> None:
+    over = Over(workdir, "host", keeper=keeper)
+    for number in range(300):
+        (over.below / f"f{number}").write_bytes(b"%d" % number)
+    workspace = over.mount()
+    try:
+        held = {number: os.open(over.path / f"f{number}", os.O_RDWR) for number in range(300)}
+        for number in range(299):
+            (over.path / f"f{number}").unlink()
+        assert os.pread(held[299], 10, 0) == b"299"
+        (over.below / "f299").unlink()  # by another program
+        temporary = os.open(over.path, os.O_TMPFILE | os.O_RDWR)
+        os.write(temporary, b"temporary")
+        for _ in range(2):
+            over.upgrade()
+            for number, descriptor in held.items():
+                assert os.pread(descriptor, 10, 0) == b"%d" % number
+        os.pwrite(held[7], b"changed", 0)
+        assert os.pread(held[7], 10, 0) == b"changed"
+        root = os.open(over.path, os.O_RDONLY)
+        os.link(f"/proc/self/fd/{temporary}", "named", dst_dir_fd=root, follow_symlinks=True)
+        assert (over.below / "named").read_bytes() == b"temporary"
+        for descriptor in (*held.values(), temporary, root):
+            os.close(descriptor)
+        check_invariants(workspace)
+    finally:
+        over.end()
+
+
+def test_the_snapshots_and_the_undo_history_of_a_host_directory_are_kept(workdir: Path) -> None:
+    over = Over(workdir, "host")
+    (over.below / "f").write_text("one")
+    workspace = over.mount()
+    try:
+        workspace.snapshot("one")
+        (over.path / "f").write_text("two")
+        workspace.restore("one")
+        before = workspace.snapshots()
+        over.upgrade()
+        assert workspace.snapshots() == before
+        succeeded(vfsd("restore", "--undo", "-w", over.name))
+        assert (over.below / "f").read_text() == "two"
+        pid = over.record.pid
+        with (over.path / "f").open("r+") as file:
+            os.kill(pid, 9)
+            assert file.read() == "two"
+        wait_until(lambda: over.record.pid != pid, "a replacement")
+        check_invariants(workspace)
+    finally:
+        over.end()
+
+
+def test_another_directory_in_its_place_is_refused(workdir: Path) -> None:
+    over = Over(workdir, "host")
+    (over.below / "f").write_text("one")
+    over.mount()
+    try:
+        over.below.rename(workdir / "moved")
+        over.below.mkdir()
+        assert "is not what the workspace was mounted over any more" in failed(vfsd("upgrade", over.name))
+        assert (over.path / "f").read_text() == "one"
     finally:
         over.end()
 

@@ -16,7 +16,7 @@ Threading: the serving loop, as the volume.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
@@ -40,11 +40,12 @@ _Record: TypeAlias = tuple[int, int, msgspec.Raw]
 
 
 class KnownInodes:
-    """Keeps the record of `table` in `log`."""
+    """Keeps the record of `table` in `log`.  `is_handed_over`: another process reads the log, so it only grows."""
 
     def __init__(self, table: HostInodeTable, log: SharedLog) -> None:
         self._table = table
-        self._log = log
+        self.log = log
+        self.is_handed_over = False
 
     # -- the process before --------------------------------------------------------------------------
     def load(self) -> Iterator[tuple[HostInode, DirectoryEntries]]:
@@ -54,7 +55,7 @@ class KnownInodes:
         """
         nodes: dict[int, _Node] = {}
         listings: dict[int, _Pairs] = {}
-        for record in self._log.records():
+        for record in self.log.records():
             code, number, value = msgspec.msgpack.decode(record, type=_Record)
             if code == _NODE:
                 nodes[number] = msgspec.msgpack.decode(value, type=_Node)
@@ -95,7 +96,7 @@ class KnownInodes:
         while todo:
             at = todo.pop()
             at.is_recorded = True
-            self._log.append(_packed(at))
+            self.log.append(_packed(at))
             todo += [parent for parent, _ in at.dentries() if not parent.is_recorded]
 
     def remove(self, node: HostInode) -> None:
@@ -116,17 +117,17 @@ class KnownInodes:
         self._append(_NOT_LISTED, directory.number, None)
 
     def _append(self, code: int, number: int, value: object) -> None:
-        self._log.append(msgspec.msgpack.encode((code, number, value)))
+        self.log.append(msgspec.msgpack.encode((code, number, value)))
 
     def tidy(self) -> None:
         """Write the log anew if it has grown too much."""
-        if self._log.is_large:
+        if self.log.is_large and not self.is_handed_over:
             self.rewrite()
 
     def rewrite(self) -> None:
         """Replace the log by what the table has."""
         self._table.root.is_recorded = True
-        self._log.replace(self._records())
+        self.log.replace(self._records())
 
     def _records(self) -> Iterator[bytes]:
         for node in self._table:
@@ -140,3 +141,74 @@ class KnownInodes:
 def _packed(node: HostInode) -> bytes:
     names = [(parent.number, name) for parent, name in node.dentries()]
     return msgspec.msgpack.encode((_NODE, node.number, (*node.key, node.kind, names)))
+
+
+class KnownNodes:
+    """Enters into `table` what another process, which still runs, records in its log.
+
+    Nodes that were entered have one lookup, so that none is dropped before the other process has given the counts.
+    """
+
+    def __init__(self, table: HostInodeTable) -> None:
+        self._table = table
+        self._pairs: dict[int, _Pairs] = {}
+
+    def take(self, records: Iterable[bytes]) -> None:
+        """Enter further records: all that the other process has made in some calls."""
+        nodes: dict[int, _Node] = {}
+        gone: set[int] = set()
+        for record in records:
+            code, number, value = msgspec.msgpack.decode(record, type=_Record)
+            if code == _NODE:
+                nodes[number] = msgspec.msgpack.decode(value, type=_Node)
+            elif code == _LISTED:
+                self._pairs.setdefault(number, []).extend(msgspec.msgpack.decode(value, type=_Pairs))
+            else:
+                self._pairs.pop(number, None)
+                if code == _GONE:
+                    nodes.pop(number, None)
+                    gone.add(number)
+        nodes.pop(ROOT_INODE, None)
+        self._enter(nodes, gone)
+
+    def _enter(self, nodes: dict[int, _Node], gone: set[int]) -> None:
+        table = self._table
+        for number in gone.union(nodes):
+            node = table.get(number)
+            if node is not None and (number in gone or (*node.key, node.kind) != nodes[number][:3]):
+                self.lose(node)
+        for number, (device, inode, kind, _) in nodes.items():
+            if table.get(number) is None:
+                before = table.by_key((device, inode))
+                if before is not None:
+                    self.lose(before)
+                table.resume(number, (device, inode), kind)
+        for number, (_, _, _, names) in nodes.items():
+            self._set_names(number, names)
+
+    def _set_names(self, number: int, names: list[tuple[int, bytes]]) -> None:
+        table = self._table
+        node = table.get(number)
+        if node is None:
+            return
+        if [(parent.number, name) for parent, name in node.dentries()] != names:
+            for parent, name in list(node.dentries()):
+                table.remove_dentry(node, parent, name)
+            for above, name in reversed(names):
+                directory = table.get(above)
+                if directory is not None:
+                    table.add_dentry(node, directory, name)
+        if table.known is not None:
+            table.known.record(node)
+
+    def lose(self, node: HostInode) -> None:
+        """Drop a node, whose number leads to no inode any more."""
+        node.lookups = 0
+        self._table.lose(node)
+
+    def listings(self) -> Iterator[tuple[HostInode, DirectoryEntries]]:
+        """Yield the directories that programs list."""
+        for number, pairs in self._pairs.items():
+            directory = self._table.get(number)
+            if directory is not None:
+                yield directory, DirectoryEntries.of(pairs)

@@ -48,6 +48,7 @@ from protocol.volume import (
 from protocol.volume_extensions import CacheInvalidation
 
 if TYPE_CHECKING:
+    from protocol.backends.host.handover import HostGiving, HostTaking
     from protocol.diff.tree_diff import Change
     from protocol.linux.shared_log import SharedLog
     from protocol.volume import Buffer
@@ -83,6 +84,7 @@ class HostVolume:
             paths=True,
             orphans=True,
             recoverable=True,
+            handover=True,
         )
         self._is_known = False  # the kernel has numbers from another process
 
@@ -105,9 +107,7 @@ class HostVolume:
 
         known = KnownInodes(self._table, log)
         if is_known:
-            for directory, entries in known.load():
-                directory.entries = entries
-                self._read_directories[directory] = None
+            self.continue_listings(known.load())
             for node in self._table:
                 node.is_recorded = True
         else:
@@ -115,6 +115,30 @@ class HostVolume:
         self._table.known, self._is_known = known, is_known
         self.answering = RepeatedRequests(self, log.slot, is_known=is_known).answering
         self.capabilities = replace(self.capabilities, answers_once=True)
+
+    def handing_over(self) -> HostGiving:
+        """See `protocol.volume_extensions.HandedOverVolume`, as for the next ones."""
+        from protocol.backends.host.handover import HostGiving  # noqa: PLC0415 (start-up: upgrades are rare)
+
+        return HostGiving(self._table)
+
+    def taking_over(self) -> HostTaking:
+        from protocol.backends.host.handover import HostTaking  # noqa: PLC0415 (start-up: upgrades are rare)
+
+        self._is_known = True
+        return HostTaking(self, self._table)
+
+    def discard_journal(self) -> None:
+        """There is none."""
+
+    def continue_listings(self, listings: Iterable[tuple[HostInode, DirectoryEntries]]) -> None:
+        """Continue listings of directories that programs have begun with another process."""
+        for directory, entries in listings:
+            directory.entries = entries
+            self._read_directories[directory] = None
+            if self._table.known is not None:
+                entries.recorded_to = 0
+                self._table.known.listed(directory, entries)
 
     def directory(self, inode: int) -> int:
         """Return an O_PATH descriptor of a directory, which is valid until the next call."""

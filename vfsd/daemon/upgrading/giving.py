@@ -23,13 +23,14 @@ import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
 import trio
 
 import vfsd
-from protocol.volume_extensions import HandedOverVolume, handed_over, journaled
+from protocol.volume_extensions import HandedOverVolume, forkable, handed_over, journaled, overlaid
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.forks import check_memory, fork_writer
 from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
@@ -47,6 +48,7 @@ from vfsd.daemon.upgrading.messages import (
     Go,
     Hello,
     Loaded,
+    OpenFiles,
     PeerEndedError,
     Prepared,
     Serving,
@@ -245,12 +247,11 @@ class Upgrade:
         return self._end(volume, hello, successor, pause_ms, call)
 
     def _begin(self, new: _NewDaemon, volume: HandedOverVolume, given: GivenState) -> None:
-        """Fork the writer of the image, and send what it writes and the log to the new daemon."""
-        log_fd = given.log_fd()
-        read_fd, write_fd = os.pipe()
+        """Fork the writer of the image, if there is one, and send what it writes and the log to the new daemon."""
+        descriptors = [given.log_fd()]
         try:
-            write = functools.partial(given.write_image, write_fd)
-            new.writer = fork_writer(volume, write, self._mounted.mountpoint, kept={write_fd})
+            if given.has_image:
+                descriptors[:0] = self._start_image(new, volume, given)
             kept = self._daemon.kept
             begin = Begin(
                 HANDOVER_VERSION,
@@ -264,15 +265,31 @@ class Upgrade:
                 below=given.below,
                 source=self._source(volume),
             )
-            new.channel.send(begin, [read_fd, log_fd])
+            new.channel.send(begin, descriptors)
         finally:
-            for each in (log_fd, read_fd, write_fd):
+            for each in descriptors:
                 os.close(each)
+
+    def _start_image(self, new: _NewDaemon, volume: HandedOverVolume, given: GivenState) -> list[int]:
+        """Fork the writer of the image; return the end of a pipe that has what it writes."""
+        forked = forkable(volume)
+        assert forked is not None, "the volume has an image"
+        read_fd, write_fd = os.pipe()
+        try:
+            write = functools.partial(given.write_image, write_fd)
+            new.writer = fork_writer(forked, write, self._mounted.mountpoint, kept={write_fd})
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        return [read_fd]
 
     def _source(self, volume: HandedOverVolume) -> str:
         """Return the URL and the name of the snapshot below, if the options do not have the name."""
         remote = self._daemon.options.workspace.backend.remote
-        return "" if remote is None or remote[1] else volume.usage().source or ""
+        overlay = overlaid(volume)
+        return "" if remote is None or remote[1] or overlay is None else overlay.usage().source or ""
 
     async def _catch_up(self, new: _NewDaemon, given: GivenState) -> None:
         """Have the new daemon read the log, until little is missing."""
@@ -303,6 +320,9 @@ class Upgrade:
         negotiated, device = engine.negotiated(), engine.descriptor
         if negotiated is None or device is None or bound is None:
             raise OSError(errno.ENOTCONN, "the workspace was unmounted")
+        files = iter(given.files())
+        while part := list(islice(files, messages.MAX_DESCRIPTORS)):
+            await new.channel.send_when_ready(OpenFiles([number for number, _ in part]), [each for _, each in part])
         rest_fd = os.memfd_create("vfsd-handover")
         try:
             with open(rest_fd, "wb", closefd=False) as file:

@@ -2,11 +2,12 @@
 
     old                                 new
                                         Hello     its version, and the formats of a handover that it can take
-    Begin    options, [image, log]
+    Begin    options, [image, log], or [log] if the state is not in memory
                                         Loaded    the state at the beginning
     Follow   the end of the log
                                         Followed  (these two, until little is missing)
     -- the old daemon answers what it has read, and reads no further request --
+    OpenFiles  files that only it can open, [their descriptors]  (any number of these)
     Finish   what else is needed, [device, control socket, rest of the state, ...]
                                         Prepared  it could serve now, [its keeper's memory]
     Go       [lock of the journal]      from here on the old daemon serves only if the new one is gone
@@ -40,7 +41,7 @@ from protocol.volume_extensions import JournalEnd
 HANDOVER_VERSION: Final = 1  # of these messages, and of what they carry
 OLDEST_VERSION: Final = 1  # that this version can take over
 MAX_BYTES: Final = 192 * 1024  # below the send buffer of a Unix socket (net.core.wmem_default)
-MAX_DESCRIPTORS: Final = 8
+MAX_DESCRIPTORS: Final = 200  # below SCM_MAX_FD
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -83,6 +84,12 @@ class Follow(msgspec.Struct, frozen=True, tag=True):
 
 class Followed(msgspec.Struct, frozen=True, tag=True):
     """It was read up to there."""
+
+
+class OpenFiles(msgspec.Struct, frozen=True, tag=True):
+    """Files that no name leads to.  Descriptors: one of each of these inodes, at most `MAX_DESCRIPTORS`."""
+
+    inodes: list[int]
 
 
 class Carried(msgspec.Struct, frozen=True):
@@ -136,7 +143,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Message = Hello | Begin | Loaded | Follow | Followed | Finish | Prepared | Go | Serving | Abort | Failed
+Message = Hello | Begin | Loaded | Follow | Followed | OpenFiles | Finish | Prepared | Go | Serving | Abort | Failed
 M = TypeVar("M", bound=msgspec.Struct)
 
 
@@ -183,6 +190,14 @@ class Channel:
             self._sock.sendmsg([encode(message)], rights)
         except (BrokenPipeError, ConnectionResetError):
             raise PeerEndedError from None
+
+    async def send_when_ready(self, message: Message, descriptors: Sequence[int]) -> None:
+        """Send one of many messages: wait while the other side has many to receive.  OSError, PeerEndedError."""
+        while True:
+            try:
+                return self.send(message, descriptors)
+            except BlockingIOError:
+                await trio.lowlevel.wait_writable(self._sock)
 
     async def receive(self, kind: type[M]) -> tuple[M, list[int]]:
         """Return the next message, which is of this kind, and its descriptors.

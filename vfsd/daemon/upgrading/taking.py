@@ -39,6 +39,7 @@ from vfsd.daemon.upgrading.messages import (
     Followed,
     Go,
     Loaded,
+    OpenFiles,
     PeerEndedError,
     Prepared,
     Serving,
@@ -56,15 +57,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Successor:
-    """What the new daemon takes over.  `image_fd` and `log_fd` came with `begin`."""
+    """What the new daemon takes over.  The descriptors of the image, if there is one, and the log came with `begin`."""
 
-    def __init__(self, channel: Channel, begin: Begin, image_fd: int, log_fd: int) -> None:
+    def __init__(self, channel: Channel, begin: Begin, *descriptors: int) -> None:
         if not OLDEST_VERSION <= begin.format <= HANDOVER_VERSION:
             raise TakeOverError(f"cannot read a handover of format {begin.format}")
         self._channel = channel
         self._begin = begin
-        self._image_fd = image_fd
-        self._log_fd = log_fd
+        *image, self._log_fd = descriptors
+        self._image_fd = image[0] if image else -1
         self._journal: ContinuedJournal | None = None
         self._keeper_memory: memoryview | None = None
         self._is_serving = False
@@ -140,6 +141,8 @@ class Successor:
             if isinstance(message, Follow):
                 await trio.to_thread.run_sync(state.follow, message.end)
                 self._channel.send(Followed())
+            elif isinstance(message, OpenFiles):
+                state.take_files(dict(zip(message.inodes, descriptors, strict=True)))
             elif isinstance(message, Finish):
                 await trio.to_thread.run_sync(state.follow, message.end.offset)
                 rest = self._handed_over(options, message, descriptors)
@@ -204,8 +207,8 @@ class Successor:
     def close(self) -> None:
         """Close what belongs to the daemon, in its keeper."""
         self._channel.close()
-        os.close(self._image_fd)
-        os.close(self._log_fd)
+        for each in filter(lambda descriptor: descriptor >= 0, (self._image_fd, self._log_fd)):
+            os.close(each)
 
     def serving(self) -> None:
         """Tell the old daemon that this one serves."""

@@ -22,7 +22,7 @@ from protocol.journal.handover import LogFollower, image_writer, read_image
 from protocol.values import Value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
     from protocol.backends.memory.journaling.image import Image
     from protocol.backends.memory.journaling.replay import Replay
@@ -57,6 +57,7 @@ class Giving:
     """The old process's side.  A subclass for a state with more parts replaces the methods after `end`."""
 
     below = ""
+    has_image = True
 
     def __init__(self, volume: MemoryVolume, state: MemoryState, new_image: Callable[[], Image]) -> None:
         self._volume = volume
@@ -92,6 +93,10 @@ class Giving:
         log = image_writer(descriptor)
         write_image(self.image(), log)
         log.close()
+
+    def files(self) -> Iterable[tuple[int, int]]:
+        """Return nothing: the image has the content of files without a name."""
+        return ()
 
     def rest(self) -> bytes:
         """Return what no journal records.  Nothing may change after the last `position`."""
@@ -165,6 +170,9 @@ class Taking:
         assert self._log is not None
         for batch in self._log.batches(end):
             self._replay.apply(batch)
+
+    def take_files(self, files: Mapping[int, int]) -> None:
+        """Take nothing: see `Giving.files`."""
 
     def complete(self, rest: bytes) -> None:
         """Take over what no journal records.  ValueError if the state is not that of the old process."""
