@@ -11,11 +11,12 @@ import json
 import logging
 import math
 import os
+import signal
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import trio
@@ -79,10 +80,20 @@ class Served:
         self._log = log
 
     def call(self, call: str, /, **arguments: Any) -> Any:
+        self.ask(call, **arguments)
+        return self.answer()
+
+    def ask(self, call: str, /, **arguments: Any) -> None:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
         self.process.stdin.flush()
+
+    def answer(self, *, patience_s: float = 120) -> Any:
+        """The child's answer.  A child that hangs is killed."""
+        assert self.process.stdout is not None
+        if not readable(self.process.stdout, patience_s):
+            self.process.kill()
+            raise AssertionError(f"the child hangs, and is killed\n{self.log()}")
         answer = json.loads(self.process.stdout.readline() or '{"error": "the child is gone"}')
         if "error" in answer:
             raise RuntimeError(answer["error"] + "\n" + self.log())
@@ -124,7 +135,8 @@ def served(directory: str, user: int = 0, **settings: Any) -> Iterator[Served]:
     finally:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
@@ -195,6 +207,31 @@ class _Child:
 
     async def answered_all_before(self) -> bool:
         return await self.engine._has_answered_all_before()  # type: ignore[attr-defined]  # pyfuse3's
+
+    async def withdraw(self, pid: int) -> None:
+        """Kill `pid` once its request has woken pyfuse3's loop, before the loop reads the request.
+
+        That takes effect after the next request, for which the loop waits already.
+        """
+        self.found_empty: bool | None = None
+        wait_readable = trio.lowlevel.wait_readable
+        device = self.engine._fd  # type: ignore[attr-defined]  # pyfuse3's
+        victim = os.pidfd_open(pid)
+
+        async def wait(descriptor: int) -> None:
+            await wait_readable(descriptor)
+            if descriptor == device:
+                trio.lowlevel.wait_readable = wait_readable
+                signal.pidfd_send_signal(victim, signal.SIGKILL)
+                assert readable(victim, 20)  # it has ended
+                os.close(victim)
+                self.found_empty = not readable(descriptor, 0)
+
+        trio.lowlevel.wait_readable = wait
+
+    async def withdrew(self) -> bool | None:
+        """Whether the device was empty after `withdraw`; None if that has not happened yet."""
+        return self.found_empty
 
     async def check(self) -> None:
         self.volume.check_invariants()

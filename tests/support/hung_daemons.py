@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,18 +19,18 @@ __all__ = ["end_watch"]
 
 # A test that timed out has no time limit for its end any more.
 _PATIENCE_S = 60.0
-_ENDS_S = 40.0
+_STACKS_S = 5.0  # in which the daemon writes where its threads and tasks are
 
 
 @contextlib.contextmanager
-def end_watch() -> Iterator[Callable[[Workspace], None]]:
+def end_watch(patience_s: float = _PATIENCE_S) -> Iterator[Callable[[Workspace], None]]:
     """Yield a function that starts the clock for the end of a workspace; kill its daemon if the block takes longer."""
     watches: list[threading.Timer] = []
-    freed: list[str] = []
+    hung: list[str] = []
 
     def begin(workspace: Workspace) -> None:
         pid = workspace.pid
-        watch = threading.Timer(_PATIENCE_S, _kill, (workspace.name, pid, process_start_ticks(pid), freed))
+        watch = threading.Timer(patience_s, _kill, (workspace.name, pid, process_start_ticks(pid), hung))
         watch.daemon = True
         watches.append(watch)
         watch.start()
@@ -41,27 +40,25 @@ def end_watch() -> Iterator[Callable[[Workspace], None]]:
     finally:
         for watch in watches:
             watch.cancel()
-        for name in freed:  # in pytest's summary: such a hang is a defect that is not mended yet
-            warnings.warn(f"the daemon of {name} hung at its end until it got a signal", ResourceWarning, stacklevel=2)
+            watch.join()
+        if hung:
+            raise AssertionError(f"hung at their end, and were killed: {', '.join(hung)}; the output has their stacks")
 
 
-def _kill(name: str, pid: int, start_ticks: int | None, freed: list[str]) -> None:
-    """Show where the daemon waits, and kill it unless it then ends by itself.
-
-    pyfuse3's loop can wait in a read(2) that another request has to end; the signal ends it, too.
-    """
+def _kill(name: str, pid: int, start_ticks: int | None, hung: list[str]) -> None:
+    """Show where the daemon waits, and kill it."""
     if process_start_ticks(pid) != start_ticks:
         return
-    freed.append(name)
-    os.kill(pid, signal.SIGUSR1)
-    for _ in range(int(_ENDS_S)):
-        time.sleep(1)
-        if process_start_ticks(pid) != start_ticks:
-            return
+    hung.append(name)
+    print(f"the daemon of {name} hangs, and is killed", file=sys.stderr)
     with contextlib.suppress(OSError):
-        log = Path(log_path(name)).read_text(errors="replace")
-        print(f"the daemon of {name} hangs, and is killed; its log:\n{log}", file=sys.stderr)
+        # Before the signal, which ends a system call.
         for task in Path(f"/proc/{pid}/task").iterdir():
             print(f"{task.name}: {(task / 'stack').read_text()}", file=sys.stderr)
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(OSError):
+        log = Path(log_path(name))
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(_STACKS_S)
+        print(f"its log:\n{log.read_text(errors='replace')}", file=sys.stderr)
+    if process_start_ticks(pid) == start_ticks:
         os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """The pyfuse3 engine: serves a volume through `pyfuse3.Operations`.  It is the reference and the fallback.
 
-`handlers` maps requests to calls on a volume, `engine` mounts and runs the loop.
+`handlers` maps requests to calls on a volume, `engine` mounts and runs the loop, `reading` keeps its reads from
+blocking.
 
 Threading: the handlers run on the trio loop, `invalidate_inode` and `invalidate_entry` on any other thread
 (`vfsd.kernel.engines.base` says why).  pyfuse3 keeps its session in globals, so a process serves one mount.
@@ -19,8 +20,6 @@ Differences from tmpfs and from the native engine, because pyfuse3 or libfuse la
 - The kernel's readdir cache (FOPEN_CACHE_DIR) and opens without a request are not available.
 - libfuse negotiates neither FUSE_DONT_MASK nor FUSE_SETXATTR_EXT: the umask applies even if a default ACL is inherited,
   and setting an access ACL does not clear S_ISGID if the caller is not in the file's group.
-- The kernel can withdraw an interrupted request between poll and read; then pyfuse3's blocking read blocks the loop
-  until the next request.
 """
 
 from vfsd.kernel.engines.pyfuse3.engine import Pyfuse3Engine

@@ -32,6 +32,7 @@ from vfsd.kernel.engines.base import (
 from vfsd.kernel.engines.libfuse import capture_standard_error, mount_error
 from vfsd.kernel.engines.markers import Markers
 from vfsd.kernel.engines.pyfuse3.handlers import Handlers
+from vfsd.kernel.engines.pyfuse3.reading import read_without_blocking
 
 _logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Pyfuse3Engine:
                 pyfuse3.close(unmount=False)
             raise mount_error(failure, output.decode(errors="replace"), self._settings.mountpoint)
         (self._fd,) = _fuse_descriptors() - before
+        read_without_blocking(self._fd)
         self._handlers.is_readable = self._readable
         self._handlers.invalidate_attributes = functools.partial(invalidate_attributes, self)
         self._closed = False
