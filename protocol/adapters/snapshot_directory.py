@@ -51,7 +51,8 @@ from protocol.volume import (
     Volume,
     VolumeCapabilities,
 )
-from protocol.volume_extensions import AnsweringVolume, SnapshotInfo
+from protocol.volume_durability import AnsweringVolume
+from protocol.volume_extensions import SnapshotInfo
 
 __all__ = ["FIRST_INODE", "NAME", "ReadableState", "SnapshotDirectoryVolume", "SnapshotStates", "shown_name"]
 

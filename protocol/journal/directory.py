@@ -44,7 +44,7 @@ from protocol.journal.records import (
 )
 from protocol.linux.regular_file import open_regular
 from protocol.values import Value
-from protocol.volume_extensions import JournalEnd
+from protocol.volume_durability import JournalEnd
 
 Identity = dict[str, str | int]
 

@@ -26,6 +26,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("protocol.linux", "protocol.streams", "protocol.execution", "protocol.diff"),
         ("protocol.volume", "protocol.search"),
         ("protocol.volume_extensions",),
+        ("protocol.volume_durability",),
         ("protocol.filesystem", "protocol.archive", "protocol.merge", "protocol.tool_messages"),
         ("protocol.store", "protocol.journal"),
         ("protocol.adapters",),

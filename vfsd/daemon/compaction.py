@@ -21,7 +21,8 @@ from typing import Final, Self, cast
 
 import trio
 
-from protocol.volume_extensions import ForkableVolume, JournaledVolume, forkable, journaled
+from protocol.volume_durability import JournaledVolume, journaled
+from protocol.volume_extensions import ForkableVolume, forkable
 from vfsd.daemon.fork_family import ForkFamily
 from vfsd.daemon.forks import Forks, fork_writer
 from vfsd.daemon.mounted_volume import MountedVolume

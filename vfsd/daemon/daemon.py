@@ -25,7 +25,8 @@ import trio
 from msgspec.structs import replace
 
 import vfsd
-from protocol.volume_extensions import CacheInvalidation, journaled
+from protocol.volume_durability import journaled
+from protocol.volume_extensions import CacheInvalidation
 from vfsd.daemon import preload
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.backends import Backend

@@ -41,7 +41,8 @@ from msgspec.structs import replace
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.values import Value
-from protocol.volume_extensions import ForkableVolume, SnapshotInfo, VolumeUsage, forkable, journaled, snapshotable
+from protocol.volume_durability import journaled
+from protocol.volume_extensions import ForkableVolume, SnapshotInfo, VolumeUsage, forkable, snapshotable
 from vfsd.daemon.fork_family import ForkFamily, total
 from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId
 from vfsd.daemon.merging.needed import needed_states

@@ -26,7 +26,8 @@ import trio
 from protocol.linux.syscalls import syncfs
 from protocol.tree import Tree
 from protocol.volume import Volume
-from protocol.volume_extensions import CacheInvalidation, OverlaidVolume, journaled, overlaid, snapshotable
+from protocol.volume_durability import journaled
+from protocol.volume_extensions import CacheInvalidation, OverlaidVolume, overlaid, snapshotable
 from vfsd.daemon.audit import calls
 from vfsd.daemon.audit.log import changed_paths
 from vfsd.kernel.engines.base import Engine, PruningEngine

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import trio
 
 from protocol.linux.regular_file import open_regular
-from protocol.volume_extensions import CacheInvalidation, journaled, recoverable, snapshotable
+from protocol.volume_durability import journaled, recoverable
+from protocol.volume_extensions import CacheInvalidation, snapshotable
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.forks import Origin
 from vfsd.daemon.snapshots.directory import SnapshotDirectory, open_directory

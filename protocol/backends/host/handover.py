@@ -22,7 +22,7 @@ from protocol.backends.host.known_inodes import KnownInodes, KnownNodes
 from protocol.linux.portable import proc_path
 from protocol.linux.shared_log import SharedLog, written_records
 from protocol.values import Value
-from protocol.volume_extensions import JournalEnd
+from protocol.volume_durability import JournalEnd
 
 if TYPE_CHECKING:
     from protocol.backends.host.inode_table import HostInode, HostInodeTable

@@ -100,7 +100,7 @@ class HostVolume:
 
     # -- a kernel that several processes serve -----------------------------------------------------
     def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
-        """See `protocol.volume_extensions.RecoverableVolume`."""
+        """See `protocol.volume_durability.RecoverableVolume`."""
         # Start-up: few volumes have a keeper.
         from protocol.backends.host.known_inodes import KnownInodes  # noqa: PLC0415
         from protocol.backends.host.repeated_requests import RepeatedRequests  # noqa: PLC0415

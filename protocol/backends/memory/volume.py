@@ -34,14 +34,8 @@ from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
 from protocol.volume import DirectoryEntry, StatFs, VolumeCapabilities
-from protocol.volume_extensions import (
-    CacheInvalidation,
-    JournalStatus,
-    PreparingVolume,
-    SharedLimit,
-    SnapshotInfo,
-    VolumeUsage,
-)
+from protocol.volume_durability import JournalStatus
+from protocol.volume_extensions import CacheInvalidation, PreparingVolume, SharedLimit, SnapshotInfo, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode

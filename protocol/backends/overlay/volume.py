@@ -142,7 +142,7 @@ class OverlayVolume(MemoryVolume):
 
     # -- journal -----------------------------------------------------------------------------------
     def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
-        """See `protocol.volume_extensions.RecoverableVolume`."""
+        """See `protocol.volume_durability.RecoverableVolume`."""
         from protocol.backends.overlay.known_inodes import KnownInodes  # noqa: PLC0415 (start-up: few mounts)
 
         with self._lock:

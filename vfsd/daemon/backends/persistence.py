@@ -20,7 +20,7 @@ from vfsd.machine.logs import log_failure
 if TYPE_CHECKING:
     from protocol.backends.memory import MemoryVolume
     from protocol.volume import Volume
-    from protocol.volume_extensions import JournalEnd
+    from protocol.volume_durability import JournalEnd
     from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ import trio
 from msgspec.structs import asdict
 
 import vfsd
-from protocol.volume_extensions import VolumeUsage, checkable, journaled, snapshotable
+from protocol.volume_durability import journaled
+from protocol.volume_extensions import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.audit.calls import audited
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.call_context import CallContext, Handler

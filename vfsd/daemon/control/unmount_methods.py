@@ -25,7 +25,8 @@ import trio
 from protocol.diff.tree_diff import Change, changes, count
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
-from protocol.volume_extensions import SnapshotableVolume, journaled, overlaid, snapshotable
+from protocol.volume_durability import journaled
+from protocol.volume_extensions import SnapshotableVolume, overlaid, snapshotable
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.changes import time_text
 from vfsd.daemon.exec.commands import Commands

@@ -28,7 +28,8 @@ import trio
 
 from protocol.tree import Tree
 from protocol.volume import ROOT_INODE, Answer, Volume
-from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, journaled
+from protocol.volume_durability import journaled
+from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange
 from vfsd.daemon.policy.rules import PolicyRules
 from vfsd.daemon.policy.trees import HiddenTree, check_changes, guarded_changes, left_out_of
 from vfsd.daemon.policy.volume import PolicyVolume

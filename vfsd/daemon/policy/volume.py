@@ -50,7 +50,7 @@ from protocol.volume import (
 from vfsd.daemon.policy.walk import stale, then
 
 if TYPE_CHECKING:
-    from protocol.volume_extensions import JournaledVolume
+    from protocol.volume_durability import JournaledVolume
     from vfsd.daemon.policy.rules import PolicyRules
 
 T = TypeVar("T")

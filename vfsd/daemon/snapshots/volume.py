@@ -24,16 +24,15 @@ from protocol.diff.tree_diff import count as count_changes
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree, TreeEntry
 from protocol.types import ChangeCounts
+from protocol.volume_durability import JournaledVolume, journaled
 from protocol.volume_extensions import (
     TAG_MAX_BYTES,
     CacheInvalidation,
-    JournaledVolume,
     OverlaidVolume,
     PreparingVolume,
     SnapshotableVolume,
     SnapshotInfo,
     SnapshotKind,
-    journaled,
     overlaid,
     preparing,
     staging,

@@ -30,7 +30,8 @@ import msgspec
 import trio
 
 import vfsd
-from protocol.volume_extensions import HandedOverVolume, forkable, handed_over, journaled, overlaid
+from protocol.volume_durability import HandedOverVolume, handed_over, journaled
+from protocol.volume_extensions import forkable, overlaid
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.forks import check_memory, fork_writer
 from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
@@ -61,7 +62,7 @@ from vfsd.wire.handshake import encode_options
 from vfsd.wire.messages import UpgradeParams, UpgradeResult, from_wire_path
 
 if TYPE_CHECKING:
-    from protocol.volume_extensions import GivenState
+    from protocol.volume_durability import GivenState
     from vfsd.daemon.control.server import ControlServer
     from vfsd.daemon.exec.commands import Commands
     from vfsd.daemon.forks import Forks

@@ -36,7 +36,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import trio
 
-from protocol.volume_extensions import JournalEnd
+from protocol.volume_durability import JournalEnd
 
 HANDOVER_VERSION: Final = 1  # of these messages, and of what they carry
 OLDEST_VERSION: Final = 1  # that this version can take over

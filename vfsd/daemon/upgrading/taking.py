@@ -22,7 +22,7 @@ import msgspec
 import trio
 from msgspec.structs import replace
 
-from protocol.volume_extensions import handed_over, recoverable
+from protocol.volume_durability import handed_over, recoverable
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.backends.persistence import ContinuedJournal, continue_journal
 from vfsd.daemon.keeper.kept import RELEASED, Kept, shared_memory
@@ -51,7 +51,7 @@ from vfsd.wire.options import JournalOptions, MountOptions
 from vfsd.wire.sockets import BoundSocket
 
 if TYPE_CHECKING:
-    from protocol.volume_extensions import HandedOverVolume, TakenState
+    from protocol.volume_durability import HandedOverVolume, TakenState
 
 _logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from protocol.backends.memory.journaling.replay import Replay
     from protocol.backends.memory.state import MemoryState
     from protocol.backends.memory.volume import MemoryVolume
-    from protocol.volume_extensions import JournalEnd
+    from protocol.volume_durability import JournalEnd
 
 _INODES: Final = "Q"  # of an array: 64 bits, in the order of bytes of this machine
 

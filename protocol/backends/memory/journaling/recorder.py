@@ -35,7 +35,7 @@ from protocol.journal import effects
 from protocol.journal.log import Batch
 from protocol.journal.records import Buffer
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges, Caller, PlainEntry
-from protocol.volume_extensions import JournalStatus
+from protocol.volume_durability import JournalStatus
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch

@@ -35,7 +35,7 @@ from protocol.volume import (
     QuietLookupsVolume,
     Volume,
 )
-from protocol.volume_extensions import AnsweringVolume
+from protocol.volume_durability import AnsweringVolume
 from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.negotiation import MAX_WRITE_BYTES

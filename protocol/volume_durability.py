@@ -1,0 +1,246 @@
+"""What a volume may offer so that its state outlives the process: journals, recovery, handover.
+
+Each protocol belongs to a capability, as in `protocol.volume_extensions`; the functions that ask for it are here, too.
+
+Threading: as in `protocol.volume`; what other threads may do says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol, cast
+
+from protocol.values import Value
+from protocol.volume import Volume
+from protocol.volume_extensions import CacheInvalidation, SnapshotableVolume
+
+if TYPE_CHECKING:
+    from protocol.linux.shared_log import SharedLog
+
+__all__ = [
+    "AnsweringVolume",
+    "GivenState",
+    "HandedOverVolume",
+    "JournalEnd",
+    "JournalStatus",
+    "JournaledVolume",
+    "RecoverableVolume",
+    "TakenState",
+    "handed_over",
+    "journaled",
+    "recoverable",
+]
+
+
+class JournalStatus(Value):
+    """The journal of a volume.
+
+    `fsync`: when it is synced, "always", "everysec" or "no".  `unsynced_bytes`: not known to be on disk.  `failure`:
+    why it records nothing any more, so that the volume refuses changes.
+    """
+
+    directory: str
+    fsync: str
+    size_bytes: int
+    unsynced_bytes: int
+    failure: str | None
+
+
+class JournaledVolume(SnapshotableVolume, Protocol):
+    """A volume whose changes a journal records (capability `journal`)."""
+
+    notes: Mapping[str, bytes]
+
+    def note(self, key: str, value: bytes, *, with_next: bool = False) -> None:
+        """Keep a value with the state: `notes` has it, also after a crash.  OSError if it cannot be recorded.
+
+        `with_next`: it is recorded together with the next change, so a crash keeps both or neither.
+        """
+        ...
+
+    def journal_status(self) -> JournalStatus:
+        """Describe the journal."""
+        ...
+
+    def connect(self, *, is_known: bool) -> CacheInvalidation:
+        """Begin to serve a kernel; call it once, before the first request.
+
+        `is_known`: the kernel that the daemon before this one served.  Then files without a name exist until the kernel
+        forgets them, results that were recorded are returned to requests that come again, and the return value is what
+        the kernel's caches may have wrong, because a daemon died between a change and its invalidation.
+        """
+        ...
+
+    def answering(self, unique: int) -> None:
+        """Count the calls from now on as those of the kernel's request `unique`; 0: of no request.
+
+        The result of a call that changes something is recorded together with the change.
+        """
+        ...
+
+    def invalidated(self) -> None:
+        """Record, with the next change, that the kernel's caches agree with the state."""
+        ...
+
+    @property
+    def wants_image(self) -> bool:
+        """Whether the journal has grown so much that an image of the state should replace it."""
+        ...
+
+    def begin_image(self) -> int:
+        """Begin the part of the journal that follows the present state, and return its number.  OSError.
+
+        No import is in preparation.  The next step is `write_image`, in a process that was forked in this state.
+        """
+        ...
+
+    def write_image(self, number: int, progress: Callable[[], None]) -> None:
+        """In the forked process: write the state that `begin_image` returned `number` for.  OSError.
+
+        Calls `progress` again and again, so that the memory that this process takes can be observed.
+        """
+        ...
+
+    def finish_image(self, number: int, *, is_complete: bool) -> None:
+        """Have the image replace the journal before it, or remove the incomplete image.  Any thread.  OSError."""
+        ...
+
+
+class JournalEnd(Value):
+    """Where the next record comes: the number of the log, an offset in it, and the record's sequence number.
+
+    `image_bytes` and `older_bytes`: the sizes of the image and of the logs since it, without the last.  `synced`: the
+    offset up to which the log is known to be on disk.
+    """
+
+    number: int
+    offset: int
+    sequence: int
+    image_bytes: int
+    older_bytes: int
+    synced: int
+
+
+class GivenState(Protocol):
+    """A state that another process takes over, while this one serves it: see `HandedOverVolume.handing_over`.
+
+    `below` identifies what is below the volume, a lower layer or a directory, and is the same in both processes; ""
+    without one.  `has_image`: the log is not enough, so a process is forked that writes an image.
+    """
+
+    start: JournalEnd  # where the log began when this was made
+    below: str
+    has_image: bool
+
+    @property
+    def lock_fd(self) -> int | None:
+        """The descriptor of the lock of the volume's journal; None without one."""
+        ...
+
+    def log_fd(self) -> int:
+        """Return a new descriptor of the log that records what changes.  OSError if it was removed."""
+        ...
+
+    def position(self) -> JournalEnd:
+        """Return the end of the log, to which the other process can follow.  OSError."""
+        ...
+
+    def write_image(self, descriptor: int) -> None:
+        """In a process that was forked at `start`: write the state of then to a pipe.  OSError."""
+        ...
+
+    def files(self) -> Iterable[tuple[int, int]]:
+        """Yield inodes that only this process can open, and a descriptor of each.  Nothing may change any more."""
+        ...
+
+    def rest(self) -> bytes:
+        """Return what neither the image nor the log has.  Nothing may change any more."""
+        ...
+
+    def end(self) -> None:
+        """Go on in this process, without the other one."""
+        ...
+
+
+class TakenState(Protocol):
+    """A state that this process takes over: see `HandedOverVolume.taking_over`.  `below`: see `GivenState`."""
+
+    below: str
+
+    def read(self, image_fd: int, log_fd: int, start: JournalEnd) -> None:
+        """Rebuild the state at `start`.  Closes the descriptors.  `image_fd`: -1 without an image.
+
+        OSError: EPROTONOSUPPORT for another format, EBADMSG if the image is not complete; ValueError, KeyError.
+        """
+        ...
+
+    def follow(self, end: int) -> None:
+        """Apply what the log has up to the offset `end`.  OSError, ValueError, KeyError."""
+        ...
+
+    def take_files(self, files: Mapping[int, int]) -> None:
+        """Take over a part of `GivenState.files`; the descriptors belong to this process."""
+        ...
+
+    def complete(self, rest: bytes) -> None:
+        """Take over `GivenState.rest`.  ValueError if the state is not that of the other process."""
+        ...
+
+
+class HandedOverVolume(Volume, Protocol):
+    """A volume with which another process can continue under the same kernel (capability `handover`).
+
+    If its state `has_image`, it is a `ForkableVolume`.
+    """
+
+    def handing_over(self) -> GivenState:
+        """Begin to record what changes.  No transaction is in progress.  OSError."""
+        ...
+
+    def taking_over(self) -> TakenState:
+        """Begin to take over a state from another process.  This volume is empty, and is served afterwards.
+
+        A volume that is to `keep_log` does so from before this call.
+        """
+        ...
+
+    def discard_journal(self) -> None:
+        """Record nothing any more, write nothing more to the journal, and give its lock up."""
+        ...
+
+
+def handed_over(volume: Volume) -> HandedOverVolume | None:
+    """Return `volume` if it declares `handover`, else None."""
+    return cast(HandedOverVolume, volume) if volume.capabilities.handover else None
+
+
+class AnsweringVolume(Volume, Protocol):
+    """A volume that recognises a request which another process has executed (capability `answers_once`)."""
+
+    def answering(self, unique: int) -> None:
+        """Count the calls from now on as those of the kernel's request `unique`; 0: of no request."""
+        ...
+
+
+class RecoverableVolume(Volume, Protocol):
+    """A volume that another process can serve to the same kernel (capability `recoverable`).
+
+    A volume in memory that has a journal needs nothing else, unless a part of what the kernel knows is not in it.
+    """
+
+    def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
+        """Record in `log` from now on what another process needs; call it once, before `connect` and the first request.
+
+        `is_known`: begin with what the process before, which served the same kernel, has recorded there.
+        """
+        ...
+
+
+def recoverable(volume: Volume) -> RecoverableVolume | None:
+    """Return `volume` if it declares `recoverable`."""
+    return cast(RecoverableVolume, volume) if volume.capabilities.recoverable else None
+
+
+def journaled(volume: Volume) -> JournaledVolume | None:
+    """Return `volume` if it declares `journal`."""
+    return cast(JournaledVolume, volume) if volume.capabilities.journal else None
