@@ -22,7 +22,8 @@ from tests.support.waiting import readable
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import socket_path
-from vfsd.wire.messages import DiffParams, ImportParams, ProgressReport, RestoreParams
+from vfsd.wire.messages import ProgressReport
+from vfsd.wire.snapshot_messages import DiffParams, ImportParams, RestoreParams
 
 MountIt = Callable[..., Workspace]
 

@@ -19,7 +19,7 @@ from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import socket_path
 from vfsd.wire.fs_messages import FsWriteParams
-from vfsd.wire.messages import DropParams
+from vfsd.wire.snapshot_messages import DropParams
 
 MountIt = Callable[..., Workspace]
 

@@ -28,30 +28,32 @@ from vfsd.machine.runtime import (
     write_record,
 )
 from vfsd.wire import messages as m
+from vfsd.wire import snapshot_messages as sm
 from vfsd.wire.audit_messages import LogEntry, LogResult, ProcessRecord
+from vfsd.wire.base import ChangeRecord
 
 State = dict[bytes, bytes]
 CREATED_AT = "2026-01-02T03:04:05Z"
 
 
-def changes_between(old: State, new: State) -> list[m.ChangeRecord]:
+def changes_between(old: State, new: State) -> list[ChangeRecord]:
     found = []
     for path in sorted(old.keys() | new.keys()):
         before, after = old.get(path), new.get(path)
         if before != after:
             kind = "added" if before is None else "removed" if after is None else "modified"
             sizes = (None if side is None else len(side) for side in (before, after))
-            found.append(m.ChangeRecord(m.wire_path(path), kind, "file", *sizes))
+            found.append(ChangeRecord(m.wire_path(path), kind, "file", *sizes))
     return found
 
 
-def count(changes: list[m.ChangeRecord]) -> m.ChangeCounts:
+def count(changes: list[ChangeRecord]) -> m.ChangeCounts:
     kinds = [change.change for change in changes]
     added, removed = kinds.count("added"), kinds.count("removed")
     return m.ChangeCounts(added, len(kinds) - added - removed, removed)
 
 
-async def streamed(params: Any, changes: list[m.ChangeRecord], call: Any) -> list[m.ChangeRecord]:
+async def streamed(params: Any, changes: list[ChangeRecord], call: Any) -> list[ChangeRecord]:
     """Send `changes` ahead of the answer, in odd pieces, if that is asked for; what is left for the answer."""
     if not params.stream:
         return changes
@@ -74,10 +76,10 @@ class FakeDaemon:
     patch: list[bytes] = field(default_factory=lambda: [b"--- a/x\n", b"+++ b/x\n"])
     holders: list[str] = field(default_factory=list)
     archives: dict[str, State] = field(default_factory=dict)
-    forced_changes: list[m.ChangeRecord] | None = None  # what diff answers instead, where set
-    problems: list[m.ProblemRecord] = field(default_factory=list)  # of restores and patches
+    forced_changes: list[ChangeRecord] | None = None  # what diff answers instead, where set
+    problems: list[sm.ProblemRecord] = field(default_factory=list)  # of restores and patches
     diffed: threading.Event = field(default_factory=threading.Event)  # a diff has been sent
-    omitted: list[m.ProblemRecord] = field(default_factory=list)  # of patches
+    omitted: list[sm.ProblemRecord] = field(default_factory=list)  # of patches
     unreadable: list[str] = field(default_factory=list)  # in snapshots
     silent: bool = False  # takes requests and never answers
     undo_to: str | None = None
@@ -160,9 +162,9 @@ class FakeDaemon:
         return handle
 
     # -- the methods ------------------------------------------------------------------------------
-    def _record_of(self, name: str) -> m.SnapshotRecord:
+    def _record_of(self, name: str) -> sm.SnapshotRecord:
         state = self.snapshots[name]
-        return m.SnapshotRecord(
+        return sm.SnapshotRecord(
             name=name,
             created_at=CREATED_AT,
             files=len(state),
@@ -203,7 +205,7 @@ class FakeDaemon:
             requests=7,
         )
 
-    async def do_snapshot(self, params: m.SnapshotParams, call: Any) -> m.SnapshotRecord:
+    async def do_snapshot(self, params: sm.SnapshotParams, call: Any) -> sm.SnapshotRecord:
         name = params.name or f"snap-{len(self.snapshots) + 1}"
         if name in self.snapshots:
             raise SnapshotExistsError(name)
@@ -213,7 +215,7 @@ class FakeDaemon:
         record.unreadable = self.unreadable
         return record
 
-    async def do_snapshots(self, params: m.SnapshotsParams, call: Any) -> m.SnapshotsResult:
+    async def do_snapshots(self, params: sm.SnapshotsParams, call: Any) -> sm.SnapshotsResult:
         records, before = [], State()
         for name, state in self.snapshots.items():
             record = self._record_of(name)
@@ -221,7 +223,7 @@ class FakeDaemon:
                 record.changes = count(changes_between(before, state))
             records.append(record)
             before = state
-        return m.SnapshotsResult(records)
+        return sm.SnapshotsResult(records)
 
     async def do_log(self, params: Any, call: Any) -> LogResult:
         if self.authors is None:
@@ -233,15 +235,15 @@ class FakeDaemon:
                 await call.output(msgspec.json.encode(entry) + b"\n")
         return LogResult(sum(count for _, count in self.authors), self.log_dropped, CREATED_AT)
 
-    async def do_drop(self, params: m.DropParams, call: Any) -> m.DropResult:
+    async def do_drop(self, params: sm.DropParams, call: Any) -> sm.DropResult:
         names = list(dict.fromkeys([params.name, *params.also]))
         for name in names:
             self._state(name)
         for name in names:
             del self.snapshots[name]
-        return m.DropResult(names)
+        return sm.DropResult(names)
 
-    async def do_restore(self, params: m.RestoreParams, call: Any) -> m.RestoreResult:
+    async def do_restore(self, params: sm.RestoreParams, call: Any) -> sm.RestoreResult:
         name = self.undo_to if params.undo else params.name
         if params.archive is not None:
             name, target = params.archive, self._archive(params.archive)
@@ -258,7 +260,7 @@ class FakeDaemon:
         else:
             safety = self._keep_state()
             self.live = dict(target)
-        return m.RestoreResult(name, safety, counts, changes, problems=self.problems)
+        return sm.RestoreResult(name, safety, counts, changes, problems=self.problems)
 
     def _limited(self, target: State, wire_paths: list[str]) -> State:
         """The live state with `wire_paths`, and what is below, as in `target`."""
@@ -278,7 +280,7 @@ class FakeDaemon:
         self.undo_to = name
         return name
 
-    async def do_diff(self, params: m.DiffParams, call: Any) -> m.DiffResult:
+    async def do_diff(self, params: sm.DiffParams, call: Any) -> sm.DiffResult:
         self.snapshots.pop(self.drop_before_diff or "", None)
         a = params.a or next(reversed(self.snapshots), None)
         if a is None:
@@ -292,7 +294,7 @@ class FakeDaemon:
             changes = self.forced_changes
         listed = [] if params.mode == "patch" else await streamed(params, changes, call)
         self.diffed.set()
-        return m.DiffResult(a, params.b, count(changes), listed, problems=self.problems, omitted=self.omitted)
+        return sm.DiffResult(a, params.b, count(changes), listed, problems=self.problems, omitted=self.omitted)
 
     def _limited_between(self, old: State, new: State, wire_paths: list[str]) -> State:
         live, self.live = self.live, old
@@ -307,7 +309,7 @@ class FakeDaemon:
             raise ArchiveError("not a ZIP archive", path)
         return self.archives[path]
 
-    async def do_export(self, params: m.ExportParams, call: Any) -> m.ExportResult:
+    async def do_export(self, params: sm.ExportParams, call: Any) -> sm.ExportResult:
         state = self._state(params.snapshot)
         path = os.fsdecode(m.from_wire_path(params.path))
         if path in self.archives and not params.overwrite:
@@ -316,15 +318,15 @@ class FakeDaemon:
         await trio.lowlevel.checkpoint()
         self.archives[path] = dict(state)
         total = sum(map(len, state.values()))
-        return m.ExportResult(params.path, len(state), total, total + 100)
+        return sm.ExportResult(params.path, len(state), total, total + 100)
 
-    async def do_import(self, params: m.ImportParams, call: Any) -> m.ImportResult:
+    async def do_import(self, params: sm.ImportParams, call: Any) -> sm.ImportResult:
         content = self._archive(params.path)
         target = self.live | content
         counts = count(changes_between(self.live, target))
         safety = self._keep_state()
         self.live = target
-        return m.ImportResult(params.path, len(content), sum(map(len, content.values())), safety, counts)
+        return sm.ImportResult(params.path, len(content), sum(map(len, content.values())), safety, counts)
 
     async def do_unmount(self, params: m.UnmountParams, call: Any) -> m.UnmountResult:
         if self.holders and not params.lazy:

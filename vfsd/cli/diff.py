@@ -18,7 +18,8 @@ from vfsd.cli.common.paging import PatchColours, paged
 from vfsd.cli.common.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
 from vfsd.cli.common.values import exclude_option, include_option
 from vfsd.client.requests import RemoteCall
-from vfsd.wire import messages
+from vfsd.wire import messages, snapshot_messages
+from vfsd.wire.base import ChangeRecord
 
 _NAMED: Final = 20  # paths missing from a patch that standard error names
 
@@ -149,22 +150,22 @@ def _answer(app: App, request: RemoteCall[Any], mode: str | None) -> None:
     call_with_changes(app, request, "comparing", {"stat": _show_stat, "names": _show_names}.get(mode or "", _show))
 
 
-def _show(_answer: messages.DiffResult, changes: ChangeSpool) -> None:
+def _show(_answer: snapshot_messages.DiffResult, changes: ChangeSpool) -> None:
     with paged():
         show_changes(changes)
 
 
-def _name(change: messages.ChangeRecord) -> str:
+def _name(change: ChangeRecord) -> str:
     return output.show_path(change.path)
 
 
-def _show_names(_answer: messages.DiffResult, changes: ChangeSpool) -> None:
+def _show_names(_answer: snapshot_messages.DiffResult, changes: ChangeSpool) -> None:
     with paged():
         for change in changes:
             output.say(_name(change))
 
 
-def _show_stat(answer: messages.DiffResult, changes: ChangeSpool) -> None:
+def _show_stat(answer: snapshot_messages.DiffResult, changes: ChangeSpool) -> None:
     if answer.counts != messages.ChangeCounts():
         with paged():
             show_stat(changes, answer.counts)
@@ -185,7 +186,7 @@ def _patch(app: App, request: RemoteCall[Any]) -> None:
         click.get_current_context().exit(1)
 
 
-def _patch_document(answer: messages.DiffResult, whole: bytes) -> dict[str, Any]:
+def _patch_document(answer: snapshot_messages.DiffResult, whole: bytes) -> dict[str, Any]:
     try:
         content: dict[str, str | bytes] = {"patch": whole.decode()}
     except UnicodeDecodeError:
@@ -194,7 +195,7 @@ def _patch_document(answer: messages.DiffResult, whole: bytes) -> dict[str, Any]
     return {**{name: getattr(answer, name) for name in names}, **content}
 
 
-def _note_what_is_missing(answer: messages.DiffResult) -> None:
+def _note_what_is_missing(answer: snapshot_messages.DiffResult) -> None:
     named = [*answer.omitted, *answer.problems]
     for each in named[:_NAMED]:
         output.note(f"not in this patch: {each.path} ({each.reason})")

@@ -10,7 +10,7 @@ from vfsd.cli.common.changes import show_changes, show_expired, show_outcome
 from vfsd.cli.common.names import complete_path
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.wording import count_words
-from vfsd.wire import messages
+from vfsd.wire import snapshot_messages
 
 
 @click.command(
@@ -38,7 +38,7 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
     `vfsd restore --undo` goes back to the state that was applied.  It does not change the directory.
     """
 
-    def show(answer: messages.ApplyResult, changes: ChangeSpool) -> None:
+    def show(answer: snapshot_messages.ApplyResult, changes: ChangeSpool) -> None:
         place = output.show_path(answer.directory)
         if answer.recovered:
             output.note(answer.recovered)
@@ -85,7 +85,7 @@ def discard_command(app: App, paths: tuple[str, ...], dry_run: bool) -> None:
         app.emit(app.call(request, label="discarding"), _show_discarded)
 
 
-def _show_discarded(answer: messages.RestoreResult) -> None:
+def _show_discarded(answer: snapshot_messages.RestoreResult) -> None:
     if answer.safety_snapshot is None:
         output.say("nothing to discard")
         show_expired(answer.expired)

@@ -14,13 +14,13 @@ from vfsd.cli.common.changes import show_changes, show_outcome, show_problems
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts
 from vfsd.client.agent_points import AgentPoint, parse_tag
-from vfsd.wire import messages
+from vfsd.wire import snapshot_messages
 
 
 class _Moment(NamedTuple):
     """A snapshot of an agent's hooks.  `prompt_number` counts the prompts from 1; 0 before the first."""
 
-    snapshot: messages.SnapshotRecord
+    snapshot: snapshot_messages.SnapshotRecord
     point: AgentPoint
     prompt_number: int
 
@@ -58,7 +58,7 @@ def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool) -> 
     """
     if list_them and (to is not None or dry_run):
         raise click.UsageError("--list stands alone")
-    answer: messages.SnapshotsResult = app.call(app.requests.snapshots(changes=list_them))
+    answer: snapshot_messages.SnapshotsResult = app.call(app.requests.snapshots(changes=list_them))
     moments = _moments(answer.snapshots)
     if list_them:
         app.emit({"points": [_document(moment) for moment in moments]}, lambda _: _show_list(moments))
@@ -68,19 +68,19 @@ def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool) -> 
     words = _describe(moment)
     if dry_run:
 
-        def show(restored: messages.RestoreResult, changes: ChangeSpool) -> None:
+        def show(restored: snapshot_messages.RestoreResult, changes: ChangeSpool) -> None:
             show_changes(changes)
             if output.on_terminal(err=True):
                 output.note(f"would rewind to {words}: {count_words(restored.counts)}")
 
         call_with_changes(app, request, "comparing", show)
         return
-    restored: messages.RestoreResult = app.call(request, label="restoring")
+    restored: snapshot_messages.RestoreResult = app.call(request, label="restoring")
     app.emit(restored, lambda _: _show_restored(words, restored))
     show_problems(restored.problems)
 
 
-def _moments(snapshots: Sequence[messages.SnapshotRecord]) -> list[_Moment]:
+def _moments(snapshots: Sequence[snapshot_messages.SnapshotRecord]) -> list[_Moment]:
     found = []
     number = 0
     for snapshot in snapshots:
@@ -125,7 +125,7 @@ def _describe(moment: _Moment) -> str:
     return f"the end of the turn after prompt {moment.prompt_number}"
 
 
-def _show_restored(words: str, answer: messages.RestoreResult) -> None:
+def _show_restored(words: str, answer: snapshot_messages.RestoreResult) -> None:
     if answer.safety_snapshot is None and not answer.problems:
         output.say(nothing_to_restore(output.show_path(words)))
     else:

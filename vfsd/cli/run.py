@@ -23,7 +23,7 @@ from vfsd.client.mount_arguments import mount_options, running_workspace
 from vfsd.client.requests import Requests
 from vfsd.machine.own_places import make_place, remove_place
 from vfsd.machine.runtime import WORKSPACE_VARIABLE, WorkspaceRecord
-from vfsd.wire import messages
+from vfsd.wire import messages, snapshot_messages
 from vfsd.wire.messages import wire_path
 
 Outcome = Literal["applied", "kept", "discarded", "unchanged", "lost"]
@@ -179,7 +179,7 @@ class _Run:
         app.interrupted = self._app.interrupted
         shown: list[messages.ChangeCounts] = []
 
-        def show(answer: messages.DiffResult, changes: ChangeSpool) -> None:
+        def show(answer: snapshot_messages.DiffResult, changes: ChangeSpool) -> None:
             shown.append(answer.counts)
             if answer.counts != messages.ChangeCounts() and not self._app.json:
                 with contextlib.suppress(BrokenPipeError):  # the user's choice counts, even if nothing reads the list
@@ -211,7 +211,7 @@ class _Run:
 
     def _apply(self) -> tuple[Outcome, bool]:
         request = Requests(self._record.mountpoint).apply()
-        answer: messages.ApplyResult = self._app.call(request, self._record, label="applying")
+        answer: snapshot_messages.ApplyResult = self._app.call(request, self._record, label="applying")
         for conflict in answer.conflicts:
             output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
         if not answer.applied:

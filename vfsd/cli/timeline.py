@@ -22,7 +22,8 @@ from vfsd.client.results import Snapshot
 from vfsd.client.timeline import authors, timeline
 from vfsd.wire.audit_messages import LogResult
 from vfsd.wire.backend_spec import BackendSpec
-from vfsd.wire.messages import ChangeCounts, DiffResult
+from vfsd.wire.messages import ChangeCounts
+from vfsd.wire.snapshot_messages import DiffResult
 
 _STATES: Final = 30  # shown by default
 _AUTHORS: Final = 4  # named for each state on a terminal

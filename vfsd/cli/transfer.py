@@ -20,7 +20,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App
 from vfsd.cli.common.names import complete_snapshot
 from vfsd.cli.common.object_stores import RemoteCommand, bytes_progress, is_url, open_remote
-from vfsd.wire.messages import SaveResult
+from vfsd.wire.snapshot_messages import SaveResult
 
 _URLS: Final = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR"
 

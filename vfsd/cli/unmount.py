@@ -25,7 +25,7 @@ from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import clear_dead_mount
 from vfsd.machine.own_places import remove_place
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
-from vfsd.wire import messages
+from vfsd.wire import messages, snapshot_messages
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import wire_path
 from vfsd.wire.sockets import remove_dead_socket
@@ -162,7 +162,7 @@ def _export_and_unmount(
     request = Requests(record.mountpoint).export(file, overwrite=overwrite)
     for _ in range(_EXPORTS):
         try:
-            answer: messages.ExportResult = app.call(request, record, label="exporting")
+            answer: snapshot_messages.ExportResult = app.call(request, record, label="exporting")
         except FileExistsError:
             reason = f"the file exists; --force replaces it; {record.name} is still mounted"
             raise FileExistsError(errno.EEXIST, reason, file) from None

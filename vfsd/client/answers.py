@@ -15,12 +15,13 @@ from typing import Any, Final
 import msgspec
 
 from vfsd.client import results
-from vfsd.wire import messages
+from vfsd.wire import messages, snapshot_messages
+from vfsd.wire.base import ChangeRecord, ExpiredRecord
 from vfsd.wire.handshake import Ready
 from vfsd.wire.merge_messages import ConflictRecord
 
 _PIECE_BYTES: Final = 64 * 1024
-_change_records = msgspec.json.Decoder(messages.ChangeRecord)
+_change_records = msgspec.json.Decoder(ChangeRecord)
 
 
 def _unchanged(value: Any) -> Any:
@@ -37,18 +38,18 @@ def _paths(wire: Iterable[str]) -> tuple[str, ...]:
     return tuple(map(_path, wire))
 
 
-def _changes(records: Iterable[messages.ChangeRecord]) -> tuple[results.Change, ...]:
+def _changes(records: Iterable[ChangeRecord]) -> tuple[results.Change, ...]:
     return tuple(
         results.Change(_path(record.path), record.change, record.type, record.old_size, record.new_size)
         for record in records
     )
 
 
-def _reasons(records: Iterable[messages.ProblemRecord]) -> dict[str, str]:
+def _reasons(records: Iterable[snapshot_messages.ProblemRecord]) -> dict[str, str]:
     return {_path(record.path): record.reason for record in records}
 
 
-def _expired(records: Iterable[messages.ExpiredRecord]) -> dict[str, datetime]:
+def _expired(records: Iterable[ExpiredRecord]) -> dict[str, datetime]:
     return {record.name: datetime.fromisoformat(record.created_at) for record in records}
 
 
@@ -84,7 +85,7 @@ def _convert(kind: type[Any], **others: Callable[[Any], Any]) -> Callable[[Any],
     return convert
 
 
-def _records(output: bytes) -> Iterator[messages.ChangeRecord]:
+def _records(output: bytes) -> Iterator[ChangeRecord]:
     """Decode the records in `output` piece by piece: other threads, such as an event loop, run in between."""
     start = 0
     while start < len(output):
@@ -93,12 +94,12 @@ def _records(output: bytes) -> Iterator[messages.ChangeRecord]:
         start = end
 
 
-def _diff(answer: messages.DiffResult, output: bytes) -> results.Diff:
+def _diff(answer: snapshot_messages.DiffResult, output: bytes) -> results.Diff:
     changes = _changes(_records(output)) if output else _changes(answer.changes)
     return results.Diff(a=answer.a, b=answer.b, counts=answer.counts, changes=changes, truncated=answer.truncated)
 
 
-def _patch(answer: messages.DiffResult, output: bytes) -> results.Patch:
+def _patch(answer: snapshot_messages.DiffResult, output: bytes) -> results.Patch:
     problems, omitted = _reasons(answer.problems), _reasons(answer.omitted)
     return results.Patch(output, counts=answer.counts, problems=problems, omitted=omitted)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeAl
 import msgspec
 
 from vfsd.client.paths import UserPath, wire_paths
-from vfsd.wire import audit_messages, merge_messages, messages
+from vfsd.wire import audit_messages, merge_messages, messages, snapshot_messages
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.base import Peer
 
@@ -119,7 +119,7 @@ class Requests:
         FileExistsError if the name is in use.  `on_progress` is called now and then while the daemon works, here and in
         the other methods: a snapshot of "host:DIR" is written to disk, which may take a while.
         """
-        params = messages.SnapshotParams(name=name, tag=tag, automatic=automatic)
+        params = snapshot_messages.SnapshotParams(name=name, tag=tag, automatic=automatic)
         return RemoteCall("snapshot", params, _to("Snapshot"), on_progress)
 
     def snapshots(self, *, changes: bool = True) -> RemoteCall[list[Snapshot]]:
@@ -127,7 +127,7 @@ class Requests:
         to_snapshot = _to("Snapshot")
         return RemoteCall(
             "snapshots",
-            messages.SnapshotsParams(changes=changes),
+            snapshot_messages.SnapshotsParams(changes=changes),
             lambda answer: [to_snapshot(record) for record in answer.snapshots],
         )
 
@@ -137,12 +137,16 @@ class Requests:
         OSError(EBUSY) if one of them is the base of a merge with a running workspace, such as a fork that was made from
         it; `force` drops it nevertheless.  An export or diff that is reading a snapshot completes.
         """
-        return RemoteCall("drop", messages.DropParams(name=name, also=list(others), force=force), lambda _: None)
+        return RemoteCall(
+            "drop", snapshot_messages.DropParams(name=name, also=list(others), force=force), lambda _: None
+        )
 
     def drop_unneeded(self, created_at: Mapping[str, str]) -> RemoteCall[None]:
-        """Delete the snapshots with these names and times, or none: see `messages.DropParams`.  At least one."""
+        """Delete the snapshots with these names and times, or none: see `DropParams`.  At least one."""
         name, *others = created_at
-        return RemoteCall("drop", messages.DropParams(name, others, created_at=dict(created_at)), lambda _: None)
+        return RemoteCall(
+            "drop", snapshot_messages.DropParams(name, others, created_at=dict(created_at)), lambda _: None
+        )
 
     def restore(
         self,
@@ -162,7 +166,7 @@ class Requests:
         With `of`, the backend of another workspace ("host:DIR"), the snapshot is read from that workspace's snapshots
         in the store at `store` (None: the daemon's own).
         """
-        params = messages.RestoreParams(paths=self._paths(paths), dry_run=dry_run)
+        params = snapshot_messages.RestoreParams(paths=self._paths(paths), dry_run=dry_run)
         if isinstance(source, str):
             params.name = source
             if of is not None:
@@ -182,7 +186,7 @@ class Requests:
         undo is kept for `redo`.  FileNotFoundError if there is nothing to undo.  Undoing an apply does not change the
         directory that it wrote to.
         """
-        params = messages.RestoreParams(undo=True, paths=self._paths(paths), dry_run=dry_run)
+        params = snapshot_messages.RestoreParams(undo=True, paths=self._paths(paths), dry_run=dry_run)
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
     def redo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> RemoteCall[Restored]:
@@ -190,7 +194,7 @@ class Requests:
 
         The state before the redo is kept for `undo`.  FileNotFoundError if there is nothing to redo.
         """
-        params = messages.RestoreParams(redo=True, dry_run=dry_run)
+        params = snapshot_messages.RestoreParams(redo=True, dry_run=dry_run)
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
     def apply(
@@ -201,12 +205,12 @@ class Requests:
         If other programs changed one of these files there, nothing is written unless `force` is set; see
         `Applied.conflicts`.
         """
-        params = messages.ApplyParams(paths=self._paths(paths), dry_run=dry_run, force=force)
+        params = snapshot_messages.ApplyParams(paths=self._paths(paths), dry_run=dry_run, force=force)
         return RemoteCall("apply", params, _to("Applied"))
 
     def discard(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> RemoteCall[Restored]:
         """Discard the changes that an overlay holds, all or those below `paths`; `undo` restores them."""
-        params = messages.RestoreParams(base=True, paths=self._paths(paths), dry_run=dry_run)
+        params = snapshot_messages.RestoreParams(base=True, paths=self._paths(paths), dry_run=dry_run)
         return RemoteCall("restore", params, _to("Restored"))
 
     def diff(
@@ -260,7 +264,7 @@ class Requests:
         **others: Any,
     ) -> RemoteCall[Any]:
         """Build a `diff` whose answer and output become the class `kind` of `vfsd.client.results`."""
-        params = messages.DiffParams(
+        params = snapshot_messages.DiffParams(
             a=a, b=b, paths=self._paths(paths), include=list(include), exclude=list(exclude), **others
         )
         pieces: list[bytes] = []
@@ -327,7 +331,7 @@ class Requests:
         kind of archive.
         """
         check_archive_name(path)
-        params = messages.ExportParams(
+        params = snapshot_messages.ExportParams(
             path=_absolute(path),
             snapshot=snapshot,
             overwrite=overwrite,
@@ -343,7 +347,7 @@ class Requests:
 
         OSError (EINVAL) says why an archive was rejected.  `undo` takes the import back.
         """
-        return RemoteCall("import", messages.ImportParams(path=_absolute(path)), _to("Imported"), on_progress)
+        return RemoteCall("import", snapshot_messages.ImportParams(path=_absolute(path)), _to("Imported"), on_progress)
 
     # -- the log --------------------------------------------------------------------------------------
     def log(
@@ -406,9 +410,9 @@ class Requests:
         """Give process `pid` (None: this one) a label in the log, which what it starts from now on inherits."""
         return RemoteCall("label", audit_messages.LabelParams(label=label, pid=pid))
 
-    def save(self, snapshot: str | None = None) -> RemoteCall[messages.SaveResult]:
+    def save(self, snapshot: str | None = None) -> RemoteCall[snapshot_messages.SaveResult]:
         """Put the live state, or a snapshot, into the snapshot store on disk, from where it can be uploaded."""
-        return RemoteCall("save", messages.SaveParams(snapshot), lambda answer: answer)
+        return RemoteCall("save", snapshot_messages.SaveParams(snapshot), lambda answer: answer)
 
     # -- the workspace itself ---------------------------------------------------------------------
     def status(self) -> RemoteCall[Status]:

@@ -19,7 +19,8 @@ import msgspec
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import ChangeKind, Snapshot
 from vfsd.wire.audit_messages import LogParams
-from vfsd.wire.messages import ChangeRecord, DiffParams
+from vfsd.wire.base import ChangeRecord
+from vfsd.wire.snapshot_messages import DiffParams
 
 T = TypeVar("T")
 

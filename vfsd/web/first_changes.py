@@ -19,7 +19,8 @@ import msgspec
 from protocol.types import ChangeCounts
 from vfsd.client.requests import RemoteCall
 from vfsd.web.sources import WorkspaceSource
-from vfsd.wire.messages import ChangeRecord, DiffParams, DiffResult
+from vfsd.wire.base import ChangeRecord
+from vfsd.wire.snapshot_messages import DiffParams, DiffResult
 
 
 @dataclass(slots=True)

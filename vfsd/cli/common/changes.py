@@ -12,7 +12,9 @@ from protocol.errors import shortened
 from vfsd.cli.common import output
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.wording import LETTERS, change_line, outcome_lines, with_slash
-from vfsd.wire.messages import ChangeCounts, ChangeRecord, ExpiredRecord, ImportResult, ProblemRecord, RestoreResult
+from vfsd.wire.base import ChangeRecord, ExpiredRecord
+from vfsd.wire.messages import ChangeCounts
+from vfsd.wire.snapshot_messages import ImportResult, ProblemRecord, RestoreResult
 
 _COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "type": "magenta", "metadata": "cyan"}
 _GRAPH_COLUMNS: Final = 40

@@ -20,7 +20,8 @@ from vfsd.client.connection import ControlClient, ControlError, control_error
 from vfsd.client.paths import current_directory, workspace_path
 from vfsd.machine.runtime import WorkspaceRecord, find_workspace, read_records
 from vfsd.wire.fs_messages import FsLsParams
-from vfsd.wire.messages import SnapshotsParams, from_wire_path, wire_path
+from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.wire.snapshot_messages import SnapshotsParams
 
 _TIMEOUT_S: Final = 1.0  # longer, and the shell seems to hang
 _MAX_PATHS: Final = 10_000  # of one directory

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from typing import Final
 
     from vfsd.cli.common.output import Cell, Kind
-    from vfsd.wire.messages import ChangeCounts, RestoreResult, StatusResult
+    from vfsd.wire.messages import ChangeCounts, StatusResult
+    from vfsd.wire.snapshot_messages import RestoreResult
 
 LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 

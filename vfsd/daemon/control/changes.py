@@ -20,14 +20,9 @@ from protocol.types import ChangeCounts
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.snapshots.threads import in_answer_thread
-from vfsd.wire.messages import (
-    CHANGES_LISTED,
-    ChangeRecord,
-    ExpiredRecord,
-    InvalidParamsError,
-    ProblemRecord,
-    wire_path,
-)
+from vfsd.wire.base import ChangeRecord, ExpiredRecord
+from vfsd.wire.messages import InvalidParamsError, wire_path
+from vfsd.wire.snapshot_messages import CHANGES_LISTED, ProblemRecord
 
 FileType = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
 _TYPES: dict[int, FileType] = {

@@ -36,8 +36,9 @@ from vfsd.daemon.snapshots.base import LiveState, NewState, Outcome, SnapshotSer
 from vfsd.daemon.snapshots.threads import in_answer_thread
 from vfsd.wire.base import Peer
 from vfsd.wire.merge_messages import AdoptParams, ConflictRecord, MergeParams, MergeResult
-from vfsd.wire.messages import CHANGES_LISTED, wire_path
+from vfsd.wire.messages import wire_path
 from vfsd.wire.options import WorkspaceOptions
+from vfsd.wire.snapshot_messages import CHANGES_LISTED
 
 _ATTEMPTS: Final = 5  # while programs change paths that are merged
 _PATHS_SHOWN: Final = 3

@@ -16,8 +16,8 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree
 from vfsd.daemon.snapshots.base import BASE, STAGED_PREFIX, SnapshotService, free_name, in_bytes
 from vfsd.daemon.snapshots.threads import in_thread
-from vfsd.wire.messages import SaveParams, SaveResult
 from vfsd.wire.options import WorkspaceOptions
+from vfsd.wire.snapshot_messages import SaveParams, SaveResult
 
 _ATTEMPTS: Final = 16
 

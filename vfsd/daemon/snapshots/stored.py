@@ -83,7 +83,7 @@ from vfsd.daemon.snapshots.store_restore import (
 from vfsd.daemon.snapshots.threads import checked, entered, in_thread
 from vfsd.machine.logs import log_failure
 from vfsd.machine.runtime import read_record
-from vfsd.wire.messages import CHANGES_LISTED
+from vfsd.wire.snapshot_messages import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)
 # Garbage collection locks the store, and makes the next snapshot read every file: so not after each drop.

@@ -66,7 +66,7 @@ from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.threads import checked
 from vfsd.kernel.engines.arrivals import repeated
 from vfsd.machine.logs import log_failure
-from vfsd.wire.messages import CHANGES_LISTED
+from vfsd.wire.snapshot_messages import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)
 _TAG_CHARACTERS: Final = TAG_MAX_BYTES // 4

@@ -26,6 +26,8 @@ from vfsd.cli.main import COMMANDS, cli
 from vfsd.client.connection import ControlClient, vanished
 from vfsd.machine.runtime import ensure_socket_dir, read_records, write_record
 from vfsd.wire import messages as m
+from vfsd.wire import snapshot_messages as sm
+from vfsd.wire.base import ChangeRecord
 
 
 @pytest.fixture
@@ -248,7 +250,7 @@ def test_wrong_usage_with_json_is_one_document(daemon: FakeDaemon) -> None:
 
 def test_what_a_restore_could_not_do_is_named_and_makes_it_fail(daemon: FakeDaemon) -> None:
     ok("snapshot", "one")
-    daemon.problems = [m.ProblemRecord(f"path-{number}", "for no good reason") for number in range(25)]
+    daemon.problems = [sm.ProblemRecord(f"path-{number}", "for no good reason") for number in range(25)]
     result = run("restore", "one")
     assert result.exit_code == 1
     assert "restored one" in result.stdout
@@ -482,8 +484,8 @@ def test_diff_is_against_the_newest_snapshot_and_the_live_state(daemon: FakeDaem
 def test_each_kind_of_change_has_its_letter(daemon: FakeDaemon) -> None:
     ok("snapshot", "base")
     kinds = ["added", "modified", "removed", "type", "metadata"]
-    daemon.forced_changes = [m.ChangeRecord(kind, kind, "file") for kind in kinds]  # type: ignore[arg-type]
-    daemon.forced_changes.append(m.ChangeRecord("dir", "added", "directory"))
+    daemon.forced_changes = [ChangeRecord(kind, kind, "file") for kind in kinds]  # type: ignore[arg-type]
+    daemon.forced_changes.append(ChangeRecord("dir", "added", "directory"))
     assert [line[0] for line in ok("diff").splitlines()] == ["A", "M", "D", "T", "m", "A"]
     assert ok("diff").endswith("A dir/\n")
 
@@ -498,10 +500,10 @@ def test_what_follows_two_dashes_limits_the_diff(daemon: FakeDaemon) -> None:
 def test_stat_is_a_table_as_git_has_it(daemon: FakeDaemon) -> None:
     ok("snapshot", "base")
     daemon.forced_changes = [
-        m.ChangeRecord("a.txt", "modified", "file", 10, 20, lines_added=3, lines_removed=1),
-        m.ChangeRecord("longer-name", "added", "file", None, 9, binary=True),
-        m.ChangeRecord("mode", "metadata", "file", 1, 1),
-        m.ChangeRecord("sub", "removed", "directory", lines_added=0, lines_removed=0),
+        ChangeRecord("a.txt", "modified", "file", 10, 20, lines_added=3, lines_removed=1),
+        ChangeRecord("longer-name", "added", "file", None, 9, binary=True),
+        ChangeRecord("mode", "metadata", "file", 1, 1),
+        ChangeRecord("sub", "removed", "directory", lines_added=0, lines_removed=0),
     ]
     assert ok("diff", "--stat").splitlines() == [
         " a.txt       |   4 +++-",
@@ -516,8 +518,8 @@ def test_stat_is_a_table_as_git_has_it(daemon: FakeDaemon) -> None:
 def test_a_big_stat_is_scaled_and_nothing_vanishes(daemon: FakeDaemon) -> None:
     ok("snapshot", "base")
     daemon.forced_changes = [
-        m.ChangeRecord("big", "modified", "file", lines_added=100_000, lines_removed=1),
-        m.ChangeRecord("small", "modified", "file", lines_added=1, lines_removed=0),
+        ChangeRecord("big", "modified", "file", lines_added=100_000, lines_removed=1),
+        ChangeRecord("small", "modified", "file", lines_added=1, lines_removed=0),
     ]
     big, small, _ = ok("diff", "--stat").splitlines()
     assert len(big) < 80
@@ -539,11 +541,11 @@ def test_a_patch_comes_byte_by_byte_as_the_daemon_wrote_it(daemon: FakeDaemon) -
 def test_a_patch_that_lacks_something_says_so_and_fails(daemon: FakeDaemon) -> None:
     ok("snapshot", "base")
     daemon.patch = [b"+1\n"]
-    daemon.omitted = [m.ProblemRecord("logs", "an empty directory")]
+    daemon.omitted = [sm.ProblemRecord("logs", "an empty directory")]
     result = run("diff", "--patch")
     assert (result.exit_code, result.stdout) == (0, "+1\n")
     assert result.stderr == "vfsd: not in this patch: logs (an empty directory)\n"
-    daemon.problems = [m.ProblemRecord(f"fifo{n}", "a special file") for n in range(30)]
+    daemon.problems = [sm.ProblemRecord(f"fifo{n}", "a special file") for n in range(30)]
     result = run("diff", "--patch")
     assert (result.exit_code, result.stdout) == (1, "+1\n")
     *named, more, error = result.stderr.splitlines()
@@ -562,7 +564,7 @@ MANY = 25_000  # more than one message lists
 
 def test_a_long_diff_is_listed_whole_everywhere(daemon: FakeDaemon) -> None:
     ok("snapshot", "base")
-    daemon.forced_changes = [m.ChangeRecord(f"f\n{n}", "added", "file", None, 1, lines_added=1) for n in range(MANY)]
+    daemon.forced_changes = [ChangeRecord(f"f\n{n}", "added", "file", None, 1, lines_added=1) for n in range(MANY)]
     names = [f"f\\x0a{n}" for n in range(MANY)]
     assert ok("diff").splitlines() == [f"A {name}" for name in names]
     assert ok("diff", "--names").splitlines() == names
@@ -586,7 +588,7 @@ def test_a_long_dry_run_is_listed_whole(daemon: FakeDaemon) -> None:
 def test_a_reader_that_pauses_holds_nobody_up_and_gets_everything(daemon: FakeDaemon, words: list[str]) -> None:
     ok("snapshot", "base")
     daemon.patch = [b"+line\n" * 10_000] * 50
-    daemon.forced_changes = [m.ChangeRecord(f"file{n}", "added", "file") for n in range(100_000)]
+    daemon.forced_changes = [ChangeRecord(f"file{n}", "added", "file") for n in range(100_000)]
     command = [sys.executable, "-m", "vfsd.cli.main", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None

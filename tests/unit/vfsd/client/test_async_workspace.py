@@ -27,7 +27,8 @@ from vfsd.client import answers, async_connection, threads
 from vfsd.client.async_filesystem import AsyncFilesystem
 from vfsd.client.connection import Exchange
 from vfsd.client.filesystem import WorkspaceFilesystem
-from vfsd.wire import messages as m
+from vfsd.wire import snapshot_messages as sm
+from vfsd.wire.base import ChangeRecord
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 
@@ -268,8 +269,8 @@ def ticker() -> Ticker:
     return Ticker()
 
 
-def many_changes(count: int) -> list[m.ChangeRecord]:
-    return [m.ChangeRecord(f"directory/file-{number}", "added", "file", None, 1) for number in range(count)]
+def many_changes(count: int) -> list[ChangeRecord]:
+    return [ChangeRecord(f"directory/file-{number}", "added", "file", None, 1) for number in range(count)]
 
 
 def test_the_loop_turns_while_a_large_answer_is_decoded_and_converted(
@@ -298,7 +299,7 @@ def test_the_loop_turns_while_a_large_answer_is_decoded_and_converted(
         async with ticker.ticking():
             assert len((await ws.diff("base")).changes) == 30_000
             # One line of some megabytes, as no method of `AsyncWorkspace` asks for today.
-            answer = await ws._client.call("diff", m.DiffParams(a="base"))
+            answer = await ws._client.call("diff", sm.DiffParams(a="base"))
             assert len(answer.changes) == 30_000
 
     run(body)

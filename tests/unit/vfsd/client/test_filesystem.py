@@ -12,7 +12,7 @@ from protocol.errors import ArchiveError
 from tests.support.fake_workspace import FakeDaemon
 from vfsd import Workspace
 from vfsd.client.filesystem import WorkspaceFilesystem
-from vfsd.wire.messages import ProblemRecord
+from vfsd.wire.snapshot_messages import ProblemRecord
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ from vfsd.machine.runtime import (
     socket_path,
     write_record,
 )
-from vfsd.wire.messages import ChangeCounts, DiffParams, DropParams, Empty, RestoreParams, RestoreResult
+from vfsd.wire.messages import ChangeCounts, Empty
+from vfsd.wire.snapshot_messages import DiffParams, DropParams, RestoreParams, RestoreResult
 
 RESTORED = RestoreResult("s", "safety-1", ChangeCounts(), [])
 

@@ -23,23 +23,18 @@ from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.connection import ControlClient, ControlError
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.connection import ConnectionLimits
+from vfsd.wire.base import ChangeRecord
 from vfsd.wire.messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
     METHOD_NOT_FOUND,
     OPERATION_FAILED,
     ChangeCounts,
-    ChangeRecord,
-    DiffParams,
-    DiffResult,
-    DropParams,
-    DropResult,
     Empty,
-    ExportParams,
-    ExportResult,
     InvalidParamsError,
     ProgressReport,
 )
+from vfsd.wire.snapshot_messages import DiffParams, DiffResult, DropParams, DropResult, ExportParams, ExportResult
 
 
 class BlockingSubject:

@@ -22,7 +22,8 @@ import trio.testing
 from tests.unit.vfsd.daemon.control.conftest import Peer, peer, serving
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.connection import ConnectionLimits
-from vfsd.wire.messages import INVALID_REQUEST, MAX_REQUEST_BYTES, OPERATION_FAILED, DropParams, Empty
+from vfsd.wire.messages import INVALID_REQUEST, MAX_REQUEST_BYTES, OPERATION_FAILED, Empty
+from vfsd.wire.snapshot_messages import DropParams
 
 CLOSING = {"jsonrpc": "2.0", "method": "closing", "params": {}}
 LIMITS = ConnectionLimits(line_s=30, idle_s=600, stall_s=30)

@@ -21,10 +21,10 @@ from vfsd.wire.messages import (
     METHOD_NOT_FOUND,
     OPERATION_FAILED,
     PARSE_ERROR,
-    DropParams,
     Empty,
     InvalidParamsError,
 )
+from vfsd.wire.snapshot_messages import DropParams
 
 
 def failing(error: BaseException) -> Any:

@@ -1,0 +1,296 @@
+"""The messages of the control socket about snapshots: take, drop, restore, compare, and write states elsewhere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from protocol.types import ChangeCounts
+from vfsd.wire.base import ChangeRecord, ExpiredRecord, Params, Peer
+
+
+class SnapshotRecord(msgspec.Struct):
+    """A snapshot: the result of `snapshot`, and an element of that of `snapshots`."""
+
+    name: str
+    created_at: str
+    files: int
+    directories: int
+    size_bytes: int
+    kind: Literal["user", "safety", "automatic"]
+    tag: str | None = None
+    changes: ChangeCounts | None = None  # since the previous snapshot; None if not requested
+    unstable: list[str] = []  # files that changed while they were read; the snapshot may mix old and new data
+    unreadable: list[str] = []  # paths that could not be read and are not in the snapshot
+    # The number of undo steps (negative) or redo steps (positive) that lead to this snapshot; 0 if the live state
+    # started from it; None if no number of steps leads to it.
+    step: int | None = None
+    expired: list[ExpiredRecord] = []  # in the result of `snapshot` only
+    needed: str | None = None  # why a running fork or a later merge needs it: "base of a fork", "merged into edit"
+
+
+class SnapshotParams(Params):
+    """Parameters of `snapshot`.  Without a `name` the daemon picks one: "snap-1", ...
+
+    An `automatic` snapshot in memory may be dropped to make room (`SnapshotRecord.kind`); on disk it is like any other.
+    """
+
+    name: str | None = None
+    tag: str | None = None
+    automatic: bool = False
+
+
+class SnapshotsParams(Params):
+    """Parameters of `snapshots`.
+
+    `changes` counts for each snapshot the changes since the previous one; with `newest`, only for so many snapshots,
+    the newest ones.
+    """
+
+    changes: bool = True
+    newest: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+class SnapshotsResult(msgspec.Struct):
+    """Result of `snapshots`: all snapshots, oldest first."""
+
+    snapshots: list[SnapshotRecord]
+
+
+class DropParams(Params):
+    """Parameters of `drop`: delete the snapshots `name` and `also`, or none of them if one does not exist.
+
+    EBUSY if a running workspace needs one of them to be merged with this one, unless `force` is set.
+
+    With `created_at`, none of them unless each is still the one that a client has seen: ENOENT if one was not taken at
+    the time that this maps its name to, as `SnapshotRecord` writes it, and EBUSY if one is needed now.
+    """
+
+    name: str
+    also: list[str] = []
+    force: bool = False
+    created_at: dict[str, str] | None = None
+
+
+class DroppedStepRecord(msgspec.Struct):
+    """A dropped snapshot that an undo (negative `step`) or a redo (positive `step`) would have restored."""
+
+    name: str
+    step: int
+
+
+class DropResult(msgspec.Struct):
+    """Result of `drop`.  `undo_steps` and `redo_steps` are the numbers of steps that remain."""
+
+    dropped: list[str] = []
+    steps: list[DroppedStepRecord] = []
+    undo_steps: int = 0
+    redo_steps: int = 0
+
+
+class RestoreParams(Params):
+    """Parameters of `restore`.  Exactly one of these says what to restore:
+
+    - `name`: a snapshot.  With `created_at`, ENOENT unless it was taken at that time, as `SnapshotRecord` writes it: a
+      name can be used again after a drop.  With `of` it is a snapshot of another workspace, given by its key in the
+      store ("host:" and the real path of its directory); `store` is the absolute path of that store.
+    - `archive`: the absolute path of a ZIP file.
+    - `undo` or `redo`: one restore, import or apply back or forward.  With `created_at`, ESTALE unless the state that
+      the step goes to was kept at that time: another client may have made or undone a step.
+    - `base`: the directory below an overlay.
+
+    `paths` limits the restore to these paths.  `dry_run` reports the changes without making them; `stream` then sends
+    them as `DiffParams` describes.
+    """
+
+    name: str | None = None
+    created_at: str | None = None
+    of: str | None = None
+    store: str | None = None
+    archive: str | None = None
+    undo: bool = False
+    redo: bool = False
+    base: bool = False
+    paths: list[str] = []
+    dry_run: bool = False
+    stream: bool = False
+
+
+class ProblemRecord(msgspec.Struct):
+    """A path that could not be processed, and the reason."""
+
+    path: str
+    reason: str
+
+
+class RestoreResult(msgspec.Struct):
+    """Result of `restore`.
+
+    `counts` covers all changes, `changes` lists the first CHANGES_LISTED.  `safety_snapshot` is the state before the
+    restore; None if nothing changed.  `problems` are the paths that could not be restored.  `step` describes the step
+    that an undo or a redo reverted or repeated.
+    """
+
+    source: str
+    safety_snapshot: str | None
+    counts: ChangeCounts
+    changes: list[ChangeRecord]
+    truncated: bool = False
+    problems: list[ProblemRecord] = []
+    step: str | None = None
+    expired: list[ExpiredRecord] = []
+    undo_steps: int = 0  # the numbers of steps that can be undone and redone now
+    redo_steps: int = 0
+
+
+CHANGES_LISTED: Final = 10_000
+
+
+class DiffParams(Params):
+    """Parameters of `diff`: compare state `a` with state `b`.
+
+    `a`: a snapshot; None for the newest one, or for the directory below an overlay.  `b`: a snapshot; None for the live
+    state.  `against`: compare the live state with that of another workspace, which has a state in common with this one;
+    then both are None.  `include` and `exclude`: gitignore patterns.
+
+    Modes "names" and "stat" return at most CHANGES_LISTED `changes`; with `stream` they send all of them before the
+    response, in "output" notifications with one ChangeRecord per line of JSON.  Mode "patch" sends a unified diff in
+    "output" notifications; `include_git` adds changes that git refuses to apply, such as those in `.git`.
+    """
+
+    a: str | None = None
+    b: str | None = None
+    against: Peer | None = None
+    mode: Literal["names", "stat", "patch"] = "names"
+    paths: list[str] = []
+    include: list[str] = []
+    exclude: list[str] = []
+    include_git: bool = False
+    stream: bool = False
+
+
+class DiffResult(msgspec.Struct):
+    """Result of `diff`.  `counts` covers all changes that the patterns select.  With `against`, `a` is "" and `b` the
+    name of the other workspace.
+
+    Mode "patch": `problems` are changes that the patch cannot express; `omitted` are those that git does not track
+    (empty directories, the content of `.git`).  Both together list at most CHANGES_LISTED.  `patch_bytes` is the size.
+    """
+
+    a: str
+    b: str | None
+    counts: ChangeCounts
+    changes: list[ChangeRecord]
+    truncated: bool = False
+    problems: list[ProblemRecord] = []
+    omitted: list[ProblemRecord] = []
+    patch_bytes: int = 0
+
+
+class ExportParams(Params):
+    """Parameters of `export`: write the ZIP file `path` (absolute); `overwrite` replaces an existing file.
+
+    `snapshot`: the state to export; None for the live state.  `changes_only` exports the files of an overlay that
+    differ from the directory below, and their parent directories.  `source_date_epoch` is the archive's date in seconds
+    since 1970 ($SOURCE_DATE_EPOCH); None for the current time.  `include` and `exclude`: gitignore patterns.
+    """
+
+    path: str
+    snapshot: str | None = None
+    overwrite: bool = False
+    changes_only: bool = False
+    source_date_epoch: int | None = None
+    include: list[str] = []
+    exclude: list[str] = []
+
+
+class ExportResult(msgspec.Struct):
+    """Result of `export`.  `skipped` are the paths that a ZIP file cannot hold; paths below them are not listed.
+
+    `hidden`: how many names the policy hides, which are not in the archive, without those below a hidden directory.
+    """
+
+    path: str
+    files: int
+    total_bytes: int
+    archive_bytes: int
+    skipped: list[ProblemRecord] = []
+    hidden: int = 0
+
+
+class SaveParams(Params):
+    """Parameters of `save`: put the state `snapshot`, None for the live state, into the snapshot store on disk."""
+
+    snapshot: str | None = None
+
+
+class SaveResult(msgspec.Struct):
+    """Result of `save`: snapshot `name` of `workspace` in the store `directory`.
+
+    The caller drops it when it has read it, if `is_temporary`.  `hidden` as in `ExportResult`.
+    """
+
+    directory: str
+    workspace: str
+    name: str
+    is_temporary: bool = False
+    hidden: int = 0
+
+
+class ImportParams(Params):
+    """Parameters of `import`: add the content of the ZIP file `path` (absolute) and replace existing files."""
+
+    path: str
+
+
+class ImportResult(msgspec.Struct):
+    """Result of `import`.  `safety_snapshot` is the state before the import; None if nothing changed."""
+
+    path: str
+    files: int
+    total_bytes: int
+    safety_snapshot: str | None
+    counts: ChangeCounts
+    problems: list[ProblemRecord] = []
+    expired: list[ExpiredRecord] = []
+
+
+class ApplyParams(Params):
+    """Parameters of `apply`: write the changes of an overlay, or those at `paths`, into the directory below it.
+
+    If other programs changed the same files in that directory, nothing is written unless `force` is set.  `stream`
+    sends the changes as `DiffParams` describes.
+    """
+
+    paths: list[str] = []
+    dry_run: bool = False
+    force: bool = False
+    stream: bool = False
+
+
+class ApplyResult(msgspec.Struct):
+    """Result of `apply`.  If there are `conflicts`, nothing was written unless `force` was set."""
+
+    directory: str
+    applied: bool
+    counts: ChangeCounts
+    changes: list[ChangeRecord]
+    conflicts: list[ProblemRecord]  # paths that another program changed too, or that prevent a directory's removal
+    truncated: bool = False
+    recovered: str | None = None  # an interrupted apply that this one finished or undid first
+    safety_snapshot: str | None = None  # the state that was written; `undo` returns to it
+    expired: list[ExpiredRecord] = []
+
+
+SNAPSHOT_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
+    "snapshot": (SnapshotParams, SnapshotRecord),
+    "snapshots": (SnapshotsParams, SnapshotsResult),
+    "drop": (DropParams, DropResult),
+    "restore": (RestoreParams, RestoreResult),
+    "diff": (DiffParams, DiffResult),
+    "export": (ExportParams, ExportResult),
+    "import": (ImportParams, ImportResult),
+    "save": (SaveParams, SaveResult),
+    "apply": (ApplyParams, ApplyResult),
+}
