@@ -3,20 +3,16 @@
 `Operations.table` maps each opcode to the minimum length of its message, its method, and the method of `Replies` that
 packs the answer.  A method returns what the volume returned, awaitable or not; the session (`session.py`) awaits it.
 If the reply depends on the request (a size limit), the method returns the finished body instead.
-
-A message lies in the session's buffer, which the next request overwrites.  So everything that outlives the call is
-copied, except the data of WRITE: if the volume's answer is an awaitable, the session gives this buffer up.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
-import mmap
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Final, TypeVar, cast
 
 import trio
 
@@ -38,27 +34,17 @@ from protocol.volume import (
 from protocol.volume_durability import AnsweringVolume
 from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.native import wire
+from vfsd.kernel.engines.native.extended_attributes import ExtendedAttributes
+from vfsd.kernel.engines.native.handler import BODY, Handler, Method, Request, then, tried
 from vfsd.kernel.engines.native.negotiation import MAX_WRITE_BYTES
 from vfsd.kernel.engines.native.replies import Message, Replies, dirents
 from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, InitFlag, Opcode
 from vfsd.kernel.engines.policy import PERMISSIONS
 
 T = TypeVar("T")
-Request = bytearray | mmap.mmap  # the session's buffer; the message is its first `length` bytes
-Method = Callable[[int, Request, int], Any]
-
-BODY: Final = wire.IN_HEADER_BYTES
 _new: Final = tuple.__new__  # a named tuple's own constructor takes 5 % of MKDIR longer
 # The loop answers no other request during a copy; copy_file_range(2) may copy less than requested.
 _MAX_COPY_BYTES: Final = 64 * 1024 * 1024
-
-
-class Handler(NamedTuple):
-    """The handling of one opcode: the minimum length of its message, its method, and the packer of its answer."""
-
-    min_length: int
-    method: Method
-    reply: Callable[[int, Any], Message]
 
 
 class Operations:
@@ -83,16 +69,13 @@ class Operations:
         self.background_requests = 0  # so many that the kernel may have sent from its background queue
         self.replies = replies
         self._umask_is_ours = InitFlag.DONT_MASK in flags  # the volume applies the umask, not the kernel
-        is_extended = InitFlag.SETXATTR_EXT in flags
-        self._setxattr_in = wire.FUSE_SETXATTR_IN if is_extended else wire.FUSE_SETXATTR_IN_COMPAT
         capabilities = volume.capabilities
         # The volume, if it has the shortcut.
         self._quiet = cast("QuietLookupsVolume", volume) if capabilities.quiet_lookups else None
         self._plain = cast("PlainEntriesVolume", volume) if capabilities.plain_entries else None
         self._pieces = cast("ContentPiecesVolume", volume) if capabilities.content_pieces else None
         self._kernel_sets_times = InitFlag.WRITEBACK_CACHE in flags  # of a file that is written
-        self._kernel_knows_acls = InitFlag.POSIX_ACL in flags  # it expects that setting an ACL changes the mode
-        self._xattrs = xattrs
+        self._xattrs = ExtendedAttributes(volume, flags, invalidate_attributes) if xattrs else None
         self._cancel = cancel
         self._invalidate_attributes = invalidate_attributes
         self._record_statfs = record_statfs
@@ -135,12 +118,13 @@ class Operations:
             (Opcode.RELEASEDIR, 0, self._accept, r.done),
             (Opcode.DESTROY, 0, self._accept, r.done),
         ]
-        if self._xattrs:
+        xattrs = self._xattrs
+        if xattrs is not None:
             rows += (
-                (Opcode.GETXATTR, wire.FUSE_GETXATTR_IN.size + 2, self._getxattr, r.attribute),
-                (Opcode.SETXATTR, self._setxattr_in.size + 2, self._setxattr, r.done),
-                (Opcode.LISTXATTR, wire.FUSE_GETXATTR_IN.size, self._listxattr, r.body),
-                (Opcode.REMOVEXATTR, 2, self._removexattr, r.done),
+                (Opcode.GETXATTR, wire.FUSE_GETXATTR_IN.size + 2, xattrs.get, r.attribute),
+                (Opcode.SETXATTR, xattrs.set_bytes + 2, xattrs.set, r.done),
+                (Opcode.LISTXATTR, wire.FUSE_GETXATTR_IN.size, xattrs.list, r.body),
+                (Opcode.REMOVEXATTR, 2, xattrs.remove, r.done),
             )
         if self._volume.capabilities.opens:
             rows.append((Opcode.OPEN, wire.FUSE_OPEN_IN.size, self._open, r.opened))
@@ -200,7 +184,7 @@ class Operations:
             if mask & os.X_OK and not policy.is_executable(found.mode):
                 raise os_error(errno.EACCES)
 
-        return _then(self._volume.getattr(node), check)
+        return then(self._volume.getattr(node), check)
 
     def _setattr(self, node: int, message: Request, _length: int) -> object:
         (
@@ -233,7 +217,7 @@ class Operations:
         Both clear the set-id bits.  The kernel does not check the owner for this chown, so it is checked here.
         """
         uid, _, _ = wire.IN_HEADER_CALLER.unpack_from(message, 0)
-        return _then(
+        return then(
             self._volume.getattr(node),
             lambda found: self._volume.setattr(
                 node, AttributeChanges(ctime_ns=ctime_ns, kill_privileges=uid in {0, found.uid})
@@ -251,9 +235,9 @@ class Operations:
             def clear(found: Attributes) -> object:
                 if not policy.has_set_id(found.mode):
                     return result
-                return _then(self._volume.setattr(node, policy.clear_set_id(found)), lambda _: result)
+                return then(self._volume.setattr(node, policy.clear_set_id(found)), lambda _: result)
 
-            return result if policy.may_keep_set_id(uid) else _then(self._volume.getattr(node), clear)
+            return result if policy.may_keep_set_id(uid) else then(self._volume.getattr(node), clear)
 
         return after
 
@@ -308,7 +292,7 @@ class Operations:
     def _readdir(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, MAX_WRITE_BYTES)
-        return _then(self._entries(node, cookie), lambda entries: dirents(entries, size))
+        return then(self._entries(node, cookie), lambda entries: dirents(entries, size))
 
     def _entries(self, node: int, cookie: int) -> Answer[Iterator[PlainEntry]]:
         return self._volume.readdir(node, cookie) if self._plain is None else self._plain.entries(node, cookie)
@@ -386,8 +370,8 @@ class Operations:
         if flags & wire.FUSE_WRITE_CACHE:
             self.background_requests += 1
             if self._kernel_sets_times:
-                return _then(self._volume.getattr(node), lambda found: self._write_cached(found, offset, data))
-            return _then(self._volume.write(node, offset, data), functools.partial(_whole, size))
+                return then(self._volume.getattr(node), lambda found: self._write_cached(found, offset, data))
+            return then(self._volume.write(node, offset, data), functools.partial(_whole, size))
         if not flags & wire.FUSE_WRITE_KILL_SUIDGID:
             return self._volume.write(node, offset, data)
 
@@ -396,9 +380,9 @@ class Operations:
                 return self._volume.write(node, offset, data)
             # The kernel does not expect that a write changes the mode, and would keep the cached one.
             answer = self._volume.write(node, offset, data, kill_privileges=True)
-            return _then(answer, lambda written: self._invalidate_attributes(node) or written)
+            return then(answer, lambda written: self._invalidate_attributes(node) or written)
 
-        return _then(self._volume.getattr(node), write)
+        return then(self._volume.getattr(node), write)
 
     def _write_cached(self, found: Attributes, offset: int, data: memoryview) -> object:
         """Write back cached pages.  Their times are those of the write(2), which the kernel sends in a SETATTR.
@@ -416,14 +400,14 @@ class Operations:
                     self._invalidate_attributes(node)
                 return _whole(size, written)
 
-            return _then(self._volume.setattr(node, times), check)
+            return then(self._volume.setattr(node, times), check)
 
         def refuse(error: Exception) -> object:
             def fail(_: object) -> object:
                 raise error
 
             grown = times._replace(size=offset + size) if offset + size > found.size else times
-            return _then(self._volume.setattr(node, grown), fail)
+            return then(self._volume.setattr(node, grown), fail)
 
         # The kernel removed capabilities at the write(2); those that were set since are to stay.
         capability = None if self._quiet is None else self._quiet.find_xattr(node, _CAPABILITY)
@@ -431,13 +415,13 @@ class Operations:
         def restore(written: int) -> object:
             if capability is None:
                 return finish(written)
-            return _then(self._volume.setxattr(node, _CAPABILITY, capability, 0), lambda _: finish(written))
+            return then(self._volume.setxattr(node, _CAPABILITY, capability, 0), lambda _: finish(written))
 
-        return _tried(lambda: _then(self._volume.write(node, offset, data), restore), refuse)
+        return tried(lambda: then(self._volume.write(node, offset, data), restore), refuse)
 
     def _fallocate(self, node: int, message: Request, _length: int) -> object:
         _, offset, size, mode, _ = wire.FUSE_FALLOCATE_IN.unpack_from(message, BODY)
-        return _then(self._volume.fallocate(node, mode, offset, size), self._clear_set_id(node, message))
+        return then(self._volume.fallocate(node, mode, offset, size), self._clear_set_id(node, message))
 
     def _lseek(self, node: int, message: Request, _length: int) -> object:
         _, offset, whence, _ = wire.FUSE_LSEEK_IN.unpack_from(message, BODY)
@@ -446,7 +430,7 @@ class Operations:
     def _copy_file_range(self, node: int, message: Request, _length: int) -> object:
         _, offset, target, _, target_offset, size, _ = wire.FUSE_COPY_FILE_RANGE_IN.unpack_from(message, BODY)
         copied = self._volume.copy_range(node, offset, target, target_offset, min(size, _MAX_COPY_BYTES))
-        return _then(copied, self._clear_set_id(target, message))
+        return then(copied, self._clear_set_id(target, message))
 
     def _fsync(self, node: int, message: Request, _length: int) -> object:
         _, flags, _ = wire.FUSE_FSYNC_IN.unpack_from(message, BODY)
@@ -468,47 +452,6 @@ class Operations:
     def _statfs(self, _node: int, message: Request, _length: int) -> object:
         self._record_statfs(wire.IN_HEADER_ROUTE.unpack_from(message, 0)[3])
         return self._volume.statfs()
-
-    def _getxattr(self, node: int, message: Request, length: int) -> object:
-        size, name = wire.GETXATTR_NAME[length](message, BODY)
-        if self._quiet is not None:
-            value = self._quiet.find_xattr(node, name)
-            return None if value is None else _sized(value, size)
-        return _then(self._volume.getxattr(node, name), lambda value: _sized(value, size))
-
-    def _listxattr(self, node: int, message: Request, _length: int) -> object:
-        size, _ = wire.FUSE_GETXATTR_IN.unpack_from(message, BODY)
-        uid, _, _ = wire.IN_HEADER_CALLER.unpack_from(message, 0)
-
-        def pack(names: Sequence[bytes]) -> bytes:
-            return _sized(b"".join(name + b"\0" for name in policy.visible_xattrs(names, uid)), size)
-
-        return _then(self._volume.listxattr(node), pack)
-
-    def _setxattr(self, node: int, message: Request, length: int) -> object:
-        size, flags, *more = self._setxattr_in.unpack_from(message, BODY)
-        start = BODY + self._setxattr_in.size
-        end = message.find(b"\0", start, length)
-        if end < 0 or end + 1 + size > length:
-            raise os_error(errno.EINVAL)
-        name, value = bytes(message[start:end]), bytes(message[end + 1 : end + 1 + size])
-        answer = self._volume.setxattr(node, name, value, flags)
-        if name == policy.ACL_ACCESS and not self._kernel_knows_acls:
-            return _then(answer, lambda _: self._invalidate_attributes(node))
-        if more and more[0] & wire.FUSE_SETXATTR_ACL_KILL_SGID and name == policy.ACL_ACCESS:
-            return _then(answer, lambda _: self._clear_sgid(node))
-        return answer
-
-    def _clear_sgid(self, node: int) -> object:
-        def clear(found: Attributes) -> object:
-            changes = policy.clear_sgid(found)
-            return None if changes is None else self._volume.setattr(node, changes)
-
-        return _then(self._volume.getattr(node), clear)
-
-    def _removexattr(self, node: int, message: Request, length: int) -> object:
-        (name,) = wire.NAME[length](message, BODY)
-        return self._volume.removexattr(node, name)
 
     def _interrupt(self, _node: int, message: Request, _length: int) -> None:
         self._cancel(wire.FUSE_INTERRUPT_IN.unpack_from(message, BODY)[0])
@@ -535,34 +478,6 @@ _LARGE_REPLIES: Final = 4
 _SAMPLE_BYTES: Final = 16 << 10  # 100 entries
 
 
-def _then(answer: T | Awaitable[T], change: Callable[[T], object]) -> object:
-    """Return `change(answer)`, or an awaitable of it if `answer` is an awaitable."""
-    # isinstance() of an abstract class takes longer than most changes.
-    return _after(cast("Awaitable[T]", answer), change) if hasattr(answer, "__await__") else change(answer)
-
-
-async def _after(answer: Awaitable[T], change: Callable[[T], object]) -> object:
-    result = change(await answer)
-    return await result if isinstance(result, Awaitable) else result
-
-
-def _tried(work: Callable[[], object], refuse: Callable[[Exception], object]) -> object:
-    """Return `work()`, or an awaitable of it; `refuse(error)` if that fails with `error`: OSError, MemoryError."""
-
-    async def finish(answer: Awaitable[object]) -> object:
-        try:
-            return await answer
-        except (OSError, MemoryError) as error:
-            result = refuse(error)
-        return await result if isinstance(result, Awaitable) else result
-
-    try:
-        answer = work()
-    except (OSError, MemoryError) as error:
-        return refuse(error)
-    return finish(cast("Awaitable[object]", answer)) if hasattr(answer, "__await__") else answer
-
-
 def _whole(size: int, written: int) -> int:
     """Return `written`, the answer to a write-back of `size` bytes.  OSError (ENOSPC) if it is less.
 
@@ -579,15 +494,6 @@ def _split(strings: bytes) -> tuple[bytes, bytes]:
     if not separator:
         raise os_error(errno.EINVAL)
     return first, second
-
-
-def _sized(value: bytes, size: int) -> bytes:
-    """Pack an extended attribute for a caller whose buffer has `size` bytes; 0 requests the length only."""
-    if size == 0:
-        return wire.FUSE_GETXATTR_OUT.pack(len(value), 0)
-    if len(value) > size:
-        raise os_error(errno.ERANGE)
-    return value
 
 
 _CLEARS_SET_ID: Final = wire.FATTR_UID | wire.FATTR_GID | wire.FATTR_KILL_SUIDGID

@@ -41,6 +41,7 @@ from vfsd.kernel.engines.arrivals import repeated
 from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator
 from vfsd.kernel.engines.markers import Markers
 from vfsd.kernel.engines.native import abandoned, mounting, observation, wire
+from vfsd.kernel.engines.native.handler import Handler, Request
 from vfsd.kernel.engines.native.negotiation import (
     MAX_BACKGROUND,
     MAX_REQUEST_BYTES,
@@ -48,7 +49,7 @@ from vfsd.kernel.engines.native.negotiation import (
     Agreement,
     negotiate,
 )
-from vfsd.kernel.engines.native.operations import Handler, Operations, Request
+from vfsd.kernel.engines.native.operations import Operations
 from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
 from vfsd.kernel.engines.native.wakeups import Wakeups, make_wakeups
