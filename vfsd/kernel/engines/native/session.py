@@ -24,8 +24,6 @@ import logging
 import mmap
 import os
 import select
-import struct
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from time import monotonic
 from typing import Any, Final
@@ -49,6 +47,7 @@ from vfsd.kernel.engines.native.negotiation import (
     Agreement,
     negotiate,
 )
+from vfsd.kernel.engines.native.notifications import Notifications
 from vfsd.kernel.engines.native.operations import Operations
 from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
@@ -64,14 +63,11 @@ _SLICES_BEFORE_RETRY: Final = 2
 # So many times `drained` lets the loop run before it sends markers, each of which costs a worker thread's wake-up.
 _PASSES_BEFORE_MARKERS: Final = 4
 _PRUNE_MINOR: Final = 45  # the protocol that has FUSE_NOTIFY_PRUNE
-_PRUNED_AT_ONCE: Final = 256
 _INIT_TIMEOUT_MS: Final = 10_000
 _WRITE: Final = int(Opcode.WRITE)  # comparing with the enum's member takes 7 % of a request for attributes
 
 # Errors of a reply whose request, or whose mount, was aborted.
 _ABORTED: Final = frozenset({errno.ENOENT, errno.ENODEV, errno.ECONNABORTED})
-# Errors of an invalidation of something that the kernel does not cache.
-_NOT_CACHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENOTCONN, errno.ENODEV})
 # The opcodes that an impersonator's volume answers (see `vfsd.kernel.engines.base.Impersonator`).
 _IMPERSONATED: Final = frozenset(
     {
@@ -137,10 +133,7 @@ class NativeEngine:
         self._stopped = trio.CancelScope()
         self._device: io.FileIO | None = None
         self._mount: mounting.FuseMount | None = None
-        # Guards the device, which other threads use for notifications.  `unmount` closes it, or the last notification.
-        self._notify_lock = threading.Lock()
-        self._notifications = 0  # the threads that are sending one
-        self._is_unmounted = False
+        self._notifications = Notifications()
         self._counter: memoryview | None = None
         # The numbers of requests that wait for an answer, for a kernel that does not send them again (`abandoned`).
         self._ring: memoryview | None = None
@@ -173,13 +166,18 @@ class NativeEngine:
             self._wakeups.close()
             raise
         os.set_blocking(descriptor, False)
-        # FileIO reports an empty device as None, which costs less than an exception.
-        self._device = io.FileIO(descriptor, "r+")
+        device = self._open(descriptor)
         try:
-            self._negotiate(self._device, checked)
+            self._negotiate(device, checked)
         except BaseException:
             self.unmount()
             raise
+
+    def _open(self, descriptor: int) -> io.FileIO:
+        # FileIO reports an empty device as None, which costs less than an exception.
+        self._device = device = io.FileIO(descriptor, "r+")
+        self._notifications.open(device)
+        return device
 
     def _negotiate(self, device: io.FileIO, checked: bool) -> None:
         poll = select.poll()
@@ -247,7 +245,7 @@ class NativeEngine:
             _logger.warning("%d requests that the dead daemon had read failed with EIO (before Linux 6.9)", failed)
         self._mount = mounting.FuseMount(found.mountpoint, found.device)
         self._wakeups, self._warning = make_wakeups(self._settings.wakeups)
-        self._device = io.FileIO(descriptor, "r+")
+        self._open(descriptor)
         self._operations = self._operations_over(self._volume, self._replies)
 
     def share(self, memory: memoryview, memory_fd: int) -> None:
@@ -289,20 +287,13 @@ class NativeEngine:
         mounted = mounting.is_mounted(made)
         if mounted:
             mounting.abort(made)
-        with self._notify_lock:
-            self._is_unmounted = True
-            self._close_if_unused()
+        self._device = None
+        self._notifications.close()
         if mounted:
             try:
                 mounting.unmount(made)
             except OSError as error:
                 _logger.warning("cannot unmount: %s", error)
-
-    def _close_if_unused(self) -> None:
-        """Close the device after an unmount; if threads are sending notifications, the last of them does."""
-        if self._is_unmounted and not self._notifications and self._device:
-            self._device.close()
-            self._device = None
 
     # -- the loop ----------------------------------------------------------------------------
     async def serve(self) -> None:
@@ -580,39 +571,17 @@ class NativeEngine:
 
     # -- notifications -----------------------------------------------------------------------
     def invalidate_inode(self, inode: int, *, content: bool) -> None:
-        # A negative offset means attributes only, length 0 up to the end (fs/fuse/inode.c).
-        body = wire.FUSE_NOTIFY_INVAL_INODE_OUT.pack(inode, 0 if content else -1, 0)
-        self._notify(wire.notification(wire.FUSE_NOTIFY_INVAL_INODE, body))
+        self._notifications.invalidate_inode(inode, content=content)
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
-        body = wire.FUSE_NOTIFY_INVAL_ENTRY_OUT.pack(parent, len(name), 0) + name + b"\0"
-        self._notify(wire.notification(wire.FUSE_NOTIFY_INVAL_ENTRY, body))
+        self._notifications.invalidate_entry(parent, name)
 
     def prune(self, inodes: Sequence[int]) -> bool:
         """Have the kernel evict the inodes that no program uses.  False if this kernel cannot (before Linux 6.18)."""
         if self._agreement is None or self._agreement.minor < _PRUNE_MINOR:
             return False
-        for start in range(0, len(inodes), _PRUNED_AT_ONCE):
-            some = inodes[start : start + _PRUNED_AT_ONCE]
-            body = wire.FUSE_NOTIFY_PRUNE_OUT.pack(len(some), 0, 0) + struct.pack(f"={len(some)}Q", *some)
-            self._notify(wire.notification(wire.FUSE_NOTIFY_PRUNE, body))
+        self._notifications.prune(inodes)
         return True
-
-    def _notify(self, message: bytes) -> None:
-        with self._notify_lock:
-            if self._is_unmounted or self._device is None:
-                return
-            descriptor = self._device.fileno()
-            self._notifications += 1
-        try:
-            os.write(descriptor, message)
-        except OSError as error:
-            if error.errno not in _NOT_CACHED:
-                raise
-        finally:
-            with self._notify_lock:
-                self._notifications -= 1
-                self._close_if_unused()
 
 
 def _new_buffer() -> Request:
