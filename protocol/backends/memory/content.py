@@ -1,15 +1,12 @@
 """Content: the bytes of one regular file, sparse, in blocks that versions share until one version writes.
 
-Invariants (checked by `check`):
+Invariants (checked by `check`), besides those of `shared_blocks`:
 
 - a block has 1 to BLOCK_BYTES bytes; bytes beyond its end, and missing blocks, read as zeros;
 - `holes[i]` has a bit for each page of block i, below the block's end, that was never written and takes no memory.  A
   block with such pages is a `SparseBlock`; a block without them is dense and has no key; no block has only holes;
-- `allocated` is the sum of `block_bytes` of all blocks;
 - `pages` counts the pages written plus those reserved by fallocate; a page is never both, and never reserved twice.  A
-  reserved page reads as zeros and is a hole until a second fallocate fills it, as on tmpfs;
-- this content owns a block if `owned` is None (it owns all) or contains its index.  Every other block is shared: it is
-  in the ledger's `shared`, and other versions may hold it.  Only owned blocks that are not `bytes` change in place.
+  reserved page reads as zeros and is a hole until a second fallocate fills it, as on tmpfs.
 
 tmpfs counts pages in st_blocks and distinguishes them for SEEK_HOLE; blocks are larger, because each dense block costs
 a dict entry and an object.  Source: mm/shmem.c; lseek(2), fallocate(2).
@@ -34,6 +31,7 @@ from protocol.backends.memory.blocks import (
 )
 from protocol.backends.memory.ledger import Ledger
 from protocol.backends.memory.reservations import Reserved, joined, overlap, within, without
+from protocol.backends.memory.shared_blocks import NONE_OWNED, SharedBlocks
 from protocol.errors import os_error
 
 if TYPE_CHECKING:
@@ -51,7 +49,6 @@ Range = tuple[int, int]  # first page, page after the last
 
 # The charge of a page promised by fallocate: the most that writing it allocates.
 _RESERVED_PAGE_BYTES: Final = PAGE_BYTES + 768
-_NONE_OWNED: Final[frozenset[int]] = frozenset()  # one object for all: most versions never write a block
 
 
 def _same_bytes(a: Block, b: Block) -> bool:
@@ -67,19 +64,19 @@ def _same_bytes(a: Block, b: Block) -> bool:
     return a[:common] == b[:common] and rest.count(0, common) == len(rest) - common
 
 
-class Content:
+class Content(SharedBlocks):
     """Sparse content.  Offsets and sizes are in bytes; the inode has the file's size.
 
     `ledger` is that of the state that the content belongs to; content that is never shared needs none.
     """
 
-    __slots__ = ("allocated", "blocks", "holes", "ledger", "owned", "pages", "reserved")
+    __slots__ = ("holes", "pages", "reserved")
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self.ledger = ledger
         self.allocated = 0
-        self.blocks: dict[int, Block] = {}
-        self.owned: set[int] | frozenset[int] | None = None
+        self.blocks = {}
+        self.owned = None
         self.holes: dict[int, int] | None = None
         self.reserved: tuple[Reserved, ...] = ()
         self.pages = 0
@@ -101,11 +98,11 @@ class Content:
                 ledger.hold(block)
             elif ledger.hold(block, 2):
                 ledger.kept -= block_bytes(block)  # two files had the same object: from now on it is charged once
-        self.owned = _NONE_OWNED
+        self.owned = NONE_OWNED
         twin.ledger = ledger
         twin.allocated = self.allocated
         twin.blocks = self.blocks.copy()
-        twin.owned = _NONE_OWNED
+        twin.owned = NONE_OWNED
         twin.holes = self.holes.copy() if self.holes else None
         twin.reserved = self.reserved
         twin.pages = self.pages
@@ -164,31 +161,6 @@ class Content:
         if self.reserved:
             return self.allocated + sum(each.after - each.first for each in self.reserved) * _RESERVED_PAGE_BYTES
         return self.allocated
-
-    def adopt(self, ledger: Ledger) -> None:
-        """Move to `ledger` from the ledger of the content that this one shares its blocks with."""
-        self.ledger = ledger
-        for block in self.blocks.values():
-            if ledger.hold(block):
-                ledger.kept -= block_bytes(block)
-
-    def let_go_shared(self) -> None:
-        """Release the shared blocks of a live file's content; blocks that snapshots still hold become kept."""
-        owned = self.owned or _NONE_OWNED
-        for index, block in self.blocks.items():
-            if index not in owned:
-                self._let_go(block)
-
-    def _let_go(self, block: Block) -> None:
-        assert self.ledger is not None
-        if self.ledger.let_go(block):
-            self.ledger.kept += block_bytes(block)
-
-    def free_unshared(self) -> int:
-        """Release the blocks of a snapshot's content; return the bytes that no other version holds."""
-        ledger = self.ledger
-        assert ledger is not None
-        return sum(block_bytes(block) for block in self.blocks.values() if not ledger.let_go(block))
 
     def same_as(self, other: Content) -> bool:
         """Return whether both read the same; cheap for versions of one file, which share blocks."""
@@ -409,23 +381,6 @@ class Content:
         if self.holes and index in self.holes:
             self._clear_holes(index, page_bits(start >> _PAGE_SHIFT, page_up(end)))
 
-    def _replace_block(self, index: int, block: Block) -> None:
-        old = self.blocks.get(index)
-        self.blocks[index] = block  # first, because it can raise MemoryError
-        if old is not None:
-            self._give_up(index, old)
-        self.allocated += block_bytes(block)
-        if isinstance(self.owned, set):
-            self.owned.add(index)
-        elif self.owned is not None:
-            self.owned = {index}
-
-    def _give_up(self, index: int, block: Block) -> None:
-        """Remove block `index` from the charge; release it if it is shared."""
-        self.allocated -= block_bytes(block)
-        if self.owned is not None and index not in self.owned:
-            self._let_go(block)
-
     def _writable_block(self, index: int) -> bytearray | SparseBlock:
         """Return block `index` as an owned block that can be changed in place; copy it if necessary."""
         block = self.blocks[index]
@@ -641,12 +596,4 @@ class Content:
             assert first < after
             assert not any(min(after, e) > max(first, s) for s, e in self._data_ranges(first)), "written and reserved"
         assert self.pages == pages + sum(each.after - each.first for each in self.reserved), "page count"
-        self._check_ownership()
-
-    def _check_ownership(self) -> None:
-        assert self.allocated == sum(map(block_bytes, self.blocks.values())), "allocated bytes"
-        if self.owned is None:
-            return
-        assert self.ledger is not None
-        for index, block in self.blocks.items():
-            assert index in self.owned or id(block) in self.ledger.shared, "a shared block without a record"
+        self.check_ownership()
