@@ -236,14 +236,6 @@ class Workspace(WorkspaceBase):
         """
         options = mount_options(path, backend, **arguments)
         if filesystem is not None:
-            plain = MountOptions.of(
-                options.workspace.mountpoint,
-                options.workspace.name,
-                engine=options.kernel.engine,
-                allow_other=options.kernel.allow_other,
-            )
-            if options != plain:
-                raise ValueError("a filesystem object takes no backend, archive, limits, read_only or exec_on_host")
             return _mount_object(filesystem, options, create=create)
         return cls(launch_workspace(options, create=create, fork_server=fork_server), unmount_at_exit=True)
 
@@ -419,14 +411,18 @@ def _mount_object(filesystem: Filesystem, options: MountOptions, *, create: bool
     # Start-up: a program that uses a daemon needs no engine in its own process.
     from vfsd.kernel.in_process import MountedFilesystem  # noqa: PLC0415
 
+    workspace, kernel = options.workspace, options.kernel
+    plain = MountOptions.of(workspace.mountpoint, workspace.name, engine=kernel.engine, allow_other=kernel.allow_other)
+    if options != plain:
+        raise ValueError("a filesystem object takes no backend, archive, limits, read_only or exec_on_host")
     if create:
-        os.makedirs(options.workspace.mountpoint, exist_ok=True)
+        os.makedirs(workspace.mountpoint, exist_ok=True)
     return MountedFilesystem(
         filesystem,
-        options.workspace.mountpoint,
-        name=options.workspace.name,
-        engine=options.kernel.engine,
-        allow_other=options.kernel.allow_other,
+        workspace.mountpoint,
+        name=workspace.name,
+        engine=kernel.engine,
+        allow_other=kernel.allow_other,
     )
 
 

@@ -129,18 +129,25 @@ async def run_daemon(
     finally:
         # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and reports it.
         # Without it programs would write to the empty directory, and a sync job would copy the emptiness.
-        if not daemon.leaves_mount:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(engine.unmount)
-            if kept is not None:
-                kept.end()
-        backend.close()
-        audit.close()
-        if options.origin is not None:
-            from vfsd.daemon.stored_forks import drop_base  # noqa: PLC0415 (start-up: few mounts are forks)
+        await _close(options, None if daemon.leaves_mount else engine, backend, audit, kept)
 
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(drop_base, options)
+
+async def _close(
+    options: MountOptions, engine: Engine | None, backend: Backend, audit: Audit, kept: Kept | None
+) -> None:
+    """Unmount `engine`, and give up what the daemon holds.  Without `engine` the mount stays."""
+    if engine is not None:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(engine.unmount)
+        if kept is not None:
+            kept.end()
+    backend.close()
+    audit.close()
+    if options.origin is not None:
+        from vfsd.daemon.stored_forks import drop_base  # noqa: PLC0415 (start-up: few mounts are forks)
+
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(drop_base, options)
 
 
 class _Start(NamedTuple):
