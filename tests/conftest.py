@@ -25,13 +25,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import zygote
-from tests.support.leaks import TAG, Leaks, mounts, open_files
+from tests.support.hang_watch import HangWatch
+from tests.support.leaks import TAG, Leaks, descriptors, mounts, open_files
 from tests.support.progress import ProgressPlugin
 
 _NO_SKIP = os.environ.get("VFSD_NO_SKIP", "") not in ("", "0")
 _FAILED_SKIP = "skipped, and VFSD_NO_SKIP is set: {}"
 # A short path: what lies below may hold a Unix socket, whose address has 108 bytes (unix(7)).
 _SESSION_DIR = pytest.StashKey[str]()
+_HANG_WATCH = pytest.StashKey[HangWatch]()
 _PYTEST_ROOT = "PYTEST_DEBUG_TEMPROOT"  # where pytest puts its own temporary directories
 _REMOVALS = 10
 _REMOVAL_PAUSE_S = 0.2
@@ -62,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts pytest in the background has SIGINT ignored in it, and in all that it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup(1) has it ignored
+    config.stash[_HANG_WATCH] = HangWatch()
     config.addinivalue_line("markers", "container: needs Podman")
     config.addinivalue_line("markers", "long: takes minutes; runs only with --runs-long or VFSD_LONG=1")
     if not config.getoption("--hypothesis-profile", None):
@@ -94,6 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    if _HANG_WATCH in config.stash:
+        config.stash[_HANG_WATCH].end()
     directory = config.stash.get(_SESSION_DIR, None)
     # What could not be unmounted was reported; deleting through it would touch what is not ours.
     if directory is not None and not any(mount.mountpoint.startswith(f"{directory}/") for mount in mounts()):
@@ -129,6 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.config.stash[_HANG_WATCH].test_begins()
     if item.get_closest_marker("fuse"):
         if not os.access("/dev/fuse", os.R_OK | os.W_OK):
             pytest.skip("/dev/fuse cannot be opened")
@@ -222,12 +228,12 @@ def no_leaks(session_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     earlier and may outlive the test.
     """
     leaks = Leaks(session_dir, [session_dir, str(tmp_path_factory.getbasetemp())])
-    before = open_files()
+    before = descriptors()
     yield
     _check(leaks)
-    if len(open_files()) > len(before) + _FILES_LEFT:
+    if len(descriptors()) > len(before) + _FILES_LEFT:
         gc.collect()
-        left = sorted(open_files().items() - before.items())
+        left = sorted(item for item in open_files().items() if item[0] not in before)
         if len(left) > _FILES_LEFT:
             pytest.fail(f"{len(left)} files left open, among them {left[:5]}")
 

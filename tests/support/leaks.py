@@ -7,6 +7,7 @@ session's tag: a daemon that cut its ties to its parent still inherits that.  So
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from tests.support import zygote
 from vfsd.machine import mountinfo
 
-__all__ = ["TAG", "Leaks", "Mount", "mounts", "open_files", "processes"]
+__all__ = ["TAG", "Leaks", "Mount", "descriptors", "mounts", "open_files", "processes"]
 
 TAG = "VFSD_TEST_SESSION"
 # How long a process that is already on its way out may take: a daemon after its unmount, a git gc.
@@ -41,7 +42,18 @@ class Mount:
 
 def mounts() -> set[Mount]:
     """All mounts in our namespace."""
-    return {Mount(each.mountpoint, each.filesystem, each.source) for each in mountinfo.mounts()}
+    return set(_parsed(_read("/proc/self/mountinfo")))
+
+
+@functools.lru_cache(maxsize=4)  # between most tests nothing is mounted
+def _parsed(content: bytes) -> frozenset[Mount]:
+    found = mountinfo.parse_mountinfo(content)
+    return frozenset(Mount(each.mountpoint, each.filesystem, each.source) for each in found)
+
+
+def descriptors() -> set[int]:
+    """The descriptors of this process."""
+    return set(map(int, os.listdir("/proc/self/fd")))
 
 
 def open_files() -> dict[int, str]:

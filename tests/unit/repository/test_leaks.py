@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import hang_watch
+from tests.support.fork_server import wait_until
 from tests.support.leaks import TAG, Leaks, mounts
 
 REPOSITORY = Path(__file__).parents[3]
@@ -174,3 +176,16 @@ def test_a_run_without_failures_leaves_no_temporary_directory(tmp_path: Path) ->
     done = run_pytest(tmp_path, source, PYTEST_ADDOPTS="-o tmp_path_retention_policy=failed")
     assert done.returncode == 0, done.stdout
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["test_inner.py"]
+
+
+def test_a_test_that_hangs_shows_where_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_watch, "_HANGS_S", 0.1)
+    monkeypatch.setattr(hang_watch, "_SET_EVERY_S", 0.0)
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        watch = hang_watch.HangWatch(file.fileno())
+        try:
+            watch.test_begins()
+            wait_until(lambda: "in wait_until" in output.read_text(), "the stack of this test")
+        finally:
+            watch.end()
