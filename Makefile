@@ -11,8 +11,8 @@ PYTHON ?=
 ARGS ?=
 COVERAGE ?=
 # How many tests run at once; 0 runs them one by one in this process (for a debugger).
-# One more than CPUs: tests wait for daemons a third of their time.
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+# More than CPUs: tests wait for daemons a third of their time, and rarely all at once.
+WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2 + 1)))
 BIN := .venv/bin
 BOOTSTRAP := PYTHON='$(PYTHON)' scripts/bootstrap
 PYTEST := $(if $(COVERAGE),$(BIN)/coverage run -m pytest,$(BIN)/pytest)
@@ -38,6 +38,7 @@ demo: ## a tour on a real mount: git, snapshot, damage, diff, restore, export
 test: ## all tests but the long campaigns; ARGS='...' goes to pytest, COVERAGE=1 measures
 	@$(BOOTSTRAP) fuse tests
 	@$(if $(COVERAGE),$(BIN)/coverage erase)
+	@$(BIN)/python -m compileall -q -j 0 protocol vfsd tests # else each worker does that
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
 # With packages of its own, which .venv does not need; CI does not run it.

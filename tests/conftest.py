@@ -28,6 +28,7 @@ from tests.support import zygote
 from tests.support.hang_watch import HangWatch
 from tests.support.leaks import TAG, Leaks, descriptors, mounts, open_files
 from tests.support.progress import ProgressPlugin
+from tests.support.schedule import slow_first
 
 _NO_SKIP = os.environ.get("VFSD_NO_SKIP", "") not in ("", "0")
 _FAILED_SKIP = "skipped, and VFSD_NO_SKIP is set: {}"
@@ -123,7 +124,14 @@ def _remove(directory: str) -> None:
     subprocess.run(["rm", "-rf", "--", directory], check=True)  # says what is in the way
 
 
+@pytest.hookimpl(trylast=True)  # pytest has grouped the tests by their fixtures
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out_long_tests(config, items)
+    if (worker := getattr(config, "workerinput", None)) is not None:
+        items[:] = slow_first(items, lambda item: item.get_closest_marker("slow") is not None, worker["workercount"])
+
+
+def _leave_out_long_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _is_long(config):
         return
     # Deselected, not skipped: pytest counts them in its last line, and CI does not miss them.

@@ -49,7 +49,7 @@ def tmpfs(place: str, **options: int) -> dict[str, Any]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.container)
 
 

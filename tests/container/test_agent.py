@@ -194,6 +194,7 @@ def test_ids_are_the_containers_own_where_its_user_namespace_maps_them(
 
 # -- many at once --------------------------------------------------------------------------------------
 @pytest.mark.both_engines
+@pytest.mark.slow
 def test_a_thousand_files_made_read_and_removed_by_many_at_once_are_all_right(root: Path, container: Container) -> None:
     def work(number: int) -> bytes:
         file = root / f"d{number % 7}" / f"f{number}"

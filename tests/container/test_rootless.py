@@ -84,6 +84,7 @@ def test_a_container_of_the_users_is_mounted_by_name(user: Rootless, place: str)
 
 
 @pytest.mark.fuse
+@pytest.mark.slow
 def test_a_sandbox_sees_the_mount_and_leaves_nothing_running(user: Rootless, place: str) -> None:
     user.vfsd("mount", place, "--name", place, "--sandbox", f"image:{PYTHON}", "--podman-url", user.url)
     shell(user, f"echo outside > {place}/f")

@@ -109,6 +109,7 @@ def test_a_sandbox_sees_nothing_else_of_this_machine(sandboxed: SandboxIt, podma
     assert workspace.status().commands == f"in a sandbox of {whole['ImageName']} (container {state.name})"
 
 
+@pytest.mark.slow
 def test_fifty_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt) -> None:
     workspace = sandboxed(snapshot_each=True)
     root = Path(workspace.path)

@@ -112,6 +112,7 @@ def with_symlinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.lists(CALLS, min_size=1, max_size=12))
+@pytest.mark.slow
 def test_memory_and_host_answer_every_call_alike(with_symlinks: Path, calls: list[Call]) -> None:
     directory = tempfile.mkdtemp(prefix="vfsd-agree-")
     try:

@@ -40,6 +40,7 @@ for kind in [InMemoryFilesystem, *broken.BROKEN[{suite!r}]]:
 
 
 @pytest.mark.parametrize("suite", BROKEN)
+@pytest.mark.slow
 def test_every_broken_filesystem_fails_its_suite_and_a_sound_one_passes(pytester: pytest.Pytester, suite: str) -> None:
     pytester.makepyfile(SOURCE.format(suite=suite))
 

@@ -57,6 +57,7 @@ def campaign(bench: Bench, calls: int) -> None:
             raise AssertionError(f"seed {seed}, {finding.difference}\n{script(finding.calls)}")
 
 
+@pytest.mark.slow
 def test_random_calls_of_several_users_are_answered_as_tmpfs_answers_them(bench: Bench) -> None:
     campaign(bench, CALLS)
 

@@ -19,7 +19,7 @@ collect_ignore_glob = [] if os.environ.get("VFSD_INTEGRATIONS", "") not in ("", 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.fuse)
             item.add_marker(pytest.mark.timeout(600))
 

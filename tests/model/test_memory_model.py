@@ -655,4 +655,4 @@ class MemoryMachine(RuleBasedStateMachine):
 TestMemoryModel = MemoryMachine.TestCase
 # Most steps are cheap.
 TestMemoryModel.settings = settings(max_examples=4 * settings().max_examples, stateful_step_count=40)
-TestMemoryModel.pytestmark = [pytest.mark.timeout(3600)]  # what it finds takes long to shrink
+TestMemoryModel.pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # what it finds takes long to shrink

@@ -335,6 +335,7 @@ def subject_of(kind: str) -> Iterator[InVolume | InStore]:
 
 @pytest.mark.timeout(3600)  # a long run makes 2,000 histories
 @pytest.mark.parametrize("kind", ["memory", "overlay", "host"])
+@pytest.mark.slow
 def test_undo_and_redo_go_through_the_states_of_a_model(kind: str) -> None:
     examples = settings().max_examples
     few = settings(max_examples=max(5, examples // 10), stateful_step_count=25)

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = Path(__file__).parent
     left_out: set[pytest.Item] = set()
     for item in items:
-        if here not in item.path.parents:
+        if not item.path.is_relative_to(here):
             continue
         item.add_marker(pytest.mark.fuse)
         if item.path.stem not in LAYER_MODULES and _is_over_layer(item):

@@ -108,6 +108,7 @@ def test_a_compaction_without_room_is_refused_before_it_begins(workspace: Worksp
     succeeded(vfsd("compact", "-w", workspace.name))
 
 
+@pytest.mark.slow
 def test_a_compaction_that_begins_by_itself_and_has_no_room_is_logged(workspace: Workspace) -> None:
     root = Path(workspace.path)
     with pytest.raises(OSError, match="No space left"):

@@ -787,6 +787,7 @@ class Half:
 
 
 @pytest.mark.parametrize("way", ["finish", "undo"])
+@pytest.mark.slow
 def test_a_restore_whose_daemon_is_killed_is_finished_or_undone_by_the_next(
     workdir: Path, directory: Path, engine: str, way: str
 ) -> None:

@@ -117,6 +117,7 @@ def test_inode_numbers_stay(kept: KeptOverlay) -> None:
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.slow
 def test_an_interrupted_listing_of_a_directory_that_changes_is_complete(kept: KeptOverlay) -> None:
     for number in range(4000):
         (kept.below / f"a-longer-name-{number}").touch()

@@ -423,6 +423,7 @@ def test_the_name_of_a_dead_daemon_is_free_for_another_place(mount: MountCli, wo
     assert f"{workdir}/other" in succeeded(vfsd("status", "same"))
 
 
+@pytest.mark.slow
 def test_list_mount_and_status_do_not_hang_on_a_daemon_that_is_stopped(mount: MountCli, place: Path) -> None:
     workspace = mount()
     workspace.kill(signal.SIGSTOP)

@@ -117,6 +117,7 @@ def make_wheel(folder: Path) -> Path:
     return wheel
 
 
+@pytest.mark.slow
 def test_a_virtual_environment_works_and_pip_installs_into_it(root: Path, workdir: Path) -> None:
     wheel = make_wheel(workdir / "wheels")
     run(sys.executable, "-m", "venv", "venv", cwd=root)

@@ -448,6 +448,7 @@ def test_the_workspace_changes_while_its_journal_is_compacted(persistent: Persis
     assert tree_hash(persistent.path) == content
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_journal_in_use_is_a_state_of_that_time_or_is_refused(
     persistent: Persistent, workdir: Path
 ) -> None:

@@ -597,6 +597,7 @@ def test_the_mount_can_be_closed_while_changes_are_being_replayed(either):
     either.call("start_replay")
 
 
+@pytest.mark.slow
 def test_a_replay_of_more_than_the_limit_is_cut_and_says_so(tmp_path):
     with served(str(tmp_path), expected_log="of 10050 changes 10000 were shown") as child:
         child.call("snapshot", name="s")

@@ -184,6 +184,7 @@ def test_other():
     pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:anyio").assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_a_session_unmounts_what_a_killed_session_left(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         test_hangs="""

@@ -57,6 +57,7 @@ def typed_in_one_shell(script: str, home: Path) -> str:
     return "".join(line for line in printed.splitlines(keepends=True) if line != "\n")
 
 
+@pytest.mark.slow
 def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path) -> None:
     blocks = tour()
     script = "".join(block for kind, block in blocks if kind == "sh")

@@ -169,6 +169,7 @@ def test_a_directory_of_two_hundred_thousand_is_listed_and_emptied_at_once(workd
         _list_and_empty(workspace, 200_000)
 
 
+@pytest.mark.slow
 def test_sixty_four_processes_work_on_one_file(root: Path) -> None:
     code = """
 import fcntl, os, sys

@@ -291,6 +291,7 @@ def writers(place: Path, count: int = 3) -> Iterator[None]:
             each.communicate()
 
 
+@pytest.mark.slow
 def test_restores_next_to_programs_that_write_succeed(workspace: Workspace, root: Path, workdir: Path) -> None:
     kept = root / "kept"
     for directory in ("busy", "kept"):
@@ -325,6 +326,7 @@ def test_restores_next_to_programs_that_write_succeed(workspace: Workspace, root
         workspace.undo()
 
 
+@pytest.mark.slow
 def test_file_tools_next_to_programs_that_write_succeed(workspace: Workspace, root: Path, workdir: Path) -> None:
     busy = root / "busy"
     busy.mkdir()

@@ -25,7 +25,7 @@ from vfsd.web.sources import Sources
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.fuse)
 
 

@@ -217,6 +217,7 @@ def test_a_fifo_keeps_nobody_waiting(root: Path, filesystem: HostFilesystem) -> 
     assert list(filesystem.grep("x")) == []
 
 
+@pytest.mark.slow
 def test_a_deeper_tree_than_there_are_descriptors_is_read_and_deleted(root: Path, filesystem: HostFilesystem) -> None:
     depth = 1_100  # more than RLIMIT_NOFILE usually is
     node = os.open(root, os.O_RDONLY)

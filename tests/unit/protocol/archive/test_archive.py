@@ -172,6 +172,7 @@ def test_paths_longer_than_the_kernel_takes_at_once_come_back() -> None:
 @pytest.mark.parametrize(
     ("component", "depth"), [(b"n" * 250, 300), (b"%" * 250, 300), (b"\xff" * 250, 120), (b"\xc3\xa9" * 100, 400)]
 )
+@pytest.mark.slow
 def test_a_path_longer_than_any_zip_name_is_left_out_and_named_and_the_rest_is_there(
     component: bytes, depth: int
 ) -> None:

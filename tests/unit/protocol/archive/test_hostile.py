@@ -637,6 +637,7 @@ def check_read_or_refused(data: bytes) -> None:
         assert facts_of_archive(archive_of(tree)) == found
 
 
+@pytest.mark.slow
 def test_no_flip_in_the_records_takes_much_memory() -> None:
     directory = GOOD.index(zr.SIGNATURE_CENTRAL)
     tracemalloc.start()

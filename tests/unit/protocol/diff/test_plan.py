@@ -136,6 +136,7 @@ def executed(live: DictTree, wanted: DictTree, steps: list[Step]) -> Model:
 
 
 @given(layouts, layouts)
+@pytest.mark.slow
 def test_the_steps_make_any_tree_equal_to_any_other(before: dict[bytes, Version], after: dict[bytes, Version]) -> None:
     live, wanted = tree_of(before), tree_of(after)
     steps = plan(live, wanted)

@@ -57,6 +57,7 @@ def without_text(answer: tuple[int, Any]) -> tuple[int, Any]:
     return answer if answer[1]["ok"] else (answer[0], {"ok": False})
 
 
+@pytest.mark.slow
 def test_its_answers_are_those_of_vfsd_fs(
     program: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,7 @@ def test_a_snapshot_that_was_killed_is_there_whole_or_not_at_all_and_the_others_
     assert outcomes == {True, False}
 
 
+@pytest.mark.slow
 def test_a_restore_that_was_killed_is_finished_or_undone_by_the_next_one(
     mortal: Mortal, scene: Scene, tmp_path: Path, runs_long: bool
 ) -> None:
@@ -202,6 +203,7 @@ def assert_nothing_torn(root: Path, scene: Scene) -> None:
             assert now.files[path][5] == facts[5]
 
 
+@pytest.mark.slow
 def test_a_collection_that_was_killed_leaves_every_snapshot_whole_and_is_done_by_the_next(
     mortal: Mortal, scene: Scene, tmp_path: Path, runs_long: bool
 ) -> None:

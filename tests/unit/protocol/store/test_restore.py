@@ -30,6 +30,7 @@ def take(store: Store, root: Path, name: str) -> None:
     seed=st.integers(0, 10**6),
     rounds=st.lists(st.tuples(st.integers(1, 25), st.integers(0, 15), st.booleans()), min_size=1, max_size=8),
 )
+@pytest.mark.slow
 def test_any_state_comes_back_whole_and_can_be_undone(seed: int, rounds: list[tuple[int, int, bool]]) -> None:
     with tempfile.TemporaryDirectory() as place, Store(os.path.join(place, "store")) as first:
         store, root = first, Path(place, "root")

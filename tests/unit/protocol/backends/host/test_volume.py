@@ -456,6 +456,7 @@ def test_a_very_deep_tree_needs_no_more_descriptors_than_others(inside: Path) ->
     volume.close()
 
 
+@pytest.mark.slow
 def test_a_place_a_thousand_levels_down_is_looked_at_once_more_after_a_while(
     volume: HostVolume, inside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

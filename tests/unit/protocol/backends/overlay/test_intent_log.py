@@ -112,6 +112,7 @@ def new(copies: Callable[[], Path]) -> Tree:
     return tree_of(place)
 
 
+@pytest.mark.slow
 def test_killed_before_any_of_its_changes_it_is_undone_or_finished(
     copies: Callable[[], Path], below: Path, new: Tree, run: Run
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_recovery_that_is_killed_too_is_finished_by_the_next(
         assert recover(place) is None
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_is_undone_or_finished(
     copies: Callable[[], Path], below: Path, new: Tree, run: Run
 ) -> None:
