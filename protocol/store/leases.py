@@ -1,8 +1,9 @@
 """Leases: keep the contents of a snapshot in the store while a process uses them, even if the snapshot is dropped.
 
-A lease is a file in leases/, with the digest of the snapshot's root listing.  Its owner holds a shared flock(2) on it.
-The lock ends with the last process that has the descriptor: a crashed daemon leaves no lock, and a forked one shares
-it.  A garbage collection keeps what the locked leases need, and removes the others.
+A lease is a file in leases/, with the digest of the snapshot's root listing, and the row of the root.  Its owner holds
+a shared flock(2) on it.  The lock ends with the last process that has the descriptor: a crashed daemon leaves no lock,
+a forked one shares it, and a keeper holds it until the next daemon has a lease of its own.  A garbage collection keeps
+what the locked leases need, and removes the others.
 
 A lease is made and read under the store's lock, shared and exclusive, so that a collection sees it complete or not at
 all.
@@ -17,30 +18,41 @@ import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from protocol.linux.regular_file import open_regular, read_prefix
+from protocol.linux.regular_file import open_regular, read_prefix, read_regular
 from protocol.store.format.packs import DamagedError
+from protocol.store.format.rows import Row, decode_listing, encode_listing
 
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
 
 _LEASES: Final = "leases"
+_LEASE_MAX_BYTES: Final = 1 << 20
 _NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
 class Lease:
-    """A lease on the listing `digest`.  Make it while the store's lock is held shared.  OSError."""
+    """A lease on the snapshot with this root.  Make it while the store's lock is held shared.  OSError.
 
-    def __init__(self, layout: Layout, digest: bytes) -> None:
+    Another process that has a duplicate of `descriptor` holds the lease, too.
+    """
+
+    def __init__(self, layout: Layout, root: Row) -> None:
         directory = os.path.join(layout.directory, _LEASES)
         os.makedirs(directory, mode=0o700, exist_ok=True)
         self._path = os.path.join(directory, secrets.token_hex(12))
         self._fd = open_regular(self._path, _NEW)
+        content = f"{root.content.hex()}\n{encode_listing([root]).hex()}\n".encode()
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.write(self._fd, digest.hex().encode())
+            os.write(self._fd, content)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor that holds the lease."""
+        return self._fd
 
     def close(self) -> None:
         """End the lease, unless a forked process still has it."""
@@ -67,11 +79,29 @@ def leased(layout: Layout) -> Iterator[bytes]:
         if _remove_if_dead(path):
             continue
         try:
-            yield bytes.fromhex(read_prefix(path).decode("ascii"))
+            yield bytes.fromhex(read_prefix(path).partition(b"\n")[0].decode("ascii"))
         except FileNotFoundError:
             continue  # it ended meanwhile
         except ValueError:
             raise DamagedError("the lease of a mounted snapshot is damaged: unmount the workspaces", path) from None
+
+
+def leased_root(layout: Layout, digest: bytes) -> Row | None:
+    """Return the root of the snapshot with the listing `digest`, if a live lease has it; its name may be dropped.
+
+    Call it with the store's lock held shared.
+    """
+    directory = os.path.join(layout.directory, _LEASES)
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            if _remove_if_dead(path):
+                continue
+            with contextlib.suppress(FileNotFoundError, ValueError):  # it ended meanwhile, or is damaged
+                first, second, *_ = read_regular(path, _LEASE_MAX_BYTES).split(b"\n")
+                if bytes.fromhex(first.decode("ascii")) == digest:
+                    return decode_listing(bytes.fromhex(second.decode("ascii")))[0]
+    return None
 
 
 def _remove_if_dead(path: str) -> bool:

@@ -51,7 +51,12 @@ class MountedSnapshot:
         self._layout = layout
         self._blobs = blobs
         self._tree = MerkleTree(root, blobs.listing, blobs)
-        self._lease = Lease(layout, root.content)
+        self._lease = Lease(layout, root)
+
+    @property
+    def lease_descriptor(self) -> int:
+        """The descriptor that holds the lease: with a duplicate of it, another process keeps the contents."""
+        return self._lease.descriptor
 
     @property
     def fingerprint(self) -> str:
@@ -91,6 +96,10 @@ class MountedSnapshot:
                     raise
                 self._blobs.packs.refresh()
         raise AssertionError
+
+    def close_lease(self) -> None:
+        """End the lease only; the store's files are used by another mounted snapshot."""
+        self._lease.close()
 
     def close(self) -> None:
         """End the lease and close the store's files."""

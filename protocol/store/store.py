@@ -35,8 +35,8 @@ from protocol.store.format.objects import NewObjects
 from protocol.store.format.packs import DamagedError, PackWriter
 from protocol.store.format.records import Record, encode_record, info_of
 from protocol.store.intent_log import InterruptedRestore, RestoreIntentLog
-from protocol.store.leases import Lease, leased
-from protocol.store.mounted import MountedSnapshot, fingerprint_of
+from protocol.store.leases import Lease, leased, leased_root
+from protocol.store.mounted import MountedSnapshot, fingerprint_of, root_of
 from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, RestoreRun, plan
 from protocol.store.trees import MerkleTree
 from protocol.store.upkeep import CheckReport, GarbageReport
@@ -254,6 +254,15 @@ class Store:
         with self.layout.shared():
             return MountedSnapshot(self.layout, self.blobs, self._catalog.get(workspace, name).root)
 
+    def mounted_again(self, fingerprint: str) -> MountedSnapshot | None:
+        """The snapshot with this fingerprint, if a lease keeps it, also if it was dropped; else None."""
+        digest = root_of(fingerprint)
+        if digest is None or not self.layout.exists():
+            return None
+        with self.layout.shared():
+            root = leased_root(self.layout, digest)
+            return None if root is None else MountedSnapshot(self.layout, self.blobs, root)
+
     def lease(self, workspace: str, name: str) -> Lease:
         """Keep the content of a snapshot, also if it is dropped, until the caller closes the result.
 
@@ -261,7 +270,7 @@ class Store:
         """
         self._require(name)
         with self.layout.shared():
-            return Lease(self.layout, self._catalog.get(workspace, name).root.content)
+            return Lease(self.layout, self._catalog.get(workspace, name).root)
 
     @contextlib.contextmanager
     def leased(self, workspace: str, name: str) -> Iterator[tuple[Record, Blobs]]:
@@ -272,7 +281,7 @@ class Store:
         self._require(name)
         with self.layout.shared():
             record = self._catalog.get(workspace, name)
-            lease = Lease(self.layout, record.root.content)
+            lease = Lease(self.layout, record.root)
         try:
             yield record, self.blobs
         finally:

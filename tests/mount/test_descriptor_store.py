@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import check_invariants
+from tests.mount.kept_workspaces import change_at_random, facts
 from tests.mount.programs import Program, failed, succeeded, vfsd
-from tests.mount.test_keeper import change_at_random, facts
 from tests.support.fork_server import wait_until
 from tests.support.service_manager import Unit
 from vfsd.client.workspace import Workspace

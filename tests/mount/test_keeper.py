@@ -39,6 +39,7 @@ from vfsd.cli.main import cli
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.log_results import LoggedChange, Missed
 from vfsd.client.workspace import Workspace
+from vfsd.daemon.keeper.kept import DEATHS_MAX
 from vfsd.kernel.engines.native.wire import Opcode
 from vfsd.machine.runtime import read_record
 
@@ -204,6 +205,14 @@ def test_five_deaths_in_a_row_end_the_mount_with_a_message(kept: Kept) -> None:
     assert "dead" in succeeded(vfsd("list"))
     kept.mount()
     assert (kept.path / "f").read_bytes() == b"kept"
+
+
+def test_a_workspace_that_is_used_over_its_socket_only_is_not_given_up(kept: Kept) -> None:
+    workspace = kept.mount()
+    for number in range(DEATHS_MAX + 1):
+        workspace.filesystem.write_bytes(f"f{number}", b"kept")
+        kept.kill()
+    assert len(os.listdir(kept.path)) == DEATHS_MAX + 1
 
 
 def test_keeper_and_daemon_killed_together_lose_nothing_that_was_answered(kept: Kept) -> None:

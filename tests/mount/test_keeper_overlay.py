@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,3 +216,29 @@ def test_an_overlay_over_an_archive_or_a_stored_snapshot_continues(
         del expected["d1/n1"]
     assert facts(kept.path) == expected
     check_invariants(Workspace.attach(kept.name))
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["dropped", "another of that name"])
+def test_a_snapshot_that_is_dropped_while_no_daemon_runs_stays_below(kept: KeptOverlay, is_taken: bool) -> None:
+    (kept.below / "file").write_bytes(b"below")
+    source = kept.path.with_name("source")
+    source.mkdir()
+    with Workspace.mount(source, name=f"{kept.name}-source", backend=f"host:{kept.below}") as of_host:
+        of_host.snapshot("base")
+        kept.backend = f"overlay:snapshot:base@{kept.below}"
+        kept.mount()
+        (kept.path / "mine").write_bytes(b"mine")
+        record = kept.record
+        assert record.keeper is not None
+        os.kill(record.keeper, signal.SIGSTOP)
+        os.kill(record.pid, signal.SIGKILL)
+        (kept.below / "file").write_bytes(b"other")
+        succeeded(vfsd("store", "drop", "--force", f"host:{kept.below}", "base"))
+        if is_taken:
+            of_host.snapshot("base")
+        succeeded(vfsd("store", "gc"))
+        os.kill(record.keeper, signal.SIGCONT)
+        wait_until(lambda: kept.record.pid != record.pid, "a replacement")
+        assert (kept.path / "file").read_bytes() == b"below"
+        assert (kept.path / "mine").read_bytes() == b"mine"
+        check_invariants(Workspace.attach(kept.name))

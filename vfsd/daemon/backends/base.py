@@ -28,6 +28,7 @@ class Backend(Value):
     `connection`: keeps a volume connected that is in a container, or on another machine; the daemon attends it.
     `container`: the container that holds the volume, in which commands run.
     `recovered`: one sentence on what an interrupted apply or restore left in the directory, for the user.
+    `held`: descriptors whose duplicates keep what the volume needs while no daemon runs, such as a lease.
     `stored`: the snapshots of a volume that does not keep them in memory; they are in a store.
     """
 
@@ -38,6 +39,7 @@ class Backend(Value):
     connection: TransportConnection[Any] | None = None
     container: ContainerWorkspace | None = None
     recovered: str | None = None
+    held: tuple[int, ...] = ()
     stored: Stored | None = None
 
 

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 from protocol.backends.overlay.tree_lower import TreeLower
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import Store
+from vfsd.daemon.backends.persistence import recorded_below
 from vfsd.daemon.backends.shared import check_outside
 
 if TYPE_CHECKING:
+    from protocol.store.mounted import MountedSnapshot
     from vfsd.wire.options import MountOptions
 
 
-def open_snapshot(options: MountOptions) -> TreeLower:
-    """Open the snapshot that "overlay:snapshot:NAME[@DIRECTORY]" names.  OSError, ValueError.
+def open_snapshot(options: MountOptions) -> tuple[TreeLower, int]:
+    """Open the snapshot that "overlay:snapshot:NAME[@DIRECTORY]" names, and return it with the descriptor of its lease.
+
+    OSError, ValueError.
 
     With a directory it is a snapshot of the workspace host:DIRECTORY, with a URL one that was pulled from there, else
     one of the only workspace in the store that has one of this name.
@@ -27,6 +31,28 @@ def open_snapshot(options: MountOptions) -> TreeLower:
     store = Store(options.workspace.store)
     check_outside(options, store)
     try:
+        mounted, key = _mounted(options, store, name, directory)
+    except BaseException:
+        store.close()
+        raise
+    lower = TreeLower(
+        mounted,
+        f"the snapshot {name} of {key}",
+        fingerprint=mounted.fingerprint,
+        memory_bytes=mounted.memory_bytes,
+        close=mounted.close,
+    )
+    return lower, mounted.lease_descriptor
+
+
+def _mounted(options: MountOptions, store: Store, name: str, directory: str | None) -> tuple[MountedSnapshot, str]:
+    """Return the snapshot, and what has it.
+
+    If it was dropped, or another one has got its name, while a daemon had it mounted that this one replaces, then
+    the lease of that daemon still has it.
+    """
+    recorded = recorded_below(options)
+    try:
         if options.origin is not None:
             key = options.origin.workspace
         else:
@@ -35,16 +61,15 @@ def open_snapshot(options: MountOptions) -> TreeLower:
             mounted = store.mounted(key, name)
         except SnapshotNotFoundError:
             raise _missing(name, f"{key} has no snapshot", store) from None
-    except BaseException:
-        store.close()
-        raise
-    return TreeLower(
-        mounted,
-        f"the snapshot {name} of {key}",
-        fingerprint=mounted.fingerprint,
-        memory_bytes=mounted.memory_bytes,
-        close=mounted.close,
-    )
+    except (FileNotFoundError, ValueError):
+        again = store.mounted_again(recorded)
+        if again is None:
+            raise
+        return again, "a workspace that dropped it"
+    if recorded not in {"", mounted.fingerprint} and (again := store.mounted_again(recorded)) is not None:
+        mounted.close_lease()
+        return again, key
+    return mounted, key
 
 
 def _missing(name: str, who_has_none: str, store: Store) -> FileNotFoundError:

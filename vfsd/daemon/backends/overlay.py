@@ -30,7 +30,7 @@ def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
     recovered = None
     if options.workspace.backend.lower_layer == "directory":
         recovered = recover_apply(options, options.workspace.backend.argument)
-    lower = _open_lower(options, limit)
+    lower, held = _open_lower(options, limit)
     if lower.memory_bytes > limit // _LOWER_SHARE:
         lower.close()
         least = f"--max-memory {_LOWER_SHARE * lower.memory_bytes // _MIB + 1}M"
@@ -65,7 +65,7 @@ def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
     volume.read_only = options.workspace.read_only
     notes = [note for note in (recovered, found) if note is not None]
     return Backend(
-        volume, tidy=volume.tidy, close=functools.partial(_close, volume), recovered="; ".join(notes) or None
+        volume, tidy=volume.tidy, close=functools.partial(_close, volume), recovered="; ".join(notes) or None, held=held
     )
 
 
@@ -77,19 +77,21 @@ def _close(volume: OverlayVolume) -> None:
     volume.lower.close()
 
 
-def _open_lower(options: MountOptions, limit: int) -> Lower:
+def _open_lower(options: MountOptions, limit: int) -> tuple[Lower, tuple[int, ...]]:
+    """Return the layer, and the descriptors of `Backend.held`."""
     backend = options.workspace.backend
     # Start-up: a mount imports only the layer that it uses.
     if backend.lower_layer == "snapshot":
         from vfsd.daemon.backends.lower_snapshot import open_snapshot  # noqa: PLC0415
 
-        return open_snapshot(options)
+        lower, lease = open_snapshot(options)
+        return lower, (lease,)
     if backend.lower_layer == "remote":
         from vfsd.daemon.backends.lower_remote import open_remote  # noqa: PLC0415
 
-        return open_remote(options)
+        return open_remote(options), ()
     if backend.lower_layer == "archive":
         from vfsd.daemon.backends.lower_archive import open_archive_below  # noqa: PLC0415
 
-        return open_archive_below(backend.argument, limit)
-    return HostLower(os.fsencode(backend.argument))
+        return open_archive_below(backend.argument, limit), ()
+    return HostLower(os.fsencode(backend.argument)), ()

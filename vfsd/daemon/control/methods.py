@@ -80,10 +80,23 @@ class Methods:
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each method of `messages.METHODS`."""
         here: dict[str, Handler] = {"ping": self._ping, "status": self._status, "check": self._check}
-        handlers = {name: here.get(name) or self._in_group(name) for name in METHODS}
+        handlers = {name: here.get(name) or self._counted(self._in_group(name)) for name in METHODS}
         if self._audit.log is not None:
             handlers = audited(handlers, self._audit.log)
         return with_advice(handlers, self._mounted)
+
+    def _counted(self, handler: Handler) -> Handler:
+        """Return a handler whose answers show that this daemon works; one that asks about the daemon does not."""
+        kept = self._start.kept
+        if kept is None:
+            return handler
+
+        async def answer(params: Any, call: CallContext) -> Any:
+            result = await handler(params, call)
+            kept.answered()
+            return result
+
+        return answer
 
     def _in_group(self, name: str) -> Handler:
         """Return a handler that finds the handler of `name` when it is called."""

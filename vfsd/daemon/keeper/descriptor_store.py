@@ -7,6 +7,7 @@ the next start (sd_listen_fds(3)).  A daemon stores four descriptors, with the n
     memory   the memory that a keeper and its daemon share (`kept`)
     log      what the kernel knows of the volume (`SharedLog`)
     saved    `_Saved`
+    held     any number of other descriptors, which need only stay open (`Backend.held`)
 
 Invariants:
 
@@ -36,20 +37,30 @@ from msgspec.structs import replace
 
 from protocol.linux.shared_log import SharedLog
 from vfsd.daemon.keeper import keeping, stuck
-from vfsd.daemon.keeper.kept import ANSWERED, DAEMON, DEATHS, DEATHS_MAX, RESTARTS, Kept, Resumed, shared_memory
+from vfsd.daemon.keeper.kept import (
+    DAEMON,
+    DEATHS,
+    DEATHS_MAX,
+    RESTARTS,
+    Kept,
+    Resumed,
+    deaths_in_a_row,
+    shared_memory,
+)
 from vfsd.daemon.sd_notify import Notifier, passed_descriptors
 from vfsd.machine import mounts
 from vfsd.wire.handshake import encode_options
 from vfsd.wire.options import LogOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
 FORMAT: Final = 1  # of the four descriptors; a mount with another one is not continued
 ROLES: Final = ("memory", "log", "saved", "device")  # in this order: a group with a device is complete
+_HELD: Final = "held"
 _PREFIX: Final = "vfsd-"
 _STORE_SIZE: Final = "FDSTORE"  # set by systemd 254 and newer, if the unit has FileDescriptorStoreMax=
 _SAVED_MAX_BYTES: Final = 1 << 20
@@ -92,27 +103,32 @@ class DescriptorStore:
     @property
     def names(self) -> dict[str, str]:
         """The name of each descriptor, by its role."""
-        return {role: f"{_PREFIX}{role}.{self._token}" for role in ROLES}
+        return {role: self._name(role) for role in ROLES}
 
-    def hold(self, saved: bytes, device: int) -> str | None:
+    def _name(self, role: str) -> str:
+        return f"{_PREFIX}{role}.{self._token}"
+
+    def hold(self, saved: bytes, device: int, others: Sequence[int]) -> str | None:
         fds = {**self._fds, "saved": _saved(self._options, saved), "device": os.dup(device)}
+        held = [os.dup(each) for each in others]
         if self._predecessor is None:
-            return self._store(fds)
-        threading.Thread(target=self._store_later, args=(self._predecessor, fds), daemon=True).start()
+            return self._store(fds, held)
+        threading.Thread(target=self._store_later, args=(self._predecessor, fds, held), daemon=True).start()
         return None
 
-    def _store_later(self, predecessor: int, fds: dict[str, int]) -> None:
+    def _store_later(self, predecessor: int, fds: dict[str, int], held: list[int]) -> None:
         poll = select.poll()
         poll.register(predecessor, select.POLLIN)
         poll.poll()
         os.close(predecessor)
         if not self._is_over:
-            self._store(fds)
+            self._store(fds, held)
 
-    def _store(self, fds: dict[str, int]) -> str | None:
-        is_sent = all(self._notifier.store(name, fds[role]) for role, name in self.names.items())
-        for role in ("saved", "device"):
-            os.close(fds[role])
+    def _store(self, fds: dict[str, int], held: list[int]) -> str | None:
+        is_sent = all(self._notifier.store(self._name(_HELD), each) for each in held)
+        is_sent = is_sent and all(self._notifier.store(name, fds[role]) for role, name in self.names.items())
+        for each in (fds["saved"], fds["device"], *held):
+            os.close(each)
         if is_sent:
             return None
         self.drop()
@@ -121,8 +137,8 @@ class DescriptorStore:
     def drop(self) -> None:
         if not self._is_over:
             self._is_over = True
-            for name in self.names.values():
-                self._notifier.remove(name)
+            for role in (*ROLES, _HELD):
+                self._notifier.remove(self._name(role))
 
     def known(self) -> None:
         """Note that systemd has passed what is stored."""
@@ -194,8 +210,12 @@ def _groups(passed: list[tuple[str, int]]) -> dict[str, dict[str, int]]:
     groups: dict[str, dict[str, int]] = {}
     for name, descriptor in passed:
         role, _, token = name.removeprefix(_PREFIX).partition(".")
-        if name.startswith(_PREFIX) and role in ROLES:
+        if not name.startswith(_PREFIX):
+            continue
+        if role in ROLES:
             groups.setdefault(token, {})[role] = descriptor
+        elif role == _HELD:
+            os.close(descriptor)  # systemd still has it
     return groups
 
 
@@ -217,8 +237,7 @@ def _continued(options: MountOptions, notifier: Notifier, token: str, fds: dict[
     if poll.poll(0):  # POLLERR: fuse_dev_poll, fs/fuse/dev.c
         raise _UnusableError("it was unmounted")
     _, memory = shared_memory(fds["memory"])
-    deaths = memory[DEATHS] = 0 if memory[ANSWERED] else memory[DEATHS] + 1
-    memory[ANSWERED] = 0
+    deaths = memory[DEATHS] = deaths_in_a_row(memory, memory[DEATHS])
     if deaths >= DEATHS_MAX:
         raise _UnusableError(f"its daemon died {deaths} times in a row without answering a request")
     memory[RESTARTS] += 1

@@ -11,8 +11,8 @@ Invariants:
    never use the mount or the journal at the same time.
 2. Nothing is kept before the daemon's `Kept.begin`: a start that fails ends the keeper with the same exit status.
 3. The keeper ends with its daemon if that ends with status 0 (it unmounted) or was asked to end by a signal.  It ends
-   after `DEATHS_MAX` deaths in a row of daemons that answered no request.  Then the descriptor is closed, so
-   programs get ENOTCONN.
+   after `DEATHS_MAX` deaths in a row of daemons that answered nothing (`deaths_in_a_row`).  Then the descriptor is
+   closed, so programs get ENOTCONN.
 4. After an upgrade (`RELEASED`) it ends with its daemon, whatever the status.
 5. A signal to end that reaches the keeper reaches the daemon, also if it comes between two daemons.
 
@@ -40,14 +40,15 @@ from msgspec.structs import replace
 from protocol.linux.shared_log import SharedLog
 from vfsd.daemon.keeper import stuck
 from vfsd.daemon.keeper.kept import (
-    ANSWERED,
     DEATHS_MAX,
     KEEPS,
     MAX_BYTES,
+    MAX_HELD,
     RELEASED,
     KeeperProcess,
     Kept,
     Resumed,
+    deaths_in_a_row,
     shared_memory,
 )
 from vfsd.machine import interpreter, logs, runtime
@@ -181,20 +182,20 @@ class Keeper:
 
     def _take_over(self, channel: socket.socket) -> None:
         descriptors = array.array("i")
-        size = socket.CMSG_SPACE(descriptors.itemsize)
+        size = socket.CMSG_SPACE(descriptors.itemsize * (1 + MAX_HELD))
         saved, ancillary, _, _ = channel.recvmsg(MAX_BYTES, size, socket.MSG_CMSG_CLOEXEC)
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
         if saved and descriptors:
+            # The others stay open while this process runs.
             self._device, self._saved = descriptors[0], saved
             self._memory[KEEPS] = 1
 
     # -- a death -----------------------------------------------------------------------------------
     def _may_restart(self, ended: int) -> bool:
         how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"failed with exit status {ended}"
-        self._deaths = 0 if self._memory[ANSWERED] else self._deaths + 1
-        self._memory[ANSWERED] = 0
+        self._deaths = deaths_in_a_row(self._memory, self._deaths)
         if self._deaths >= DEATHS_MAX:
             self._give_up(how)
             return False

@@ -13,7 +13,8 @@ import array
 import mmap
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.values import Value
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
     from vfsd.kernel.engines.base import Engine
 
 MAX_BYTES: Final = 4096 + 1024  # a mountpoint, and some numbers
-DEATHS_MAX: Final = 5  # in a row, of daemons that answered nothing
+MAX_HELD: Final = 8  # descriptors besides that of the mount
+DEATHS_MAX: Final = 5  # in a row, of daemons that neither answered anything nor served for a minute
+_LIVED_NS: Final = 60 * 10**9
 
 # The numbers in the memory that a keeper and its daemon share.
 ANSWERED: Final = 0  # how many requests were answered since the last death
 RELEASED: Final = 1  # 1: another daemon takes the workspace over, so none is to be restarted
 KEEPS: Final = 2  # 1: the keeper has the descriptor of the mount, and restarts a daemon that dies
+SERVING_NS: Final = 6  # since when the daemon serves, by time.monotonic_ns()
 # The next ones are of systemd only; a keeper process knows them by itself.
 DEATHS: Final = 3  # in a row, of daemons that answered nothing
 RESTARTS: Final = 4  # how many daemons of this mount have died
@@ -46,6 +50,18 @@ def shared_memory(descriptor: int | None = None) -> tuple[int, memoryview]:
         descriptor = os.memfd_create("vfsd-keeper")
         os.ftruncate(descriptor, size)
     return descriptor, memoryview(mmap.mmap(descriptor, size)).cast("Q")
+
+
+def deaths_in_a_row(memory: memoryview, before: int) -> int:
+    """Count the death of a daemon, after `before` in a row, and begin to count for the next daemon.
+
+    The kernel sends the request that killed a daemon to the next one, so a daemon that dies of it answers nothing.  It
+    may also be one that nobody uses: it counts as well if it has served for a minute.
+    """
+    serving_ns = memory[SERVING_NS]
+    has_lived = memory[ANSWERED] or (serving_ns and time.monotonic_ns() - serving_ns > _LIVED_NS)
+    memory[ANSWERED] = memory[SERVING_NS] = 0
+    return 0 if has_lived else before + 1
 
 
 class Resumed(Value):
@@ -72,8 +88,8 @@ class Holder(Protocol):
         """Whether that is a service manager, which outlives the mount."""
         ...
 
-    def hold(self, saved: bytes, device: int) -> str | None:
-        """Hold the mount from now on; return why, if that is impossible."""
+    def hold(self, saved: bytes, device: int, others: Sequence[int]) -> str | None:
+        """Hold the mount, and these other descriptors, from now on; return why, if that is impossible."""
         ...
 
     def drop(self) -> None:
@@ -94,8 +110,8 @@ class KeeperProcess:
         self.pid = os.getppid()
         self._channel = channel
 
-    def hold(self, saved: bytes, device: int) -> str | None:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [device]))]
+    def hold(self, saved: bytes, device: int, others: Sequence[int]) -> str | None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [device, *others]))]
         try:
             self._channel.sendmsg([saved], rights)
         except OSError as error:
@@ -153,21 +169,29 @@ class Kept:
         """Have the keeper end with this process, whatever ends it; or restart it again."""
         self._memory[RELEASED] = is_released
 
-    def begin(self, engine: Engine) -> None:
-        """Have the keeper keep the mount from now on; `why_not` says why, if that is impossible."""
+    def answered(self) -> None:
+        """Count work for a client of the control socket, as the engine counts the kernel's requests."""
+        self._memory[ANSWERED] += 1
+
+    def begin(self, engine: Engine, others: Sequence[int] = ()) -> None:
+        """Have the keeper keep the mount from now on; `why_not` says why, if that is impossible.
+
+        `others`: descriptors to hold with it, as long as the mount exists.
+        """
         self._memory[DAEMON] = os.getpid()
-        self.why_not = self._begin(engine)
+        self._memory[SERVING_NS] = time.monotonic_ns()
+        self.why_not = self._begin(engine, others)
         self.is_kept = self.why_not is None
         interpreter.end_with_parent(0)
 
-    def _begin(self, engine: Engine) -> str | None:
+    def _begin(self, engine: Engine, others: Sequence[int]) -> str | None:
         if not isinstance(engine, ResumableEngine):
             return f"the engine {engine.name} cannot continue a mount"
         engine.share(self._memory, self.memory_fd)
         if self.resumed is not None:
             return None
         saved, device = engine.resumable(), engine.descriptor
-        return "there is no mount" if saved is None or device is None else self._holder.hold(saved, device)
+        return "there is no mount" if saved is None or device is None else self._holder.hold(saved, device, others)
 
     def end(self) -> None:
         """The mount has ended, or another daemon has it."""
