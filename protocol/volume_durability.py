@@ -7,7 +7,7 @@ Threading: as in `protocol.volume`; what other threads may do says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol, cast
 
 from protocol.values import Value
@@ -75,6 +75,20 @@ class JournaledVolume(SnapshotableVolume, Protocol):
         """Count the calls from now on as those of the kernel's request `unique`; 0: of no request.
 
         The result of a call that changes something is recorded together with the change.
+        """
+        ...
+
+    def defer_syncs(self) -> bool:
+        """Have calls return before their record is on disk; return whether the caller has to wait for `unsynced`.
+
+        That is so with `--fsync always`.  Until this is called, such calls wait themselves, and so does the thread.
+        """
+        ...
+
+    def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
+        """Return what an answer has to wait for: a function that waits for the disk (OSError); None: nothing.
+
+        `of_request`: only for what was recorded since `answering` began to count for a request.
         """
         ...
 

@@ -51,7 +51,7 @@ from protocol.volume import (
     Volume,
     VolumeCapabilities,
 )
-from protocol.volume_durability import AnsweringVolume
+from protocol.volume_durability import AnsweringVolume, JournaledVolume
 from protocol.volume_extensions import SnapshotInfo
 
 __all__ = ["FIRST_INODE", "NAME", "ReadableState", "SnapshotDirectoryVolume", "SnapshotStates", "shown_name"]
@@ -130,6 +130,14 @@ class SnapshotDirectoryVolume:
     def answering(self, unique: int) -> None:
         """See `AnsweringVolume`."""
         cast("AnsweringVolume", self._volume).answering(unique)
+
+    def defer_syncs(self) -> bool:
+        """See `JournaledVolume`."""
+        return cast("JournaledVolume", self._volume).defer_syncs()
+
+    def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
+        """See `JournaledVolume`."""
+        return cast("JournaledVolume", self._volume).unsynced(of_request=of_request)
 
     # -- for the daemon ------------------------------------------------------------------------------
     @property

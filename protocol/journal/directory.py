@@ -329,7 +329,7 @@ class Journal:
         log = _begin_log(self.directory, header, self.policy)
         old, self.log = self.log, log
         self._header = header
-        log.on_failure = old.on_failure
+        log.on_failure, log.defers_syncs = old.on_failure, old.defers_syncs
         self._older_bytes += old.end
         old.close()
         return header.number

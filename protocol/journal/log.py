@@ -12,8 +12,9 @@ Invariants:
    holds after a failed append, because then the state has a change that the file lacks.
 
 When records reach the disk (`FsyncPolicy`, with Redis's names): "always" calls fdatasync(2) in `append`, on the thread
-that appends; "everysec" has a thread that calls it a second after the first record that is not synced; "no" leaves it
-to the kernel.  `sync` does it at any time, on the thread that calls it.
+that appends, or leaves it to a caller that does not answer before `sync` has returned (`defers_syncs`); "everysec" has
+a thread that calls it a second after the first record that is not synced; "no" leaves it to the kernel.  `sync` does it
+at any time, on the thread that calls it.
 
 Threading: one thread calls `require` and `append`.  Any thread may call `sync`.
 """
@@ -143,6 +144,7 @@ class Log:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self.on_failure: Callable[[OSError], None] | None = None
+        self.defers_syncs = False
 
     @property
     def failure(self) -> OSError | None:
@@ -208,7 +210,7 @@ class Log:
                 self._unsynced.set()
                 if self._thread is None:
                     self._start_thread()
-        elif self._policy == "always" and kind != Kind.PART:
+        elif self._policy == "always" and kind != Kind.PART and not self.defers_syncs:
             self.sync()
 
     def _write_rest(self, record: bytes, written: int) -> None:

@@ -17,7 +17,7 @@ import errno
 import functools
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.journaling.handover import Giving, Taking
     from protocol.backends.memory.journaling.image import Image
-    from protocol.backends.memory.journaling.recorder import Recorder
+    from protocol.backends.memory.journaling.recorder import Recorder, WaitSynced
     from protocol.backends.memory.journaling.replay import Replay
     from protocol.journal.directory import Journal
     from protocol.volume import Buffer
@@ -263,6 +263,7 @@ class MemoryVolume:
         assert self._recorder is not None
         self.answering = self._recorder.answering
         self.invalidated = self._recorder.invalidated
+        self.defer_syncs = self._recorder.defer_syncs
 
     def record_in(self, journal: Journal) -> None:
         """Record every change in `journal` from now on, without what comes with one that is kept."""
@@ -335,6 +336,15 @@ class MemoryVolume:
     def journal(self) -> Journal | None:
         """The journal that records the changes."""
         return None if self._recorder is None else self._recorder.journal
+
+    def sync_with(self, wait: WaitSynced) -> None:
+        """Have `unsynced` use `wait`."""
+        assert self._recorder is not None
+        self._recorder.wait_synced = wait
+
+    def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
+        """See `JournaledVolume`."""
+        return None if self._recorder is None else self._recorder.unsynced(of_request=of_request)
 
     def journal_status(self) -> JournalStatus:
         """Describe the journal, which there is."""

@@ -14,6 +14,7 @@ import trio
 
 from protocol.journal.directory import Journal, JournalFiles, JournalReport, has_journal, read_identity
 from protocol.journal.records import JournalDamagedError
+from vfsd.daemon.backends.group_sync import GroupSync
 from vfsd.machine.journals import journal_directory
 from vfsd.machine.logs import log_failure
 
@@ -139,15 +140,17 @@ def _describe(volume: MemoryVolume, report: JournalReport, *, has_archive: bool)
 
 
 def _sync_in_thread(volume: MemoryVolume) -> None:
-    """Have fsync(2) wait for the disk in a thread, so that other requests do not wait with it."""
+    """Have fsync(2), and with `--fsync always` every change, wait for the disk in a thread: other requests go on."""
+    syncs = GroupSync()
 
     async def fsync(_inode: int, *, data_only: bool) -> None:  # noqa: ARG001 (one log has both)
         journal = volume.journal
         if journal is not None:
             volume.flush_journal()
-            await trio.to_thread.run_sync(journal.log.sync)
+            await syncs.wait(journal.log, journal.log.end)
 
     volume.fsync = fsync  # type: ignore[assignment]
+    volume.sync_with(syncs.wait)
 
 
 def continue_journal(options: MountOptions, volume: Volume, directory: str, end: JournalEnd) -> ContinuedJournal:

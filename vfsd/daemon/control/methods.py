@@ -19,6 +19,7 @@ from protocol.volume_extensions import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.audit.calls import audited
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.durable_answers import synced
 from vfsd.daemon.control.lost_container import with_advice
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks import Forks, Origin
@@ -80,7 +81,7 @@ class Methods:
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each method of `messages.METHODS`."""
         here: dict[str, Handler] = {"ping": self._ping, "status": self._status, "check": self._check}
-        handlers = {name: here.get(name) or self._counted(self._in_group(name)) for name in METHODS}
+        handlers = {name: here.get(name) or self._changing(name) for name in METHODS}
         if self._audit.log is not None:
             handlers = audited(handlers, self._audit.log)
         return with_advice(handlers, self._mounted)
@@ -97,6 +98,10 @@ class Methods:
             return result
 
         return answer
+
+    def _changing(self, name: str) -> Handler:
+        """Return the handler of `name`, which may change something: the answer is counted, and waits for the disk."""
+        return self._counted(synced(self._in_group(name), self._mounted))
 
     def _in_group(self, name: str) -> Handler:
         """Return a handler that finds the handler of `name` when it is called."""

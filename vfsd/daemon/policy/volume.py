@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 
 from protocol.errors import DeniedByPolicyError, os_error
@@ -104,6 +104,14 @@ class PolicyVolume:
     def answering(self, unique: int) -> None:
         """See `JournaledVolume`."""
         cast("JournaledVolume", self._volume).answering(unique)
+
+    def defer_syncs(self) -> bool:
+        """See `JournaledVolume`."""
+        return cast("JournaledVolume", self._volume).defer_syncs()
+
+    def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
+        """See `JournaledVolume`."""
+        return cast("JournaledVolume", self._volume).unsynced(of_request=of_request)
 
     def path_of(self, inode: int) -> bytes | None:
         """See `NamedVolume`."""

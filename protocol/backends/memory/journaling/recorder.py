@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from protocol.journal.log import Log
     from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 
+WaitSynced = Callable[["Log", int], Awaitable[None]]  # returns when a log is on disk up to an offset; OSError
 # More than the effects of any call take, without content, symlink targets and extended attributes.
 _CALL_BYTES: Final = 4096
 _MOST_PENDING: Final = 1000
@@ -70,6 +71,8 @@ class Recorder:
         self._pending: list[bytes] = []
         self._in_transaction = False
         self._request = 0  # the request of the kernel that is being executed; 0: none
+        self._before_request = 0  # the end of the log when it began
+        self.wait_synced: WaitSynced | None = None
         self._repeats: dict[int, list[int]] = {}  # recorded results of requests that may come again, by request
         self.pinned: set[int] = set()  # inodes with one lookup more than is known
         self._replaced: dict[str, Callable[..., Any]] = {name: getattr(volume, name) for name in _RECORDED}
@@ -87,6 +90,21 @@ class Recorder:
     def answering(self, unique: int) -> None:
         """See `JournaledVolume.answering`."""
         self._request = unique & ~UNIQUE_RESEND
+        if unique:
+            self._before_request = self._log.end
+
+    def defer_syncs(self) -> bool:
+        """See `JournaledVolume.defer_syncs`; without `wait_synced` there is nobody who would sync."""
+        self._log.defers_syncs = self.wait_synced is not None and self.journal.policy == "always"
+        return self._log.defers_syncs
+
+    def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
+        """See `JournaledVolume.unsynced`."""
+        log = self._log
+        if not log.defers_syncs or log.synced >= log.end or (of_request and log.end == self._before_request):
+            return None
+        assert self.wait_synced is not None
+        return functools.partial(self.wait_synced, log, log.end)
 
     def connect(self) -> None:
         """Record that a new mount begins: its kernel knows no file, and numbers its requests from the start."""

@@ -31,7 +31,7 @@ from protocol.volume import (
     QuietLookupsVolume,
     Volume,
 )
-from protocol.volume_durability import AnsweringVolume
+from protocol.volume_durability import AnsweringVolume, journaled
 from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.extended_attributes import ExtendedAttributes
@@ -79,6 +79,10 @@ class Operations:
         self._cancel = cancel
         self._invalidate_attributes = invalidate_attributes
         self._record_statfs = record_statfs
+        self._journaled = journaled(volume)
+        self.waits_for_syncs = False  # the session waits for `unsynced` before it answers
+        # What the answer to the last request has to wait for: see `JournaledVolume.unsynced`.
+        self.unsynced: Callable[[], Awaitable[None]] | None = None
         self.table: Final = self._handlers()
 
     def _handlers(self) -> dict[int, Handler]:
@@ -154,8 +158,16 @@ class Operations:
                 return method(node, message, length)
             finally:
                 answering(0)
+                if self.waits_for_syncs and self._journaled is not None:
+                    self.unsynced = self._journaled.unsynced(of_request=True)
 
         return counted
+
+    def everything_unsynced(self, opcode: int) -> Callable[[], Awaitable[None]] | None:
+        """Return what the answer to a request that took more than one step has to wait for."""
+        if self._journaled is None or not self.waits_for_syncs or opcode not in _CHANGING:
+            return None
+        return self._journaled.unsynced(of_request=False)
 
     # -- inodes ------------------------------------------------------------------------------
     def _lookup(self, node: int, message: Request, length: int) -> object:

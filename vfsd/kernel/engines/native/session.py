@@ -34,6 +34,7 @@ import trio
 from protocol.errors import NotReadyError, SnapshotNotFoundError, errno_of
 from protocol.values import Value
 from protocol.volume import Volume
+from protocol.volume_durability import journaled
 from vfsd.kernel.engines import base, policy
 from vfsd.kernel.engines.arrivals import repeated
 from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator
@@ -302,6 +303,9 @@ class NativeEngine:
             raise OSError(errno.ENOTCONN, "not mounted")
         readable = select.poll()
         readable.register(device, select.POLLIN)
+        journal = journaled(self._volume)
+        if journal is not None:
+            self._operations.waits_for_syncs = journal.defer_syncs()
         try:
             with self._stopped, RunnableThreads() as runnable:
                 self._wakeups.runnable = runnable
@@ -410,11 +414,15 @@ class NativeEngine:
                 self._postpone(unique, length)
                 return
             message = self._failure(operations, opcode, unique, error)
+        if operations.unsynced is not None:
+            self._send_synced(descriptor, operations, opcode, unique, message)
+            return
         self._send(descriptor, unique, message)
 
     def _postpone(self, unique: int, length: int) -> None:
         """Answer the request in the buffer later: see `_retry_postponed`."""
         self._note(unique)
+        self._operations.unsynced = None  # the answer comes after that of the next attempt
         self._postponed.append(bytes(self._buffer[:length]))
 
     def _note(self, unique: int) -> None:
@@ -472,7 +480,9 @@ class NativeEngine:
     def _impersonate(self, volume: Volume) -> Operations:
         """Return the operations over an impersonator's volume; the kernel must not cache their replies."""
         if self._impersonated is None or self._impersonated[0] is not volume:
-            self._impersonated = (volume, self._operations_over(volume, Replies(NO_CACHE)))
+            operations = self._operations_over(volume, Replies(NO_CACHE))
+            operations.waits_for_syncs = self._operations.waits_for_syncs
+            self._impersonated = (volume, operations)
         return self._impersonated[1]
 
     # -- pending requests --------------------------------------------------------------------
@@ -506,7 +516,12 @@ class NativeEngine:
         message: Message = wire.error_reply(unique, errno.EINTR)
         try:
             with pending.scope:
-                message = operations.table[opcode].reply(unique, await answer)
+                result = await answer
+                operations.unsynced = None  # part of everything
+                message = operations.table[opcode].reply(unique, result)
+                wait = operations.everything_unsynced(opcode)
+                if wait is not None:
+                    await wait()
         except Exception as error:  # noqa: BLE001  (logged there)
             message = self._failure(operations, opcode, unique, error)
         finally:
@@ -514,6 +529,29 @@ class NativeEngine:
             self._send(descriptor, unique, message)
             self._pending.pop(unique, None)
             pending.done.set()
+
+    def _send_synced(self, descriptor: int, operations: Operations, opcode: int, unique: int, message: Message) -> None:
+        """Send `message` when what the request changed is on disk.  Nothing cancels that: the change is made."""
+        wait, operations.unsynced = operations.unsynced, None
+        if wait is None or not message:
+            return
+        assert self._nursery is not None
+        self._note(unique)
+        self._pending[unique] = pending = _PendingRequest(has_begun=True)
+
+        async def send() -> None:
+            sent = message
+            try:
+                with trio.CancelScope(shield=True):
+                    await wait()
+            except Exception as error:  # noqa: BLE001  (logged there)
+                sent = self._failure(operations, opcode, unique, error)
+            finally:
+                self._send(descriptor, unique, sent)
+                self._pending.pop(unique, None)
+                pending.done.set()
+
+        self._nursery.start_soon(send)
 
     def _cancel(self, unique: int) -> None:
         """Cancel a request whose caller was interrupted; does nothing if it was answered already."""
