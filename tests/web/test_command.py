@@ -27,6 +27,8 @@ def run(*words: str | Path) -> Result:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_a_signal(workspace: Workspace, number: signal.Signals) -> None:
     words = [sys.executable, "-m", "vfsd.cli.main", "-w", "demo", "--json", "web"]
+    Path(workspace.path, "big").write_bytes(bytes(16 << 20))  # more than the kernel takes for a client
+    slow: list[socket.socket] = []
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         url = urlsplit(json.loads(program.stdout.readline())["url"])
@@ -37,12 +39,21 @@ def test_it_serves_until_a_signal(workspace: Workspace, number: signal.Signals) 
             assert answer.status == 200
             assert b"url=/w/demo/" in answer.read()
             # An open connection for events does not delay the end.
-            connection.request("GET", "/events", headers={"cookie": (answer.headers["set-cookie"] or "").split(";")[0]})
+            cookie = (answer.headers["set-cookie"] or "").split(";")[0]
+            connection.request("GET", "/events", headers={"cookie": cookie})
             assert connection.getresponse().readline() == b"event: ready\n"
+            # Neither does a client that does not read its download, or does not send all of a form.
+            head = f"HTTP/1.1\r\nHost: {url.netloc}\r\nOrigin: http://{url.netloc}\r\nCookie: {cookie}\r\n"
+            form = f"{head}Content-Type: application/x-www-form-urlencoded\r\nContent-Length: 100\r\n\r\npart"
+            for request in (f"GET /api/filesystem/file?path=big {head}\r\n", f"POST /w/demo/snapshot {form}"):
+                slow.append(socket.create_connection((url.hostname or "", url.port or 0), timeout=20))
+                slow[-1].sendall(request.encode())
+            assert slow[0].recv(12) == b"HTTP/1.1 200"
             os.kill(program.pid, number)
             assert program.wait(20) == 128 + number
         finally:
-            connection.close()
+            for each in (connection, *slow):
+                each.close()
             program.kill()
         assert program.stderr is not None
         assert program.stderr.read() == ""

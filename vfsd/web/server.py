@@ -1,14 +1,19 @@
 """The server: Hypercorn under trio, at a loopback address.
 
+At its end Hypercorn waits for what it sends to a client, however long the client does not read.  So the connections
+that are left after `_GRACE_S` are shut down.
+
 Threading: the thread that runs the event loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
+import stat
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final, cast
 
@@ -34,14 +39,35 @@ def listening(port: int) -> socket.socket:
 
 async def serve(app: ASGIApp, sock: socket.socket, ended: Callable[[], Awaitable[None]]) -> None:
     """Serve `app` on a listening socket until `ended` returns.  Runs under trio."""
+    address = sock.getsockname()
     config = Config()
     config.bind = [f"fd://{os.dup(sock.fileno())}"]  # Hypercorn closes it
     config.graceful_timeout = _GRACE_S
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = logging.getLogger("vfsd.web.server")
-    # Starlette describes the messages of ASGI as dicts, Hypercorn as TypedDicts.
-    await hypercorn_serve(cast("ASGIFramework", app), config, shutdown_trigger=ended, mode="asgi")
+    async with trio.open_nursery() as nursery:
+
+        async def ending() -> None:
+            await ended()
+            nursery.start_soon(_disconnect, address)
+
+        # Starlette describes the messages of ASGI as dicts, Hypercorn as TypedDicts.
+        await hypercorn_serve(cast("ASGIFramework", app), config, shutdown_trigger=ending, mode="asgi")
+        nursery.cancel_scope.cancel()
+
+
+async def _disconnect(address: tuple[str, int]) -> None:
+    """Shut down the connections at `address` of this process, until cancelled."""
+    while True:
+        await trio.sleep(_GRACE_S)
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(number))) as found:
+                    if found.family == socket.AF_INET and found.getsockname() == address:
+                        found.shutdown(socket.SHUT_RDWR)
 
 
 def serve_until_signal(app: ASGIApp, sock: socket.socket) -> int:
