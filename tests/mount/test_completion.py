@@ -1,4 +1,4 @@
-"""<Tab> offers the paths of a workspace and of its snapshots; in bash itself, too."""
+"""<Tab> offers the paths of a workspace and of its snapshots; in bash, zsh and fish themselves, too."""
 
 from __future__ import annotations
 
@@ -91,23 +91,27 @@ def test_paths_below_a_directory_without_a_workspace_are_offered(workdir: Path) 
     assert offered(f"vfsd fs read --root {workdir} some/") == ["some/file"]
 
 
-class Bash:
-    """An interactive bash on a terminal of its own."""
+def with_vfsd(directory: Path) -> dict[str, str]:
+    """An environment with the program `vfsd`."""
+    program = directory / "vfsd"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m vfsd.cli.main "$@"\n')
+    program.chmod(0o755)
+    return {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", "PS1": "ready>", "TERM": "dumb"}
 
-    def __init__(self, directory: Path) -> None:
-        program = directory / "vfsd"
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m vfsd.cli.main "$@"\n')
-        program.chmod(0o755)
-        environment = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", "PS1": "ready>", "TERM": "dumb"}
+
+class Shell:
+    """An interactive shell on a terminal of its own."""
+
+    def __init__(self, directory: Path, words: list[str], setup: str) -> None:
+        environment = with_vfsd(directory)
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 500, 0, 0))  # it would scroll a longer line
-        words = ["bash", "--norc", "--noprofile", "-i"]
         self._terminal = master
         self._process = subprocess.Popen(
             words, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
         )
         os.close(slave)
-        self.type('eval "$(vfsd completion bash)"; echo be"gun"\n', "begun")
+        self.type(f'{setup}; echo be"gun"\n', "begun")
 
     def type(self, keys: str, expected: str, timeout_s: float = 60) -> None:
         """Type `keys`, and read until `expected` is shown."""
@@ -123,8 +127,12 @@ class Bash:
         os.close(self._terminal)
 
 
+def bash_in(directory: Path) -> Shell:
+    return Shell(directory, ["bash", "--norc", "--noprofile", "-i"], 'eval "$(vfsd completion bash)"')
+
+
 def test_bash_completes_a_path_step_by_step(workspace: Workspace, workdir: Path) -> None:
-    bash = Bash(workdir)
+    bash = bash_in(workdir)
     try:
         bash.type("vfsd fs read s\t", "src/")
         bash.type("m\t", "main.py ")
@@ -151,7 +159,7 @@ def test_bash_completes_what_follows_a_colon_or_an_equals_sign(
     workspace: Workspace, stored: Path, workdir: Path, option: str
 ) -> None:
     name = str(stored).replace(" ", "\\ ")
-    bash = Bash(workdir)
+    bash = bash_in(workdir)
     try:
         parts = ("h", "host:", f"host:{stored.parent}", f"host:{stored.parent}/pro=", f"host:{name[:-4]}")
         for number, typed in enumerate(parts):
@@ -161,3 +169,36 @@ def test_bash_completes_what_follows_a_colon_or_an_equals_sign(
         bash.type("vfsd mount x --backend=ho\t", "st:")
     finally:
         bash.close()
+
+
+def test_zsh_completes_paths_and_keeps_an_option_before_an_equals_sign(
+    workspace: Workspace, stored: Path, workdir: Path
+) -> None:
+    zsh = Shell(workdir, ["zsh", "-f", "-i"], 'autoload -Uz compinit; compinit -u -D; eval "$(vfsd completion zsh)"')
+    try:
+        zsh.type("vfsd fs read -w complete s\t", "src/")
+        zsh.type("m\t", "main.py")
+        zsh.type("\x15vfsd restore --of=ho\t", "ject@two\\ x")
+        zsh.type("\x01echo '\x05'\n", f"\nvfsd restore --of=host:{str(stored)[:-2]}")
+        zsh.type("\x15vfsd mount x --backend=ho\t", "--backend=host:")
+    finally:
+        zsh.close()
+
+
+def test_fish_completes_paths_and_values(workspace: Workspace, stored: Path, workdir: Path) -> None:
+    root = Path(workspace.path)
+    (root / "with,comma").touch()
+
+    def completed(line: str) -> list[str]:
+        script = 'vfsd completion fish | source; complete -C "$argv[1]"'
+        words = ["fish", "--no-config", "-c", script, line]
+        done = subprocess.run(words, env=with_vfsd(workdir), capture_output=True, text=True, check=True)
+        return [each.partition("\t")[0] for each in done.stdout.splitlines()]
+
+    assert completed("vfsd fs read -w complete src/") == ["src/inner/", "src/main.py"]
+    assert completed("vfsd fs read -w complete with") == ["with,comma"]
+    assert completed("vfsd restore -w complete b") == ["before"]
+    assert completed("vfsd restore --of ho") == [f"host:{stored}"]
+    assert completed("vfsd restore --of=ho") == [f"--of=host:{stored}"]
+    assert completed(f"vfsd mount --store={stored.parent}/pro") == [f"--store={stored}/"]
+    (root / "with,comma").unlink()

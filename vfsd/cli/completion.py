@@ -56,18 +56,53 @@ _CHANGES: Final = (
             [[ $value == */ ]] && compopt -o nospace
 """,
     ),
-    # zsh
+    # zsh: what is offered replaces the word, of which --option= has to stay.
+    (
+        "    for type key descr in ${response}; do\n",
+        """\
+    local option=
+    [[ $PREFIX == --*=* ]] && option=${PREFIX%%%%=*}=
+
+    for type key descr in ${response}; do
+""",
+    ),
     (
         """        elif [[ "$type" == "dir" ]]; then""",
         """\
         elif [[ "$type" == "path" && "$key" == */ ]]; then
-            compadd -U -q -S "" -- "$key"
+            compadd -U -q -S "" -P "$option" -- "$key"
         elif [[ "$type" == "path" ]]; then
-            compadd -U -- "$key"
+            compadd -U -P "$option" -- "$key"
         elif [[ "$type" == "dir" ]]; then""",
     ),
-    # fish, which adds no blank after "/"
-    ('        else if test $metadata[1] = "plain";', "        else if contains $metadata[1] plain path;"),
+    ("completions_with_descriptions -U\n", 'completions_with_descriptions -U -P "$option"\n'),
+    ("        compadd -U -V unsorted", '        compadd -U -P "$option" -V unsorted'),
+    # fish, which adds no blank after "/", and takes only what begins with the whole word, also for --option=value.  A
+    # value may have a comma.
+    (
+        '        set -l metadata (string split "," $completion);',
+        '        set -l metadata (string split -m 1 "," $completion);',
+    ),
+    (
+        "    for completion in $response;\n",
+        """\
+    set -l option (string match -r -- '^--[^=]+=' (commandline -t));
+
+    for completion in $response;
+""",
+    ),
+    (
+        "            __fish_complete_directories $metadata[2];\n",
+        '            printf "%%s\\n" "$option"(__fish_complete_directories $metadata[2]);\n',
+    ),
+    (
+        "            __fish_complete_path $metadata[2];\n",
+        '            printf "%%s\\n" "$option"(__fish_complete_path $metadata[2]);\n',
+    ),
+    (
+        '        else if test $metadata[1] = "plain";\n            echo $metadata[2];\n',
+        '        else if contains $metadata[1] plain path;\n            echo "$option$metadata[2]";\n',
+    ),
 )
 
 
