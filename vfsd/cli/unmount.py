@@ -184,6 +184,7 @@ def _export_and_unmount(
             raise without_hidden
         if not app.json:
             output.note(f"exported {counted(answer.files, 'file')} to {output.show_path(path)}")
+            output.note_hidden(answer.hidden)
         try:
             return unmount_running(app, record, messages.UnmountParams(lazy=lazy))
         except OSError as error:
