@@ -39,13 +39,32 @@ for kind in [InMemoryFilesystem, *broken.BROKEN[{suite!r}]]:
 """
 
 
+class EndsWithTheFirstFailure:
+    """Skips the rest of a filesystem's suite once the suite has noticed that it is broken."""
+
+    def __init__(self) -> None:
+        self.failed: set[str] = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if kind_of(item.nodeid) in self.failed:
+            pytest.skip("this filesystem has failed")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(kind_of(report.nodeid))
+
+
+def kind_of(test: str) -> str:
+    return test.split("::")[1].removeprefix("Test")
+
+
 @pytest.mark.parametrize("suite", BROKEN)
-@pytest.mark.slow
 def test_every_broken_filesystem_fails_its_suite_and_a_sound_one_passes(pytester: pytest.Pytester, suite: str) -> None:
     pytester.makepyfile(SOURCE.format(suite=suite))
 
     # Plain: nobody reads these failures, and in CI pytest would explain each difference of long contents whole.
-    reports = pytester.inline_run("-p", "no:cacheprovider", "--assert=plain").getreports("pytest_runtest_logreport")
+    ended = EndsWithTheFirstFailure()
+    pytester.inline_run("-p", "no:cacheprovider", "--assert=plain", plugins=[ended])
 
-    failed = {report.nodeid.split("::")[1] for report in reports if report.failed}  # type: ignore[union-attr]
-    assert failed == {"Test" + kind.__name__ for kind in BROKEN[suite]}  # type: ignore[attr-defined]
+    assert ended.failed == {kind.__name__ for kind in BROKEN[suite]}  # type: ignore[attr-defined]
