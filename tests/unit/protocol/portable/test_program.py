@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,72 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def run(program: Path, *words: str | bytes, stdin: bytes = b"", python: str = sys.executable) -> tuple[int, Any]:
-    command = [python, "-I", "-S", str(program), *map(os.fsdecode, words)]
-    done = subprocess.run(command, input=stdin, capture_output=True, check=False, cwd="/")
+# A Python that has loaded the program's modules, and forks for each call: they are compiled once.  For each line on its
+# standard input, it runs the program with these words and standard streams.
+_FORKS = """
+import json, os, runpy, sys
+program = sys.argv[1]
+sys.path.insert(0, program)
+import protocol.portable.program
+for line in sys.stdin:
+    words, streams = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for number, name in enumerate(streams):
+            os.dup2(os.open(name, os.O_WRONLY if number else os.O_RDONLY), number)
+        sys.argv[:] = [program, *words]
+        sys.stdin = open(0)
+        runpy.run_path(program, run_name="__main__")
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class ForkingPython:
+    """Runs the program in forks of a Python as `run` starts it."""
+
+    def __init__(self, program: Path) -> None:
+        self._streams = [program.with_name(name) for name in ("stdin", "stdout", "stderr")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _FORKS, str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd="/",
+        )
+
+    def __call__(self, words: Sequence[str], stdin: bytes) -> subprocess.CompletedProcess[bytes]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        for stream, content in zip(self._streams, (stdin, b"", b""), strict=True):
+            stream.write_bytes(content)
+        self._process.stdin.write(json.dumps([words, list(map(str, self._streams))]).encode() + b"\n")
+        self._process.stdin.flush()
+        status = int(self._process.stdout.readline())
+        return subprocess.CompletedProcess(words, status, *(stream.read_bytes() for stream in self._streams[1:]))
+
+    def end(self) -> None:
+        self._process.communicate()
+        assert self._process.returncode == 0
+
+
+forking_python = functools.cache(ForkingPython)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ends_with_the_module(program: Path) -> Iterator[None]:
+    python = forking_python(program)
+    yield
+    python.end()
+    forking_python.cache_clear()
+
+
+def run(program: Path, *words: str | bytes, stdin: bytes = b"", python: str | None = None) -> tuple[int, Any]:
+    """Run the program, in a new interpreter if `python` is given."""
+    arguments = [os.fsdecode(word) for word in words]
+    if python is None:
+        done = forking_python(program)(arguments, stdin)
+    else:
+        command = [python, "-I", "-S", str(program), *arguments]
+        done = subprocess.run(command, input=stdin, capture_output=True, check=False, cwd="/")
     assert done.stderr == b""
     assert done.stdout.count(b"\n") == 1
     return done.returncode, json.loads(done.stdout)
