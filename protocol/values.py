@@ -9,6 +9,7 @@ A default that is a mutable object needs `msgspec.field(default_factory=...)`.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Final, dataclass_transform
 
 import msgspec
@@ -34,21 +35,26 @@ class _DataclassFields:
     """The attribute of a class by which the module `dataclasses` recognises dataclasses, computed when it is read."""
 
     def __get__(self, instance: object, owner: type[Value]) -> dict[str, Field[Any]]:
-        import dataclasses  # noqa: PLC0415 (start-up: few programs ask for it)
+        return _fields_of(owner)
 
-        names, defaults = owner.__struct_fields__, owner.__struct_defaults__
-        with_default = dict(zip(reversed(names), reversed(defaults), strict=False))
-        fields: list[tuple[str, Any, Any]] = []
-        for name in names:
-            default = with_default.get(name, msgspec.NODEFAULT)
-            if default is msgspec.NODEFAULT:
-                fields.append((name, Any, dataclasses.field()))
-            elif isinstance(default, _FACTORY):
-                fields.append((name, Any, dataclasses.field(default_factory=default.factory)))
-            else:
-                fields.append((name, Any, dataclasses.field(default=default)))
-        made = dataclasses.make_dataclass(owner.__name__, fields)
-        return made.__dataclass_fields__  # type: ignore[attr-defined, no-any-return]
+
+@functools.cache  # milliseconds, and `dataclasses.replace` asks each time
+def _fields_of(owner: type[Value]) -> dict[str, Field[Any]]:
+    import dataclasses  # noqa: PLC0415 (start-up: few programs ask for it)
+
+    names, defaults = owner.__struct_fields__, owner.__struct_defaults__
+    with_default = dict(zip(reversed(names), reversed(defaults), strict=False))
+    fields: list[tuple[str, Any, Any]] = []
+    for name in names:
+        default = with_default.get(name, msgspec.NODEFAULT)
+        if default is msgspec.NODEFAULT:
+            fields.append((name, Any, dataclasses.field()))
+        elif isinstance(default, _FACTORY):
+            fields.append((name, Any, dataclasses.field(default_factory=default.factory)))
+        else:
+            fields.append((name, Any, dataclasses.field(default=default)))
+    made = dataclasses.make_dataclass(owner.__name__, fields)
+    return made.__dataclass_fields__  # type: ignore[attr-defined, no-any-return]
 
 
 class _Probe(msgspec.Struct):

@@ -76,3 +76,12 @@ def test_the_module_dataclasses_takes_it_for_a_dataclass() -> None:
     assert dataclasses.replace(Point(1, 2), y=5) == Point(1, 5)
     assert dataclasses.asdict(Point(1)) == {"x": 1, "y": 0, "names": (), "notes": {}, "share": None}
     assert [field.name for field in dataclasses.fields(NoDefault)] == ["x"]
+
+
+def test_its_fields_for_dataclasses_are_made_once_for_each_class() -> None:
+    class Point3(Point):
+        depth: int = 0
+
+    assert dataclasses.fields(Point)[0] is dataclasses.fields(Point)[0]
+    assert [field.name for field in dataclasses.fields(Point3)] == ["x", "y", "names", "notes", "share", "depth"]
+    assert dataclasses.replace(Point3(1), depth=2) == Point3(1, depth=2)
