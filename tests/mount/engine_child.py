@@ -252,6 +252,9 @@ class _Child:
         assert self.told is not None
         self.nursery.start_soon(self.replay.run, self.told)
 
+    async def drop_replays(self) -> None:
+        self.replay.drop()
+
     async def replay_again(self, give_up_s: float = math.inf) -> None:
         assert self.told is not None
         with trio.move_on_after(give_up_s):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vfsd.daemon.policy.service import Policy
 
 _logger = logging.getLogger(__name__)
-_IDLE_TIMEOUT_S: Final = 5.0  # the longest replay takes about one second
+_IDLE_TIMEOUT_S: Final = 5.0  # the longest replay takes about one second, but several can wait for their turn
 
 
 class ContainerStatus(Protocol):
@@ -264,10 +264,19 @@ class MountedVolume:
         self._nursery.start_soon(work)
 
     async def wait_unused(self) -> None:
-        """Return when no thread of this process has files open on the mount, or after some seconds."""
+        """Return when no thread of this process has files open on the mount, or after some seconds.
+
+        Replays that have not ended by then are dropped: they would make the mount busy for as long as they take.
+        """
+        if not await self._becomes_unused():
+            self._replay.drop()
+            await self._becomes_unused()
+
+    async def _becomes_unused(self) -> bool:
         with trio.move_on_after(_IDLE_TIMEOUT_S):
             while self._threads:
                 await self._thread_ended.wait()
+        return not self._threads
 
     async def _run_replay(self, invalidation: CacheInvalidation) -> None:
         with self.using_mount():

@@ -34,7 +34,7 @@ _FATAL: Final = frozenset({errno.EROFS, errno.ENOTCONN, errno.ECONNABORTED})  # 
 
 
 class ReplayAbortedError(Exception):
-    """The replay cannot continue, or the workspace is closing."""
+    """The replay cannot continue, or was stopped."""
 
 
 def repeat_changes(
@@ -210,7 +210,7 @@ class _Changes:
 
     def _may_continue(self) -> bool:
         if self._stopped.is_set():
-            raise ReplayAbortedError("the workspace is closing")
+            raise ReplayAbortedError("the replay was stopped")
         self._left -= 1
         return self._left >= 0
 

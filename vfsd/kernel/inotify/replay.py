@@ -31,6 +31,8 @@ class Replay:
         self._mountpoint = mountpoint
         self.thread_id = 0  # an attribute, not a property: engines read it with every request
         self._lock = trio.Lock()
+        self._drops = 0  # calls of `drop`
+        self._stopped = threading.Event()  # stops the latest thread
         self._finished = trio.Event()  # set when the latest thread has ended
         self._finished.set()
 
@@ -50,20 +52,35 @@ class Replay:
             change.old for change in invalidation.entries if not stat.S_ISDIR(invalidation.modes.get(change.old, 0))
         )
         orphans = list(filter(self._answers.is_orphan, lost))
-        await self._run(lambda stopped: repeat_changes(self._mountpoint, invalidation, orphans, self._answers, stopped))
+        drops = self._drops
+        await self._run(
+            lambda stopped: repeat_changes(self._mountpoint, invalidation, orphans, self._answers, stopped),
+            is_dropped=lambda: self._drops != drops,
+        )
+
+    def drop(self) -> None:
+        """Stop the replay that runs at its next step, and drop those that wait: their events are not raised."""
+        if self._lock.locked():
+            _logger.info("changes are not shown to inotify watchers: there were too many to be shown in time")
+        self._drops += 1
+        self._stopped.set()
 
     async def refresh(self, files: Sequence[FileState]) -> None:
         """Give the kernel the sizes and times of `files` (see `vfsd.kernel.inotify.refresh`).  Logs failures."""
         if files:
             await self._run(lambda _stopped: refresh_files(self._mountpoint, files))
 
-    async def _run(self, work: Callable[[threading.Event], object]) -> None:
-        """Run `work` in a thread whose requests change nothing."""
+    async def _run(
+        self, work: Callable[[threading.Event], object], *, is_dropped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Run `work` in a thread whose requests change nothing, unless `is_dropped` when its turn has come."""
         async with self._lock:
             # A thread that was abandoned may still be in a system call, whose requests must not reach the volume.
             await self._finished.wait()
+            if is_dropped():
+                return
             self._finished = trio.Event()
-            stopped = threading.Event()
+            self._stopped = stopped = threading.Event()
             arguments = (work, stopped, trio.lowlevel.current_trio_token(), self._finished)
             threading.Thread(target=self._work, args=arguments, name="vfsd replay", daemon=True).start()
             try:
