@@ -224,6 +224,38 @@ def test_a_backend_that_waits_for_its_answers_is_held_as_well(workdir: Path) -> 
         assert [each.name for each in workspace.snapshots()] == ["kept"]
 
 
+@pytest.mark.parametrize("backend", ["memory", "host", "exec"])
+def test_a_pattern_for_all_dotfiles_is_not_for_the_names_under_which_vfsd_writes(workdir: Path, backend: str) -> None:
+    (below := workdir / "below").mkdir()
+    options: dict[str, Any] = {"hide": [".*"], "protect": [".?*"]}
+    if backend != "memory":
+        options["store"] = workdir / "store"
+    if backend == "exec":
+        options |= {"backend": f"exec:{sys.executable}", "workdir": str(below)}
+    elif backend == "host":
+        options["backend"] = f"host:{below}"
+    with mounted(workdir / "x", name=f"{workdir.name}-x", **options) as workspace:
+        root = Path(workspace.path)
+        workspace.filesystem.write("file", "written")
+        (root / "link").symlink_to("file")
+        (root / "d").mkdir()
+        os.link(root / "file", root / "d/linked")
+        workspace.snapshot("one")
+        workspace.export(workdir / "one.zip")
+        for name in ("link", "d/linked", "file"):
+            (root / name).unlink()
+        assert workspace.restore("one").problems == {}
+        assert (root / "d/linked").read_text() == (root / "link").read_text() == "written"
+        assert (root / "file").stat().st_nlink == 2
+        workspace.undo()
+        assert workspace.import_archive(workdir / "one.zip").problems == {}
+        assert (root / "link").read_text() == "written"
+        fails(errno.EPERM, (root / "d/.own").touch)
+        fails(errno.EPERM, (root / ".vfsd-restore").touch)
+        (root / "d").rename(root / "e")
+        assert sorted(os.listdir(root)) == ["e", "file", "link"]
+
+
 def test_an_upgraded_daemon_has_the_policy_with_what_was_added(workdir: Path) -> None:
     with Workspace.mount(workdir / "u", name=f"{workdir.name}-u", protect=["nothing"]) as workspace:
         root = Path(workspace.path)

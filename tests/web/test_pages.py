@@ -44,6 +44,18 @@ def test_the_first_page_lists_the_workspaces(site: Site, workspace: Workspace, w
     assert str(workdir / "m") in words
 
 
+def test_the_policy_is_shown_and_an_archive_says_what_it_lacks(site: Site, workdir: Path) -> None:
+    patterns = {"protect": ["<b>.lock"], "hide": [os.fsdecode(b"caf\xe9"), *(f"x{number}" for number in range(30))]}
+    with mounted(workdir / "p", name="demo", **patterns) as workspace:
+        words = site.get("/w/demo/").words
+        assert r"protects &lt;b&gt;.lock hides caf\xe9 hides x0" in words
+        assert "hides x29" not in words
+        assert "ZIP archives lack what is hidden" in words
+        (Path(workspace.path) / "seen").write_text("seen")
+        workspace.policy(hide=["seen"])
+        assert site.get("/api/filesystem/archive").headers["vfsd-hidden-names"] == "1"
+
+
 def test_without_a_workspace_it_says_how_to_start_one(site: Site) -> None:
     assert "vfsd mount" in site.get("/").words
 

@@ -168,33 +168,35 @@ def _export_and_unmount(
             raise FileExistsError(errno.EEXIST, reason, file) from None
         except OSError as error:
             raise _still_mounted(record, error, "not exported") from None
-        if answer.skipped:
-            lacks = (
-                f"{output.show_path(path)} lacks {counted(len(answer.skipped), 'path')} that a ZIP file cannot contain"
-            )
-            advice = (
-                f"{record.name} is still mounted: `vfsd export -w {record.name}` names them,"
-                f" `vfsd unmount {record.name} --discard` drops them"
-            )
-            raise OSError(errno.ENAMETOOLONG, f"{lacks}; {advice}")
-        lacks = f"{output.show_path(path)} lacks {counted(answer.hidden, 'name')} that the policy hides"
-        advice = f"{record.name} is still mounted: `vfsd unmount {record.name} --discard` drops what it holds"
-        without_hidden = OSError(errno.EPERM, f"{lacks}; {advice}")
-        if answer.hidden and BackendSpec.split(record.backend).kind == "image":  # its container ends with it, unasked
-            raise without_hidden
+        if answer.skipped or (answer.hidden and BackendSpec.split(record.backend).kind == "image"):
+            raise _incomplete(record, path, answer)  # the container of an image ends unasked
         if not app.json:
             output.note(f"exported {counted(answer.files, 'file')} to {output.show_path(path)}")
-            output.note_hidden(answer.hidden)
         try:
-            return unmount_running(app, record, messages.UnmountParams(lazy=lazy))
+            unmounted = unmount_running(app, record, messages.UnmountParams(lazy=lazy))
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise _still_mounted(record, error, f"exported to {output.show_path(path)}") from None
             if answer.hidden:
-                raise without_hidden from None
+                raise _incomplete(record, path, answer) from None
+        else:
+            if not app.json:
+                output.note_hidden(answer.hidden)
+            return unmounted
         request.params.overwrite = True  # the file is the previous export
     reason = f"{record.name} changed during each of {_EXPORTS} exports: stop its writers; it is still mounted"
     raise OSError(errno.EAGAIN, f"{reason}, and {output.show_path(path)} contains an older state")
+
+
+def _incomplete(record: WorkspaceRecord, path: str, answer: snapshot_messages.ExportResult) -> OSError:
+    """Return the error for an export without something that the unmount would drop."""
+    mounted, drop = f"{record.name} is still mounted", f"`vfsd unmount {record.name} --discard` drops"
+    if answer.skipped:
+        lacks = f"{output.show_path(path)} lacks {counted(len(answer.skipped), 'path')} that a ZIP file cannot contain"
+        advice = f"{mounted}: `vfsd export -w {record.name}` names them, {drop} them"
+        return OSError(errno.ENAMETOOLONG, f"{lacks}; {advice}")
+    lacks = f"{output.show_path(path)} lacks {counted(answer.hidden, 'name')} that the policy hides"
+    return OSError(errno.EPERM, f"{lacks}; {mounted}: {drop} what it holds")
 
 
 def _still_mounted(record: WorkspaceRecord, error: OSError, what: str) -> OSError:

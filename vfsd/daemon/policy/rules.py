@@ -19,6 +19,7 @@ Threading: the serving loop, except `hides` and `protects`, which any thread may
 
 from __future__ import annotations
 
+import re
 import stat
 import time
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ from protocol.volume import ROOT_INODE, Answer, Attributes, NamedVolume, Volume
 from vfsd.daemon.policy.walk import Name, then, walk
 
 _WALK_AGAIN_S: Final = 1.0
+# vfsd writes files under such a name and renames them, also through the mount; a pattern such as `.*` is not for these.
+# Source: protocol.adapters.path_filesystem.writing, protocol.store.directory.target.
+_OWN: Final = re.compile(rb"(?:^|/)\.vfsd-(?:[0-9a-f]{16}|restore-[0-9a-f]+-[0-9]+)$")
 
 
 class PolicyRules:
@@ -61,11 +65,15 @@ class PolicyRules:
     # -- paths ---------------------------------------------------------------------------------------
     def protects(self, path: bytes, *, is_directory: bool) -> bool:
         """Whether the entry at `path` is protected by this path."""
-        return self.protecting.matches(path, is_directory=is_directory)
+        return self.protecting.matches(path, is_directory=is_directory) and not _is_own(self.protecting, path)
 
     def hides(self, path: bytes, *, is_directory: bool) -> bool:
         """Whether the entry at `path` is hidden by this path."""
-        return self.hiding.matches(path, is_directory=is_directory)
+        return self.hiding.matches(path, is_directory=is_directory) and not _is_own(self.hiding, path)
+
+    def hides_here(self, name: Name) -> bool:
+        """Whether an entry is hidden by this name; the caller knows that nothing above it is."""
+        return _matches_here(self.hiding, name)
 
     def refuses_name(self, path: bytes, *, is_directory: bool) -> bool:
         """Whether no entry may be made at `path`, whether one exists or not."""
@@ -74,9 +82,7 @@ class PolicyRules:
     def refuses_symlink(self, path: bytes) -> bool:
         """Whether a symlink at `path` would stand where a pattern names a directory, and lead to another one."""
         return (
-            path in self._links_refused
-            or self.protecting.matches(path, is_directory=True)
-            or self.hiding.matches(path, is_directory=True)
+            path in self._links_refused or self.protects(path, is_directory=True) or self.hides(path, is_directory=True)
         )
 
     # -- inodes --------------------------------------------------------------------------------------
@@ -95,7 +101,7 @@ class PolicyRules:
 
     def _matches_inode(self, inode: int, patterns: GitPatterns, *, hidden: bool) -> Answer[bool]:
         path = self.path_of(inode)
-        if path:
+        if path and not _is_own(patterns, path):
             if patterns.matches(path, is_directory=False):
                 return True
             if patterns.has_directory_patterns and patterns.matches(path, is_directory=True):
@@ -143,8 +149,8 @@ class PolicyRules:
 
         def visit(name: Name) -> bool:
             above = inside[name.path.rpartition(b"/")[0]]
-            is_protected = above[0] or self.protecting.matches_here(name.path, is_directory=name.is_directory)
-            is_hidden = above[1] or self.hiding.matches_here(name.path, is_directory=name.is_directory)
+            is_protected = above[0] or _matches_here(self.protecting, name)
+            is_hidden = above[1] or self.hides_here(name)
             if name.is_directory:
                 inside[name.path] = is_protected, is_hidden
             else:
@@ -188,6 +194,16 @@ class PolicyRules:
             or self.protects(new, is_directory=is_directory)
             or self.hides(old, is_directory=is_directory) != self.hides(new, is_directory=is_directory)
         )
+
+
+def _matches_here(patterns: GitPatterns, name: Name) -> bool:
+    return patterns.matches_here(name.path, is_directory=name.is_directory) and _OWN.search(name.path) is None
+
+
+def _is_own(patterns: GitPatterns, path: bytes) -> bool:
+    """Whether `path` is a temporary name of vfsd's own, and nothing above it matches."""
+    found = _OWN.search(path)
+    return found is not None and not patterns.matches(path[: found.start()], is_directory=True)
 
 
 def _added(patterns: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:

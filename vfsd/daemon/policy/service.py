@@ -128,11 +128,7 @@ class Policy:
 
         def visit(name: Name) -> bool:
             above = name.path.rpartition(b"/")[0]
-            if (
-                above in hidden
-                or self.rules.hiding.matches_here(name.path, is_directory=name.is_directory)
-                or self.rules.is_known_hidden(name.inode)
-            ):
+            if above in hidden or self.rules.hides_here(name) or self.rules.is_known_hidden(name.inode):
                 entries.append(EntryChange(name.parent, name.name, name.inode, 0))
                 if name.is_directory:
                     hidden.add(name.path)
