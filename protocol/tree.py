@@ -66,6 +66,7 @@ class TreeEntry(HasMode, Value):
 
     `inode` identifies hard links: entries of one tree with the same non-zero `inode` are one file.  `size` is in bytes
     (for a symlink the length of its target, for a directory 0).  `rdev` is the device number of a device node.
+    `ctime_ns`, in nanoseconds as `mtime_ns`, is 0 if the tree has none.
     """
 
     path: bytes
@@ -79,6 +80,7 @@ class TreeEntry(HasMode, Value):
     rdev: int = 0
     target: bytes = b""
     xattrs: Mapping[bytes, bytes] = msgspec.field(default_factory=dict)
+    ctime_ns: int = 0
 
     @property
     def name(self) -> bytes:

@@ -135,6 +135,7 @@ class VolumeUsage(Value):
     fetched_bytes: int | None = None  # received from there
     prefetch: str | None = None  # how far it is
     fetch_failure: str | None = None  # why the last fetch failed; None if it succeeded
+    cache_failure: str | None = None  # why the cache of what was fetched cannot be written
 
 
 class VolumeChanges(Protocol):

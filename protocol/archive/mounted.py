@@ -196,6 +196,13 @@ class MountedArchive:
             return None
         return functools.partial(self._content.prepare, member, self._locate)
 
+    def inode_row(self, path: bytes) -> None:  # noqa: ARG002
+        """None: an archive has neither inode numbers nor ctimes."""
+        return
+
+    def inode_rows(self, path: bytes) -> Mapping[bytes, Any]:  # noqa: ARG002
+        return {}
+
     def stop(self) -> None:
         self._content.stop()
 

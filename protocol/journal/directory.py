@@ -3,6 +3,7 @@
     lock            locked with flock(2) by the daemon that uses the journal
     image-00000003  the state at the beginning of log 3; absent for log 1
     log-00000003    what happened since
+    below           how to open the layer below an overlay while its source does not answer; most journals have none
 
 The state is that of the image with the highest number (an empty state without an image), and of the logs from that
 number on.  A new log is begun when the one before it is complete and synced; an image gets its name by a rename when it
@@ -14,6 +15,7 @@ Invariants:
 2. Each log but the last ends, synced, with the record before the first one of the next log.
 3. An image is complete, and its last record is a clean mark.
 4. One process at a time appends: the one that holds the lock.
+5. `below` is complete, and is there before the first log if the journal was begun with it.
 
 Threading: one thread.
 """
@@ -42,7 +44,7 @@ from protocol.journal.records import (
     read_header,
     read_span,
 )
-from protocol.linux.regular_file import open_regular
+from protocol.linux.regular_file import open_regular, read_regular, write_atomically
 from protocol.values import Value
 from protocol.volume_durability import JournalEnd
 
@@ -50,6 +52,9 @@ Identity = dict[str, str | int]
 
 _NAME: Final = re.compile(r"(log|image)-(\d{8})(\.new)?")
 _LOCK: Final = "lock"
+_BELOW: Final = "below"
+_BELOW_FILE: Final = re.compile(r"below(\.[0-9a-f-]+\.new)?")  # with what an interrupted write left
+_LARGEST_BELOW_BYTES: Final = 80 << 20
 _LARGE_BYTES: Final = 64 << 20
 _COMMIT: Final = int(Kind.COMMIT)  # comparing with the enum's member takes longer
 
@@ -183,8 +188,13 @@ class Journal:
 
     # -- opening ---------------------------------------------------------------------------------
     @classmethod
-    def create(cls, directory: str, identity: Mapping[str, str | int], policy: FsyncPolicy) -> Journal:
-        """Begin a journal in `directory`, which is made if it does not exist.  FileExistsError if it has one."""
+    def create(
+        cls, directory: str, identity: Mapping[str, str | int], policy: FsyncPolicy, *, below: bytes = b""
+    ) -> Journal:
+        """Begin a journal in `directory`, which is made if it does not exist.  FileExistsError if it has one.
+
+        `below` is what `read_below` returns.
+        """
         os.makedirs(directory, mode=0o700, exist_ok=True)
         _check_empty(directory)  # before the lock makes a file
         lock_fd = lock(directory)
@@ -193,6 +203,8 @@ class Journal:
             header = FileHeader(
                 FORMAT_VERSION, "log", secrets.token_hex(16), dict(identity), 1, 1, secrets.randbits(32)
             )
+            if below:
+                write_below(directory, below)
             log = _begin_log(directory, header, policy)
             _sync_directory(os.path.dirname(os.path.abspath(directory)))
         except BaseException:
@@ -409,6 +421,8 @@ def drop_journal(directory: str) -> None:
         # The images first: without them the logs do not count, whatever interrupts this.
         for name in sorted(names):
             os.unlink(os.path.join(directory, name))
+        for name in filter(_BELOW_FILE.fullmatch, os.listdir(directory)):
+            os.unlink(os.path.join(directory, name))
         os.unlink(os.path.join(directory, _LOCK))
     finally:
         os.close(descriptor)
@@ -433,6 +447,19 @@ def read_identity(directory: str) -> Identity:
     path = os.path.join(directory, f"log-{number:08}")
     with _opened(path) as file:
         return read_header(file, path).identity
+
+
+def read_below(directory: str) -> bytes:
+    """Return how to open the layer below the overlay of this journal; b"" if the journal has nothing.  OSError."""
+    try:
+        return read_regular(os.path.join(directory, _BELOW), _LARGEST_BELOW_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def write_below(directory: str, data: bytes) -> None:
+    """Set what `read_below` returns.  With the lock.  OSError."""
+    write_atomically(os.path.join(directory, _BELOW), data, durable=True)
 
 
 def is_locked(directory: str) -> bool:
@@ -479,7 +506,8 @@ def _check_empty(directory: str) -> None:
     """FileExistsError if there is a journal in `directory`; ENOTEMPTY if there are other files."""
     if _numbers(directory, "log") or _numbers(directory, "image"):
         raise FileExistsError(errno.EEXIST, "this directory has a journal already", directory)
-    others = [name for name in os.listdir(directory) if name != _LOCK and not _NAME.fullmatch(name)]
+    ours = (_LOCK, _NAME, _BELOW_FILE)
+    others = [name for name in os.listdir(directory) if not any(re.fullmatch(each, name) for each in ours)]
     if others:
         reason = f"this directory has other files ({others[0]!r}): give --journal-dir an empty or new directory"
         raise OSError(errno.ENOTEMPTY, reason, directory)

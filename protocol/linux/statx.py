@@ -14,7 +14,7 @@ import errno
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -28,6 +28,7 @@ _STATX_BASIC_STATS: Final = 0x7FF
 _FLAGS: Final = _AT_SYMLINK_NOFOLLOW | _AT_NO_AUTOMOUNT
 # nlink, uid, gid, mode, inode, size | atime, birth | ctime, mtime | rdev, dev
 _FIELDS: Final = struct.Struct("<16xIIIH2xQQ16x32xqI4xqI4xIIII")
+_NUMBERS: Final = struct.Struct("<28xH2xQ56xqI148x")  # mode, inode | ctime
 _KEY: Final = slice(16, 48)  # nlink to size
 _KEY_TIMES: Final = slice(96, 128)  # ctime and mtime
 _SECOND: Final = 1_000_000_000
@@ -114,6 +115,12 @@ def result_at(records: bytes, index: int) -> StatxResult:
     return StatxResult(
         nlink, uid, gid, mode, inode, size, cs * _SECOND + cn, ms * _SECOND + mn, rdev, major << 32 | minor
     )  # fmt: skip
+
+
+def numbers_and_ctimes(records: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the mode, the inode number and the ctime (ns) of each record."""
+    for mode, inode, seconds, nanoseconds in _NUMBERS.iter_unpack(records):
+        yield mode, inode, seconds * _SECOND + nanoseconds
 
 
 def change_key(records: bytes, index: int = 0) -> bytes:

@@ -8,9 +8,10 @@ Threading: one thread at a time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from protocol.store.format.packs import DamagedError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _ATTEMPTS: Final = 3
-_CACHES_BYTES: Final = 16 << 20  # listings and chunks that were read last
+_CACHES_BYTES: Final = 24 << 20  # listings and chunks that were read last
 _INDEX_FACTOR: Final = 4  # memory of the lookup tables, to the size of the packs' indexes
 
 
@@ -44,14 +45,16 @@ def root_of(fingerprint: str) -> bytes | None:
 class MountedSnapshot:
     """The snapshot whose root is `root`.  Implements `protocol.backends.overlay.tree_lower.LowerTree`.
 
-    Make it while the store's lock is held shared, and close it.
+    `inodes` is the inode row of the root; None if the snapshot has none.  Make it while the store's lock is held
+    shared, and close it.
     """
 
-    def __init__(self, layout: Layout, blobs: Blobs, root: Row) -> None:
+    def __init__(self, layout: Layout, blobs: Blobs, root: Row, inodes: Row | None) -> None:
         self._layout = layout
         self._blobs = blobs
         self._tree = MerkleTree(root, blobs.listing, blobs)
-        self._lease = Lease(layout, root)
+        self._inodes = None if inodes is None else MerkleTree(inodes, blobs.listing, blobs)
+        self._lease = Lease(layout, root, inodes)
 
     @property
     def lease_descriptor(self) -> int:
@@ -73,6 +76,20 @@ class MountedSnapshot:
 
     def rows(self, path: bytes) -> list[tuple[bytes, int, int]]:
         return self._reading(self._tree.name_rows, path)
+
+    def inode_row(self, path: bytes) -> Row | None:
+        if self._inodes is None:
+            return None
+        with contextlib.suppress(DamagedError, FileNotFoundError, NotADirectoryError):  # the mount does without it
+            return self._reading(self._inodes.row, path)
+        return None
+
+    def inode_rows(self, path: bytes) -> Mapping[bytes, Row]:
+        if self._inodes is None:
+            return {}
+        with contextlib.suppress(DamagedError, FileNotFoundError, NotADirectoryError):
+            return self._reading(self._inodes.names, path)
+        return {}
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._reading(self._tree.read, path, offset, size)

@@ -35,7 +35,7 @@ from protocol.store.format.objects import NewObjects
 from protocol.store.format.packs import DamagedError, PackWriter
 from protocol.store.format.records import Record, encode_record, info_of
 from protocol.store.intent_log import InterruptedRestore, RestoreIntentLog
-from protocol.store.leases import Lease, leased, leased_root
+from protocol.store.leases import Lease, leased, leased_roots
 from protocol.store.mounted import MountedSnapshot, fingerprint_of, root_of
 from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, RestoreRun, plan
 from protocol.store.trees import MerkleTree
@@ -162,7 +162,7 @@ class Store:
             counts = scanned.counts
             record = Record(
                 _VERSION, workspace, name, serial, created_ns, counts.files, counts.directories, counts.size_bytes,
-                tag, kind, scanned.unstable, scanned.unreadable, scanned.root,
+                tag, kind, scanned.unstable, scanned.unreadable, scanned.root, scanned.inodes,
             )  # fmt: skip
             pack.finish(self._catalog.path(workspace, serial), encode_record(record))
             sync_directory(self.layout.packs)
@@ -252,7 +252,8 @@ class Store:
         """
         self._require(name)
         with self.layout.shared():
-            return MountedSnapshot(self.layout, self.blobs, self._catalog.get(workspace, name).root)
+            record = self._catalog.get(workspace, name)
+            return MountedSnapshot(self.layout, self.blobs, record.root, record.inodes)
 
     def mounted_again(self, fingerprint: str) -> MountedSnapshot | None:
         """The snapshot with this fingerprint, if a lease keeps it, also if it was dropped; else None."""
@@ -260,8 +261,8 @@ class Store:
         if digest is None or not self.layout.exists():
             return None
         with self.layout.shared():
-            root = leased_root(self.layout, digest)
-            return None if root is None else MountedSnapshot(self.layout, self.blobs, root)
+            roots = leased_roots(self.layout, digest)
+            return None if roots is None else MountedSnapshot(self.layout, self.blobs, *roots)
 
     def lease(self, workspace: str, name: str) -> Lease:
         """Keep the content of a snapshot, also if it is dropped, until the caller closes the result.
@@ -270,7 +271,8 @@ class Store:
         """
         self._require(name)
         with self.layout.shared():
-            return Lease(self.layout, self._catalog.get(workspace, name).root)
+            record = self._catalog.get(workspace, name)
+            return Lease(self.layout, record.root, record.inodes)
 
     @contextlib.contextmanager
     def leased(self, workspace: str, name: str) -> Iterator[tuple[Record, Blobs]]:
@@ -281,7 +283,7 @@ class Store:
         self._require(name)
         with self.layout.shared():
             record = self._catalog.get(workspace, name)
-            lease = Lease(self.layout, record.root)
+            lease = Lease(self.layout, record.root, record.inodes)
         try:
             yield record, self.blobs
         finally:

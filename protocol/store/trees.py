@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from protocol.errors import os_error, shown
@@ -75,17 +75,18 @@ class MerkleTree:
         return entry_of(self.row(path), path)
 
     def children(self, path: bytes) -> list[bytes]:
+        return list(self.names(path))
+
+    def names(self, path: bytes) -> Mapping[bytes, Row]:
+        """The rows in the directory at `path`, by name."""
         row = self.row(path)
         if not row.is_dir:
             raise os_error(errno.ENOTDIR, shown(path))
-        return list(self._names(path, row))
+        return self._names(path, row)
 
     def name_rows(self, path: bytes) -> list[tuple[bytes, int, int]]:
         """The name, mode and link number of each entry of a directory: `protocol.backends.overlay.tree_lower`."""
-        row = self.row(path)
-        if not row.is_dir:
-            raise os_error(errno.ENOTDIR, shown(path))
-        return [(name, below.mode, below.more.link) for name, below in self._names(path, row).items()]
+        return [(name, below.mode, below.more.link) for name, below in self.names(path).items()]
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
         pending = [(path, self.row(path))]

@@ -11,6 +11,7 @@ not in use.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import stat
@@ -171,7 +172,8 @@ def _lost(blobs: Blobs, records: list[Record], found: _Found) -> list[Damage]:
     whole: set[bytes] = set()  # listings below which nothing is damaged
     for record in records:
         key = (record.workspace, record.name)
-        for path, why in _damaged_paths(blobs, record.root, found, whole):
+        roots = (record.root,) if record.inodes is None else (record.root, record.inodes)
+        for path, why in itertools.chain.from_iterable(_damaged_paths(blobs, root, found, whole) for root in roots):
             snapshots, paths = lost.setdefault(why, ({}, {}))
             snapshots[key] = None
             if len(paths) < LOST_PATHS_SHOWN:
@@ -251,7 +253,7 @@ def collect_garbage(
             raise next(iter(blobs.packs.damaged.values()))
         packs = blobs.packs.all()
         snapshots = [pack for pack in packs if workspace_and_serial(pack.name) is not None]
-        roots = [read_record(pack).root.content for pack in snapshots]
+        roots = [digest for pack in snapshots for digest in read_record(pack).roots]
         needed = _needed(blobs, [*roots, *leased(layout)], tolerant=repair)
         run = _Collection(layout, blobs, needed, progress)
         # First the steps that need no space, because the disk may be full.

@@ -9,6 +9,7 @@ import errno
 import filecmp
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ import pytest
 from protocol.store import DirectorySource, Store
 from protocol.store.object_store import RemoteStore, open_storage
 from tests.mount.conftest import MountIt, check_invariants, complaints
+from tests.mount.programs import succeeded, vfsd
+from tests.mount.test_keeper import Kept, end_kept
 from tests.support.s3_server import BUCKET, KEYS, FaultyProxy, options, s3_server
 from tests.support.unmounting import unmount_when_idle
 from vfsd.client.workspace import Workspace
@@ -32,6 +35,7 @@ pytestmark = pytest.mark.fuse
 BIG = os.urandom(9 << 20)
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
 URL = f"s3://{BUCKET}/team/job"
+OUTAGE_S = 3.0  # a --remote-timeout that reads keep on a busy machine while the network works
 
 
 def git(root: Path, *command: str) -> str:
@@ -174,7 +178,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_while_the_network_is_down_only_reads_of_what_is_not_cached_fail(
     engine: str, proxy: FaultyProxy, project: Path, workdir: Path
 ) -> None:
-    with complaining(workdir, engine, remote_timeout_s=1.0) as (workspace, root):
+    with complaining(workdir, engine, remote_timeout_s=OUTAGE_S) as (workspace, root):
         assert (root / "d0" / "f0").read_bytes() == (project / "d0" / "f0").read_bytes()  # fetches its neighbours, too
         proxy.fault = down
         for _ in range(2):
@@ -298,6 +302,90 @@ def test_changes_persist_and_a_killed_daemon_leaves_no_helper(
         unmount_when_idle(workspace)
 
 
+# -- a daemon that dies while the store does not answer ------------------------------------------------
+@pytest.fixture
+def kept(proxy: FaultyProxy, workdir: Path) -> Iterator[Kept]:
+    """A workspace with a journal, which its test mounts and kills."""
+    workspace = Kept(workdir)
+    yield workspace
+    proxy.fault = up
+    end_kept(workspace)
+
+
+def check_without_store(proxy: FaultyProxy, root: Path, project: Path) -> None:
+    """Check that changes and what was read before are there, and the rest when the store answers again."""
+    assert (root / "d1" / "f1").read_text() == "changed"
+    assert (root / "d0" / "f0").read_bytes() == (project / "d0" / "f0").read_bytes()
+    assert os.readlink(root / "link") == "big"
+    (root / "later").write_text("later")
+    with pytest.raises(OSError, match="Input/output error") as failed:
+        (root / "big").read_bytes()
+    assert failed.value.errno == errno.EIO
+    proxy.fault = up
+    assert (root / "big").read_bytes() == BIG
+    assert (root / "later").read_text() == "later"
+
+
+def change_and_lose_store(proxy: FaultyProxy, root: Path) -> None:
+    (root / "d0" / "f0").read_bytes()
+    os.listdir(root / "d2")
+    os.stat(root / "d2" / "f3")
+    os.readlink(root / "link")
+    (root / "d1" / "f1").write_text("changed")
+    proxy.fault = down
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_the_keeper_needs_no_answer_of_the_store(
+    kept: Kept, proxy: FaultyProxy, project: Path, has_cache: bool
+) -> None:
+    root = kept.path
+    given: dict[str, Any] = {} if has_cache else {"cache_bytes": 0}
+    kept.mount(backend=f"overlay:{URL}#one", remote_timeout_s=OUTAGE_S, **given)
+    with (root / "d0" / "f1").open("rb", buffering=0) as held:
+        change_and_lose_store(proxy, root)
+        kept.kill()
+        os.chmod(root / "d2" / "f3", 0o600)  # the new daemon knows the file from the one before
+        assert os.fstat(held.fileno()).st_size == 2000
+        if has_cache:
+            check_without_store(proxy, root, project)
+        proxy.fault = up
+        assert held.read() == (project / "d0" / "f1").read_bytes()
+    assert equal(root / "d3", project / "d3")
+    check_invariants(Workspace.attach(kept.name))
+
+
+def test_a_new_mount_needs_no_answer_of_the_store(kept: Kept, proxy: FaultyProxy, project: Path) -> None:
+    given = {"backend": f"overlay:{URL}#one", "remote_timeout_s": OUTAGE_S, "keeper": False}
+    workspace = kept.mount(**given)
+    change_and_lose_store(proxy, kept.path)
+    os.kill(workspace.status().pid, signal.SIGKILL)
+    unmount_when_idle(workspace)
+    kept.mount(**given)
+    check_without_store(proxy, kept.path, project)
+
+
+def test_a_damaged_record_of_the_snapshot_is_not_used(kept: Kept, proxy: FaultyProxy) -> None:
+    given = {"backend": f"overlay:{URL}#one", "remote_timeout_s": OUTAGE_S, "keeper": False}
+    with kept.mount(**given) as workspace:
+        (kept.path / "new").write_text("new")
+        unmount_when_idle(workspace)
+    record = kept.journal / "below"
+    good = record.read_bytes()
+    record.write_bytes(good[:40] + bytes([good[40] ^ 1]) + good[41:])
+    proxy.fault = down
+    with pytest.raises(OSError, match="does not answer"):
+        kept.mount(**given)
+    proxy.fault = up
+    with kept.mount(**given) as workspace:
+        assert (kept.path / "new").read_text() == "new"
+        assert any("is damaged: the object store is asked" in line for line in complaints(workspace.name))
+        unmount_when_idle(workspace)
+    assert record.read_bytes() == good
+    assert succeeded(vfsd("persisted", "drop", "--journal-dir", kept.journal))
+    assert not kept.journal.exists()
+
+
 # -- two machines -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("engine", ["native"])
 def test_an_index_of_git_is_valid_on_the_next_machine(
@@ -320,6 +408,42 @@ def test_an_index_of_git_is_valid_on_the_next_machine(
 
 
 @pytest.mark.parametrize("engine", ["native"])
+@pytest.mark.parametrize("kind", ["host", "memory", "overlay"])
+def test_an_index_of_git_is_valid_after_the_first_resume(
+    mount: MountIt, proxy: FaultyProxy, project: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("VFSD_STORE_DIR", str(workdir / "store"))
+    below = workdir / "below"
+    shutil.copytree(project, below, symlinks=True)
+    backend = kind if kind == "memory" else f"{kind}:{below}"
+    first = mount(backend=backend)
+    root = Path(first.path)
+    if kind == "memory":
+        shutil.copytree(project, root, symlinks=True, dirs_exist_ok=True)
+    assert git(root, "status", "--porcelain") == ""  # writes the index
+    indexed_s = int(os.stat(root / ".git" / "index").st_ctime)
+    wait_until(lambda: int(time.time()) > indexed_s)  # git compares whole seconds
+    (root / "d1" / "f1").write_bytes(b"x" * 2000)
+    os.utime(root / "d1" / "f1", (1_600_000_000, 1_600_000_000))  # only the ctime shows the change
+    numbers = {path.relative_to(root): path.lstat().st_ino for path in root.glob("d*/*")}
+    name = f"first-{workdir.name}"
+    succeeded(vfsd("push", URL, "--as", name, "-w", first.path))
+
+    _, there = resume(mount, name)
+    proxy.requests.clear()
+    assert git(there, "diff-files", "--name-only") == "d1/f1\n"
+    assert {path.relative_to(there): path.lstat().st_ino for path in there.glob("d*/*")} == numbers
+    (there / "new").touch()
+    assert (there / "new").lstat().st_ino not in numbers.values()
+    assert git(there, "status", "--porcelain") == " M d1/f1\n?? new\n"
+    # A change of the mode alone changes the ctime, also here.
+    before = os.stat(there / "d2" / "f2").st_ctime_ns
+    os.chmod(there / "d2" / "f2", 0o600)
+    assert os.stat(there / "d2" / "f2").st_ctime_ns > before
+    assert equal(root / "d3", there / "d3")
+
+
+@pytest.mark.parametrize("engine", ["native"])
 def test_the_cache_is_bounded(mount: MountIt, proxy: FaultyProxy, project: Path, workdir: Path) -> None:
     _, root = resume(mount, cache_bytes=16 << 20)
     for _ in range(2):
@@ -339,7 +463,7 @@ def test_without_a_cache_everything_can_be_read(
 
 @pytest.mark.parametrize("engine", ["native"])
 def test_a_prefetch_makes_the_network_unnecessary(mount: MountIt, proxy: FaultyProxy, project: Path) -> None:
-    workspace, root = resume(mount, prefetch=True, remote_timeout_s=1.0)
+    workspace, root = resume(mount, prefetch=True, remote_timeout_s=OUTAGE_S)
     wait_until(lambda: (workspace.status().prefetch or "").startswith("done"))
     proxy.fault = down
     assert equal(root, project)

@@ -205,6 +205,7 @@ class StatusResult(msgspec.Struct, frozen=True):
     fetched_bytes: int | None = None  # received from there since the start of the process that fetches
     prefetch: str | None = None  # the state of --prefetch
     fetch_failure: str | None = None  # while it is not null, reads of what is not in the cache fail
+    cache_failure: str | None = None  # while it is not null, what is read is fetched again each time
     cache: CacheChoice = "writethrough"
     forked_from: str | None = None  # the name of the workspace that this one is a fork of
     base: str | None = None  # of a fork: the snapshot that both workspaces have

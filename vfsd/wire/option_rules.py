@@ -26,6 +26,19 @@ LEAST_CACHE_BYTES: Final = 16 << 20  # the minimum of cache_bytes
 # Parts of an option's name: what makes its value a secret, except in names of keys that are kept elsewhere.
 _SECRET: Final = re.compile(r"secret|token|password|credential|key|(^|[_-])sas([_-]|$)", re.IGNORECASE)
 _PASSWORD: Final = re.compile(r"https?://[^/]*@", re.IGNORECASE)
+_VARIABLES: Final = {
+    "access_key_id": "AWS_ACCESS_KEY_ID",
+    "secret_access_key": "AWS_SECRET_ACCESS_KEY",
+    "session_token": "AWS_SESSION_TOKEN",
+    "token": "AWS_SESSION_TOKEN",
+    "account_key": "AZURE_STORAGE_ACCOUNT_KEY",
+    "sas_key": "AZURE_STORAGE_SAS_KEY",
+    "sas_token": "AZURE_STORAGE_SAS_KEY",
+    "client_secret": "AZURE_STORAGE_CLIENT_SECRET",
+    "application_credentials": "GOOGLE_APPLICATION_CREDENTIALS",
+    "service_account_key": "GOOGLE_SERVICE_ACCOUNT_KEY",
+}
+_ALL_VARIABLES: Final = "AWS_SECRET_ACCESS_KEY, AZURE_STORAGE_ACCOUNT_KEY or GOOGLE_APPLICATION_CREDENTIALS"
 _NO_SECRET: Final = re.compile(r"kms[_-]key[_-]id|bucket[_-]key", re.IGNORECASE)
 # The options of a daemon fit in a pipe, and each file that a program meets for the first time is matched in about a
 # millisecond.
@@ -128,6 +141,17 @@ def is_secret(option: str) -> bool:
     return _SECRET.search(_NO_SECRET.sub("", option)) is not None
 
 
+def credential_refusal(option: str) -> str | None:
+    """Why KEY=VALUE may not be an option of an object store: ps(1) shows credentials.  None if it has none."""
+    key, _, value = option.partition("=")
+    if _PASSWORD.match(value):
+        return f"{key} has a user or password: credentials come from the environment only, so leave them out"
+    if not is_secret(key):
+        return None
+    plain = re.sub("^(aws|azure_storage|azure|google)_", "", key.lower().replace("-", "_"))
+    return f"{key}: credentials come from the environment only: set {_VARIABLES.get(plain, _ALL_VARIABLES)}"
+
+
 def is_given(values: Mapping[str, Any], name: str) -> bool:
     """Whether the option has a value other than its default."""
     return bool(values[name] != DEFAULTS[name])
@@ -226,9 +250,9 @@ def _check_remote(values: Mapping[str, Any]) -> None:
         key, sign, value = option.partition("=")
         if not (key and sign and value):
             raise OptionError("{store_options} {option}: write KEY=VALUE, for example region=eu-west-1", option=option)
-        if is_secret(key) or _PASSWORD.match(value):
-            # The options of a daemon are in its record, and those of a command in ps(1).
-            raise OptionError("{store_options} {key}: credentials come from the environment only", key=key)
+        refusal = credential_refusal(option)
+        if refusal is not None:  # the options of a daemon are in its record, too
+            raise OptionError("{store_options} {refusal}", refusal=refusal)
     size, timeout_s = values["cache_bytes"], values["remote_timeout_s"]
     if size and not LEAST_CACHE_BYTES <= size <= LARGEST:
         raise OptionError("{cache_bytes} must be 0 or at least {least:,} bytes", least=LEAST_CACHE_BYTES)

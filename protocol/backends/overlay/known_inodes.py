@@ -5,7 +5,8 @@ entries of each directory that was loaded, with their numbers and in their order
 was loaded, so a process that continues to serve the kernel has the numbers and the cookies that the kernel has.
 
 Directories are loaded at once, because numbers are found through the entries above them.  An inode is loaded when it is
-used, and is then as the process before had it, so a change of the file below meanwhile is noticed as any other.
+used, and is then as the process before had it, so a change of the file below meanwhile is noticed as any other.  If
+the layer cannot change, it is loaded without reading the layer, whose source may not answer.
 
 Invariant: `_expected` has only inodes that are not loaded.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -27,6 +28,7 @@ from protocol.directory_cookies import DirectoryCookies
 from protocol.tree import TYPE_MASK
 
 if TYPE_CHECKING:
+    from protocol.backends.memory.xattrs import Xattrs
     from protocol.backends.overlay.state import OverlayState
     from protocol.linux.shared_log import SharedLog
 
@@ -39,11 +41,21 @@ _CORRECTED: Final = 3  # the type bits that a name has below by now, 0: none
 _LISTED: Final = 4  # the entries of a directory got cookies
 _COOKIES: Final = 5  # they have these cookies: [[name, cookie]], the next cookie
 
-# Mode, links, uid, gid, device of a device node, sectors, atime in s and ns, and the identity.
-_STAT: Final = tuple[int, int, int, int, int, int, int, int, IdentityRecord]
+# Mode, links, uid, gid, device of a device node, sectors, atime in s and ns, the identity, xattrs, target of a symlink.
+_STAT: Final = tuple[
+    int, int, int, int, int, int, int, int, IdentityRecord, list[tuple[bytes, bytes]] | None, bytes | None
+]
 _Rows: TypeAlias = list[tuple[bytes, int, int, Key | None]]
 _Cookies: TypeAlias = tuple[list[tuple[bytes, int]], int]
 _Record: TypeAlias = tuple[int, int, msgspec.Raw]
+
+
+class Expected(NamedTuple):
+    """An inode as the process before had loaded it."""
+
+    seen: RecordedStat
+    xattrs: Xattrs | None
+    target: bytes | None
 
 
 class KnownInodes:
@@ -101,23 +113,26 @@ class KnownInodes:
         """The inodes that the process before had loaded, and this one has not."""
         return list(self._expected)
 
-    def expected(self, number: int) -> RecordedStat | None:
-        """Return the attributes with which the process before had loaded an inode."""
+    def expected(self, number: int) -> Expected | None:
+        """Return what the process before had loaded for an inode that is not loaded here."""
         value = self._expected.get(number)
         if value is None:
             return None
-        mode, nlink, uid, gid, rdev, sectors, atime_s, atime_ns, found = msgspec.msgpack.decode(value, type=_STAT)
-        device, inode, size, mtime_ns, ctime_ns = recorded_identity(found)
-        return RecordedStat(
-            mode, inode, device, nlink, uid, gid, size, atime_s * _NS + atime_ns, mtime_ns, ctime_ns, sectors, rdev
+        mode, nlink, uid, gid, rdev, sectors, atime_s, atime_ns, found, xattrs, target = msgspec.msgpack.decode(
+            value, type=_STAT
         )
+        device, inode, size, mtime_ns, ctime_ns = recorded_identity(found)
+        atime = atime_s * _NS + atime_ns
+        seen = RecordedStat(mode, inode, device, nlink, uid, gid, size, atime, mtime_ns, ctime_ns, sectors, rdev)
+        return Expected(seen, None if xattrs is None else dict(xattrs), target)
 
     def set_atime(self, number: int, atime_ns: int) -> None:
         """Set the access time of an inode that is not loaded, if there is such an inode."""
         value = self._expected.get(number)
         if value is not None:
-            *before, _, _, found = msgspec.msgpack.decode(value, type=_STAT)
-            self._expected[number] = msgspec.Raw(msgspec.msgpack.encode((*before, *divmod(atime_ns, _NS), found)))
+            *before, _, _, found, xattrs, target = msgspec.msgpack.decode(value, type=_STAT)
+            now = (*before, *divmod(atime_ns, _NS), found, xattrs, target)
+            self._expected[number] = msgspec.Raw(msgspec.msgpack.encode(now))
 
     def forget(self, number: int) -> None:
         """Forget an inode that is not loaded, if there is such an inode."""
@@ -188,6 +203,7 @@ def _loaded(inode: OverlayInode) -> bytes:
     file = inode.lower
     times = divmod(inode.atime_ns, _NS)
     value = (
-        inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, file.sectors, *times, identity_record(file.identity)
+        inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, file.sectors, *times, identity_record(file.identity),
+        None if inode.xattrs is None else list(inode.xattrs.items()), inode.target,
     )  # fmt: skip
     return _record(_LOADED, inode.inode, value)

@@ -3,7 +3,8 @@
 In the thread that serves the mount, a call that needs something from the network raises NotReadyError, and the engine
 repeats it later.  In other threads the call waits.  No lock is held while a thread waits.
 
-Inode numbers and times are those of `TreeLower`: the same at every mount, on every machine.  The link count of a
+Inode numbers and ctimes are those that were pushed (`inode_rows`), so an index of git that was made before the push is
+still valid; else those of `TreeLower`.  So they are the same at every mount, on every machine.  The link count of a
 directory that was not listed yet is 1, which means "not counted" as on btrfs, because counting its subdirectories would
 fetch its listing; its size is a constant.
 
@@ -15,16 +16,23 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
-from protocol.backends.overlay.lower import Identity, Lower, LowerEntry, LowerFile, LowerStat
-from protocol.backends.overlay.tree_lower import TreeStat, inode_number
+from protocol.backends.overlay.lower import (
+    Identity,
+    Lower,
+    LowerEntry,
+    LowerFile,
+    LowerStat,
+)
+from protocol.backends.overlay.tree_lower import TreeStat, inode_number, shown_number
 from protocol.errors import NotReadyError, os_error, shown
 from protocol.store.format.digests import CHUNK_BYTES
 from protocol.store.format.packs import DamagedError
@@ -41,21 +49,38 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _MOST_REPORTED: Final = 100  # damaged paths that are logged
 _READ_AHEAD: Final = 4  # chunks
+_PAGE_BYTES: Final = 4096
+_REPEATED_S: Final = 1.0
+_PAGE_REPEATED_S: Final = 0.01  # the read ahead of a single page looks like its repetition
+_Rows: TypeAlias = tuple[Row, Row | None]  # the row of an entry, and its inode row
 
 
 class LazyLower(Lower):
-    """The snapshot with the root `root`, whose blobs are in `contents`.  `name` is its URL, for the log."""
+    """The snapshot with the root `root`, whose blobs are in `contents`.  `name` is its URL, for the log.
+
+    `inodes`: the inode row of the root.  `reopening`: see `Lower`.
+    """
 
     can_change = False
     memory_bytes = BLOBS_BYTES + ROWS_BYTES
 
-    def __init__(self, contents: RemoteContents, root: Row, name: str, fingerprint: str) -> None:
+    def __init__(
+        self,
+        contents: RemoteContents,
+        root: Row,
+        name: str,
+        fingerprint: str,
+        *,
+        inodes: Row | None = None,
+        reopening: bytes = b"",
+    ) -> None:
         self.contents = contents
         self.name = name
         self.fingerprint = fingerprint
-        self._root = root
-        self._directories: dict[bytes, Row] = {}  # those that were listed, by path
-        self._recent: tuple[bytes, Row] | None = None  # an inode is made with three calls for one path
+        self.reopening = reopening
+        self._root: _Rows = root, inodes
+        self._directories: dict[bytes, _Rows] = {}  # those that were listed, by path
+        self._recent: tuple[bytes, _Rows] | None = None  # an inode is made with three calls for one path
         self._serving: int | None = None
         self._reported: set[bytes] = set()
 
@@ -104,56 +129,67 @@ class LazyLower(Lower):
     # -- rows ----------------------------------------------------------------------------------------
     def row(self, path: bytes) -> Row:
         """The row at `path`.  NotReadyError in any thread; FileNotFoundError, NotADirectoryError."""
+        return self._rows_at(path)[0]
+
+    def _rows_at(self, path: bytes) -> _Rows:
         if not path:
             return self._root
         recent = self._recent
         if recent is not None and recent[0] == path:
             return recent[1]
         above, _, name = path.rpartition(b"/")
-        row = self._listing(above).get(name)
+        rows, inodes = self._listings(above)
+        row = rows.get(name)
         if row is None:
             raise os_error(errno.ENOENT, shown(path))
-        self._recent = path, row
-        return row
+        found = row, inodes.get(name)
+        self._recent = path, found
+        return found
 
-    def _listing(self, path: bytes) -> Mapping[bytes, Row]:
-        """The rows of the directory at `path`.  Begins at the nearest directory above that was listed before."""
+    def _listings(self, path: bytes) -> tuple[Mapping[bytes, Row], Mapping[bytes, Row]]:
+        """The rows and the inode rows of the directory at `path`.
+
+        Begins at the nearest directory above that was listed before.
+        """
         at, names = path, []
         while at and at not in self._directories:
             at, _, name = at.rpartition(b"/")
             names.append(name)
-        row = self._directories[at] if at else self._root
+        here = self._directories[at] if at else self._root
         while True:
-            if not row.is_dir:
+            if not here[0].is_dir:
                 raise os_error(errno.ENOTDIR, shown(path))
-            found = self._rows(at, row)
+            rows, inodes = self._listed(at, here)
             if not names:
-                return found
+                return rows, inodes
             name = names.pop()
             at = at + b"/" + name if at else name
-            if name not in found:
+            if name not in rows:
                 raise os_error(errno.ENOENT, shown(path))
-            row = found[name]
+            here = rows[name], inodes.get(name)
 
-    def _rows(self, path: bytes, row: Row) -> Mapping[bytes, Row]:
+    def _listed(self, path: bytes, here: _Rows) -> tuple[Mapping[bytes, Row], Mapping[bytes, Row]]:
+        row, inode = here
         if not row.content:  # a directory that could not be read when the snapshot was taken
-            return {}
-        found = self.reading(path, lambda: self.contents.listing(row.content))
-        self._directories[path] = row
+            return {}, {}
+        below = inode.content if inode is not None and inode.is_dir else b""
+        found = self.reading(path, lambda: self.contents.listings(row.content, below))
+        self._directories[path] = here
         return found
 
     # -- Lower -----------------------------------------------------------------------------------------
     def stat(self, path: bytes) -> TreeStat:
         """Return the attributes.  NotReadyError in any thread: the caller holds a lock."""
-        row = self.row(path)
+        row, inode = self._rows_at(path)
         more = row.more
         nlink, size, link = more.nlink, row.size, more.link
         if row.is_dir:
             counts = more.counts
             nlink = 2 if counts is not None and not counts.directories else 1
             size, link = DIRECTORY_BASE_BYTES, 0
-        number = inode_number(path, link if nlink > 1 else 0)
-        return TreeStat(row.mode, number, nlink, row.uid, row.gid, size, row.mtime_ns, more.rdev)
+        number = shown_number(path, link if nlink > 1 else 0, inode)
+        ctime_ns = inode.mtime_ns if inode is not None and inode.size else row.mtime_ns
+        return TreeStat(row.mode, number, nlink, row.uid, row.gid, size, row.mtime_ns, more.rdev, ctime_ns)
 
     def readlink(self, path: bytes) -> bytes:
         return self.row(path).content
@@ -162,18 +198,20 @@ class LazyLower(Lower):
         return dict(self.row(path).more.xattrs) or None
 
     def scan(self, path: bytes) -> list[LowerEntry]:
-        rows = self.waited(self._listing, path)
+        rows, inodes = self.waited(self._listings, path)
         prefix = path + b"/" if path else b""
         found = []
         for name, row in rows.items():
             link = row.more.link if not row.is_dir else 0
-            number = inode_number(prefix + name, link)
-            found.append(LowerEntry(name, row.mode & TYPE_MASK, (1, link) if link else (0, number), number))
+            # Two files may have been given one number.
+            key = (1, link) if link else (0, inode_number(prefix + name, 0))
+            number = shown_number(prefix + name, link, inodes.get(name))
+            found.append(LowerEntry(name, row.mode & TYPE_MASK, key, number))
         return found
 
     def file(self, path: bytes, seen: LowerStat) -> LazyFile:
         recent = self._recent
-        return LazyFile(self, path, seen, recent[1] if recent is not None and recent[0] == path else None)
+        return LazyFile(self, path, seen, recent[1][0] if recent is not None and recent[0] == path else None)
 
     def is_same(self, now: Identity, was: Identity) -> bool:
         return now == was
@@ -197,6 +235,7 @@ class LazyLower(Lower):
             fetched_bytes=progress.transferred_bytes,
             prefetch=prefetch,
             fetch_failure=client.failing,
+            cache_failure=progress.cache_failure or None,
         )
 
     def forking(self) -> AbstractContextManager[object]:
@@ -211,20 +250,43 @@ class LazyLower(Lower):
 
 
 class LazyFile(LowerFile):
-    """See `LowerFile`.  `content` is the digest of a regular file's content, or None until it is looked up."""
+    """See `LowerFile`.  `content` is the digest of a regular file's content, or None until it is looked up.
 
-    __slots__ = ("_content", "_last", "lower")
+    A kernel whose read ahead failed reads the first page of it again before its program gets the error.  That read gets
+    the same error at once: otherwise a program would wait for twice the timeout.
+    """
+
+    __slots__ = ("_content", "_failed", "_last", "lower")
 
     def __init__(self, lower: LazyLower, path: bytes, seen: LowerStat, row: Row | None) -> None:
         super().__init__(path, seen)
         self.lower = lower
         self._content = row.content if row is not None and not row.more.state & UNREADABLE else None
         self._last = -1  # the chunk that was read last
+        self._failed: tuple[int, float, OSError] | None = None  # offset, until when it is repeated, and the error
 
     def read(self, offset: int, size: int) -> bytes:
         if not size:
             return b""
-        return self.lower.waited(self.lower.reading, self.path, lambda: self._read(offset, size))
+        failed, self._failed = self._failed, None
+        if failed is not None and offset == failed[0] and size <= _PAGE_BYTES and time.monotonic() < failed[1]:
+            raise failed[2]
+        return self.lower.waited(self.lower.reading, self.path, lambda: self._noting_failure(offset, size))
+
+    def _noting_failure(self, offset: int, size: int) -> bytes:
+        try:
+            return self._read(offset, size)
+        except NotReadyError as error:
+            if size > _PAGE_BYTES or self.size <= _PAGE_BYTES:  # perhaps a read ahead
+                repeated_s = _REPEATED_S if size > _PAGE_BYTES else _PAGE_REPEATED_S
+
+                def arrived(arrival: Future[object]) -> None:
+                    failure = arrival.exception()
+                    if isinstance(failure, OSError) and not isinstance(failure, DamagedError):
+                        self._failed = offset, time.monotonic() + repeated_s, failure
+
+                error.arrival.add_done_callback(arrived)
+            raise
 
     def _read(self, offset: int, size: int) -> bytes:
         content = self._content

@@ -150,6 +150,12 @@ class Lower(ABC):
     memory_bytes: int = 0
     """The memory that the layer takes, its caches when they are full included."""
 
+    notice: str | None = None
+    """A sentence for the user who mounts the layer; None if there is nothing to say."""
+
+    reopening: bytes = b""
+    """How to open the layer again while its source does not answer; b"" if the source is this machine."""
+
     @abstractmethod
     def stat(self, path: bytes) -> LowerStat:
         """Return the attributes of an entry; a symlink is not followed."""

@@ -208,12 +208,18 @@ class OverlayState(MemoryState):
             directory, name = links[0]
             above = self._paths[directory]
             path = above + b"/" + name if above else name
-            was = None if self.known is None else self.known.expected(number)
+            expected = None if self.known is None else self.known.expected(number)
+            was = None if expected is None else expected.seen
+            seen: LowerStat
             try:
-                seen = self.lower.stat(path)
-                if was is not None and not self._is_same_file(seen, was):
-                    seen = was  # as it was loaded first: the next check finds the change
-                inode = self._loaded(number, path, seen)
+                if expected is not None and not self.lower.can_change:
+                    seen = expected.seen
+                    inode = self._inode(number, self.lower.file(path, seen), seen, expected.xattrs, expected.target)
+                else:
+                    seen = self.lower.stat(path)
+                    if was is not None and not self._is_same_file(seen, was):
+                        seen = was  # as it was loaded first: the next check finds the change
+                    inode = self._loaded(number, path, seen)
             except OSError as error:
                 if not is_gone(error):
                     raise

@@ -1,8 +1,8 @@
 """TreeLower: an immutable tree as the lower layer of an overlay, such as an archive or a stored snapshot.
 
-Inode numbers come from a hash of the path, or of the link group for a file with several names.  So they are the same at
-every mount, and a path has the same number in two archives or snapshots of one directory.  The ctime and the atime are
-the mtime, because trees have no others.
+Inode numbers and ctimes are those of the snapshot, if it has them (`protocol.store.format.inode_rows`).  Else numbers
+come from a hash of the path, or of the link group for a file with several names, and the ctime is the mtime.  So they
+are the same at every mount.  The atime is the mtime, because trees have no other.
 
 Content that is missing, truncated or damaged cannot be read (EIO), which is logged once for each path.
 
@@ -15,21 +15,24 @@ import errno
 import logging
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES
-from protocol.backends.overlay.lower import Identity, Lower, LowerEntry, LowerFile, LowerStat
+from protocol.backends.overlay.lower import FIRST_NEW_NUMBER, Identity, Lower, LowerEntry, LowerFile, LowerStat
 from protocol.errors import os_error, shown
 from protocol.tree import TYPE_MASK
 from protocol.values import Value
+from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
+    from protocol.store.format.rows import Row
     from protocol.tree import TreeEntry
 
 _logger = logging.getLogger(__name__)
+_GIT_BITS: Final = 32  # of an inode number, in the index of git
 _NUMBER_BYTES: Final = 6  # fewer than FIRST_NEW_NUMBER has
 _MOST_REPORTED: Final = 100  # damaged paths that are logged
 _SECTOR_BYTES: Final = 512
@@ -52,6 +55,14 @@ class LowerTree(Protocol):
 
     def rows(self, path: bytes) -> Iterable[NameRow]:
         """Return the entries of a directory, whose attributes and content are not read."""
+        ...
+
+    def inode_row(self, path: bytes) -> Row | None:
+        """Return the inode row of an entry; None if the tree has none."""
+        ...
+
+    def inode_rows(self, path: bytes) -> Mapping[bytes, Row]:
+        """Return the inode rows in a directory, by name; empty if the tree has none."""
         ...
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
@@ -81,6 +92,7 @@ class TreeStat(Value):
     st_size: int
     st_mtime_ns: int
     st_rdev: int
+    ctime_ns: int | None = None  # None: as the mtime
 
     @property
     def st_dev(self) -> int:
@@ -92,7 +104,7 @@ class TreeStat(Value):
 
     @property
     def st_ctime_ns(self) -> int:
-        return self.st_mtime_ns
+        return self.st_mtime_ns if self.ctime_ns is None else self.ctime_ns
 
     @property
     def st_blocks(self) -> int:
@@ -161,8 +173,11 @@ class TreeLower(Lower):
         nlink, size = entry.nlink, entry.size
         if entry.is_dir:
             nlink, size = self._counted(path)
-        number = inode_number(path, entry.inode if nlink > 1 and not entry.is_dir else 0)
-        return TreeStat(entry.mode, number, nlink, entry.uid, entry.gid, size, entry.mtime_ns, entry.rdev)
+        with self._lock:
+            inode = self._tree.inode_row(path)
+        number = shown_number(path, entry.inode if nlink > 1 and not entry.is_dir else 0, inode)
+        ctime_ns = inode.mtime_ns if inode is not None and inode.size else entry.mtime_ns
+        return TreeStat(entry.mode, number, nlink, entry.uid, entry.gid, size, entry.mtime_ns, entry.rdev, ctime_ns)
 
     def _counted(self, path: bytes) -> tuple[int, int]:
         """The link count and the size of a directory."""
@@ -182,11 +197,14 @@ class TreeLower(Lower):
     def scan(self, path: bytes) -> list[LowerEntry]:
         with self._reading(path):
             rows = list(self._tree.rows(path))
+            inodes = self._tree.inode_rows(path)
         prefix = path + b"/" if path else b""
         found = []
         for name, mode, link in rows:
-            number = inode_number(prefix + name, link)
-            found.append(LowerEntry(name, mode & TYPE_MASK, (1, link) if link else (0, number), number))
+            # Two files may have been given one number.
+            key = (1, link) if link else (0, inode_number(prefix + name, 0))
+            number = shown_number(prefix + name, link, inodes.get(name))
+            found.append(LowerEntry(name, mode & TYPE_MASK, key, number))
         return found
 
     def is_ready(self, path: bytes) -> bool:
@@ -271,3 +289,17 @@ def inode_number(path: bytes, link: int) -> int:
     """The inode number of a path; or of all names of a file that has several, which `link` identifies."""
     hashed = b"\0%d" % link if link else path  # no path contains a NUL byte
     return int.from_bytes(blake2b(hashed, digest_size=_NUMBER_BYTES).digest(), "little")
+
+
+def shown_number(path: bytes, link: int, inode: Row | None) -> int:
+    """The inode number of an entry, below FIRST_NEW_NUMBER.
+
+    That of the inode row, if it fits.  Of a larger one the lower 32 bits stay, which are what git compares.
+    """
+    computed = inode_number(path, link)
+    if inode is None or not inode.size:
+        return computed
+    number = inode.size
+    if number >= FIRST_NEW_NUMBER:
+        number = (computed << _GIT_BITS | number & ((1 << _GIT_BITS) - 1)) % FIRST_NEW_NUMBER
+    return number if number > ROOT_INODE else computed

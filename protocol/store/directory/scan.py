@@ -37,6 +37,7 @@ from protocol.linux.statx import (
 from protocol.store.directory.leaves import DENIED, GONE, LeafReader, VanishedError, sorted_xattrs
 from protocol.store.directory.statcache import CachedDirectory
 from protocol.store.format.blobs import LARGE_BYTES, Sink
+from protocol.store.format.inode_rows import scanned_inodes
 from protocol.store.format.rows import (
     ELSEWHERE,
     UNREADABLE,
@@ -78,6 +79,7 @@ class Scanned:
     unstable: tuple[bytes, ...] = ()  # files that kept changing while they were read
     unreadable: tuple[bytes, ...] = ()
     leftovers: tuple[bytes, ...] = ()  # temporary files of restores, which are not part of the state
+    inodes: Row | None = None  # the inode row of the root; None if inodes are not stored
     directory: CachedDirectory | None = None
     changed: list[CachedDirectory] = field(default_factory=list)  # for the stat cache
 
@@ -94,13 +96,15 @@ def scan(
 
     EACCES with the first path that cannot be read, unless `unreadable` is "skip".
     """
+    own = statx_descriptor(root)
     scanner = _Scanner(sink, trusted=cache.is_trusted, unreadable=unreadable, progress=progress)
     row, directory = scanner.directory(root, b"", b"", cache.root)
     total = directory.counts.with_links(scanner.links.values())
+    inodes = scanned_inodes(sink, own, directory, trusted=cache.is_trusted) if sink.stores else None
     progress(scanner.files, scanner.read_bytes)
     return Scanned(
-        row, total, tuple(scanner.leaves.unstable), tuple(scanner.unreadable), tuple(scanner.leftovers), directory,
-        scanner.changed,
+        row, total, tuple(scanner.leaves.unstable), tuple(scanner.unreadable), tuple(scanner.leftovers), inodes,
+        directory, scanner.changed,
     )  # fmt: skip
 
 
@@ -261,6 +265,7 @@ class _DirectoryScan:
         self._rows: dict[bytes, Row | None] = {}  # of changed names; None: gone
         self._children: dict[bytes, CachedDirectory] = {}
         self._racy: set[bytes] = set()
+        self._outdated: set[bytes] = set()
 
     def run(self) -> None:
         """Look at all names; read what changed."""
@@ -331,7 +336,8 @@ class _DirectoryScan:
             if missing:
                 return
             seen = result_at(record, 0)
-            self._racy.add(name)  # its record is of what was there before
+            self._racy.add(name)
+            self._outdated.add(name)  # its record is of what was there before
 
     def _read_as(self, name: bytes, seen: StatxResult) -> None:
         if stat.S_ISDIR(seen.mode):
@@ -343,6 +349,8 @@ class _DirectoryScan:
             self._rows[name] = None
             return
         self._rows[name] = row
+        if read_as != seen:
+            self._outdated.add(name)
         if read_as != seen or is_racy(seen.ctime_ns, self._now_ns) or row.more.state:
             self._racy.add(name)
 
@@ -369,7 +377,7 @@ class _DirectoryScan:
             self._path, own, listed_racy, self._names, self._records, frozenset(self._racy), listing, digest, counts,
             links, scanner.is_stored(digest, cached),
         )  # fmt: skip
-        made.children = self._children
+        made.children, made.outdated = self._children, self._outdated
         if not is_same:
             scanner.changed.append(made)
         return made

@@ -15,6 +15,7 @@ from protocol.linux.beneath import DirectoryReference, RootDirectory
 from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, scan
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Sink
+from protocol.store.format.inode_rows import inode_row
 from protocol.store.format.rows import More, Row, TreeCounts, counts_of, encode_listing, sum_counts
 from protocol.tree import no_progress
 
@@ -124,38 +125,50 @@ class _TreeScan:
         self._tree = tree
         self._sink = sink
         self._progress = progress
-        self._open: list[tuple[TreeEntry, list[Row]]] = []
+        self._open: list[tuple[TreeEntry, list[Row], list[Row]]] = []  # with its rows and inode rows
         self._links: dict[int, tuple[bytes, int]] = {}
         self._large_links: dict[int, int] = {}
         self._files = 0
         self._read_bytes = 0
 
     def run(self) -> Scanned:
-        root: Row | None = None
+        closed: tuple[Row, Row | None] | None = None
         for entry in self._tree.walk():
             while self._open and not is_below(entry.path, self._open[-1][0].path):
                 self._close()
             if entry.is_dir:
-                self._open.append((entry, []))
+                self._open.append((entry, [], []))
             else:
-                self._open[-1][1].append(self._leaf(entry))
+                _, rows, inodes = self._open[-1]
+                rows.append(self._leaf(entry))
+                if entry.ctime_ns:
+                    inodes.append(inode_row(entry.name, entry.mode, entry.inode, entry.ctime_ns))
         while self._open:
-            root = self._close()
-        assert root is not None
+            closed = self._close()
+        assert closed is not None
+        root, inodes_root = closed
         below = root.more.counts or TreeCounts()
         self._progress(self._files, self._read_bytes)
-        return Scanned(root, below.with_links([size for _, size in self._links.values()]))
+        counts = below.with_links([size for _, size in self._links.values()])
+        return Scanned(root, counts, inodes=inodes_root)
 
-    def _close(self) -> Row:
-        entry, rows = self._open.pop()
+    def _close(self) -> tuple[Row, Row | None]:
+        entry, rows, inodes = self._open.pop()
         rows.sort(key=lambda row: row.name)
         counts = sum_counts(map(counts_of, rows))
         digest = self._sink.listing(encode_listing(rows))
         more = More(nlink=entry.nlink, xattrs=tuple(sorted(entry.xattrs.items())), counts=counts)
         row = Row(entry.name, entry.mode, entry.uid, entry.gid, entry.mtime_ns, 0, digest, more)
+        numbered: Row | None = None
+        if entry.ctime_ns:
+            inodes.sort(key=lambda each: each.name)
+            listing = self._sink.listing(encode_listing(inodes))
+            numbered = inode_row(entry.name, entry.mode, entry.inode, entry.ctime_ns, listing)
         if self._open:
             self._open[-1][1].append(row)
-        return row
+            if numbered is not None:
+                self._open[-1][2].append(numbered)
+        return row, numbered
 
     def _leaf(self, entry: TreeEntry) -> Row:
         self._files += 1

@@ -34,7 +34,7 @@ _SLACK_BYTES: Final = 1 << 20
 
 
 class CachedDirectory(msgspec.Struct, array_like=True, dict=True, eq=False):
-    """A scanned directory, as it is in the log.  `children` and `row` are not written; they follow from the others."""
+    """A scanned directory, as it is in the log.  Its attributes are not written: they follow from the fields."""
 
     path: bytes
     own: bytes  # `change_key` of the directory itself
@@ -53,6 +53,8 @@ class CachedDirectory(msgspec.Struct, array_like=True, dict=True, eq=False):
     def __post_init__(self) -> None:
         self.children: dict[bytes, CachedDirectory] = {}
         self.row: Row | None = None
+        self.inodes: bytes | None = None  # the digest of its inode listing, if that was made
+        self.outdated: set[bytes] = set()  # names whose content is newer than their record; all of them are racy
 
     @property
     def is_plain(self) -> bool:

@@ -36,6 +36,12 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     unstable: tuple[bytes, ...]
     unreadable: tuple[bytes, ...]
     root: Row
+    inodes: Row | None = None  # see `inode_rows`; None in records of older versions, and of states without inodes
+
+    @property
+    def roots(self) -> tuple[bytes, ...]:
+        """The digests of the listings that the snapshot needs, with everything below them."""
+        return (self.root.content,) if self.inodes is None else (self.root.content, self.inodes.content)
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -47,7 +53,8 @@ def encode_record(record: Record) -> bytes:
     try:
         return _encoder.encode(record)
     except OverflowError:
-        return _encoder.encode((*astuple(record)[:-1], encodable(record.root)))
+        inodes = None if record.inodes is None else encodable(record.inodes)
+        return _encoder.encode((*astuple(record)[:-2], encodable(record.root), inodes))
 
 
 def decode_record(data: bytes) -> Record:

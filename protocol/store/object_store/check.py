@@ -69,7 +69,9 @@ class _Check:
         self._read(view)
         lost: dict[str, tuple[dict[tuple[str, str], None], dict[bytes, None]]] = {}
         for one in snapshots:
-            for path, why in self._lost(one.record.root):
+            record = one.record
+            lost_inodes = [] if record.inodes is None else self._lost(record.inodes)
+            for path, why in (*self._lost(record.root), *lost_inodes):
                 names, paths = lost.setdefault(why, ({}, {}))
                 names[one.record.workspace, one.name] = None
                 if len(paths) < LOST_PATHS_SHOWN:

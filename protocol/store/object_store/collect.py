@@ -132,7 +132,7 @@ class Collection:
 
     def _roots_of(self, generations: list[Generation]) -> list[bytes]:
         damaged = self._ignore if self._repairs else None
-        return [one.record.root.content for one in self._remote.records(generations, damaged)]
+        return [digest for one in self._remote.records(generations, damaged) for digest in one.record.roots]
 
     @staticmethod
     def _ignore(_one: Generation, _error: DamagedError) -> None:

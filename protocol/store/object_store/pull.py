@@ -62,7 +62,7 @@ class RemoteSource:
                     raise damaged_blob(row.content)
         record = self._record
         counts = TreeCounts(record.files, record.directories, record.size_bytes)
-        return Scanned(record.root, counts, record.unstable, record.unreadable)
+        return Scanned(record.root, counts, record.unstable, record.unreadable, inodes=record.inodes)
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         """Raise NotImplementedError: `Store.take` uses only the scan."""
@@ -80,7 +80,7 @@ class RemoteSource:
         """Give all listings to `sink`, one level of the tree after the other; return the files that it lacks."""
         missing: dict[bytes, Row] = {}
         seen: set[bytes] = set()
-        level = {self._record.root.content}
+        level = set(self._record.roots)
         while level:
             seen |= level
             below: set[bytes] = set()

@@ -197,8 +197,19 @@ class Push:
     def _needed(self) -> dict[bytes, _Item]:
         """The blobs of the snapshot that the base does not have, in the order of a walk."""
         items: dict[bytes, _Item] = {}
-        base = None if self._base is None else self._base.record.root
-        pending: list[tuple[Row, Row | None]] = [(self._record.root, base)]
+        base = None if self._base is None else self._base.record
+        self._add_needed(items, self._record.root, None if base is None else base.root)
+        if self._record.inodes is not None:
+            inodes: dict[bytes, _Item] = {}
+            try:
+                self._add_needed(inodes, self._record.inodes, None if base is None else base.inodes)
+                items.update(inodes)
+            except DamagedError:  # the content is complete without them
+                self._record = structs.replace(self._record, inodes=None)
+        return items
+
+    def _add_needed(self, items: dict[bytes, _Item], root: Row, base: Row | None) -> None:
+        pending: list[tuple[Row, Row | None]] = [(root, base)]
         while pending:
             row, old = pending.pop()
             if not row.content or (old is not None and old.mode == row.mode and old.content == row.content):
@@ -213,7 +224,6 @@ class Push:
                         before = {below.name: below for below in self._blobs.listing(old.content)}
                 rows = self._local(self._blobs.listing, row.content)
                 pending += [(below, before.get(below.name)) for below in reversed(rows)]
-        return items
 
     def _add_content(self, items: dict[bytes, _Item], row: Row) -> None:
         digest = row.content

@@ -106,7 +106,11 @@ class RemoteStore:
         try:
             found = msgspec.json.decode(data, type=FormatObject)
         except ValueError:
-            found = FormatObject(0)
+            what = (
+                "the object `format` is damaged, or not of a snapshot store: choose another prefix; if snapshots are "
+                "here, delete the object, and the next `vfsd push` writes it again"
+            )
+            raise OSError(errno.EINVAL, what, self.directory) from None
         if found.vfsd_object_store != _VERSION or not 0 <= found.grace_s <= LONGEST_GRACE_S:
             raise OSError(errno.EINVAL, "not a snapshot store that this vfsd knows: use a newer vfsd", self.directory)
         self._format = found

@@ -121,7 +121,7 @@ def open_storage(
         if key in _CLIENT_OPTIONS:
             client[key] = value
         elif key == _PATH_STYLE:
-            config["virtual_hosted_style_request"] = str(value.lower() not in {"true", "1", "yes"}).lower()
+            config["virtual_hosted_style_request"] = _negated(value, url)
         else:
             config[name] = value
     scheme = url.partition("://")[0]
@@ -145,9 +145,21 @@ def open_storage(
     return ObstoreStorage(url, store, patience_s, waiting)
 
 
+def _negated(path_style: str, url: str) -> str:
+    """The option of `obstore` for a value of "path_style".  EINVAL."""
+    for negated, words in (("false", {"true", "1", "yes"}), ("true", {"false", "0", "no"})):
+        if path_style.lower() in words:
+            return negated
+    raise OSError(errno.EINVAL, f"path_style is {path_style}: write path_style=true or path_style=false", url)
+
+
 def _check_path(scheme: str, url: str) -> None:
-    """EINVAL for a URL that its parser would change: the store would be in another place."""
+    """EINVAL for a URL that its parser would change, or that names no place: the store would be elsewhere."""
     path = url.partition("://")[2]
+    if scheme == "file" and not path.startswith("/"):
+        raise OSError(errno.EINVAL, "a store in a directory needs its absolute path: write file:///DIRECTORY", url)
+    if scheme != "file" and not path.partition("/")[0]:
+        raise OSError(errno.EINVAL, f"the URL has no bucket: write {scheme}://BUCKET/PREFIX", url)
     if re.search(r"[?#%\\]", path):
         raise OSError(errno.EINVAL, "the path of a store cannot have ?, #, % or \\: choose another one", url)
     if scheme != "file" and "@" in path.partition("/")[0]:

@@ -17,7 +17,7 @@ from vfsd.cli.common.app import Command
 from vfsd.machine.caches import cache_directory
 from vfsd.machine.optional_dependencies import missing_package
 from vfsd.wire.messages import ProgressReport
-from vfsd.wire.option_rules import is_secret
+from vfsd.wire.option_rules import credential_refusal
 
 
 def store_option() -> click.Option:
@@ -26,7 +26,8 @@ def store_option() -> click.Option:
         ["--store-option", "store_options"],
         metavar="KEY=VALUE",
         multiple=True,
-        help="An option of the object store: endpoint, region, path_style, allow_http, ...",
+        help="An option of the object store: endpoint, region, path_style, allow_http, ...  Credentials come from the"
+        " environment.",
     )
 
 
@@ -52,13 +53,16 @@ def check_no_options(options: Sequence[str]) -> None:
 def open_remote(url: str, options: Sequence[str], *, makes_directory: bool = False) -> RemoteStore:
     """Open the store at `url`.  `makes_directory`: make the directory of file:///, if there is none.
 
-    UsageError for an option without a value; OSError.
+    UsageError for an option without a value, or with a credential; OSError.
     """
     values = {}
     for option in options:
         key, sign, value = option.partition("=")
         if not (key and sign):
             raise click.UsageError(f"--store-option {option}: write KEY=VALUE, for example region=eu-west-1")
+        refusal = credential_refusal(option)
+        if refusal is not None:
+            raise click.UsageError(f"--store-option {refusal}")
         values[key] = value
     try:
         place = url.rstrip("/") if url != "file:///" else url
@@ -75,13 +79,12 @@ def _note_waiting(cause: str, left_s: float) -> None:
 def selecting(store: Store | RemoteStore) -> str:
     """Return the options that select `store`, with a space before each, for a command that a message gives.
 
-    Empty for the default store.  Options of the running command whose values may be secret are left out.
+    Empty for the default store.
     """
     if store.directory == os.path.abspath(default_directory()):
         return ""
     options = click.get_current_context().params.get("store_options", ())
-    plain = [option for option in options if not is_secret(option.partition("=")[0])]
-    words = ["--store", store.directory, *(word for option in plain for word in ("--store-option", option))]
+    words = ["--store", store.directory, *(word for option in options for word in ("--store-option", option))]
     return f" {shlex.join(words)}"
 
 

@@ -51,7 +51,7 @@ def _mounted(options: MountOptions, store: Store, name: str, directory: str | No
     If it was dropped, or another one has got its name, while a daemon had it mounted that this one replaces, then
     the lease of that daemon still has it.
     """
-    recorded = recorded_below(options)
+    recorded = recorded_below(options).fingerprint
     try:
         if options.origin is not None:
             key = options.origin.workspace

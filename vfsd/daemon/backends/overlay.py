@@ -58,12 +58,12 @@ def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
         from vfsd.daemon.backends.persistence import keep_journal  # noqa: PLC0415
 
         try:
-            found = keep_journal(options, volume, begin, below=lower.fingerprint)
+            found = keep_journal(options, volume, begin, below=lower.fingerprint, reopening=lower.reopening)
         except BaseException:
             lower.close()
             raise
     volume.read_only = options.workspace.read_only
-    notes = [note for note in (recovered, found) if note is not None]
+    notes = [note for note in (recovered, found, lower.notice) if note is not None]
     return Backend(
         volume, tidy=volume.tidy, close=functools.partial(_close, volume), recovered="; ".join(notes) or None, held=held
     )

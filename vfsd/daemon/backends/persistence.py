@@ -8,11 +8,19 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import trio
 
-from protocol.journal.directory import Journal, JournalFiles, JournalReport, has_journal, read_identity
+from protocol.journal.directory import (
+    Journal,
+    JournalFiles,
+    JournalReport,
+    has_journal,
+    read_below,
+    read_identity,
+    write_below,
+)
 from protocol.journal.records import JournalDamagedError
 from vfsd.daemon.backends.group_sync import GroupSync
 from vfsd.machine.journals import journal_directory
@@ -36,11 +44,12 @@ _LOCK_POLL_S: Final = 0.01
 
 
 def keep_journal(
-    options: MountOptions, volume: MemoryVolume, begin: Callable[[], None], *, below: str = ""
+    options: MountOptions, volume: MemoryVolume, begin: Callable[[], None], *, below: str = "", reopening: bytes = b""
 ) -> str | None:
     """Have `volume`, which is empty, continue from its journal, or call `begin` and begin a journal.
 
-    `below` is the fingerprint of an overlay's lower layer.  Return a sentence about the state that was found.
+    `below` is the fingerprint of an overlay's lower layer, and `reopening` what `Recorded.reopening` is at the next
+    mount.  Return a sentence about the state that was found.
     ValueError if the journal belongs to another backend, or to an overlay over another layer; OSError.
     """
     directory = options.journal.journal_dir or journal_directory(options.workspace.name)
@@ -59,7 +68,7 @@ def keep_journal(
         begin()
         # The directories above are private, too, if they are made.
         os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
-        journal = Journal.create(directory, identity, options.journal.fsync)
+        journal = Journal.create(directory, identity, options.journal.fsync, below=reopening)
         try:
             volume.keep_journal(journal, is_new=True)
         except BaseException:
@@ -70,6 +79,7 @@ def keep_journal(
         files, journal = Journal.resume(directory, options.journal.fsync)
         try:
             _check_identity(files, identity)
+            _keep_reopening(directory, reopening)
             _replay(files, volume)
             volume.keep_journal(journal, is_new=False)
         except BaseException:
@@ -80,14 +90,40 @@ def keep_journal(
     return found
 
 
-def recorded_below(options: MountOptions) -> str:
-    """The fingerprint of the lower layer that an overlay continues with; "" if it does not continue."""
+class Recorded(NamedTuple):
+    """What an overlay that continues has of its lower layer.
+
+    `argument` is that of the backend, and `reopening` that of the `Lower`.
+    """
+
+    fingerprint: str = ""
+    argument: str = ""
+    reopening: bytes = b""
+
+
+def recorded_below(options: MountOptions) -> Recorded:
+    """Return what an overlay that continues has of its lower layer; an empty `Recorded` if it does not continue."""
     if options.below is not None:
-        return options.below
+        return Recorded(options.below)
     directory = options.journal.journal_dir or journal_directory(options.workspace.name)
     if not options.journal.persist or not has_journal(directory):
-        return ""
-    return str(read_identity(directory).get(_BELOW, ""))
+        return Recorded()
+    identity = read_identity(directory)
+    try:
+        reopening = read_below(directory)
+    except OSError as error:
+        log_failure(_logger, "reading how to open the layer below", error, path=directory, level=logging.WARNING)
+        reopening = b""
+    return Recorded(str(identity.get(_BELOW, "")), str(identity.get(_ARGUMENT, "")), reopening)
+
+
+def _keep_reopening(directory: str, reopening: bytes) -> None:
+    """Keep `reopening` in a journal that lacks it, or has a damaged one; log what fails, because the mount works."""
+    try:
+        if reopening and read_below(directory) != reopening:
+            write_below(directory, reopening)
+    except OSError as error:
+        log_failure(_logger, "keeping how to open the layer below", error, path=directory, level=logging.WARNING)
 
 
 def _check_identity(files: JournalFiles, identity: Mapping[str, str | int]) -> None:

@@ -292,4 +292,5 @@ def _entry(path: bytes, inode: Inode) -> TreeEntry:
         rdev=inode.rdev,
         target=inode.target or b"",
         xattrs=inode.xattrs or {},
+        ctime_ns=inode.ctime_ns,
     )

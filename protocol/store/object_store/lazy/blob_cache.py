@@ -43,12 +43,22 @@ class BlobCache:
     def __init__(self, directory: str | None, most_bytes: int) -> None:
         self._directory = directory if most_bytes > 0 else None
         self._most_bytes = most_bytes
-        self.failure: str | None = None  # why a `put` could not write, most recently
+        self.failure: str | None = None  # why the last `put` or `check` could not write; None if it could
 
     def _path(self, digest: bytes) -> str:
         assert self._directory is not None
         name = digest.hex()
         return os.path.join(self._directory, name[:2], name[2:])
+
+    def check(self) -> None:
+        """Set `failure` if the cache cannot be written."""
+        if self._directory is None:
+            return
+        try:
+            with self._locked():
+                self.failure = None
+        except OSError as error:
+            self.failure = error.strerror
 
     def has(self, digest: bytes) -> bool:
         """Whether there is a file for a blob, which may be damaged."""
@@ -84,6 +94,7 @@ class BlobCache:
             return
         try:
             self._write_blobs(new)
+            self.failure = None
         except OSError as error:
             self.failure = error.strerror
 

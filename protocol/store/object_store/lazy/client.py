@@ -208,6 +208,8 @@ class FetchClient:
     # -- answers -----------------------------------------------------------------------------------
     def _take(self, reply: Reply) -> None:
         if isinstance(reply, Progress):
+            if reply.cache_failure and not self.progress.cache_failure:
+                self.report_cache(reply.cache_failure)
             self.progress = reply
         elif isinstance(reply, Blobs):
             with self._lock:
@@ -224,6 +226,16 @@ class FetchClient:
                 self._fail(pending, DamagedError(reply.text, url=self._start.url))
             elif pending is not None:
                 self._fail(pending, self._failure(reply.text))
+
+    def report_cache(self, failure: str) -> str:
+        """Log that the cache cannot be written; return the sentence."""
+        text = (
+            f"the cache {self._start.cache_directory} cannot be written ({failure}), so what is read is fetched again"
+            " each time: make room, or set XDG_CACHE_HOME to a directory that you may write"
+        )
+        _logger.warning("%s", text)
+        self.progress = replace(self.progress, cache_failure=failure)
+        return text
 
     def _expire(self) -> None:
         """Fail the requests that waited for too long."""

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import NotReadyError
+from protocol.store.format.packs import DamagedError
 from protocol.store.object_store.layout import ChunkMap, decode_chunk_map, decode_listing_of
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class RemoteContents:
         self._held: weakref.WeakValueDictionary[bytes, Blob] = weakref.WeakValueDictionary()
         self._listings: OrderedDict[bytes, Mapping[bytes, Row]] = OrderedDict()
         self._maps: OrderedDict[bytes, ChunkMap] = OrderedDict()
+        self._inodes_arriving: dict[bytes, Future[object]] = {}
+        self._inodes_gone: set[bytes] = set()
 
     def blobs(self, kind: BlobKind, digests: Sequence[bytes], ahead: Sequence[bytes] = ()) -> list[bytes]:
         """The blobs with these digests.  NotReadyError, after which those in `ahead` are fetched as well."""
@@ -81,9 +84,54 @@ class RemoteContents:
         rows = {row.name: row for row in decode_listing_of(digest, data)}
         with self._lock:
             self._listings[digest] = rows
-            while len(self._listings) > 1 and sum(map(len, self._listings.values())) > _ROWS_KEPT:
+            # Two at least: a directory's rows and its inode rows.
+            while len(self._listings) > 2 and sum(map(len, self._listings.values())) > _ROWS_KEPT:
                 self._listings.popitem(last=False)
         return rows
+
+    def listings(self, digest: bytes, inodes: bytes) -> tuple[Mapping[bytes, Row], Mapping[bytes, Row]]:
+        """The rows of a listing, and its inode rows, which are fetched together.  NotReadyError, DamagedError.
+
+        `inodes` is the digest of the inode listing, or b"": none.  There are no inode rows if the store lost them.
+        """
+        found = self._inode_rows(inodes) if inodes else {}
+        rows = self.listing(digest)
+        if isinstance(found, Future):
+            raise NotReadyError(found)
+        return rows, found
+
+    def _inode_rows(self, digest: bytes) -> Mapping[bytes, Row] | Future[object]:
+        """The rows of an inode listing, or a future that is done when they can be had."""
+        with self._lock:
+            arrival = self._inodes_arriving.get(digest)
+            if arrival is not None and not arrival.done():
+                return arrival
+        try:
+            return self.listing(digest)
+        except DamagedError:
+            return {}
+        except NotReadyError as error:
+            if digest in self._inodes_gone:
+                return {}
+            fetched = error.arrival
+
+        arrival = Future()
+
+        def arrived(answer: Future[object]) -> None:
+            failure = answer.exception()
+            with self._lock:
+                self._inodes_arriving.pop(digest, None)
+                if isinstance(failure, DamagedError):
+                    self._inodes_gone.add(digest)
+            if failure is None or isinstance(failure, DamagedError):
+                arrival.set_result(None if failure is not None else answer.result())
+            else:
+                arrival.set_exception(failure)
+
+        with self._lock:
+            self._inodes_arriving[digest] = arrival
+        fetched.add_done_callback(arrived)
+        return arrival
 
     def chunk_map(self, digest: bytes) -> ChunkMap:
         """The chunk map of a content.  NotReadyError, DamagedError."""
@@ -151,6 +199,7 @@ class RemoteContents:
     def forked(self) -> None:
         """Drop, in a forked process, the connection to the helper of its source."""
         self.client.forked()
+        self._inodes_arriving.clear()
 
     def close(self) -> None:
         """End the helper."""

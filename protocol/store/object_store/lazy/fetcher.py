@@ -90,8 +90,17 @@ class Fetcher:
             for _, _, digest in itertools.chain.from_iterable(one.blobs for one in ranges):
                 self._arriving.setdefault(digest, Future())
         found.update(self._read(ranges, places))
+        again = []
         for digest, future in arriving.items():
-            found[digest] = future.result()
+            failure = future.exception()
+            if failure is None:
+                found[digest] = future.result()
+            elif isinstance(failure, DamagedError):
+                raise failure
+            else:
+                again.append(digest)  # that request began earlier, and was given up earlier
+        if again:
+            found.update(self._fetched(kind, again, reads_ahead=reads_ahead))
         if reads_ahead and ranges:
             self._read_ahead(kind, ranges[-1])
         return found

@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,6 +76,41 @@ class Counted:
         self.storage.close()
 
 
+class LateStorage:
+    """A `Storage` that is opened when it is used first, and again as long as that fails."""
+
+    def __init__(self, url: str, opening: Callable[[], Storage]) -> None:
+        self.url = url
+        self._opening = opening
+        self._opened: Storage | None = None
+        self._lock = threading.Lock()
+
+    def _storage(self) -> Storage:
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._opening()
+            return self._opened
+
+    def create(self, key: str, data: bytes) -> Future[bool]:
+        return self._storage().create(key, data)
+
+    def read(self, key: str) -> Future[bytes]:
+        return self._storage().read(key)
+
+    def read_range(self, key: str, start: int, length: int) -> Future[bytes]:
+        return self._storage().read_range(key, start, length)
+
+    def list(self, prefix: str) -> Future[Objects]:
+        return self._storage().list(prefix)
+
+    def delete(self, key: str) -> Future[None]:
+        return self._storage().delete(key)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+
 class Helper:
     """Answers the daemon at the other end of `connection`."""
 
@@ -105,13 +141,15 @@ class Helper:
     def _open(self, start: Start) -> Record:
         timeout = f"{max(_LEAST_TIMEOUT_S, math.ceil(start.timeout_s))}s"
         options = {"timeout": timeout, "connect_timeout": timeout, **start.options}
-        storage = open_storage(start.url, options, patience_s=start.timeout_s, makes_directory=False)
+        opening = functools.partial(open_storage, start.url, options, patience_s=start.timeout_s, makes_directory=False)
+        name, named = start.name or "", start.record
+        # With a record, the snapshot is opened whether the store is there or not.
+        storage = opening() if named is None else LateStorage(start.url, opening)
         self._storage = counted = Counted(storage)
         self._index = LazyIndex(counted, RemotePacks(counted, IndexCache(start.index_directory)))
         self._index.begin()
         self._cache = BlobCache(start.cache_directory, start.cache_bytes)
         self._fetcher = Fetcher(counted, self._index, self._cache, self._pool.submit)
-        name, named = start.name or "", start.record
         if named is None:
             remote = RemoteStore(counted)
             known = None if start.root is None or start.name is None else remote.replaced(start.name, start.root)
@@ -125,7 +163,7 @@ class Helper:
 
     def _begin_prefetch(self, start: Start, record: Record) -> None:
         self._prefetch = Prefetch(self._fetcher, self._index, self._cache, start.cache_bytes, self._report)
-        run = functools.partial(self._prefetch.run, record.root)
+        run = functools.partial(self._prefetch.run, record.root, record.inodes)
         threading.Thread(target=run, name="vfsd-prefetch", daemon=True).start()
 
     def _answer(self, request: Fetch, until: float) -> None:
@@ -161,7 +199,7 @@ class Helper:
                 return
             self._reported_at = now
         done, total = (0, 0) if prefetch is None else (prefetch.done_bytes, prefetch.total_bytes)
-        self._send(Progress(self._storage.received_bytes, done, total, state))
+        self._send(Progress(self._storage.received_bytes, done, total, state, self._cache.failure or ""))
 
     def _send(self, message: Any) -> None:
         with self._sending:

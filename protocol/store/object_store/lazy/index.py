@@ -9,6 +9,7 @@ Threading: any thread.  The lock `_loading` is held during requests, `_lock` is 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -46,7 +47,8 @@ class LazyIndex:
 
     def begin(self) -> None:
         """Begin to list the packs, before the first position is asked for."""
-        self._listing = self._storage.list(CONDEMNED), self._storage.list(PACKS)
+        with contextlib.suppress(OSError):  # then the first position lists them
+            self._listing = self._storage.list(CONDEMNED), self._storage.list(PACKS)
 
     def locate(self, kind: BlobKind, digests: Iterable[bytes]) -> dict[bytes, BlobLocation]:
         """The position of each blob.  DamagedError if one is gone; OSError."""
@@ -91,11 +93,9 @@ class LazyIndex:
             now = time.monotonic()
             if self._listed_at and now - self._listed_at < _REFRESH_S and not always:
                 return False
-            listing, self._listing = self._listing, None
-            markers, packs = listing or (self._storage.list(CONDEMNED), self._storage.list(PACKS))
-            condemned = {info.key.rpartition("/")[2]: info.modified_s for info in markers.result()}
-            view = PackView(condemned=condemned)
-            sizes = listed_packs(packs.result(), view)
+            markers, packs = self._listings()
+            view = PackView(condemned={info.key.rpartition("/")[2]: info.modified_s for info in markers})
+            sizes = listed_packs(packs, view)
             known = self._view.packs
             for name in known.keys() & sizes.keys():
                 view.add(known[name])
@@ -109,6 +109,15 @@ class LazyIndex:
                 self._unread["data"] = [each for each in rest if kind_of(each[0]) == "data"]
             self._listed_at = now
             return True
+
+    def _listings(self) -> tuple[Objects, Objects]:
+        """The markers and the packs, from the listings that were begun unless these failed."""
+        begun, self._listing = self._listing, None
+        if begun is not None:
+            with contextlib.suppress(OSError):
+                return begun[0].result(), begun[1].result()
+        markers, packs = self._storage.list(CONDEMNED), self._storage.list(PACKS)
+        return markers.result(), packs.result()
 
     def following(self, place: BlobLocation) -> Sequence[tuple[int, int, bytes]]:
         """Offset, length and digest of the blobs of a pack from a position on, in the order of a walk."""

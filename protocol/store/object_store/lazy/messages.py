@@ -73,12 +73,16 @@ class Failed(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """What was transferred so far, and what the prefetch has done of all it has to do.  `prefetch`: its state."""
+    """What was transferred so far, and what the prefetch has done of all it has to do.
+
+    `prefetch`: its state.  `cache_failure`: why the cache cannot be written, or "".
+    """
 
     transferred_bytes: int
     done_bytes: int
     total_bytes: int
     prefetch: str
+    cache_failure: str = ""
 
 
 Request: TypeAlias = Start | Fetch

@@ -9,6 +9,7 @@ Threading: a thread of its own, and as many for contents as are read at once.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,10 +60,13 @@ class Prefetch:
         """What it does: "running", "waiting: CAUSE", "done", or "stopped: CAUSE"."""
         return self._end or self._waits_for or "running"
 
-    def run(self, root: Row) -> None:
-        """Fetch everything."""
+    def run(self, root: Row, inodes: Row | None = None) -> None:
+        """Fetch everything.  `inodes`: the inode row of the root."""
         try:
             contents = self._contents(root)
+            if inodes is not None:
+                with contextlib.suppress(DamagedError):  # the mount does without them
+                    self._contents(inodes)
             self.total_bytes += sum(contents.values())
             self._fetch_contents(contents)
             self._check_cached(contents)

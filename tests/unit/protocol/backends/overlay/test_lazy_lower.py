@@ -5,6 +5,7 @@ A call that raises NotReadyError has changed nothing: if one had, its repetition
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -15,18 +16,20 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from msgspec.structs import replace
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.lazy_lower import LazyLower
 from protocol.backends.overlay.lower import FIRST_NEW_NUMBER
 from protocol.errors import NotReadyError
-from protocol.store import Store
-from protocol.store.format.rows import Row
+from protocol.store import DirectorySource, Store, TreeSource
+from protocol.store.format.packs import damaged_blob
+from protocol.store.format.records import Record
 from protocol.store.object_store import RemoteStore, open_storage
 from protocol.store.object_store.lazy import contents
 from protocol.store.object_store.lazy.blob_cache import BlobCache
 from protocol.store.object_store.lazy.messages import BlobKind, Progress
-from protocol.tree import TreeEntry
+from protocol.tree import Tree, TreeEntry
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges
 from tests.support.lower_layers import NAME, make, opened
 
@@ -43,12 +46,22 @@ class DirectClient:
         self._blobs = blobs
         self.count = 0
         self.failing: str | None = None
+        self.failure: OSError | None = None
         self.progress = Progress(0, 0, 0, "")
+
+    def lose(self, digest: bytes) -> None:
+        """Answer as if a collection of another version had removed a blob."""
+        del self._blobs[digest]
 
     def fetch(self, _kind: BlobKind, digests: Sequence[bytes], _ahead: Sequence[bytes] = ()) -> Future[list[bytes]]:
         self.count += 1
         answer: Future[list[bytes]] = Future()
-        answer.set_result([self._blobs[digest] for digest in digests])
+        if self.failure is not None:
+            answer.set_exception(self.failure)
+        elif any(digest not in self._blobs for digest in digests):
+            answer.set_exception(damaged_blob(digests[0], "is gone from the object store"))
+        else:
+            answer.set_result([self._blobs[digest] for digest in digests])
         return answer
 
     def forking(self) -> Any:
@@ -61,11 +74,29 @@ class DirectClient:
         pass
 
 
-def blobs_of(url: str) -> tuple[Row, dict[bytes, bytes]]:
+class NumberedTree:
+    """A tree whose files d/f0, d/f1, ... have these inode numbers, and one ctime."""
+
+    CTIME_NS = 1_500_000_000_123_456_789
+
+    def __init__(self, tree: Tree, numbers: Sequence[int]) -> None:
+        self._given = {b"d/f%d" % at: number for at, number in enumerate(numbers)} | {b"second": numbers[-1]}
+        self._tree = tree
+
+    def walk(self) -> Iterator[TreeEntry]:
+        for entry in self._tree.walk():
+            number = self._given.get(entry.path, 1000 + len(entry.path))
+            yield replace(entry, inode=number, ctime_ns=self.CTIME_NS)
+
+    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+        return self._tree.chunks(path, size)
+
+
+def blobs_of(url: str) -> tuple[Record, dict[bytes, bytes]]:
     with RemoteStore(open_storage(url)) as remote:
         view = remote.packs.view()
         places = [item for pack in view.packs.values() for item in pack.places()]
-        return remote.get(NAME).record.root, dict(remote.packs.blobs(places))
+        return remote.get(NAME).record, dict(remote.packs.blobs(places))
 
 
 def fill(below: Path, source: random.Random) -> None:
@@ -88,9 +119,10 @@ def both(
     url = f"file://{tmp_path}/remote"
     with Store(place) as local, RemoteStore(open_storage(url)) as remote:
         remote.push(local, KEY, NAME)
-    root, blobs = blobs_of(url)
+    record, blobs = blobs_of(url)
     client = DirectClient(blobs)
-    lazy = LazyLower(contents.RemoteContents(client, BlobCache(None, 0)), root, url, "")  # type: ignore[arg-type]
+    read = contents.RemoteContents(client, BlobCache(None, 0))  # type: ignore[arg-type]
+    lazy = LazyLower(read, record.root, url, "", inodes=record.inodes)
     here = opened("snapshot", place)
     volumes = OverlayVolume(lazy, clock=clock), OverlayVolume(here, clock=clock)
     volumes[0].serve_here()
@@ -98,6 +130,67 @@ def both(
         yield *volumes, client
     finally:
         here.close()
+
+
+def test_a_kernel_that_repeats_a_failed_read_ahead_for_a_page_gets_the_error_at_once(tmp_path: Path) -> None:
+    below = tmp_path / "below"
+    below.mkdir()
+    (below / "f").write_bytes(os.urandom(300_000))
+    url = f"file://{tmp_path}/remote"
+    with Store(str(tmp_path / "store")) as local, RemoteStore(open_storage(url)) as remote:
+        local.take(KEY, NAME, DirectorySource(str(below)))
+        remote.push(local, KEY, NAME)
+    record, blobs = blobs_of(url)
+    client = DirectClient(blobs)
+    read = contents.RemoteContents(client, BlobCache(None, 0))  # type: ignore[arg-type]
+    lower = LazyLower(read, record.root, url, "")
+    file = lower.file(b"f", lower.waited(lower.stat, b"f"))
+    client.failure = OSError(errno.EIO, "no answer")
+    with pytest.raises(OSError, match="no answer"):
+        file.read(131_072, 131_072)
+    fetches = client.count
+    with pytest.raises(OSError, match="no answer"):
+        file.read(131_072, 4096)
+    assert client.count == fetches
+    client.failure = None
+    assert file.read(131_072, 4096) == (below / "f").read_bytes()[131_072:][:4096]  # a new read tries again
+    assert client.count > fetches
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_inode_numbers_are_those_that_were_pushed_and_never_two_of_one(tmp_path: Path, is_lost: bool) -> None:
+    below = tmp_path / "below"
+    (below / "d").mkdir(parents=True)
+    for number in range(8):
+        (below / "d" / f"f{number}").touch()
+    os.link(below / "d" / "f7", below / "second")
+    given = [5, 5, 1, 0, FIRST_NEW_NUMBER + 77, (77 << 32) + FIRST_NEW_NUMBER + 77, 2**63 - 1, 9]  # by any machine
+    url = f"file://{tmp_path}/remote"
+    with Store(str(tmp_path / "store")) as local, RemoteStore(open_storage(url)) as remote:
+        local.take(KEY, "as-it-is", DirectorySource(str(below)))
+        with local.tree(KEY, "as-it-is") as tree:
+            local.take(KEY, NAME, TreeSource(NumberedTree(tree, given)))  # type: ignore[arg-type]
+        remote.push(local, KEY, NAME)
+    record, blobs = blobs_of(url)
+    assert record.inodes is not None
+    client = DirectClient(blobs)
+    if is_lost:
+        client.lose(record.inodes.content)
+    read = contents.RemoteContents(client, BlobCache(None, 0))  # type: ignore[arg-type]
+    volume = OverlayVolume(LazyLower(read, record.root, url, "", inodes=record.inodes))
+    directory = volume.lookup(ROOT_INODE, b"d").inode
+    numbers = [volume.lookup(directory, b"f%d" % number).inode for number in range(8)]
+    assert len(set(numbers)) == 8
+    assert volume.lookup(ROOT_INODE, b"second").inode == numbers[7]
+    made = volume.mknod(directory, b"new", 0o100644, 0, SUPERUSER).inode
+    assert made not in numbers
+    assert made >= FIRST_NEW_NUMBER
+    if not is_lost:
+        assert numbers[0] == 5
+        assert numbers[7] == 9
+        assert numbers[4] % 2**32 == 77  # as in the index of git
+        assert volume.getattr(numbers[0]).ctime_ns == NumberedTree.CTIME_NS
+    volume.check_invariants()
 
 
 def outcome(call: Callable[[], Any]) -> Any:
