@@ -68,6 +68,8 @@ def main() -> None:
     elif end == "signal":  # from another thread, which finds this one by its number
         threading.Thread(target=signal.pthread_kill, args=(threading.main_thread().ident, signal.SIGTERM)).start()
         time.sleep(60)
+    elif end == "sleep":
+        time.sleep(60)
     elif end == "child":
         sys.exit(subprocess.run([sys.executable, "-m", __spec__.name, "5"], check=False, cwd="/").returncode)
     elif end == "raise":
