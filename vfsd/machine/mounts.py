@@ -71,8 +71,8 @@ def clear_dead_mount(path: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> Mount 
         if nested:
             where = ", ".join(f"{below.describe()} at {below.mountpoint}" for below in nested)
             raise OSError(errno.EBUSY, f"the dead {mount.describe()} has mounts below it: {where}", path)
-        if mount_at(path) == mount:  # unchanged since the probe
-            _detach(mount.mountpoint, lazy=True)
+        if mount_at(path) == mount and not _detach(mount.mountpoint, lazy=True):  # unchanged since the probe
+            raise busy_error(mount.mountpoint)
         cleared = mount
     return cleared
 
@@ -83,12 +83,27 @@ def unmount(path: str, *, lazy: bool = False) -> None:
 
     OSError: EINVAL if no workspace is mounted there; EBUSY, naming the processes that use it.
     """
+    mountpoint = _mountpoint_of(path)
+    if not _detach(mountpoint, lazy=lazy):
+        raise busy_error(mountpoint)
+
+
+def unmount_unused(path: str) -> bool:
+    """Unmount the workspace at `path` unless it is used; return whether it was unmounted.
+
+    Faster than `unmount` where it is used, because nothing looks for the processes.
+    OSError (EINVAL) if no workspace is mounted there.
+    """
+    return _detach(_mountpoint_of(path), lazy=False)
+
+
+def _mountpoint_of(path: str) -> str:
     mount = mount_at(path)
     if mount is None:
         raise OSError(errno.EINVAL, "nothing is mounted there", path)
     if not mount.is_vfsd:
         raise OSError(errno.EINVAL, f"not a workspace but {mount.describe()}", path)
-    _detach(mount.mountpoint, lazy=lazy)
+    return mount.mountpoint
 
 
 def busy_error(mountpoint: str) -> OSError:
@@ -99,7 +114,8 @@ def busy_error(mountpoint: str) -> OSError:
     return OSError(errno.EBUSY, f"busy: held by {reason}", mountpoint)
 
 
-def _detach(mountpoint: str, *, lazy: bool) -> None:
+def _detach(mountpoint: str, *, lazy: bool) -> bool:
+    """Return whether it was detached; False if it is busy."""
     command = _unmount_command(lazy=lazy)
     try:
         done = subprocess.run(
@@ -115,10 +131,10 @@ def _detach(mountpoint: str, *, lazy: bool) -> None:
         reason = f"{command[0]} did not finish within {UNMOUNT_TIMEOUT_S:.0f} s"
         raise OSError(errno.ETIMEDOUT, reason, mountpoint) from None
     if done.returncode == 0:
-        return
+        return True
     said = done.stderr.decode("utf-8", "replace").strip() or f"exit status {done.returncode}"
     if "busy" in said.lower():
-        raise busy_error(mountpoint)
+        return False
     code = errno.EPERM if "permi" in said.lower() else errno.EIO
     raise OSError(code, f"{command[0]}: {said.splitlines()[-1]}", mountpoint)
 
