@@ -23,14 +23,14 @@ _STACKS_S = 5.0  # in which the daemon writes where its threads and tasks are
 
 
 @contextlib.contextmanager
-def end_watch(patience_s: float = _PATIENCE_S) -> Iterator[Callable[[Workspace], None]]:
+def end_watch(patience_s: float = _PATIENCE_S, stacks_s: float = _STACKS_S) -> Iterator[Callable[[Workspace], None]]:
     """Yield a function that starts the clock for the end of a workspace; kill its daemon if the block takes longer."""
     watches: list[threading.Timer] = []
     hung: list[str] = []
 
     def begin(workspace: Workspace) -> None:
         pid = workspace.pid
-        watch = threading.Timer(patience_s, _kill, (workspace.name, pid, process_start_ticks(pid), hung))
+        watch = threading.Timer(patience_s, _kill, (workspace.name, pid, process_start_ticks(pid), stacks_s, hung))
         watch.daemon = True
         watches.append(watch)
         watch.start()
@@ -45,7 +45,7 @@ def end_watch(patience_s: float = _PATIENCE_S) -> Iterator[Callable[[Workspace],
             raise AssertionError(f"hung at their end, and were killed: {', '.join(hung)}; the output has their stacks")
 
 
-def _kill(name: str, pid: int, start_ticks: int | None, hung: list[str]) -> None:
+def _kill(name: str, pid: int, start_ticks: int | None, stacks_s: float, hung: list[str]) -> None:
     """Show where the daemon waits, and kill it."""
     if process_start_ticks(pid) != start_ticks:
         return
@@ -58,7 +58,7 @@ def _kill(name: str, pid: int, start_ticks: int | None, hung: list[str]) -> None
     with contextlib.suppress(OSError):
         log = Path(log_path(name))
         os.kill(pid, signal.SIGUSR1)
-        time.sleep(_STACKS_S)
+        time.sleep(stacks_s)
         print(f"its log:\n{log.read_text(errors='replace')}", file=sys.stderr)
     if process_start_ticks(pid) == start_ticks:
         os.kill(pid, signal.SIGKILL)
