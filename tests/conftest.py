@@ -90,6 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[TAG] = directory
     os.environ["VFSD_RUNTIME_DIR"] = f"{directory}/run"
     os.environ["VFSD_STORE_DIR"] = f"{directory}/store"
+    os.environ["XDG_STATE_HOME"] = f"{directory}/state"
     os.environ.pop("VFSD_WORKSPACE", None)
     os.environ["VFSD_FORK_SERVER"] = "off"  # tests of the fork server have their own (tests/support/fork_server.py)
     os.environ.update(GIT_CONFIG_GLOBAL="/dev/null", GIT_CONFIG_NOSYSTEM="1")

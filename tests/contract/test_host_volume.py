@@ -124,7 +124,7 @@ class TestHostVolumeWithFewDescriptors(TestHostVolume):
 class TestAgentVolume(OverHostDirectory):
     """The helper that vfsd starts in containers, run on this host."""
 
-    removed_files = 5_000  # each costs two round trips; the helper's listing has several parts from 1,000 on
+    removed_files = 2_500  # each costs two round trips; the helper's listing has several parts from 1,000 on
 
     def opened(self, place: Path) -> AbstractContextManager[Volume]:
         return local_agent(str(place))  # type: ignore[return-value]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -735,6 +736,7 @@ def kill_amid(ready: Ready, work: Callable[[Workspace], object], is_under_way: C
     thread.start()
     while not is_under_way():
         assert thread.is_alive()
+        time.sleep(0.001)  # the daemon needs the CPU
     kill(ready)
     thread.join()
     [error] = failure

@@ -31,7 +31,7 @@ def typed_in_one_shell(script: str, home: Path) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "HOME": str(home), "PATH": path, "NO_COLOR": "1", "TERM": "dumb"}
     environment.pop("VFSD_STORE_DIR", None)
-    environment.pop("XDG_STATE_HOME", None)
+    environment["XDG_STATE_HOME"] = str(home / ".local" / "state")  # the default, except for the journals of root
     with open(ours, "rb", buffering=0) as output:
         shell = subprocess.Popen(
             ["bash", "-e", "-c", script],

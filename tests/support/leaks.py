@@ -23,7 +23,7 @@ __all__ = ["TAG", "Leaks", "Mount", "descriptors", "mounts", "open_files", "proc
 
 TAG = "VFSD_TEST_SESSION"
 # How long a process that is already on its way out may take: a daemon after its unmount, a git gc.
-GRACE_S = float(os.environ.get("VFSD_TEST_GRACE_S", "20"))
+GRACE_S = float(os.environ.get("VFSD_TEST_GRACE_S", "60"))
 # Started once by the standard library and kept for the interpreter's life.
 KEPT_PROCESSES = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 

@@ -32,6 +32,7 @@ def run_pytest(directory: Path, source: str, **env: str) -> subprocess.Completed
     command += ["--rootdir", str(directory), "-c", os.devnull, str(directory / "test_inner.py")]
     inherited = {key: value for key, value in os.environ.items() if key not in ("VFSD_NO_SKIP", "VFSD_LONG")}
     inherited["VFSD_TEST_GRACE_S"] = "1"
+    inherited["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     inherited["PYTEST_DEBUG_TEMPROOT"] = str(directory)
     return subprocess.run(
         command, cwd=REPOSITORY, env=inherited | env, capture_output=True, text=True, check=False, timeout=120

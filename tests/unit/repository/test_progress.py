@@ -12,6 +12,7 @@ import pytest
 from tests.support.progress import Progress
 
 REPOSITORY = Path(__file__).parents[3]
+_OF_THE_SESSION = {"PYTEST_ADDOPTS", "PYTEST_PLUGINS"}  # options and plugins that the inner session has not
 
 
 def test_a_line_comes_when_its_time_has_come_and_estimates_what_is_left() -> None:
@@ -36,11 +37,14 @@ def test_a_run_with_and_without_workers_prints_them(tmp_path: Path, workers: str
         "    if not hasattr(config, 'workerinput'):\n"
         "        config.pluginmanager.register(ProgressPlugin(config))\n"
     )
-    environment = {**os.environ, "VFSD_TEST_PROGRESS_S": "0", "PYTHONPATH": str(REPOSITORY)}
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_SESSION}
+    environment |= {"VFSD_TEST_PROGRESS_S": "0", "PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [
         sys.executable,
         "-m",
         "pytest",
+        "-p",
+        "xdist.plugin",
         "-c",
         os.devnull,
         "--rootdir",
