@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,7 @@ def test_the_url_sets_a_cookie_that_scripts_and_other_sites_do_not_get(site: Sit
     assert name == f"vfsd-{site.port}={site.credentials.token}"
     assert {"HttpOnly", "Path=/", "SameSite=strict"} <= set(attributes)
     assert 'content="0; url=/w/demo/"' in answer.text
+    assert answer.headers["referrer-policy"] == "no-referrer"
     assert site.request("GET", "/", {"cookie": name}).status == 200
 
 
@@ -88,6 +90,30 @@ def test_a_change_needs_its_own_origin_and_the_token_of_the_form(site: Site, wor
     assert workspace.snapshots() == []
     assert site.request("POST", "/w/demo/snapshot", form, body).status == 303
     assert [each.name for each in workspace.snapshots()] == ["snap-1"]
+
+
+def test_every_change_needs_its_own_origin_and_the_token_of_the_form(
+    site: Site, workspace: Workspace, story: None
+) -> None:
+    before, own = [each.name for each in workspace.snapshots()], {**site.headers, "content-type": FORM}
+    fields = f"&name=x&snapshot=one&kind=restore&fork=demo&force=yes&mountpoint={workspace.path}-fork"
+    token = f"form_token={site.credentials.form_token}"
+    pages = ("snapshot", "restore", "drop", "fork", "merge", "adopt", "apply", "discard")
+    for page in pages:
+        for headers, body in (
+            (own, token),
+            ({**own, "origin": "http://127.0.0.1:1"}, token),
+            ({**own, "origin": site.url, "sec-fetch-site": "same-site"}, token),
+            ({**own, "origin": site.url}, "form_token=wrong"),
+            ({**own, "origin": site.url}, f"x_{token}"),
+            ({"content-type": FORM, "origin": site.url}, token),
+        ):
+            answer = site.request("POST", f"/w/demo/{page}", headers, (body + fields).encode())
+            assert answer.status in {401, 403}, page
+        assert site.request("POST", f"/w/demo/{page}?{token}{fields}", {**own, "origin": site.url}, b"").status == 403
+    assert [each.name for each in workspace.snapshots()] == before
+    assert Path(workspace.path, "src/new").exists()
+    assert not Path(f"{workspace.path}-fork").exists()
 
 
 def test_no_change_is_made_by_a_get(site: Site, workspace: Workspace, story: None) -> None:

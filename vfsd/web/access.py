@@ -145,7 +145,9 @@ class Access:
         return None
 
     def _welcome(self, source: str | None) -> Response:
-        answer = HTMLResponse(_WELCOME.format(f"/w/{quote(source, safe='')}/" if source else "/"))
+        # No page learns this URL, which has the token.
+        headers = {"referrer-policy": "no-referrer"}
+        answer = HTMLResponse(_WELCOME.format(f"/w/{quote(source, safe='')}/" if source else "/"), headers=headers)
         answer.set_cookie(self.cookie, self._credentials.token, path="/", httponly=True, samesite="strict")
         return answer
 

@@ -193,23 +193,24 @@ class _Bar:
 
     def update(self, step: ProgressReport) -> None:
         if self._drawn is None:
-            self._start(step.unit)
+            self._start()
         assert self._drawn is not None
         shown = human_size(step.done) if step.unit == "bytes" else counted(step.done, "file")
         self._drawn.update(self._task, completed=step.done, total=step.total or None, shown=shown)
-        if step.unit == "files":
-            speed = self._drawn.tasks[0].speed  # None before the second report
-            self._drawn.update(self._task, rate="" if speed is None else f"{speed:,.0f} files/s")
+        speed = self._drawn.tasks[0].speed  # None before the second report
+        if speed is not None:
+            rate = human_size(int(speed)) if step.unit == "bytes" else f"{speed:,.0f} files"
+            self._drawn.update(self._task, rate=f"{rate}/s")
 
     def stop(self) -> None:
         if self._drawn is not None:
             self._drawn.stop()
 
-    def _start(self, unit: str) -> None:
+    def _start(self) -> None:
         from rich import progress as rich  # noqa: PLC0415 start-up, see the module's docstring
 
-        text, shown = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[shown]}")
-        rate = rich.TransferSpeedColumn() if unit == "bytes" else rich.TextColumn("{task.fields[rate]}")
+        text = rich.TextColumn("{task.description}")
+        shown, rate = rich.TextColumn("{task.fields[shown]}"), rich.TextColumn("{task.fields[rate]}")
         columns = (text, rich.BarColumn(), shown, rate, rich.TimeRemainingColumn())
         self._drawn = rich.Progress(*columns, console=_console(err=True), transient=True)
         self._drawn.start()

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from rich.console import Console
@@ -107,17 +108,22 @@ def test_long_work_shows_progress_and_then_the_result(daemon: FakeDaemon, workdi
     assert "exported 1 file " in ESCAPES.sub("", text)
 
 
-def test_a_bar_of_files_shows_their_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("unit", "expected"), [("files", r"[\d,]+ files +[\d,]+ files/s"), ("bytes", r"[\d.]+ KiB +[\d.]+ [KM]iB/s")]
+)
+def test_a_bar_shows_its_unit_the_rate_in_it_and_the_time_left(
+    unit: Literal["files", "bytes"], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(output, "on_terminal", lambda **_: True)
     monkeypatch.setattr(output, "_console", lambda **_: Console(file=shown, force_terminal=True, width=100))
     with output.progress("collecting") as report:
         assert report is not None
-        for done in range(0, 4000, 1000):
-            report(ProgressReport(1, done, 4000, "files"))
+        for done in range(0, 40_000, 10_000):
+            report(ProgressReport(1, done, 40_000, unit))
             time.sleep(0.01)  # a rate needs time
     text = ESCAPES.sub("", shown.getvalue())
-    assert re.search(r"collecting .*[\d,]+ files +[\d,]+ files/s +\d:\d\d:\d\d", text)
+    assert re.search(rf"collecting .*{expected} +\d:\d\d:\d\d", text)
 
 
 def test_a_table_breaks_no_name_in_two(daemon: FakeDaemon) -> None:
