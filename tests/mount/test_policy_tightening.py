@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import mmap
 import os
 import signal
@@ -260,12 +261,15 @@ def test_an_upgraded_daemon_has_the_policy_with_what_was_added(workdir: Path) ->
     with Workspace.mount(workdir / "u", name=f"{workdir.name}-u", protect=["nothing"]) as workspace:
         root = Path(workspace.path)
         (root / "kept").write_text("kept")
-        (root / "gone").write_text("gone")
-        workspace.policy(protect=["kept"], hide=["gone"])
+        for name in ("gone", RAW_HIDDEN):
+            (root / name).write_text("gone")
+        hide = ("gone", RAW_HIDDEN[:-1] + "?")
+        workspace.policy(protect=["kept"], hide=hide)
         subprocess.run([sys.executable, "-m", "vfsd.cli.main", "upgrade", workspace.name], check=True)
-        assert workspace.policy().hide == ("gone",)
+        assert workspace.policy().hide == hide
         fails(errno.EPERM, lambda: (root / "kept").write_text("x"))
-        fails(errno.ENOENT, (root / "gone").lstat)
+        for name in ("gone", RAW_HIDDEN):
+            fails(errno.ENOENT, (root / name).lstat)
 
 
 def test_too_many_patterns_are_refused(mount: MountIt) -> None:
@@ -333,7 +337,12 @@ def test_the_policy_survives_the_daemon(workdir: Path) -> None:
         for name in ("work/free", "work/src/free", "work/src/secret"):
             (root / name).write_text(name.rpartition("/")[2])
         os.link(root / "work/src/secret", root / "work/alias")
-        workspace.policy(protect=["free", "secret"], hide=["work/src/free"])
+        command = [sys.executable, "-m", "vfsd.cli.main", "-w", workspace.name, "--json", "policy"]
+        raw = os.fsdecode(b"caf\xe9")
+        (root / raw).write_text("raw")
+        words = ["--protect", "free", "--protect", "secret", "--hide", "work/src/free", "--hide", raw]
+        answer = json.loads(subprocess.run([*command, *words], capture_output=True, check=True).stdout)
+        assert answer["hide"] == ["private/", "work/src/free", r"caf\xe9"]
         expected = workspace.policy()
         os.kill(workspace.pid, signal.SIGKILL)
         assert (root / "work/src/secret").read_text() == "secret"  # the next daemon answers
@@ -341,6 +350,7 @@ def test_the_policy_survives_the_daemon(workdir: Path) -> None:
             fails(errno.EPERM, (root / name).unlink)
         fails(errno.ENOENT, (root / "work/src/free").lstat)
         fails(errno.ENOENT, (root / "work/private").lstat)
+        fails(errno.ENOENT, (root / raw).lstat)
         fails(errno.EPERM, (root / "work/private").mkdir)
         assert workspace.policy() == expected
     # The next mount has the policy that its own options give, and says what it lacks.
@@ -349,7 +359,7 @@ def test_the_policy_survives_the_daemon(workdir: Path) -> None:
          "--journal-dir", options["journal_dir"], "--hide", "private/"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert "--protect *.lock --protect free --protect secret --hide work/src/free" in again.stderr
+    assert r"--protect *.lock --protect free --protect secret --hide work/src/free --hide caf\xe9" in again.stderr
     with mounted_already(options["name"]) as workspace:
         assert (Path(workspace.path) / "work/free").read_text() == "free"
         assert workspace.policy().hide == ("private/",)

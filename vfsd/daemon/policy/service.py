@@ -21,11 +21,13 @@ import errno
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import trio
 
+from protocol.errors import shown
 from protocol.tree import Tree
 from protocol.volume import ROOT_INODE, Answer, Volume
 from protocol.volume_durability import journaled
@@ -209,8 +211,8 @@ def open_policy(options: MountOptions, volume: Volume, *, is_continued: bool) ->
 
 
 def _dropped(before: PolicyOptions, now: PolicyOptions) -> str | None:
-    gone = [f"--protect {each}" for each in before.protect if each not in now.protect]
-    gone += [f"--hide {each}" for each in before.hide if each not in now.hide]
+    gone = [f"--protect {shown(os.fsencode(each))}" for each in before.protect if each not in now.protect]
+    gone += [f"--hide {shown(os.fsencode(each))}" for each in before.hide if each not in now.hide]
     if not gone:
         return None
     return f"the last mount of this workspace had a policy that this one does not have: {' '.join(gone)}"
