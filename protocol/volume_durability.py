@@ -7,7 +7,7 @@ Threading: as in `protocol.volume`; what other threads may do says so.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, cast
 
 from protocol.values import Value
@@ -76,6 +76,17 @@ class JournaledVolume(SnapshotableVolume, Protocol):
 
         The result of a call that changes something is recorded together with the change.
         """
+        ...
+
+    def store_content(self, data: bytes) -> Iterator[None]:
+        """Record what the next transaction writes to a file, in small steps between which requests are answered.
+
+        It counts only with that transaction.  Call `forget_stored` in any case.  OSError.
+        """
+        ...
+
+    def forget_stored(self) -> None:
+        """End what `store_content` began."""
         ...
 
     def defer_syncs(self) -> bool:

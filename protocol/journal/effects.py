@@ -38,6 +38,8 @@ CONNECTION: Final = 21  # a new mount: requests and open files of the one before
 LISTED: Final = 22  # the names of a directory get cookies, in their order
 COOKIES: Final = 23  # the names of a directory have these cookies
 INVALIDATED: Final = 24  # the kernel caches nothing that changes without a request have made wrong
+STORE: Final = 25  # a block of content for a later STORED_BLOCK; number 0: those before are not needed any more
+STORED_BLOCK: Final = 26  # a block of content that a STORE has
 # Of overlays; `protocol.backends.overlay.journaling.values` describes the values.
 LOWER: Final = 40  # an inode of the lower layer, as it was before its first change
 LISTING: Final = 41  # the entries of a directory of the lower layer, as they were before its first change
@@ -181,6 +183,16 @@ def shared_block(number: int, index: int, serial: int, source: int, source_index
     return _SHARED.pack(SHARED_BLOCK, number, index, serial, source, source_index)
 
 
+def store(number: int, length: int) -> bytes:
+    """Return the beginning of a STORE effect; its `length` bytes follow."""
+    return WRITE_LAYOUT.pack(STORE, number, 0, length)
+
+
+def stored_block(number: int, index: int, stored: int) -> bytes:
+    """Return the effect that a block is that of the STORE effect `stored`, which no other block is."""
+    return _RANGE.pack(STORED_BLOCK, number, index, stored)
+
+
 def no_block(number: int, index: int) -> bytes:
     """Return the effect that a block of a file is a hole."""
     return _NUMBER_AND_OFFSET.pack(NO_BLOCK, number, index)
@@ -249,9 +261,9 @@ def note(key: str, value: bytes) -> bytes:
 # -- decoding ----------------------------------------------------------------------------------------
 Effect = tuple[Any, ...]  # the code, and the fields in the order of the functions above
 
-_OF_RANGE: Final = frozenset({PUNCH, RESERVE})
+_OF_RANGE: Final = frozenset({PUNCH, RESERVE, STORED_BLOCK})
 _WITH_OFFSET: Final = frozenset({TRUNCATE, NO_BLOCK, REQUEST})
-_WITH_DATA: Final = frozenset({WRITE, BLOCK, SPARSE_BLOCK})
+_WITH_DATA: Final = frozenset({WRITE, BLOCK, SPARSE_BLOCK, STORE})
 _OF_OVERLAY: Final = frozenset(range(LOWER, KNOWN + 1))
 _WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT, COOKIES}) | _OF_OVERLAY
 _WITH_NUMBER: Final = frozenset({FREE, RESET, DROP, NEXT, CONNECTION, LISTED, INVALIDATED})

@@ -342,6 +342,15 @@ class MemoryVolume:
         assert self._recorder is not None
         self._recorder.wait_synced = wait
 
+    def store_content(self, data: bytes) -> Iterator[None]:
+        """See `JournaledVolume`."""
+        return iter(()) if self._recorder is None else self._recorder.store_content(data)
+
+    def forget_stored(self) -> None:
+        """See `JournaledVolume`."""
+        if self._recorder is not None:
+            self._recorder.forget_stored()
+
     def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
         """See `JournaledVolume`."""
         return None if self._recorder is None else self._recorder.unsynced(of_request=of_request)

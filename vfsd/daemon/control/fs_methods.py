@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -41,6 +41,7 @@ from protocol.tool_messages import (
 from protocol.tools import ToolContext
 from protocol.tree import Tree
 from protocol.types import WriteResult
+from protocol.volume_durability import journaled
 from protocol.volume_extensions import CacheInvalidation, snapshotable
 from vfsd.daemon.audit.calls import acting_through_mount
 from vfsd.daemon.control import fs_calls
@@ -69,6 +70,7 @@ COMMANDS_AT_ONCE: Final = 16  # of all clients together; further ones wait
 _SHORT_LISTING: Final = 1_000  # entries; a longer listing takes turns with searches
 _SLICE: Final = 256  # entries of an answer that are encoded in one step: less than a millisecond
 _INLINE_BYTES: Final = 64 << 10  # of a command's output; more is sent before the answer, if the client asks for that
+_RECORDED_AHEAD_BYTES: Final = 1 << 20  # a smaller change takes a millisecond or two
 _ANSWER_BYTES: Final = 16 << 20  # of an encoded list; a longer one is "truncated"
 
 P = TypeVar("P", EditFileParams, GlobParams, GrepParams, RmParams)
@@ -174,7 +176,8 @@ class FsMethods:
         content = params.content
         if content is None or params.source is not None:  # read a file, or refuse
             content = await trio.to_thread.run_sync(fs_calls.content_of, params)
-        return await self._change(functools.partial(fs_calls.write_file, params, content), call)
+        ahead = b"" if params.mode == "append" else content  # blocks of an appended file begin elsewhere
+        return await self._change(functools.partial(fs_calls.write_file, params, content), call, ahead)
 
     async def _edit(self, params: EditFileParams, call: CallContext) -> EditFileResult:
         return await self._change(functools.partial(fs_calls.edit_file, params), call)
@@ -182,15 +185,15 @@ class FsMethods:
     async def _rm(self, params: RmParams, call: CallContext) -> RmResult:
         return await self._change(functools.partial(fs_calls.remove, params), call)
 
-    async def _change(self, change: Callable[[ToolContext], T], call: CallContext) -> T:
-        """Make `change`, all or nothing, and invalidate the kernel's caches."""
+    async def _change(self, change: Callable[[ToolContext], T], call: CallContext, content: bytes = b"") -> T:
+        """Make `change`, all or nothing, and invalidate the kernel's caches.  `content`: what it writes to a file."""
         volume = self._volume
         if volume is None:
             async with self._mounted.change_lock:
                 call.commit()
                 return await self._on_mount(change, never_cancelled)
         context = ToolContext(filesystem=VolumeFilesystem(self._mounted.enforced, root=self._options.mountpoint))
-        async with self._mounted.change_lock:
+        async with self._mounted.change_lock, self._recorded_ahead(content):
             await self._mounted.write_back_cached()
             call.commit()
 
@@ -202,6 +205,20 @@ class FsMethods:
             result, invalidation = await repeated(run)
             await self._mounted.invalidate(invalidation)
         return result
+
+    @asynccontextmanager
+    async def _recorded_ahead(self, content: bytes) -> AsyncIterator[None]:
+        """Write `content`, if it is large, to the journal before the block, so that the block takes less time."""
+        journal = journaled(self._mounted.volume)
+        if journal is None or len(content) < _RECORDED_AHEAD_BYTES:
+            yield
+            return
+        try:
+            for _ in journal.store_content(content):
+                await trio.sleep(0)
+            yield
+        finally:
+            journal.forget_stored()
 
     async def _on_mount(
         self, work: Callable[[ToolContext], T], keep_going: CancelCheck, threads: trio.CapacityLimiter | None = None

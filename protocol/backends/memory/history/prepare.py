@@ -25,8 +25,9 @@ Threading: the serving loop only.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.backends.memory.history.converge import Converger, Extent, metadata
 from protocol.backends.memory.ledger import RECORD_BYTES, live_bytes
@@ -35,11 +36,20 @@ from protocol.errors import os_error
 from protocol.volume import NAME_MAX
 
 if TYPE_CHECKING:
+    from protocol.backends.memory.blocks import Block
     from protocol.backends.memory.inode import Inode, Links
     from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree, TreeEntry
 
 _TAKEN_AT_ONCE: Final = 64  # inodes in a step
+
+
+class ContentRecorder(Protocol):
+    """The part of `TransactionRecorder` that a preparation uses."""
+
+    def store(self, blocks: Iterable[Block]) -> Iterator[None]: ...
+
+    def forget_stored(self) -> None: ...
 
 
 class Preparation(Converger):
@@ -53,11 +63,14 @@ class Preparation(Converger):
         *,
         replace: bool,
         check_quota: Callable[[int, int, int], None],
+        recorder: ContentRecorder | None = None,
     ) -> None:
         super().__init__(state, tree, extent, replace=replace, check_quota=check_quota)
         self._tops: dict[bytes, int] = {}  # path -> inode
         self._subdirectories: dict[int, int] = {}  # topmost directory -> number of its subdirectories
         self._same: dict[bytes, Inode] = {}  # path -> live version that equals the tree
+        self._recorder = recorder
+        self._differing: list[Inode] = []  # versions in the tree of files whose live version differs
         self._numbers: list[range] = []  # of the inodes on the islands
         self._counted = (0, 0, 0)  # files, directories and bytes on the islands
         self._moving = self._view.inodes_for(state) if self._view is not None else None
@@ -67,6 +80,7 @@ class Preparation(Converger):
         """Build the islands; each step yields the number of entries that it handled.  ENOSPC, ENAMETOOLONG.
 
         The loop may do other work between two steps.
+        With a journal, the content of the import is recorded, too.
         """
         for scope in self._paths:
             for top in self._new_tops(scope):
@@ -78,6 +92,16 @@ class Preparation(Converger):
                     yield from self._taken_over(top, self._moving)
                 else:
                     yield from self._built(top)
+        if self._recorder is not None:
+            for _ in self._recorder.store(self._new_blocks()):
+                yield 0
+
+    def _new_blocks(self) -> Iterator[Block]:
+        """Yield the blocks that the import adds to the state."""
+        inodes = self._state.inodes
+        for node in chain((inodes[number] for numbers in self._numbers for number in numbers), self._differing):
+            if node.content is not None:
+                yield from node.content.blocks.values()
 
     @property
     def is_valid(self) -> bool:
@@ -92,6 +116,8 @@ class Preparation(Converger):
 
     def discard(self) -> Iterator[None]:
         """Remove the islands, in steps.  Until the last step the counters of the state are too high."""
+        if self._recorder is not None:
+            self._recorder.forget_stored()
         if self._moving is not None:
             yield from self._given_back()
             return
@@ -137,6 +163,10 @@ class Preparation(Converger):
                     waiting.append((below.path, found.inode))
                 elif self._is_same(found, below):
                     self._same[below.path] = found
+                elif self._recorder is not None and self._view is not None and below.is_file:
+                    version = self._view.version(below.inode)
+                    if version is not None:
+                        self._differing.append(version)
                 yield None
 
     def _is_same(self, node: Inode, entry: TreeEntry) -> bool:

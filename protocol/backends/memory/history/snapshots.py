@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,6 +35,7 @@ from protocol.volume_extensions import (
 )
 
 if TYPE_CHECKING:
+    from protocol.backends.memory.blocks import Block
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.limits import MemoryLimits
     from protocol.backends.memory.state import MemoryState
@@ -59,6 +60,14 @@ class TransactionRecorder(Protocol):
 
     def recording(self, epoch: Epoch) -> AbstractContextManager[None]:
         """A block whose changes are recorded at its end, unless it raises.  OSError if they cannot be recorded."""
+        ...
+
+    def store(self, blocks: Iterable[Block]) -> Iterator[None]:
+        """Record blocks of the next transaction ahead of it, in small steps.  Nobody changes them before.  OSError."""
+        ...
+
+    def forget_stored(self) -> None:
+        """Forget what `store` recorded: there will be no transaction."""
         ...
 
 
@@ -207,12 +216,16 @@ class SnapshotHistory:
         self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = (), directories: Sequence[bytes] | None = None
     ) -> Preparation:
         check, extent = self._limits.check_quota, Extent.of(paths, directories)
-        return Preparation(self._state, tree, extent, replace=replace, check_quota=check)
+        return Preparation(self._state, tree, extent, replace=replace, check_quota=check, recorder=self.recorder)
 
     def import_prepared(self, preparation: Preparation) -> CacheInvalidation:
-        with self._limits.keeping(*self._newest()), self._transaction() as transaction:
-            preparation.run()
-            return _invalidation(self._state, transaction)
+        try:
+            with self._limits.keeping(*self._newest()), self._transaction() as transaction:
+                preparation.run()
+                return _invalidation(self._state, transaction)
+        finally:
+            if self.recorder is not None:
+                self.recorder.forget_stored()
 
     @contextmanager
     def changes(self) -> Iterator[Changes]:

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from protocol.backends.memory.blocks import Block
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.journaling.stored_blocks import StoredBlocks
     from protocol.backends.memory.state import MemoryState
 
 Source = tuple[int, int, int]  # the serial of a snapshot, the number of an inode in it, the index of a block
 
 
-def changes_since(state: MemoryState, epoch: Epoch) -> Iterator[bytes]:
+def changes_since(state: MemoryState, epoch: Epoch, stored: StoredBlocks) -> Iterator[bytes]:
     """Yield the effects that lead from the beginning of `epoch`, the newest, to the live state, one by one.
 
+    `stored`: the blocks that the journal has already.
     Inodes come first, then names, then inodes that are gone, so each effect refers to something that exists.
     """
     gone = []
@@ -39,7 +41,7 @@ def changes_since(state: MemoryState, epoch: Epoch) -> Iterator[bytes]:
         yield effects.inode(live)
         if before is None:
             yield effects.reset(number)
-        yield from inode_details(before, live, functools.partial(_sources, state, epoch, number))
+        yield from inode_details(before, live, functools.partial(_sources, state, epoch, number), stored)
     for number, before in list(epoch.inodes.items()):
         live = state.inodes.get(number)
         if before is None and live is not None and live.children is not None:
@@ -57,7 +59,10 @@ def changes_since(state: MemoryState, epoch: Epoch) -> Iterator[bytes]:
 
 
 def inode_details(
-    before: Inode | None, now: Inode, sources: Mapping[int, Source] | Callable[[], Mapping[int, Source]]
+    before: Inode | None,
+    now: Inode,
+    sources: Mapping[int, Source] | Callable[[], Mapping[int, Source]],
+    stored: StoredBlocks | None = None,
 ) -> Iterator[bytes]:
     """Yield the effects from version `before` (None: nothing) to `now`, other than attributes and entries.
 
@@ -87,6 +92,29 @@ def inode_details(
     for index in old_blocks.keys() - blocks.keys():
         yield effects.no_block(number, index)
     changed = {index: block for index, block in blocks.items() if old_blocks.get(index) is not block}
+    if changed:
+        yield from _changed_blocks(number, changed, sources, stored)
+    reserved = content.reserved if content is not None else ()
+    if reserved != (old.reserved if old is not None else ()):
+        yield effects.reservations(number, reserved)
+
+
+def _changed_blocks(
+    number: int,
+    changed: Mapping[int, Block],
+    sources: Mapping[int, Source] | Callable[[], Mapping[int, Source]],
+    stored: StoredBlocks | None,
+) -> Iterator[bytes]:
+    """Yield the effects that set blocks: by a reference to where the journal has them, or with their content."""
+    if stored is not None:
+        left = {}
+        for index, block in changed.items():
+            kept = stored.take(index, block)
+            if kept is None:
+                left[index] = block
+            else:
+                yield effects.stored_block(number, index, kept)
+        changed = left
     if changed and callable(sources):
         sources = sources()
     for index, block in changed.items():
@@ -95,9 +123,6 @@ def inode_details(
             yield effects.shared_block(number, index, *source)
         else:
             yield from whole_block(number, index, block)
-    reserved = content.reserved if content is not None else ()
-    if reserved != (old.reserved if old is not None else ()):
-        yield effects.reservations(number, reserved)
 
 
 def whole_block(number: int, index: int, block: Block) -> Iterator[bytes]:

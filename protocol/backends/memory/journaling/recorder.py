@@ -25,12 +25,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.journaling.changes import changes_since
+from protocol.backends.memory.journaling.stored_blocks import StoredBlocks
 from protocol.journal import effects
 from protocol.journal.log import Batch
 from protocol.journal.records import Buffer
@@ -38,6 +39,7 @@ from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges, Caller, Pla
 from protocol.volume_durability import JournalStatus
 
 if TYPE_CHECKING:
+    from protocol.backends.memory.blocks import Block
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.state import MemoryState
     from protocol.backends.memory.volume import MemoryVolume
@@ -69,6 +71,7 @@ class Recorder:
         self._state = state
         self._inodes = state.inodes
         self._pending: list[bytes] = []
+        self._stored = StoredBlocks()
         self._in_transaction = False
         self._request = 0  # the request of the kernel that is being executed; 0: none
         self._before_request = 0  # the end of the log when it began
@@ -200,13 +203,16 @@ class Recorder:
     @contextmanager
     def recording(self, epoch: Epoch) -> Iterator[None]:
         """See `TransactionRecorder`.  `epoch` is that of the transaction."""
-        self._require(0, removes=True)  # EIO after a failure, before anything changes
-        self._in_transaction = True
         try:
-            yield
+            self._require(0, removes=True)  # EIO after a failure, before anything changes
+            self._in_transaction = True
+            try:
+                yield
+            finally:
+                self._in_transaction = False
+            self._record_epoch(epoch)
         finally:
-            self._in_transaction = False
-        self._record_epoch(epoch)
+            self._stored.clear()
 
     def _record_epoch(self, epoch: Epoch) -> None:
         batch = Batch(self._log)
@@ -221,7 +227,20 @@ class Recorder:
 
     def _changes(self, epoch: Epoch) -> Iterator[bytes]:
         """Yield the effects of a transaction."""
-        return changes_since(self._state, epoch)
+        return changes_since(self._state, epoch, self._stored)
+
+    # -- content that is recorded before its transaction -------------------------------------------
+    def store(self, blocks: Iterable[Block]) -> Iterator[None]:
+        """See `TransactionRecorder`."""
+        return self._stored.store(self._log, blocks)
+
+    def store_content(self, data: bytes) -> Iterator[None]:
+        """See `JournaledVolume`."""
+        return self._stored.store_content(self._log, data)
+
+    def forget_stored(self) -> None:
+        """See `TransactionRecorder`."""
+        self._stored.clear()
 
     def note(self, key: str, value: bytes, *, with_next: bool) -> None:
         """Record a value that is replayed with the state; `with_next`: in the record of the next change.  OSError."""

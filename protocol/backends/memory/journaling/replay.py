@@ -82,6 +82,8 @@ class Replay:
             effects.RESET: self._reset,
             effects.SPARSE_BLOCK: self._sparse_block,
             effects.SHARED_BLOCK: self._shared_block,
+            effects.STORE: self._store,
+            effects.STORED_BLOCK: self._stored_block,
             effects.NO_BLOCK: self._no_block,
             effects.RESERVATIONS: self._reservations,
             effects.SNAPSHOT: self._snapshot,
@@ -94,6 +96,7 @@ class Replay:
             effects.INVALIDATED: self._invalidated,
         }
         self._waiting: dict[int, bytes] = {}  # INODE effects whose attributes are not set yet, by inode
+        self._stored: dict[int, bytes] = {}
         self._results: deque[tuple[int, int, int]] = deque(maxlen=_RESULTS_KEPT)  # the newest REQUEST effects
         # What changed without a request of the kernel since its caches agreed with the state.
         self.inodes_to_invalidate: dict[int, None] = {}
@@ -186,6 +189,7 @@ class Replay:
     def finish(self) -> None:
         """End the replay: lookups are known of the root and of inodes without links, which exist until `disconnect`."""
         self.settle()
+        self._stored.clear()
         lookups = self._state.lookups
         lookups.clear()
         lookups.update(dict.fromkeys((ROOT_INODE, *self._state.orphans), 1))
@@ -403,6 +407,14 @@ class Replay:
             if number in epoch.inodes:
                 return epoch.inodes[number]
         return self._state.inodes.get(number)
+
+    def _store(self, number: int, _offset: int, data: memoryview) -> None:
+        if number == 0:
+            self._stored.clear()
+        self._stored[number] = bytes(data)
+
+    def _stored_block(self, number: int, index: int, stored: int) -> None:
+        self._block(self._owned(number), index, self._stored.pop(stored))
 
     def _reservations(self, number: int, encoded: bytes) -> None:
         ranges = msgspec.msgpack.decode(encoded, type=_RESERVED)

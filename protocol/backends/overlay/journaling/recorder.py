@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from protocol.backends.memory.content import BLOCK_BYTES
 from protocol.backends.memory.journaling.changes import changes_since, whole_block
 from protocol.backends.memory.journaling.recorder import PUNCH_HOLE, Recorder, changed_xattrs, xattr_bytes
+from protocol.backends.memory.journaling.stored_blocks import StoredBlocks
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.journaling.introductions import (
@@ -88,7 +89,7 @@ class ApplyRecord:
         """Add the changes since the beginning of `epoch`, the newest."""
         introductions = Introductions(self._state, epoch.inodes, epoch.names)
         self._introduced.append(introductions)
-        self.add(overlay_changes(self._state, epoch, introductions))
+        self.add(overlay_changes(self._state, epoch, introductions, StoredBlocks()))
 
     def base(self, epoch: Epoch) -> None:
         """Add the changes since the beginning of `epoch`, and that the present state is the base: the next epoch."""
@@ -113,12 +114,14 @@ class ApplyRecord:
             raise OSError(self._failure.errno, reason) from self._failure
 
 
-def overlay_changes(state: OverlayState, epoch: Epoch, introductions: Introductions) -> Iterator[bytes]:
+def overlay_changes(
+    state: OverlayState, epoch: Epoch, introductions: Introductions, stored: StoredBlocks
+) -> Iterator[bytes]:
     """Yield the effects since the beginning of `epoch`, the newest, after the introductions that they need."""
     for number, before in list(epoch.inodes.items()):
         if isinstance(before, OverlayInode):
             yield from introductions.of(number, listing=True)
-    yield from changes_since(state, epoch)
+    yield from changes_since(state, epoch, stored)
     yield from introductions.cookies()
 
 
@@ -210,7 +213,7 @@ class OverlayRecorder(Recorder):
 
     def _changes(self, epoch: Epoch) -> Iterator[bytes]:
         yield from self._corrected()
-        yield from overlay_changes(self._overlay, epoch, self._epoch)
+        yield from overlay_changes(self._overlay, epoch, self._epoch, self._stored)
 
     # -- apply -----------------------------------------------------------------------------------
     @contextmanager

@@ -147,6 +147,92 @@ def test_an_inode_that_nobody_has_open_any_more_is_freed_by_a_replay(volume: Mem
     assert again.usage().live_bytes == MemoryVolume().usage().live_bytes
 
 
+def large_tree(count: int) -> MemoryVolume:
+    """Return a volume with files of several blocks, small files, and holes."""
+    other = MemoryVolume()
+    for at in range(count):
+        directory = other.mkdir(ROOT_INODE, b"d%d" % at, 0o755, SUPERUSER).inode
+        number = other.mknod(directory, b"large", FILE, 0, SUPERUSER).inode
+        other.write(number, 0, bytes([at + 1]) * (2 * BLOCK + 20_000))
+        other.write(other.mknod(directory, b"small", FILE, 0, SUPERUSER).inode, 0, b"small")
+        sparse = other.mknod(directory, b"sparse", FILE, 0, SUPERUSER).inode
+        other.write(sparse, 3 * BLOCK + 9000, b"s" * 20_000)
+    return other
+
+
+def test_the_content_of_a_prepared_import_is_recorded_before_it_and_counts_only_with_it(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    directory = volume.mkdir(ROOT_INODE, b"d0", 0o755, SUPERUSER).inode
+    volume.write(volume.mknod(directory, b"large", FILE, 0, SUPERUSER).inode, 0, b"older" * BLOCK)
+    file(volume, b"kept", b"here")
+    before = len(journal.batches())
+    with large_tree(3).tree() as tree:
+        preparation = volume.preparation(tree, replace=False)
+        for step, _ in enumerate(preparation.steps()):
+            file(volume, b"meanwhile %d" % step, b"!")
+            if step % 5 == 0:
+                assert_recorded(replayed(journal.batches()), journal)
+        prepared = size(journal)
+        assert prepared > 6 * BLOCK
+        volume.import_prepared(preparation)
+    assert size(journal) - prepared < 3 * BLOCK, "the three sparse blocks, and references to the others"
+    assert_recorded(volume, journal)
+    batches = journal.batches()
+    for end in range(before, len(batches)):
+        again = replayed(batches[:end])
+        again.check_invariants()
+        assert b"d1" not in again.getattr(ROOT_INODE).children  # type: ignore[operator]
+
+
+def test_a_prepared_import_that_is_discarded_leaves_nothing_for_later_changes(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    for attempt in range(2):
+        with large_tree(2).tree() as tree:
+            preparation = volume.preparation(tree, replace=False)
+            for _ in preparation.steps():
+                pass
+            if attempt == 0:
+                for _ in preparation.discard():
+                    pass
+                with volume.changes():
+                    file(volume, b"other", b"\1" * BLOCK)
+                assert_recorded(volume, journal)
+            else:
+                volume.import_prepared(preparation)
+    assert_recorded(volume, journal)
+
+
+def test_content_that_was_recorded_ahead_of_a_write_is_not_recorded_again(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    data = os.urandom(5 * BLOCK + 40_000)
+    for _ in volume.store_content(data):
+        file(volume, b"%d" % size(journal))
+    before = size(journal)
+    with volume.changes():
+        file(volume, b"f", data)
+        file(volume, b"same start", data[:BLOCK])
+        file(volume, b"another", data[1:])
+    assert size(journal) - before < len(data) + BLOCK + 20_000
+    assert_recorded(volume, journal)
+    with volume.changes():
+        file(volume, b"later", data)
+    assert_recorded(volume, journal)
+
+
+def test_content_of_an_import_that_does_not_fit_on_the_disk_changes_nothing(volume: MemoryVolume) -> None:
+    journal = journal_of(volume, limit=2 << 20)
+    with large_tree(10).tree() as tree:
+        preparation = volume.preparation(tree, replace=False)
+        with pytest.raises(OSError, match="no space left for the journal"):
+            for _ in preparation.steps():
+                pass
+        for _ in preparation.discard():
+            pass
+    assert not volume.getattr(ROOT_INODE).children  # type: ignore[attr-defined]
+    volume.check_invariants()
+    assert_recorded(volume, journal)
+
+
 def test_removed_content_does_not_wait_for_the_end_of_a_replay(volume: MemoryVolume) -> None:
     journal = journal_of(volume)
     for at in range(3):
