@@ -453,6 +453,23 @@ def test_the_cache_is_bounded(mount: MountIt, proxy: FaultyProxy, project: Path,
 
 
 @pytest.mark.parametrize("engine", ["native"])
+def test_a_cache_that_cannot_be_written_is_named(engine: str, proxy: FaultyProxy, project: Path, workdir: Path) -> None:
+    (workdir / "cache").write_text("not a directory")
+    place, name = workdir / "complaining", f"{workdir.name}-complaining"
+    place.mkdir()
+    mounted = vfsd("mount", place, "--from", f"{URL}#one", "--name", name, "--engine", engine)
+    succeeded(mounted)
+    said = f"the cache {workdir}/cache/vfsd/blobs cannot be written (Not a directory)"
+    assert said in mounted.stderr
+    assert [said in line for line in complaints(name)] == [True]
+    workspace = Workspace.attach(name)
+    assert equal(place, project)
+    assert workspace.status().cache_failure == "Not a directory"
+    assert "cache failure" in succeeded(vfsd("status", "-w", name))
+    unmount_when_idle(workspace)
+
+
+@pytest.mark.parametrize("engine", ["native"])
 def test_without_a_cache_everything_can_be_read(
     mount: MountIt, proxy: FaultyProxy, project: Path, workdir: Path
 ) -> None:
@@ -484,13 +501,23 @@ def test_errors_are_one_line_that_says_what_to_do(
     assert re.search("has no snapshot two; it has (.*, )?one", failed("--from", f"{URL}#two"))
     assert "no snapshot store here" in failed("--from", f"s3://{BUCKET}/nothing#one")
     assert "no such bucket" in failed("--from", "s3://no-such-bucket/x#one")
-    assert "credentials come from the environment" in failed("--from", URL, "--store-option", "secret_access_key=x")
+    assert "set AWS_SECRET_ACCESS_KEY" in failed("--from", URL, "--store-option", "secret_access_key=x")
     assert "credentials come from the environment" in failed("--from", URL, "--store-option", "endpoint=http://u:x@h")
     assert "lacks the store's place" in failed("--from", "s3://")
     assert "cannot have a user" in failed("--from", "s3://me:secret@bucket/x")
     assert "needs the snapshot's name" in failed("--from", URL, "--persist")
     assert "is not needed" in failed("--from", f"{URL}#one", "--backend", f"host:{workdir}")
     assert "goes with overlay:URL#NAME" in failed("--prefetch")
+    assert "has no bucket: write s3://BUCKET/PREFIX" in failed("--from", "s3:///x#one")
+    assert "write file:///DIRECTORY" in failed("--from", "file://relative#one")
+    assert "write path_style=true or path_style=false" in failed("--from", URL, "--store-option", "path_style=ja")
+    for name, content in (("format", b"\x00garbage"), ("names/one/0000000001", b"garbage")):
+        with RemoteStore(open_storage(f"{URL}-{name[:5]}", options(proxy.port))) as broken:
+            broken.storage.create(name, content).result()
+            if name != "format":
+                broken.create()
+    assert "damaged, or not of a snapshot store: choose another prefix" in failed("--from", f"{URL}-forma#one")
+    assert f"`vfsd store check --store {URL}-names` lists all damage" in failed("--from", f"{URL}-names#one")
     assert not (workdir / "typo").exists()
     failed("--from", f"file://{workdir}/typo#one")
     assert not (workdir / "typo").exists(), "a mount made a directory for a store"

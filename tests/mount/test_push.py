@@ -91,6 +91,12 @@ def test_errors_are_one_line(s3_environment: dict[str, str], tmp_path: Path) -> 
         (("pull", "relative/path"), "is not a URL"),
         (("pull", url, "--store-option", "region"), "write KEY=VALUE"),
         (("pull", url, "--store-option", "wrong=1"), "wrong"),
+        (("push", url, "--store-option", "aws_secret_access_key=x"), "set AWS_SECRET_ACCESS_KEY"),
+        (("pull", url, "--store-option", "azure_storage_account_key=x"), "set AZURE_STORAGE_ACCOUNT_KEY"),
+        (("store", "list", "--store", url, "--store-option", "endpoint=http://me:x@host"), "credentials come from"),
+        (("store", "list", "--store", "s3:///x"), "has no bucket"),
+        (("store", "list", "--store", "file://relative"), "write file:///DIRECTORY"),
+        (("store", "list", "--store", url, "--store-option", "path_style=ja"), "path_style=true or path_style=false"),
         (("store", "gc", "--store", url), "no snapshot store here"),
     ]
     for words, expected in cases:

@@ -6,6 +6,7 @@ needs no answer of the store: only reads of what is not in the cache do.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import logging
@@ -74,7 +75,10 @@ def open_remote(options: MountOptions) -> LazyLower:
         prefetch=remote.prefetch,
     )
     client = FetchClient(start)
-    opened = client.open()
+    try:
+        opened = client.open()
+    except DamagedError as error:  # not EIO, after which the log of the daemon is shown
+        raise OSError(errno.EBADMSG, error.strerror, error.filename) from None
     try:
         return _layer(client, opened, BlobCache(cache, remote.cache_bytes), url)
     except BaseException:
