@@ -1,6 +1,7 @@
 """`vfsd push` and `vfsd pull`: snapshots to and from an object store.
 
 The daemon puts the state into the store on disk.  This process uploads it: `obstore` has threads, and daemons fork.
+While the daemon saves, a thread imports what the upload needs, and sends the first requests.
 """
 
 from __future__ import annotations
@@ -8,19 +9,24 @@ from __future__ import annotations
 import errno
 import shlex
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from protocol.store import Store
-from protocol.store.object_store import RemoteSnapshot, RemoteStore
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App
 from vfsd.cli.common.names import complete_snapshot
-from vfsd.cli.common.object_stores import RemoteCommand, bytes_progress, is_url, open_remote
+from vfsd.cli.common.object_stores import RemoteCommand, bytes_progress, is_url, open_remote, option_values
 from vfsd.wire.snapshot_messages import SaveResult
+
+if TYPE_CHECKING:
+    from protocol.store import Store
+    from protocol.store.object_store import RemoteSnapshot, RemoteStore
+    from protocol.store.object_store.push import PushStart
 
 _URLS: Final = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR"
 
@@ -67,13 +73,17 @@ def push_command(
     It needs a package: pip install 'vfsd[remote]'.
     """
     _check_url(destination)
+    option_values(store_options)  # before the daemon saves
     target = name or snapshot or time.strftime("push-%Y%m%d-%H%M%S", time.gmtime())
-    with open_remote(destination, store_options, makes_directory=True) as remote:
-        start = remote.start_push()  # while the daemon saves
+    with _opening(destination, store_options) as opening:
         saved: SaveResult = app.call(app.requests.save(snapshot), label="saving")
+        # Start-up: see the module's docstring.
+        from protocol.store import Store  # noqa: PLC0415
+
         with Store(saved.directory) as local, ExitStack() as stack:
             if saved.is_temporary:
                 stack.callback(_drop_temporary, local, saved)
+            remote, start = opening.result()
 
             def published() -> None:
                 app.interrupted = f"interrupted: {target} is in the store; the same command makes sure it is complete"
@@ -91,6 +101,23 @@ def push_command(
     )
     if not app.json:
         output.note_hidden(saved.hidden)
+
+
+@contextmanager
+def _opening(destination: str, options: tuple[str, ...]) -> Iterator[Future[tuple[RemoteStore, PushStart]]]:
+    """Open the store and begin the first requests of a push, in a thread; close the store at the end."""
+
+    def begin() -> tuple[RemoteStore, PushStart]:
+        remote = open_remote(destination, options, makes_directory=True)
+        return remote, remote.start_push()
+
+    with ThreadPoolExecutor(1, "vfsd-opening") as pool:
+        opening = pool.submit(begin)
+        try:
+            yield opening
+        finally:
+            if opening.exception() is None:
+                opening.result()[0].close()
 
 
 def _drop_temporary(local: Store, saved: SaveResult) -> None:
@@ -141,6 +168,9 @@ def pull_command(app: App, source: str, name: str | None, store: str | None, sto
     url, _, wanted = source.partition("#")
     _check_url(url)
     url = url.rstrip("/")
+    # Start-up: see the module's docstring.
+    from protocol.store import Store  # noqa: PLC0415
+
     with open_remote(url, store_options) as remote, Store(store) as local:
         found = remote.get(wanted or None)
         is_new = _pulled(remote, local, found, url, name or found.name)

@@ -6,18 +6,20 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from protocol.store import Store, default_directory
-from protocol.store.object_store import RemoteStore, open_storage
 from vfsd.cli.common import output
 from vfsd.cli.common.app import Command
 from vfsd.machine.caches import cache_directory
 from vfsd.machine.optional_dependencies import missing_package
 from vfsd.wire.messages import ProgressReport
 from vfsd.wire.option_rules import credential_refusal
+
+if TYPE_CHECKING:
+    from protocol.store import Store
+    from protocol.store.object_store import RemoteStore
 
 
 def store_option() -> click.Option:
@@ -50,11 +52,8 @@ def check_no_options(options: Sequence[str]) -> None:
         raise click.UsageError("--store-option is for an object store: add --store URL")
 
 
-def open_remote(url: str, options: Sequence[str], *, makes_directory: bool = False) -> RemoteStore:
-    """Open the store at `url`.  `makes_directory`: make the directory of file:///, if there is none.
-
-    UsageError for an option without a value, or with a credential; OSError.
-    """
+def option_values(options: Sequence[str]) -> dict[str, str]:
+    """Return the values of --store-option.  UsageError for one without a value, or with a credential."""
     values = {}
     for option in options:
         key, sign, value = option.partition("=")
@@ -64,6 +63,18 @@ def open_remote(url: str, options: Sequence[str], *, makes_directory: bool = Fal
         if refusal is not None:
             raise click.UsageError(f"--store-option {refusal}")
         values[key] = value
+    return values
+
+
+def open_remote(url: str, options: Sequence[str], *, makes_directory: bool = False) -> RemoteStore:
+    """Open the store at `url`.  `makes_directory`: make the directory of file:///, if there is none.
+
+    UsageError as `option_values`; OSError.
+    """
+    values = option_values(options)
+    # Start-up: a push asks the daemon first, and imports this while the daemon saves.
+    from protocol.store.object_store import RemoteStore, open_storage  # noqa: PLC0415
+
     try:
         place = url.rstrip("/") if url != "file:///" else url
         storage = open_storage(place, values, waiting=_note_waiting, makes_directory=makes_directory)
@@ -81,6 +92,8 @@ def selecting(store: Store | RemoteStore) -> str:
 
     Empty for the default store.
     """
+    from protocol.store import default_directory  # noqa: PLC0415 (as in `open_remote`)
+
     if store.directory == os.path.abspath(default_directory()):
         return ""
     options = click.get_current_context().params.get("store_options", ())

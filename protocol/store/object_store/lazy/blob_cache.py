@@ -110,8 +110,11 @@ class BlobCache:
                 if total + cost > self._most_bytes:
                     continue
                 path = self._path(digest)
-                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-                write_atomically(path, data, durable=False)
+                try:
+                    write_atomically(path, data, durable=False)
+                except FileNotFoundError:  # the first blob in this directory
+                    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                    write_atomically(path, data, durable=False)
                 total += cost
             _write(state, total, is_dirty=False)
 

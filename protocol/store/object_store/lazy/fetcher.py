@@ -67,11 +67,16 @@ class Fetcher:
         self._windows: dict[str, tuple[int, int]] = {}  # pack -> end and size of the last range
         self._reading_ahead: set[str] = set()
 
-    def fetch(self, kind: BlobKind, digests: Sequence[bytes], *, reads_ahead: bool = True) -> list[bytes]:
-        """The blobs with these digests.  DamagedError, which names the blob; OSError (ETIMEDOUT, EACCES, ...)."""
+    def fetch(
+        self, kind: BlobKind, digests: Sequence[bytes], *, reads_ahead: bool = True, exactly: bool = False
+    ) -> list[bytes]:
+        """The blobs with these digests.  DamagedError, which names the blob; OSError (ETIMEDOUT, EACCES, ...).
+
+        `exactly`: without what follows them in their packs.
+        """
         for attempt in range(_ATTEMPTS):
             try:
-                found = self._fetched(kind, dict.fromkeys(digests), reads_ahead=reads_ahead)
+                found = self._fetched(kind, dict.fromkeys(digests), reads_ahead=reads_ahead, exactly=exactly)
                 return [found[digest] for digest in digests]
             except FileNotFoundError:
                 # A collection has moved the contents of a pack.
@@ -80,13 +85,16 @@ class Fetcher:
                 self._index.refresh(always=True)
         raise AssertionError
 
-    def _fetched(self, kind: BlobKind, digests: Iterable[bytes], *, reads_ahead: bool) -> dict[bytes, bytes]:
+    def _fetched(
+        self, kind: BlobKind, digests: Iterable[bytes], *, reads_ahead: bool, exactly: bool
+    ) -> dict[bytes, bytes]:
         known = {digest: self._known(digest) for digest in digests}
         found = {digest: data for digest, data in known.items() if data is not None}
         places = self._index.locate(kind, [digest for digest, data in known.items() if data is None])
         with self._lock:
             arriving = {digest: self._arriving[digest] for digest in places if digest in self._arriving}
-            ranges = self._ranges({digest: place for digest, place in places.items() if digest not in arriving})
+            wanted = {digest: place for digest, place in places.items() if digest not in arriving}
+            ranges = self._ranges(wanted, exactly=exactly)
             for _, _, digest in itertools.chain.from_iterable(one.blobs for one in ranges):
                 self._arriving.setdefault(digest, Future())
         found.update(self._read(ranges, places))
@@ -100,7 +108,7 @@ class Fetcher:
             else:
                 again.append(digest)  # that request began earlier, and was given up earlier
         if again:
-            found.update(self._fetched(kind, again, reads_ahead=reads_ahead))
+            found.update(self._fetched(kind, again, reads_ahead=reads_ahead, exactly=exactly))
         if reads_ahead and ranges:
             self._read_ahead(kind, ranges[-1])
         return found
@@ -129,12 +137,12 @@ class Fetcher:
         return self._cache.get(digest)
 
     # -- ranges ----------------------------------------------------------------------------------
-    def _ranges(self, places: dict[bytes, BlobLocation]) -> list[_Range]:
+    def _ranges(self, places: dict[bytes, BlobLocation], *, exactly: bool) -> list[_Range]:
         """The ranges to read, so that they have these blobs."""
         ranges = []
         for group in neighbours(sorted(places.items(), key=lambda item: item[1])):
             first, last = group[0][1], group[-1][1]
-            least = first.offset + self._window(first)
+            least = first.offset + (0 if exactly else self._window(first))
             end = last.offset + last.length
             blobs = []
             for offset, length, digest in self._index.following(first):

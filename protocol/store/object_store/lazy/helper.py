@@ -8,6 +8,7 @@ Threading: the main thread receives; a pool answers; `obstore` has threads of it
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import math
@@ -133,6 +134,8 @@ class Helper:
             return
         if start.prefetch:
             self._begin_prefetch(start, record)
+        for digest in record.roots:
+            self._pool.submit(self._fetch_root, digest)
         for data in received:
             request = messages.requests.decode(data)
             assert isinstance(request, Fetch)
@@ -166,6 +169,11 @@ class Helper:
         run = functools.partial(self._prefetch.run, record.root, record.inodes)
         threading.Thread(target=run, name="vfsd-prefetch", daemon=True).start()
 
+    def _fetch_root(self, digest: bytes) -> None:
+        """Fetch a listing of the root, while the daemon mounts: a program reads it first."""
+        with contextlib.suppress(OSError):  # the read that needs it gets the error
+            self._fetcher.fetch("tree", [digest], reads_ahead=False, exactly=True)
+
     def _answer(self, request: Fetch, until: float) -> None:
         if time.monotonic() > until:
             return  # the daemon has given up
@@ -184,11 +192,9 @@ class Helper:
 
     def _fetch_ahead(self, request: Fetch) -> None:
         wanted = [digest for digest in request.ahead if not self._cache.has(digest)]
-        try:
+        with contextlib.suppress(OSError):  # the read that needs it gets the error
             if wanted:
                 self._fetcher.fetch(request.kind, wanted, reads_ahead=False)
-        except OSError:
-            pass  # the read that needs it gets the error
 
     def _report(self, *, always: bool = False) -> None:
         now = time.monotonic()
