@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -102,6 +104,19 @@ def test_the_daemon_respects_it_and_programs_in_the_container_do_not(
     fails(errno.EPERM, lambda: (root / "free").write_text("x"))
     fails(errno.ENOENT, (root / "src").lstat)
     fails(errno.EPERM, (root / "hidden/seen").touch)
+
+
+def test_the_container_of_an_image_is_not_removed_with_what_an_export_lacks(
+    mount_container: MountContainer, busybox_image: str, workdir: Path
+) -> None:
+    workspace = mount_container(None, backend=f"image:{busybox_image}", hide=["private/"], transport="rootfs")
+    workspace.executor.run(["sh", "-c", "mkdir private; echo key > private/key; echo seen > seen"])
+    command = [sys.executable, "-m", "vfsd.cli.main", "unmount", workspace.name, "--export", workdir / "out.zip"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
+    assert "lacks 1 name that the policy hides" in refused.stderr
+    assert os.listdir(workspace.path) == ["seen"]
+    assert workspace.executor.run(["cat", "private/key"]).stdout == b"key\n"
 
 
 # -- a container that has the mount -------------------------------------------------------------------

@@ -283,12 +283,15 @@ def test_too_many_patterns_are_refused(mount: MountIt) -> None:
 def test_what_an_overlay_excludes_is_hidden_under_every_name(workdir: Path) -> None:
     place = workdir / "o"
     place.mkdir()
-    with policed("native-overlay", place, hide=(), protect=(), exclude=(".env",)) as (workspace, below):
+    with policed("native-overlay", place, hide=(), protect=(), exclude=(".env", "private/")) as (workspace, below):
         root = Path(workspace.path)
         fails(errno.ENOENT, (root / ".env").lstat)
         fails(errno.EPERM, lambda: (root / ".env").write_text("x"))
-        assert workspace.policy().hide == (".env",)
+        assert workspace.policy().hide == (".env", "private/")
+        for what, creation in creations(root, root / "private").items():  # else an apply would replace the directory
+            assert error_of(creation) == "EPERM", what
         assert (below / ".env").read_text() == "TOKEN"
+        assert (below / "private/key").read_text() == "key"
 
 
 def test_an_apply_does_not_write_what_is_protected_below(workdir: Path) -> None:

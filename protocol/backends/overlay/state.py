@@ -578,6 +578,23 @@ class OverlayState(MemoryState):
         ):
             raise os_error(errno.EPERM, name.decode("utf-8", "backslashreplace"))
 
+    def check_collision(self, directory: Inode, name: bytes) -> None:
+        """Raise EPERM if a hidden entry of the lower layer has the name, which a visible one is to get."""
+        above = self.path(directory)
+        if above is None:
+            return
+        path = above + b"/" + name if above else name
+        if not any(self.path_filter.hides(path, is_directory=each) for each in (True, False)):
+            return
+        try:
+            mode = self.lower.stat(path).st_mode
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            return
+        if self.path_filter.hides(path, is_directory=stat.S_ISDIR(mode)):
+            raise os_error(errno.EPERM, name.decode("utf-8", "backslashreplace"))
+
 
 def _outlast_tick(ctime_ns: int) -> None:
     """Wait until the kernel's timestamp clock is past `ctime_ns`, if that lies within the clock's last tick.

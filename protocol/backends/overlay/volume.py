@@ -430,7 +430,10 @@ class OverlayVolume(MemoryVolume):
     def _check_moved(self, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
         number = (self._overlay.directory(parent).children or {}).get(name, 0)
         is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
-        self._overlay.check_name(self._overlay.directory(new_parent), new_name, is_directory=is_directory)
+        target = self._overlay.directory(new_parent)
+        self._overlay.check_name(target, new_name, is_directory=is_directory)
+        if new_name not in (target.children or {}):
+            self._overlay.check_collision(target, new_name)
 
 
 def _is_live(state: OverlayState, path: bytes) -> bool:

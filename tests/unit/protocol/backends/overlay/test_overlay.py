@@ -420,6 +420,19 @@ def test_what_is_excluded_is_absent_and_cannot_be_made(below: Path) -> None:
     volume.check_invariants()
 
 
+def test_a_rename_takes_no_name_that_a_hidden_entry_of_another_type_has(below: Path) -> None:
+    for name in ("out", "src/out"):
+        (below / name).mkdir()
+    (below / "other" / "out").touch()
+    volume, fs = over(below, exclude=["out/"])
+    for name in (b"out", b"src/out"):
+        with fails(errno.EPERM):
+            fs.rename(b"README", name)
+    fs.rename(b"README", b"other/out")  # a visible file, which is replaced
+    fs.rename(b"other/out", b"src/deep/out")
+    volume.check_invariants()
+
+
 def test_an_exchange_gives_neither_entry_a_hidden_name(below: Path) -> None:
     (below / "out").touch()
     volume, fs = over(below, exclude=["/out/"])
