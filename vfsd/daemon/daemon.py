@@ -246,7 +246,7 @@ class _Daemon:
                 self._answers = True
                 nursery.start_soon(self._import_rest)
                 if self._backend.stored is not None and snapshots is not None:
-                    nursery.start_soon(snapshots.drop_unused_bases)  # of forks that were killed
+                    nursery.start_soon(self.forks.attend_stored, snapshots.drop_unused_bases)
                 nursery.start_soon(self.forks.attend_bases)
                 self._announce()
         finally:
@@ -282,8 +282,8 @@ class _Daemon:
         snapshots = open_snapshots(mounted, self._backend.stored, history, merges)
         self._commands = commands = choose_commands(options, self._backend.container, snapshots)
         start = Start(started_at, self._started_by, origin, self._kept)
-        instance = None if successor is None else successor.instance
-        self.forks = forks = Forks(options, self._backend, self._engine.name, nursery, self._run_fork, origin, instance)
+        given = None if successor is None else successor.forks
+        self.forks = forks = Forks(options, self._backend, self._engine.name, nursery, self._run_fork, origin, given)
         if snapshots is not None:
             snapshots.needed_by_others = forks.needed
         imported = self._imported.wait

@@ -1,7 +1,7 @@
 """The memory of a workspace and all its forks, which has one limit: the `--max-memory` of the workspace.
 
-The processes that descend from one workspace by fork(2) are its family.  They share a table (mmap(2) with MAP_SHARED),
-in which each process has a slot that no other writes:
+The processes that descend from one workspace by fork(2) are its family, and those that replaced one of them in an
+upgrade.  They share a table (memfd_create(2)), in which each process has a slot that no other writes:
 
 - `total`: the memory that its volume accounts for (`VolumeUsage`), shared or not;
 - `growth`: memory that came into the family through this process.  It only increases, also from one process to the next
@@ -42,6 +42,7 @@ import select
 import signal
 import threading
 import time
+import weakref
 from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
@@ -85,15 +86,20 @@ class ForkFamily:
     """One process's access to the table of its family, as the `SharedLimit` of its volume.
 
     `limit`: in bytes, None for no limit.  `total`: what the volume of this process accounts for.  A new process of the
-    family calls `join`.
+    family calls `join`.  `table`: a descriptor of the table of another process; None to make one.  The attribute
+    `table` is a descriptor of it in this process.
     """
 
-    def __init__(self, limit: int | None, total: int) -> None:
+    def __init__(self, limit: int | None, total: int, table: int | None = None) -> None:
         self.limit = limit
         self.bases: set[str] = set()
-        self._table = memoryview(mmap.mmap(-1, (_SLOTS + 1) * _NUMBERS * _NUMBER_BYTES)).cast("q")
+        size = (_SLOTS + 1) * _NUMBERS * _NUMBER_BYTES
+        self.table = os.memfd_create("vfsd-family", os.MFD_CLOEXEC) if table is None else table
+        weakref.finalize(self, os.close, self.table)
+        os.ftruncate(self.table, size)
+        self._table = memoryview(mmap.mmap(self.table, size)).cast("q")
         self._lock = threading.Lock()
-        self._slot = 0
+        self._slot = -1
         self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         self._total = total  # as published
         # What all members share of the interpreter and its modules.
@@ -103,8 +109,10 @@ class ForkFamily:
         self._next_measurement = 0.0
         self._next_if_ended = 0.0
         self.writers_killed = 0  # by this process, because a change needed their memory
-        self._claim(0, total)
-        self._measured = {0: _Measured(os.getpid(), total, 0)}
+        self._measured: dict[int, _Measured] = {}
+        if table is None:
+            self._claim(0, total)
+            self._measured[0] = _Measured(os.getpid(), total, 0)
 
     def _claim(self, slot: int, total: int) -> None:
         pid = os.getpid()
@@ -124,6 +132,14 @@ class ForkFamily:
                 self._faults = self._written = 0
                 return
         raise OSError(errno.EAGAIN, f"the workspace has {_SLOTS} forks already: unmount some")
+
+    def join_alone(self) -> None:
+        """Take a slot for this process, which shares no memory with the others.  Errors as for `join`."""
+        total, faults, self._total = self._total, self._faults, 0
+        self.join()
+        self._faults = faults
+        self.publish(total)  # all of it is growth of the family
+        self.measure()
 
     def forking(self) -> AbstractContextManager[object]:
         return self._lock
@@ -228,6 +244,16 @@ class ForkFamily:
             needed,
             f"a fork may come to need as much memory as its source, {_mib(needed)} MiB",
             "unmount forks, drop snapshots, or mount the source with a larger --max-memory",
+        )
+
+    def check_upgrade(self, usage: VolumeUsage) -> None:
+        """OSError (ENOMEM) if the limit leaves no room for a process that replaces this one, and shares nothing."""
+        needed = total(usage)
+        self._check_room(
+            needed,
+            needed,
+            f"the new daemon shares no memory with forks, and needs {_mib(needed)} MiB",
+            "merge or unmount forks, or drop snapshots",
         )
 
     def _check_room(self, taken: int, needed: int, purpose: str, advice: str) -> None:

@@ -33,7 +33,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import trio
@@ -93,6 +93,18 @@ class Origin(Value):
     twin: tuple[StateId, StateId] | None = None
 
 
+class GivenForks(Value):
+    """What the forks of a workspace were in the daemon that hands it over.
+
+    `kept`: the bases to drop when no fork needs them any more.  `count`: how many forks it has made.
+    """
+
+    instance: str
+    kept: tuple[str, ...]
+    count: int
+    family: ForkFamily | None
+
+
 class Steps(NamedTuple):
     """The undo history of a workspace, and what was merged into each of its states."""
 
@@ -119,9 +131,9 @@ class Forks:
         nursery: trio.Nursery,
         run: RunFork,
         origin: Origin | None,
-        instance: str | None = None,
+        given: GivenForks | None = None,
     ) -> None:
-        """`instance`: what identifies a workspace that another daemon hands over."""
+        """`given`: of a workspace that another daemon hands over."""
         self.source_options = options
         self._backend = backend
         self._engine = engine
@@ -131,17 +143,33 @@ class Forks:
         self._source_pid = None if origin is None else origin.source_pid
         self.ancestors = () if origin is None else origin.ancestors
         self.stored = backend.stored
-        self.instance = instance or _instance(options.workspace.name, backend)
-        self.count = 0  # made since this daemon started
+        self.instance = given.instance if given is not None else _instance(options.workspace.name, backend)
+        self.count = 0 if given is None else given.count  # made since the mount
+        self.starting: list[str] = []  # the bases in the store of forks that do not serve yet
         self.twin = None if origin is None else origin.twin
         self._family = None if origin is None else origin.family
+        if given is not None and given.family is not None:
+            self._family = given.family
+            self.volume.share_limit(given.family)
         if self._family is not None:
             nursery.start_soon(self._publish_memory)
         self._bases: dict[str, int] = {}  # the running forks of each base that this process made
         self._kept: set[str] = set()  # the bases to drop when no fork needs them any more
-        volume = journaled(backend.volume) if instance is None else snapshotable(backend.volume)
-        if volume is not None and origin is None:
+        volume = journaled(backend.volume)
+        if given is not None:
+            self._kept.update(given.kept)
+        elif volume is not None and origin is None:
             self._kept.update(info.name for info in volume.snapshots() if is_fork_base(info))
+
+    @property
+    def family_to_give(self) -> ForkFamily | None:
+        """The table of the memory that this process shares with others, if there are any."""
+        return self._family if self.others else None
+
+    @property
+    def kept_bases(self) -> tuple[str, ...]:
+        """The bases to drop when no fork needs them any more."""
+        return tuple(self._kept)
 
     def use_policy(self, policy: PolicyOptions) -> None:
         """Give forks that are made from now on this policy."""
@@ -276,7 +304,7 @@ class Forks:
         self._bases[base] = self._bases.get(base, 0) + 1
         if keeps_base:
             self._kept.add(base)
-        self.nursery.start_soon(self._reap, pid, pidfds[0], base)
+        self.nursery.start_soon(self._reap, name, pid, pidfds[0], base)
         return StartedFork(report_fd, pidfds[1], pid, options.workspace.mountpoint, log_path(name))
 
     def family(self, volume: ForkableVolume, usage: VolumeUsage) -> ForkFamily:
@@ -300,7 +328,7 @@ class Forks:
             family.publish(total(self.volume.usage()))
             await trio.sleep(_PUBLISH_S)
 
-    async def _reap(self, pid: int, pidfd: int, base: str) -> None:
+    async def _reap(self, name: str, pid: int, pidfd: int, base: str) -> None:
         """Wait for a fork's end, so that it does not remain as a zombie; drop a base that no fork has any more."""
         try:
             await trio.lowlevel.wait_readable(pidfd)
@@ -309,6 +337,24 @@ class Forks:
             os.close(pidfd)
         self._bases[base] -= 1
         self._drop_bases()
+        if await wait_upgraded(name, pid, self.instance):
+            self._drop_bases()
+
+    async def attend_stored(self, drop: Callable[[Collection[str]], Awaitable[None]]) -> None:
+        """Drop the unused bases in the store now, and when a fork has ended that an earlier daemon made.
+
+        `drop` does that; its argument has bases to keep.
+        """
+        await drop(())
+
+        async def drop_after(record: WorkspaceRecord) -> None:
+            await _wait_ended(record, self.instance)
+            await drop(self.starting)
+
+        async with trio.open_nursery() as nursery:
+            for record in read_records():
+                if _is_below(record, self.instance):
+                    nursery.start_soon(drop_after, record)
 
     async def attend_bases(self) -> None:
         """Drop the bases of forks that an earlier daemon of this workspace made, when these forks have ended."""
@@ -317,11 +363,11 @@ class Forks:
         self._drop_bases()
         async with trio.open_nursery() as nursery:
             for record in read_records():
-                if record.alive and any(each.instance == self.instance for each in record.ancestors):
+                if _is_below(record, self.instance):
                     nursery.start_soon(self._drop_bases_after, record)
 
     async def _drop_bases_after(self, record: WorkspaceRecord) -> None:
-        await _wait_ended(record)
+        await _wait_ended(record, self.instance)
         self._drop_bases()
 
     def _drop_bases(self) -> None:
@@ -346,7 +392,8 @@ class Forks:
         _reset_signals()
         for standard in (1, 2):
             os.dup2(log_fd, standard)
-        _replace_descriptors({0, 1, 2, report_fd}, self.source_options.workspace.mountpoint)
+        family = {origin.family.table} if origin.family is not None else set()
+        _replace_descriptors({0, 1, 2, report_fd} | family, self.source_options.workspace.mountpoint)
         for name in SYSTEMD:
             os.environ.pop(name, None)
         sys.argv[1:] = []
@@ -374,7 +421,36 @@ def _instance(name: str, backend: Backend) -> str:
     return instance
 
 
-async def _wait_ended(record: WorkspaceRecord) -> None:
+def _is_below(record: WorkspaceRecord, instance: str) -> bool:
+    """Whether the workspace of a record runs, and descends from `instance`."""
+    return record.alive and any(each.instance == instance for each in record.ancestors)
+
+
+def _upgraded(name: str, pid: int, instance: str) -> WorkspaceRecord | None:
+    """Return the record of the fork `name` of `instance` if its daemon `pid` ended in an upgrade."""
+    record = read_record(name)
+    return None if record is None or record.pid == pid or not _is_below(record, instance) else record
+
+
+async def wait_upgraded(name: str, pid: int, instance: str) -> bool:
+    """Wait for the end of the fork `name` of `instance` if its daemon `pid` ended in an upgrade; else return False."""
+    record = _upgraded(name, pid, instance)
+    if record is None:
+        return False
+    await _wait_ended(record, instance)
+    return True
+
+
+async def _wait_ended(record: WorkspaceRecord, instance: str) -> None:
+    """Wait until the fork of a record has ended, which descends from `instance`, also if it is upgraded."""
+    following: WorkspaceRecord | None = record
+    while following is not None:
+        record = following
+        await _wait_daemon_ended(record)
+        following = _upgraded(record.name, record.pid, instance)
+
+
+async def _wait_daemon_ended(record: WorkspaceRecord) -> None:
     """Wait until the daemon of a record has ended."""
     try:
         pidfd = os.pidfd_open(record.pid)

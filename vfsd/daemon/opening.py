@@ -56,7 +56,8 @@ async def opened(
 ) -> tuple[Backend, Origin | None]:
     """Return the backend, and what a fork starts with."""
     if successor is not None:
-        return await successor.open(options, kept), None
+        backend = await successor.open(options, kept)
+        return backend, successor.origin(backend)
     if origin is None:
         backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
         if options.origin is not None:

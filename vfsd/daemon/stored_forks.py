@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from protocol.store import Store
 from protocol.volume_extensions import SnapshotInfo, snapshotable
 from vfsd.daemon.control.call_context import CallContext
-from vfsd.daemon.forks import SYSTEMD, Origin
+from vfsd.daemon.forks import SYSTEMD, Forks, Origin, wait_upgraded
 from vfsd.daemon.merging.lineage import Ancestor, MergeLog, StateId
 from vfsd.daemon.merging.records import merged_record, merged_state, state_id, state_record
 from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, fork_tag, free_name
@@ -47,18 +47,16 @@ _MERGED_SENT: Final = 50  # the options of a daemon fit in a pipe
 
 
 class StoredForks:
-    """The forks of the workspace that is mounted with `options` and identified by `instance`."""
+    """The forks of the workspace that is mounted with `options`.  `forks`: what it has in common with other forks."""
 
-    def __init__(
-        self, options: MountOptions, stored: Stored, snapshots: StoreSnapshots, instance: str, nursery: trio.Nursery
-    ) -> None:
+    def __init__(self, options: MountOptions, stored: Stored, snapshots: StoreSnapshots, forks: Forks) -> None:
         self.options = options
         self._stored = stored
         self._snapshots = snapshots
-        self._instance = instance
-        self._nursery = nursery
+        self._instance = forks.instance
+        self._nursery = forks.nursery
         self._naming = trio.Lock()
-        self._starting: list[str] = []  # the bases of forks that do not serve yet
+        self._starting = forks.starting
 
     async def fork(self, params: ForkParams, mountpoint: str, call: CallContext) -> tuple[Ready, SnapshotInfo]:
         """Mount an overlay over a snapshot; return when it answers, and the snapshot."""
@@ -99,7 +97,7 @@ class StoredForks:
         finally:
             os.close(child_report_fd)
             os.close(log_fd)
-        self._nursery.start_soon(self._reap, process, os.pidfd_open(process.pid))
+        self._nursery.start_soon(self._reap, name, process, os.pidfd_open(process.pid))
         return StartedFork(report_fd, os.pidfd_open(process.pid), process.pid, mountpoint, log_path(name))
 
     def _origin(self, base: SnapshotInfo) -> StoredOrigin:
@@ -107,7 +105,7 @@ class StoredForks:
         merged = self._snapshots.merges.at(base.serial)[-_MERGED_SENT:]
         return StoredOrigin(source, self._stored.key, tuple(map(merged_record, merged)))
 
-    async def _reap(self, process: subprocess.Popen[bytes], pidfd: int) -> None:
+    async def _reap(self, name: str, process: subprocess.Popen[bytes], pidfd: int) -> None:
         """Wait for a fork's end, so that it does not remain as a zombie; drop a base that no fork has any more."""
         try:
             await trio.lowlevel.wait_readable(pidfd)
@@ -115,6 +113,8 @@ class StoredForks:
             os.close(pidfd)
             process.poll()
         await self._snapshots.drop_unused_bases(self._starting)
+        if await wait_upgraded(name, process.pid, self._instance):
+            await self._snapshots.drop_unused_bases(self._starting)
 
 
 def drop_base(options: MountOptions) -> None:

@@ -93,7 +93,7 @@ class ForkMethod:
         if self._stored_forks is None:
             assert isinstance(snapshots, StoreSnapshots), "the snapshots are in `stored`"
             forks = self._forks
-            self._stored_forks = StoredForks(forks.source_options, stored, snapshots, forks.instance, forks.nursery)
+            self._stored_forks = StoredForks(forks.source_options, stored, snapshots, forks)
         self._stored_forks.options = self._forks.source_options  # a policy may have been tightened
         return self._stored_forks
 

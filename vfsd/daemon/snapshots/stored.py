@@ -267,7 +267,11 @@ class StoreSnapshots:
             self._note_dropped()
 
     async def change_counts(self, newest: int | None = None) -> Mapping[str, ChangeCounts]:
-        return await in_thread(self._count_changes, await self.infos(), newest)
+        while True:
+            try:
+                return await in_thread(self._count_changes, await self.infos(), newest)
+            except SnapshotNotFoundError:  # dropped meanwhile, for example the base of a fork that ended
+                continue
 
     def _count_changes(self, infos: Sequence[SnapshotInfo], newest: int | None) -> dict[str, ChangeCounts]:
         found: dict[str, ChangeCounts] = {}

@@ -35,6 +35,7 @@ from protocol.volume_extensions import forkable, overlaid
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.forks import check_memory, fork_writer
 from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
+from vfsd.daemon.merging.records import ancestor_record, state_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.daemon.upgrading import messages
@@ -42,6 +43,8 @@ from vfsd.daemon.upgrading.messages import (
     HANDOVER_VERSION,
     Begin,
     Carried,
+    CarriedForks,
+    CarriedOrigin,
     Channel,
     Finish,
     Follow,
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from protocol.volume_durability import GivenState
     from vfsd.daemon.control.server import ControlServer
     from vfsd.daemon.exec.commands import Commands
+    from vfsd.daemon.fork_family import ForkFamily
     from vfsd.daemon.forks import Forks
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions
@@ -169,11 +173,9 @@ class Upgrade:
             raise _unsupported(f"a workspace with the backend {kind} cannot be upgraded while programs use it: {again}")
         if not isinstance(engine, HandedOverEngine):
             raise _unsupported(f"the engine {engine.name} cannot hand a mount over: {again}")
-        if daemon.forks.base is not None:
-            raise _unsupported("a fork cannot be upgraded, because it shares memory: merge or adopt it, and fork again")
-        if (others := daemon.forks.others) > 0:
-            which = "a running fork shares" if others == 1 else f"{others} running forks share"
-            raise OSError(errno.EBUSY, f"{which} memory and --max-memory with this workspace: merge or unmount first")
+        family, shared = daemon.forks.family_to_give, forkable(self._mounted.volume)
+        if family is not None and shared is not None:
+            family.check_upgrade(shared.usage())
         if daemon.is_foreground and not os.environ.get("NOTIFY_SOCKET"):
             raise _unsupported(
                 "the daemon runs with --foreground, and the program that started it would see it end: end it and"
@@ -328,7 +330,8 @@ class Upgrade:
         try:
             with open(rest_fd, "wb", closefd=False) as file:
                 file.write(given.rest())
-            carried = await self._carried(is_journaled=journal is not None)
+            family = daemon.forks.family_to_give
+            carried = await self._carried(family, is_journaled=journal is not None)
             finish = Finish(
                 given.position(),
                 negotiated.decode(),
@@ -340,16 +343,26 @@ class Upgrade:
             descriptors = [device, bound.sock.fileno(), rest_fd]
             if daemon.kept is not None and daemon.kept.is_kept:
                 descriptors.append(daemon.kept.memory_fd)
+            if family is not None:
+                descriptors.append(family.table)
             new.channel.send(finish, descriptors)
         finally:
             os.close(rest_fd)
         return await new.prepared(_PAUSE_S)
 
-    async def _carried(self, *, is_journaled: bool) -> Carried:
-        snapshots = self._snapshots
+    async def _carried(self, family: ForkFamily | None, *, is_journaled: bool) -> Carried:
+        snapshots, forks = self._snapshots, self._daemon.forks
         history = None if snapshots is None else msgspec.to_builtins(await snapshots.history())
         merges = None if snapshots is None or is_journaled else snapshots.merges.encoded().decode()
-        return Carried(history, merges, self._daemon.forks.instance)
+        origin = None
+        if forks.base is not None:
+            twin = None if forks.twin is None else (state_record(forks.twin[0]), state_record(forks.twin[1]))
+            ancestors = list(map(ancestor_record, forks.ancestors))
+            origin = CarriedOrigin(forks.ancestors[-1].name, forks.base, ancestors, twin)
+        given = CarriedForks(list(forks.kept_bases), forks.count)
+        if family is not None:
+            given = CarriedForks(given.kept, given.count, True, family.limit, sorted(family.bases))
+        return Carried(history, merges, forks.instance, origin, given)
 
     async def _go(self, new: _NewDaemon, given: GivenState) -> bool:
         """Send Go; return whether the new daemon serves, or its keeper restarts it."""

@@ -37,8 +37,9 @@ import msgspec
 import trio
 
 from protocol.volume_durability import JournalEnd
+from vfsd.wire.merge_messages import AncestorRecord, StateRecord
 
-HANDOVER_VERSION: Final = 1  # of these messages, and of what they carry
+HANDOVER_VERSION: Final = 2  # of these messages, and of what they carry
 OLDEST_VERSION: Final = 1  # that this version can take over
 MAX_BYTES: Final = 192 * 1024  # below the send buffer of a Unix socket (net.core.wmem_default)
 MAX_DESCRIPTORS: Final = 200  # below SCM_MAX_FD
@@ -92,21 +93,45 @@ class OpenFiles(msgspec.Struct, frozen=True, tag=True):
     inodes: list[int]
 
 
+class CarriedOrigin(msgspec.Struct, frozen=True):
+    """What a fork comes from: see `vfsd.daemon.forks.Origin`."""
+
+    source: str
+    base: str
+    ancestors: list[AncestorRecord]
+    twin: tuple[StateRecord, StateRecord] | None
+
+
+class CarriedForks(msgspec.Struct, frozen=True):
+    """What a workspace has of its forks: see `vfsd.daemon.forks.GivenForks`.
+
+    `limit`: of the family, whose table follows as the last descriptor if `has_family`.  `bases`: see `SharedLimit`.
+    """
+
+    kept: list[str]
+    count: int
+    has_family: bool = False
+    limit: int | None = None
+    bases: list[str] = []
+
+
 class Carried(msgspec.Struct, frozen=True):
     """What the daemon keeps outside its volume.
 
     `history`: the undo history.  `merges`: what was merged (`MergeLog.encoded`); None if the journal has it.
-    `instance`: what identifies the workspace to its forks.
+    `instance`: what identifies the workspace to its forks.  `origin`: of a fork.
     """
 
     history: dict[str, Any] | None
     merges: str | None
     instance: str
+    origin: CarriedOrigin | None = None
+    forks: CarriedForks = CarriedForks([], 0)
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Nothing changes any more.  Descriptors: the device, the listening socket, the rest of the state, and with
-    `Begin.keeper` the memory of the old keeper.
+    """Nothing changes any more.  Descriptors: the device, the listening socket, the rest of the state, with
+    `Begin.keeper` the memory of the old keeper, and with forks that run their family's table.
 
     `journal`: the directory of the journal to continue; None without one.
     """

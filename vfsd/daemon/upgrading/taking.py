@@ -23,15 +23,21 @@ import trio
 from msgspec.structs import replace
 
 from protocol.volume_durability import handed_over, recoverable
+from protocol.volume_extensions import forkable
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.backends.persistence import ContinuedJournal, continue_journal
+from vfsd.daemon.fork_family import ForkFamily, total
+from vfsd.daemon.forks import GivenForks, Origin
 from vfsd.daemon.keeper.kept import RELEASED, Kept, shared_memory
-from vfsd.daemon.merging.lineage import MergeLog
+from vfsd.daemon.merging.lineage import Ancestor, MergeLog
+from vfsd.daemon.merging.records import state_id
+from vfsd.daemon.opening import alone
 from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.daemon.upgrading.messages import (
     HANDOVER_VERSION,
     OLDEST_VERSION,
     Begin,
+    CarriedOrigin,
     Channel,
     Failed,
     Finish,
@@ -69,12 +75,14 @@ class Successor:
         self._journal: ContinuedJournal | None = None
         self._keeper_memory: memoryview | None = None
         self._is_serving = False
+        self._table: int | None = None  # of the memory of its fork family
         self.device = -1  # of the mount, as for `negotiated`
         self.negotiated = b""
         self.socket: BoundSocket | None = None
         self.history: UndoHistory | None = None
         self.merges: MergeLog | None = None
-        self.instance: str | None = None
+        self.forks: GivenForks | None = None
+        self._carried_origin: CarriedOrigin | None = None
 
     @property
     def starter(self) -> int:
@@ -110,7 +118,7 @@ class Successor:
             finally:
                 gc.freeze()  # before `enable`, which collects at once
                 gc.enable()
-            self._carry(finish)
+            await trio.to_thread.run_sync(self._carry, finish, backend)
             if finish.journal is not None:
                 self._journal = continue_journal(options, volume, finish.journal, finish.end)
         except BaseException:
@@ -154,6 +162,7 @@ class Successor:
     def _handed_over(self, options: MountOptions, finish: Finish, descriptors: list[int]) -> bytes:
         """Take the descriptors of `finish`; return the rest of the state."""
         self.device, listener, rest_fd, *memory = descriptors
+        self._table = memory.pop() if finish.carried.forks.has_family else None
         self.negotiated = finish.negotiated.encode()
         path = socket_path(options.workspace.name)
         self.socket = BoundSocket(path, socket.socket(fileno=listener), finish.socket_device, finish.socket_inode)
@@ -164,13 +173,39 @@ class Successor:
             file.seek(0)
             return file.read()
 
-    def _carry(self, finish: Finish) -> None:
-        carried = finish.carried
-        self.instance = carried.instance
+    def _carry(self, finish: Finish, backend: Backend) -> None:
+        carried, forks, family = finish.carried, finish.carried.forks, None
+        if self._table is not None:
+            volume = forkable(backend.volume)
+            assert volume is not None, "it has forks"
+            family = ForkFamily(forks.limit, total(volume.usage()), self._table)
+            family.bases.update(forks.bases)
+            with alone():
+                family.join_alone()
+        self.forks = GivenForks(carried.instance, tuple(forks.kept), forks.count, family)
+        self._carried_origin = carried.origin
         if carried.history is not None:
             self.history = msgspec.convert(carried.history, UndoHistory)
         if carried.merges is not None:
             self.merges = MergeLog(carried.merges.encode())
+
+    def origin(self, backend: Backend) -> Origin | None:
+        """Return what the workspace comes from, if it is a fork."""
+        found, forks = self._carried_origin, self.forks
+        if found is None or forks is None:
+            return None
+        return Origin(
+            source=found.source,
+            base=found.base,
+            restores_base=False,
+            backend=backend,
+            history=self.history or UndoHistory(),
+            ancestors=tuple(Ancestor(each.instance, each.name, state_id(each.state)) for each in found.ancestors),
+            merges=self.merges or MergeLog(),
+            family=forks.family,
+            source_pid=0,  # the record of the source says whether it runs
+            twin=None if found.twin is None else (state_id(found.twin[0]), state_id(found.twin[1])),
+        )
 
     def _close(self, volume: HandedOverVolume, backend: Backend) -> None:
         if self._journal is not None:
