@@ -238,7 +238,8 @@ def test_the_content_of_a_stored_snapshot_stays_during_upgrades(plain: Over, wor
     plain.upgrade()
     succeeded(vfsd("store", "drop", f"host:{plain.below}", "base"))
     succeeded(vfsd("store", "gc"))
-    assert "has no snapshot 'base'" in failed(vfsd("upgrade", plain.name))
+    plain.upgrade()
+    succeeded(vfsd("store", "gc"))
     assert (plain.path / "n1").read_bytes() == b"x" * 300_000
 
 
