@@ -109,6 +109,7 @@ class ForkFamily:
         self._next_measurement = 0.0
         self._next_if_ended = 0.0
         self.writers_killed = 0  # by this process, because a change needed their memory
+        self._ended: dict[int, int] = {}  # processes that had ended when the family was measured, by slot
         self._measured: dict[int, _Measured] = {}
         if table is None:
             self._claim(0, total)
@@ -160,7 +161,11 @@ class ForkFamily:
     def bound(self) -> int:
         """Return how many bytes the family takes at most, as far as it is published."""
         members = self._members()
-        totals = sum(self._table[slot * _NUMBERS + _TOTAL] for slot in members)
+        totals = sum(
+            self._table[slot * _NUMBERS + _TOTAL]
+            for slot in members
+            if self._ended.get(slot) != self._table[slot * _NUMBERS]
+        )
         return min(totals, sum(map(self._bound_of, members)))
 
     def _bound_of(self, slot: int) -> int:
@@ -179,13 +184,15 @@ class ForkFamily:
         growths = {slot: self._table[slot * _NUMBERS + _GROWTH] for slot in self._members()}
         alive = {slot for slot in growths if self._is_alive(slot)}
         own = DAEMON_BYTES + self._interpreter // max(1, len(alive))
+        self._ended = {slot: self._table[slot * _NUMBERS] for slot in growths.keys() - alive}
         measured = {}
         for slot, growth in growths.items():
             pid, _, taken = self._table[slot * _NUMBERS : slot * _NUMBERS + _TOTAL + 1]
             if slot not in alive:
                 pid = taken = 0
             elif len(alive) > 1:  # else nothing is shared
-                taken = max(0, _proportional_bytes(pid) - own)
+                # After an upgrade, the interpreter is not shared either.
+                taken = min(taken, max(0, _proportional_bytes(pid) - own))
             measured[slot] = _Measured(pid, taken, growth)
         self._measured = measured
         now = time.monotonic()
