@@ -1,11 +1,14 @@
 """What a request costs in the engine and the memory volume: nothing is mounted, and replies go to /dev/null.
 
-    python -m bench.dispatch [--count N] [--rounds N] [--snapshot] [--profile OPERATION]
+    python -m bench.dispatch [--count N] [--rounds N] [--snapshot] [--log] [--profile OPERATION]
 
 Each request is put into the engine's buffer and answered as the loop would.  The clock is the thread's CPU time, the
 fastest of the rounds; where the machine counts instructions (perf_event_open(2)) those stand beside it, the median.
 What the driver itself needs (copying the request, the write to /dev/null) is measured with an unknown opcode and is not
 taken off: it is shown as "driver".
+
+With `--log` a second engine, whose changes are logged, takes turns with the first; the last columns are what it takes
+more.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 from protocol.backends.memory import MemoryVolume
+from vfsd.daemon.audit.log import AuditLog
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine, wire
 from vfsd.kernel.engines.native.negotiation import negotiate
@@ -53,25 +58,30 @@ class Instructions:
 
 def message(opcode: int, node: int, body: bytes = b"", unique: int = 8) -> Message:
     length = wire.IN_HEADER_BYTES + len(body)
-    return wire.FUSE_IN_HEADER.pack(length, opcode, unique, node, 1000, 1000, 4711, 0, 0) + body
+    return wire.FUSE_IN_HEADER.pack(length, opcode, unique, node, 1000, 1000, os.getpid(), 0, 0) + body
 
 
 class Driver:
-    """An engine over a fresh volume, and requests for it."""
+    """An engine over a fresh volume, and requests for it.  `log`: its changes are logged."""
 
-    def __init__(self, count: int, snapshot: bool) -> None:
+    def __init__(self, count: int, snapshot: bool, *, log: bool = False) -> None:
         self.count = count
         self.volume = MemoryVolume()
         self.engine = NativeEngine(self.volume, EngineSettings("/nowhere", "dispatch"))
         init = message(Opcode.INIT, 0, struct.pack("=IIIII44x", 7, 44, 131072, 0xFFFFFFFF, 0xFF))
         self.engine._agreement = negotiate(init, len(init), cache_timeout_s=float("inf"), acl=True)
         self.engine._operations = self.engine._operations_over(self.volume, self.engine._replies)
+        self.log = AuditLog(self.volume) if log else None
+        if self.log is not None:
+            self.engine.observe(self.log)
         self.null = os.open(os.devnull, os.O_WRONLY)
         self.snapshot = snapshot
         self.first = 0
 
     def close(self) -> None:
         os.close(self.null)
+        if self.log is not None:
+            self.log.close()
 
     def steps(self) -> Iterator[tuple[str, list[Message]]]:
         """The requests of one round, each kind with its name; what one makes the next finds."""
@@ -140,57 +150,60 @@ class Driver:
             buffer[:length] = request
             respond(null, length)
 
-    def rounds(self, rounds: int, around: Callable[[str, list[Message]], None]) -> None:
-        for _ in range(rounds):
-            for name, messages in self.steps():
-                around(name, messages)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000, help="requests of each kind in a round")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--snapshot", action="store_true", help="a snapshot is taken once the files are made")
+    parser.add_argument("--log", action="store_true", help="also what the log of changes adds to each request")
     parser.add_argument("--profile", metavar="OPERATION", help="where one kind spends its calls, instead of the table")
     options = parser.parse_args()
     interpreter.set_up("bench")
-    driver = Driver(options.count, options.snapshot)
-    try:
+    with ExitStack() as stack:
+        drivers = [
+            Driver(options.count, options.snapshot, log=log) for log in ((False, True) if options.log else (False,))
+        ]
+        for driver in drivers:
+            stack.callback(driver.close)
         if options.profile:
-            profile(driver, options.rounds, options.profile)
+            profile(drivers[-1], options.rounds, options.profile)
         else:
-            table(driver, options.rounds)
-    finally:
-        driver.close()
+            table(drivers, options.rounds)
 
 
-def table(driver: Driver, rounds: int) -> None:
+def table(drivers: list[Driver], rounds: int) -> None:
+    """Print what each kind of request costs with the first driver, and what it costs more with the second one."""
     instructions = Instructions()
-    costs: dict[str, list[tuple[float, float]]] = {}
+    costs: list[dict[str, list[tuple[float, float]]]] = [{} for _ in drivers]
 
-    def measure(name: str, messages: list[Message]) -> None:
-        counted, started = instructions.now(), time.thread_time_ns()
-        driver.answer(messages)
-        cpu_ns, counted = time.thread_time_ns() - started, instructions.now() - counted
-        costs.setdefault(name, []).append((cpu_ns / len(messages), counted / len(messages)))
+    for _ in range(rounds):
+        for driver, found in zip(drivers, costs, strict=True):
+            for name, messages in driver.steps():
+                counted, started = instructions.now(), time.thread_time_ns()
+                driver.answer(messages)
+                cpu_ns, counted = time.thread_time_ns() - started, instructions.now() - counted
+                found.setdefault(name, []).append((cpu_ns / len(messages), counted / len(messages)))
 
-    driver.rounds(rounds, measure)
-    print(f"{'request':24}{'us':>8}{'instructions':>14}")
-    for name, rows in costs.items():
-        fastest = min(cpu for cpu, _ in rows)
-        print(f"{name:24}{fastest / 1000:8.2f}{statistics.median(count for _, count in rows):14,.0f}")
+    log = f"{'log: us':>12}{'instructions':>14}" if len(drivers) > 1 else ""
+    print(f"{'request':24}{'us':>8}{'instructions':>14}{log}")
+    for name in costs[0]:
+        (cpu_us, count), *more = [
+            (min(cpu for cpu, _ in found[name]) / 1000, statistics.median(count for _, count in found[name]))
+            for found in costs
+        ]
+        log = "".join(f"{with_us - cpu_us:12.2f}{with_count - count:14,.0f}" for with_us, with_count in more)
+        print(f"{name:24}{cpu_us:8.2f}{count:14,.0f}{log}")
 
 
 def profile(driver: Driver, rounds: int, wanted: str) -> None:
     profiler = cProfile.Profile()
-
-    def watch(name: str, messages: list[Message]) -> None:
-        if name == wanted:
-            profiler.runcall(driver.answer, messages)
-        else:
-            driver.answer(messages)
-
-    driver.rounds(rounds, watch)
+    for _ in range(rounds):
+        for name, messages in driver.steps():
+            if name == wanted:
+                profiler.runcall(driver.answer, messages)
+            else:
+                driver.answer(messages)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 

@@ -112,6 +112,20 @@ def test_writes_before_and_after_a_rename_are_two_entries(workspace: Workspace, 
     assert writes == ["d/f", "e/f", "g"]
 
 
+def test_paths_are_right_after_a_restore_has_moved_directories(workspace: Workspace, root: Path) -> None:
+    (root / "d").mkdir()
+    (root / "d" / "1").touch()
+    workspace.snapshot("before")
+    (root / "d").rename(root / "e")
+    (root / "e" / "2").touch()
+    workspace.restore("before")
+    (root / "d" / "3").touch()
+    workspace.undo()
+    (root / "e" / "4").write_text("4")
+    made = [change.path for change in workspace.log() if change.change in {"create", "write"}]
+    assert made == ["d/1", "e/2", "d/3", "e/4", "e/4"]
+
+
 def test_a_program_that_ends_at_once_is_named(workspace: Workspace) -> None:
     pids = {}
     for number in range(40):
@@ -325,8 +339,16 @@ def test_the_command_line_takes_ages_times_and_snapshots(workspace: Workspace, r
     select = ["log", "-w", workspace.name, "--since"]
     assert len(succeeded(vfsd(*select, "10m")).splitlines()) == 2
     assert len(succeeded(vfsd(*select, "2026-01-01")).splitlines()) == 2
+    assert len(succeeded(vfsd(*select, "yesterday")).splitlines()) == 2
+    assert len(succeeded(vfsd(*select, "2 hours ago")).splitlines()) == 2
     assert succeeded(vfsd(*select, "before")) == ""
-    assert "no such snapshot: befor; did you mean before?" in failed(vfsd(*select, "befor"))
+    workspace.snapshot("today")
+    assert succeeded(vfsd(*select, "today")) == "", "the name of a snapshot is that snapshot"
+    for follow in ((), ("--follow",)):
+        said = failed(vfsd(*select, "befor", *follow))
+        assert "no such snapshot: befor; did you mean before?" in said
+        assert "yesterday" in said, "the times that it takes"
+        assert len(said.splitlines()) == 1
 
 
 def test_a_hostile_command_line_cannot_change_the_terminal(workspace: Workspace, root: Path) -> None:

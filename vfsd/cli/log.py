@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any, Final
 
 import click
@@ -14,14 +13,13 @@ import msgspec
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import INTERRUPTED, App, Command
-from vfsd.cli.common.names import complete_path, complete_snapshot
+from vfsd.cli.common.names import complete_path, complete_snapshot, with_similar_snapshots
 from vfsd.cli.common.streamed import PatientOutput
-from vfsd.client.connection import ControlClient
+from vfsd.cli.common.times import ACCEPTED, parse_time
+from vfsd.client.connection import ControlClient, ControlError, control_error
 from vfsd.client.next_daemon import next_daemon
 from vfsd.wire.audit_messages import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams
 
-_AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])(?:\s+ago)?")
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _COMMAND_CHARACTERS: Final = 100  # of a command line that is shown
 _COLUMNS: Final = output.columns("TIME:time PID CHANGE PATH:path SIZE:size COMMAND BELONGS-TO")
 _entries: Final = msgspec.json.Decoder(LogEntry)
@@ -35,6 +33,7 @@ _entries: Final = msgspec.json.Decoder(LogEntry)
     vfsd log                               # all changes that the log holds
     vfsd log src --since 10m               # below src, in the last ten minutes
     vfsd log --since before                # since the snapshot before
+    vfsd log --since yesterday             # since midnight of the day before
     vfsd log --by npm                      # by npm and what it started
     vfsd log --follow --json | jq .path
     """,
@@ -45,7 +44,7 @@ _entries: Final = msgspec.json.Decoder(LogEntry)
     "--since",
     metavar="WHEN|SNAPSHOT",
     shell_complete=complete_snapshot,
-    help="Only changes since then: a snapshot, 90s, 10m, 2h or 3d ago, or a time such as 2026-01-31T12:00.",
+    help=f"Only changes since then: a snapshot, or a time: {ACCEPTED}.",
 )
 @click.option("--by", metavar="PID|COMMAND", help="Only changes by this process or program, and by what it started.")
 @click.pass_obj
@@ -71,16 +70,17 @@ def log_command(app: App, paths: tuple[str, ...], follow: bool, since: str | Non
 
 
 def _since_ns(text: str) -> int | None:
-    """Parse a time or an age; None if it is neither."""
-    age = _AGO.fullmatch(text.strip())
-    try:
-        if age is not None:
-            time = datetime.now(UTC) - timedelta(seconds=float(age[1]) * _SECONDS[age[2]])
-        else:
-            time = datetime.fromisoformat(text.strip()).astimezone()  # without a zone: local time
-        return int(time.timestamp() * 1e9)
-    except (ValueError, OverflowError):
-        return None
+    """Parse a time; None if `text` is not a time, and so can only be a snapshot."""
+    time = parse_time(text, datetime.now().astimezone())
+    return None if time is None else int(time.timestamp() * 1e9)
+
+
+def _with_times(error: FileNotFoundError, since: str | None) -> FileNotFoundError:
+    """Return `error`; if it says that there is no snapshot `since`, with the times that --since takes."""
+    if not isinstance(error, ControlError) or since is None or error.filename != since:
+        return error
+    better = control_error(error.code, f"{error}; times are written {ACCEPTED}", error.errno, since)
+    return better if isinstance(better, FileNotFoundError) else error
 
 
 def _show(app: App, selected: dict[str, Any]) -> None:
@@ -88,7 +88,10 @@ def _show(app: App, selected: dict[str, Any]) -> None:
     from vfsd.wire.audit_messages import LogParams  # noqa: PLC0415
 
     pieces: list[bytes] = []
-    answer: LogResult = app.call(RemoteCall("log", LogParams(**selected)), on_output=pieces.append)
+    try:
+        answer: LogResult = app.call(RemoteCall("log", LogParams(**selected)), on_output=pieces.append)
+    except FileNotFoundError as error:
+        raise _with_times(error, selected["since"]) from None
     lines = b"".join(pieces)
     with app.writing():
         if app.json:
@@ -119,7 +122,11 @@ def _follow(app: App, selected: dict[str, Any]) -> None:
         while True:
             try:
                 _print_changes(app, record.socket, WatchParams(**selected))
-            except (ConnectionResetError, ConnectionRefusedError, FileNotFoundError):
+            except FileNotFoundError as error:
+                if isinstance(error, ControlError):  # the daemon answers that there is no such snapshot
+                    raise _with_times(with_similar_snapshots(record, error), selected["since"]) from None
+                found = next_daemon(record.name, record.mountpoint, record.pid)  # its socket is gone
+            except (ConnectionResetError, ConnectionRefusedError):
                 found = next_daemon(record.name, record.mountpoint, record.pid)
             if found is None:
                 output.note(f"workspace {record.name} was unmounted")

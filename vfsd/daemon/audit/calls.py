@@ -48,7 +48,8 @@ def _audited(method: str, handler: Handler, log: AuditLog) -> Handler:
         client = log.processes.find_client(call.client) if isinstance(call.client, int) else log.processes.unknown
         token = _current.set(_Call(log, method, client))
         try:
-            return await handler(params, call)
+            with log.names.suspended():
+                return await handler(params, call)
         except DeniedByPolicyError as error:
             log.denied_call(method, client, error.path)
             raise

@@ -6,58 +6,53 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
+import msgspec
+
 from vfsd.daemon.audit.processes import Process
 from vfsd.wire.audit_messages import LogEntry, ProcessRecord
 from vfsd.wire.messages import wire_path
 
-_OBJECT_BYTES: Final = 640  # of an `Entry` with its numbers and without its texts, and its places in the log
+OBJECT_BYTES: Final = 640  # of an `Entry` with its numbers and without its texts, and its places in the log
 _TEXT_BYTES: Final = 64  # of a string, without its characters
 PATHS_LISTED: Final = 100  # of one entry for many changes at once, such as a restore
 
 
-class Entry:
+class Entry(msgspec.Struct, eq=False, gc=False):
     """One change, or consecutive writes to one file by one process.
 
     `number` counts the changes in the order in which they were made.  `paths`: of one entry for many changes, the first
-    PATHS_LISTED of their paths; `count` counts all.
+    PATHS_LISTED of their paths; `count` counts all.  `attempt` is what was denied, `other` the new name of a rename or
+    the older name of a link, `written_bytes` the size of all `writes`.
+
+    `size_bytes` is the memory that it takes, without that of its process; see `measured`.
+
+    A struct takes a tenth of the time of a class, and the garbage collector need not examine it: nothing that an entry
+    refers to refers to entries.
     """
 
-    __slots__ = (
-        "attempt", "bytes", "change", "count", "inode", "label", "links", "number", "other", "path", "paths", "process",
-        "thread", "time_ns", "until_ns", "writes",
-    )  # fmt: skip
+    number: int
+    time_ns: int
+    until_ns: int
+    change: str
+    process: Process
+    thread: int
+    path: bytes | None
+    label: str | None
+    size_bytes: int
+    inode: int = 0
+    links: int = 1
+    written_bytes: int = 0
+    writes: int = 0
+    attempt: str | None = None
+    other: bytes | None = None
+    paths: Sequence[bytes] = ()
+    count: int = 1
 
-    def __init__(
-        self, number: int, time_ns: int, change: str, process: Process, thread: int, path: bytes | None
-    ) -> None:
-        self.number = number
-        self.time_ns = self.until_ns = time_ns
-        self.change = change
-        self.process = process
-        self.thread = thread
-        self.label: str | None = None
-        self.attempt: str | None = None  # of a denied change
-        self.path = path
-        self.other: bytes | None = None  # the new name of a rename, the older name of a link
-        self.inode = 0
-        self.links = 1
-        self.bytes = 0
-        self.writes = 0
-        self.paths: Sequence[bytes] = ()
-        self.count = 1
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory that it takes, without that of its process."""
-        label = 0 if self.label is None else 4 * len(self.label)
-        return (
-            _OBJECT_BYTES
-            + len(self.path or b"")
-            + len(self.other or b"")
-            + label
-            + sum(map(len, self.paths))
-            + _TEXT_BYTES * len(self.paths)
-        )
+    def measured(self) -> int:
+        """Return what `size_bytes` has to be, which no attribute changes any more once the entry is in the log."""
+        texts = [text for text in (self.path, self.other) if text is not None]
+        size = size_of(self.label) + sum(map(len, texts))
+        return size + sum(map(len, self.paths)) + _TEXT_BYTES * len(self.paths)
 
     def is_below(self, path: bytes) -> bool:
         """Whether the change concerns `path` or something below it (b"" is the root)."""
@@ -86,7 +81,7 @@ class Entry:
             of=wire_path(self.other) if self.other is not None and self.change == "link" else None,
             links=self.links,
             inode=self.inode if self.path is None else None,
-            bytes=self.bytes if self.writes else None,
+            bytes=self.written_bytes if self.writes else None,
             writes=self.writes or None,
             attempt=self.attempt,
             paths=[wire_path(path) for path in self.paths],
@@ -97,6 +92,11 @@ class Entry:
             container=process.container,
             label=self.label,
         )
+
+
+def size_of(label: str | None) -> int:
+    """Return the size of an entry with this label and without paths."""
+    return OBJECT_BYTES if label is None else OBJECT_BYTES + 4 * len(label)
 
 
 _TWO_NAMES: Final = frozenset({"rename", "exchange"})

@@ -19,29 +19,29 @@ Invariants (`check_invariants`):
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from itertools import islice
+from time import time_ns
+from typing import TYPE_CHECKING, Final
 
 import trio
 
-from vfsd.daemon.audit.entries import PATHS_LISTED, Entry
+from vfsd.daemon.audit.entries import OBJECT_BYTES, PATHS_LISTED, Entry, size_of
+from vfsd.daemon.audit.names import Names, shortened
 from vfsd.daemon.audit.processes import Process, Processes
 from vfsd.wire.audit_messages import Overflow
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from protocol.volume import Attributes, NamedVolume, Volume
+    from protocol.volume import Volume
     from protocol.volume_extensions import CacheInvalidation
 
 AUDIT_BYTES: Final = 8 << 20
 FOLLOWER_BYTES: Final = 1 << 20
 FOLLOWERS_MAX: Final = 16
 _OPEN_MAX: Final = 256
-_PATH_BYTES: Final = 4096
 _QUIET_NS: Final = 1_000_000_000
+_DROPPED_AT_ONCE: Final = 64  # this part of the log
 
 
 class Follower:
@@ -90,19 +90,20 @@ class AuditLog:
     """
 
     def __init__(self, volume: Volume, *, starter: int = 0, limit_bytes: int = AUDIT_BYTES) -> None:
-        self._volume = volume
-        self._path_of = _shortened_paths(volume)
+        self.names = Names(volume)
         self._limit_bytes = limit_bytes
         self.processes = Processes(starter)
+        self._find = self.processes.find
         self._entries: deque[Entry] = deque()
         self._open: dict[int, Entry] = {}  # by inode
-        self._open_paths: dict[bytes | None, int] = {}  # of the entries in `_open`: the inode
+        self._open_paths: dict[bytes, int] = {}  # of the entries in `_open`: the inode
+        self._open_directories: set[bytes] | None = None  # those of `_open_paths`, or more; None if some may be missing
         self._followers: list[Follower] = []
         self._acting: dict[int, tuple[str, Process]] = {}  # by thread of this process: for whom it works
         self._last = 0
         self.bytes = 0
         self.dropped = 0
-        self.complete_since_ns = time.time_ns()
+        self.complete_since_ns = time_ns()
 
     def close(self) -> None:
         """Release the descriptors of processes."""
@@ -115,60 +116,73 @@ class AuditLog:
 
     def written(self, thread: int, inode: int, size_bytes: int, opener: object = None) -> None:
         entry = self._open.get(inode)
-        if entry is None or entry.thread != thread or opener is not None:
-            process = self._process(thread, opener)
-            if entry is None or entry.process is not process:
-                self._end_writes(inode)
-                entry = self._begin_write(thread, process, inode)
-        entry.bytes += size_bytes
-        entry.writes += 1
-        entry.until_ns = time.time_ns()
-
-    def _begin_write(self, thread: int, process: Process, inode: int) -> Entry:
-        entry = self._new("write", thread, process, self._path_of(inode))
-        entry.inode = inode
-        entry.links = self._links(inode)
+        process: Process | None = None
+        if entry is not None:
+            if entry.thread != thread or opener is not None:
+                process = self._process(thread, opener)
+            if process is None or process is entry.process:
+                entry.written_bytes += size_bytes
+                entry.writes += 1
+                entry.until_ns = time_ns()
+                return
+            self._close(entry)
+        path, links = self.names.find(inode)
         if len(self._open) >= _OPEN_MAX:
-            self._close(next(iter(self._open.values())))
+            self._close_oldest()
+        if process is None:
+            process = self._process(thread, opener) if self._acting or opener is not None else self._find(thread)
+        entry = self._add("write", thread, process, path, inode, links)
+        entry.written_bytes = size_bytes
+        entry.writes = 1
         self._open[inode] = entry
-        if entry.path is not None:
+        if path is not None:
             # A volume that learns of names as they are looked up may still have one that another file has now.
-            self._end_writes(self._open_paths.get(entry.path, 0))
-            self._open_paths[entry.path] = inode
-        self._keep(entry)
-        return entry
+            if path in self._open_paths:
+                self._end_writes(self._open_paths[path])
+            self._open_paths[path] = inode
+            self._open_directories = None
 
-    def entry_changed(self, change: str, thread: int, parent: int, name: bytes) -> None:
-        path = self._below(parent, name)
-        if change in {"unlink", "rmdir"}:
-            self._end_writes_to(path)
-        self._add(self._new(change, thread, self._process(thread), path if name else None))
+    def entry_changed(self, change: str, thread: int, parent: int, name: bytes, inode: int = 0) -> None:
+        if inode and name:
+            path = self.names.made(parent, name, inode)
+        else:
+            path = self.names.below(parent, name) if name else None
+            if change == "unlink":
+                self._end_writes(0 if path is None else self._open_paths.get(path, 0))
+                self.names.linked_or_unlinked()
+            elif change == "rmdir":
+                self.names.moved()
+        entry = self._add(change, thread, self._process(thread) if self._acting else self._find(thread), path)
+        if self._followers:
+            self._pass_on(entry)
 
     def linked(self, thread: int, inode: int, parent: int, name: bytes) -> None:
         self._end_writes(inode)
-        path = self._below(parent, name)
-        entry = self._new("link", thread, self._process(thread), path)
-        other = self._path_of(inode)
-        entry.other = None if other == path else other
-        entry.links = self._links(inode)
-        self._add(entry)
+        self.names.linked_or_unlinked()
+        path = self.names.below(parent, name)
+        other, links = self.names.find(inode)
+        entry = self._add("link", thread, self._process(thread), path, links=links)
+        if other != path:
+            self._add_other(entry, other)
+        self._pass_on(entry)
 
     def renamed(
         self, thread: int, parent: int, name: bytes, new_parent: int, new_name: bytes, *, exchange: bool
     ) -> None:
-        old, new = self._below(parent, name), self._below(new_parent, new_name)
-        self._end_writes_to(old)
-        self._end_writes_to(new)
-        entry = self._new("exchange" if exchange else "rename", thread, self._process(thread), old)
-        entry.other = new
-        self._add(entry)
+        self.names.moved()
+        old, new = self.names.below(parent, name), self.names.below(new_parent, new_name)
+        self._end_writes_to(old, and_below=True)
+        self._end_writes_to(new, and_below=exchange)
+        entry = self._add("exchange" if exchange else "rename", thread, self._process(thread), old)
+        self._add_other(entry, new)
+        self._pass_on(entry)
 
     def inode_changed(self, change: str, thread: int, inode: int) -> None:
         self._end_writes(inode)
-        entry = self._new(change, thread, self._process(thread), self._path_of(inode))
-        entry.inode = inode
-        entry.links = self._links(inode)
-        self._add(entry)
+        path, links = self.names.find(inode)
+        entry = self._add(change, thread, self._process(thread), path, inode, links)
+        if self._followers:
+            self._pass_on(entry)
 
     def denied(self, attempt: str, thread: int, path: bytes | None) -> None:
         self._add_denied(attempt, thread, self._process(thread), path)
@@ -178,9 +192,9 @@ class AuditLog:
         self._add_denied(attempt, process.pid, process, path)
 
     def _add_denied(self, attempt: str, thread: int, process: Process, path: bytes | None) -> None:
-        entry = self._new("denied", thread, process, None if path is None else _shortened(path))
+        entry = self._add("denied", thread, process, None if path is None else shortened(path))
         entry.attempt = attempt
-        self._add(entry)
+        self._pass_on(entry)
 
     # -- changes that do not come through the mount ----------------------------------------------------
     def applied(self, change: str, process: Process, changed: Iterable[bytes]) -> None:
@@ -189,7 +203,7 @@ class AuditLog:
             self._close(entry)
         paths: dict[bytes, None] = {}
         count = 0
-        for path in map(_shortened, changed):
+        for path in map(shortened, changed):
             if path in paths:
                 continue
             count += 1
@@ -197,10 +211,11 @@ class AuditLog:
                 paths[path] = None
         if not count:
             return
-        entry = self._new(change, process.pid, process, next(iter(paths)) if count == 1 else None)
+        entry = self._add(change, process.pid, process, next(iter(paths)) if count == 1 else None)
         entry.count = count
         entry.paths = tuple(paths) if count > 1 else ()
-        self._add(entry)
+        self._grow(entry, entry.measured() - entry.size_bytes)
+        self._pass_on(entry)
 
     def set_acting(self, thread: int, change: tuple[str, Process] | None) -> None:
         """Attribute the changes that `thread` of this process makes through the mount to a method and its caller."""
@@ -213,11 +228,9 @@ class AuditLog:
 
     # -- entries ---------------------------------------------------------------------------------------
     def _process(self, thread: int, opener: object = None) -> Process:
-        if thread in self._acting:
+        if self._acting and thread in self._acting:
             return self._acting[thread][1]
-        if isinstance(opener, Process):
-            return self._opener(thread, opener)
-        return self.processes.find(thread)
+        return self.processes.find(thread) if opener is None else self._opener(thread, opener)
 
     def _opener(self, thread: int, opener: object) -> Process:
         """The process that opened a file, as it is now; as it was then if it has ended."""
@@ -225,39 +238,55 @@ class AuditLog:
         now = self.processes.find(thread)
         return now if now.command and now.pid == opener.pid else opener
 
-    def _new(self, change: str, thread: int, process: Process, path: bytes | None) -> Entry:
-        self._last += 1
-        entry = Entry(self._last, time.time_ns(), change, process, thread, path)
-        entry.label = self.processes.label_of(process)
-        if entry.label is None and thread in self._acting:
-            entry.label = self._acting[thread][0]
+    def _add(
+        self, change: str, thread: int, process: Process, path: bytes | None, inode: int = 0, links: int = 1
+    ) -> Entry:
+        label = process.label
+        if self._acting or self.processes.labels:
+            label = self._label(thread, process)
+        size = OBJECT_BYTES if label is None else size_of(label)
+        if path is not None:
+            size += len(path)
+        now_ns = time_ns()
+        self._last = number = self._last + 1
+        entry = Entry(number, now_ns, now_ns, change, process, thread, path, label, size, inode, links)
+        self._entries.append(entry)
+        process.held += 1
+        if process.held == 1:
+            size += _hold_parents(process)
+        self.bytes += size
+        if self.bytes > self._limit_bytes:
+            self._drop_oldest()
         return entry
 
-    def _below(self, parent: int, name: bytes) -> bytes | None:
-        above = self._path_of(parent)
-        return None if above is None else above + b"/" + name if above else name
+    def _label(self, thread: int, process: Process) -> str | None:
+        label = self.processes.label_of(process)
+        return self._acting[thread][0] if label is None and thread in self._acting else label
 
-    def _links(self, inode: int) -> int:
-        found: Attributes | Awaitable[Attributes] | None = None
-        try:
-            found = self._volume.getattr(inode) if self._volume.capabilities.snapshots else None
-        except OSError:
-            return 0
-        # A volume with snapshots returns results, never awaitables.
-        return 1 if found is None else max(found.nlink, 1)  # type: ignore[union-attr]
+    def _add_other(self, entry: Entry, other: bytes | None) -> None:
+        if other is not None:
+            entry.other = other
+            self._grow(entry, len(other))
 
-    def _add(self, entry: Entry) -> None:
-        self._keep(entry)
-        self._pass_on(entry)
+    def _grow(self, entry: Entry, size_bytes: int) -> None:
+        """Count `size_bytes` more for the newest entry."""
+        entry.size_bytes += size_bytes
+        self.bytes += size_bytes
+        self._drop_oldest()
 
-    def _keep(self, entry: Entry) -> None:
-        self._entries.append(entry)
-        self.bytes += entry.size_bytes + _hold(entry.process)
-        while self.bytes > self._limit_bytes:
+    def _drop_oldest(self) -> None:
+        """Drop entries if they are over the limit; some more, because one at a time takes three times as long."""
+        if self.bytes <= self._limit_bytes:
+            return
+        while self.bytes > self._limit_bytes - self._limit_bytes // _DROPPED_AT_ONCE:
             oldest = self._entries.popleft()
-            if self._open.get(oldest.inode) is oldest:
+            if oldest.writes and self._open.get(oldest.inode) is oldest:
                 self._close(oldest)
-            self.bytes -= oldest.size_bytes + _release(oldest.process)
+            self.bytes -= oldest.size_bytes
+            process = oldest.process
+            process.held -= 1
+            if not process.held:
+                self.bytes -= _release_parents(process)
             self.dropped += 1
             self.complete_since_ns = oldest.until_ns
 
@@ -270,29 +299,43 @@ class AuditLog:
         del self._open[entry.inode]
         if entry.path is not None:
             self._open_paths.pop(entry.path, None)
-        self._pass_on(entry)
+        if self._followers:
+            self._pass_on(entry)
+
+    def _close_oldest(self) -> None:
+        """Close half of the entries of writes."""
+        closed = list(islice(self._open.values(), _OPEN_MAX // 2))
+        if self._followers:
+            for entry in closed:
+                self._close(entry)
+        else:
+            self._open = dict(islice(self._open.items(), len(closed), None))
+            self._open_paths = {entry.path: inode for inode, entry in self._open.items() if entry.path is not None}
 
     def _end_writes(self, inode: int) -> None:
         entry = self._open.get(inode)
         if entry is not None:
             self._close(entry)
 
-    def _end_writes_to(self, path: bytes | None) -> None:
-        """End the entries of writes to `path`, and to what is below it: it is renamed or removed."""
-        if path is None or not self._open:
+    def _end_writes_to(self, path: bytes | None, *, and_below: bool) -> None:
+        """End the entries of writes to `path`, or to what is below it, if it is a directory."""
+        if path is None or not self._open_paths:
             return
         inode = self._open_paths.get(path)
         if inode is not None:
             self._end_writes(inode)
-            return
-        prefix = path + b"/"
-        for open_path, inode in tuple(self._open_paths.items()):
-            if open_path is not None and open_path.startswith(prefix):
-                self._end_writes(inode)
+        elif and_below:
+            if self._open_directories is None:
+                self._open_directories = {each.rpartition(b"/")[0] for each in self._open_paths}
+            prefix = path + b"/"
+            if any(each == path or each.startswith(prefix) for each in self._open_directories):
+                for open_path, inode in tuple(self._open_paths.items()):
+                    if open_path.startswith(prefix):
+                        self._end_writes(inode)
 
     def close_quiet(self) -> None:
         """End the entries of writes that no further write has followed.  To be called every second."""
-        before_ns = time.time_ns() - _QUIET_NS
+        before_ns = time_ns() - _QUIET_NS
         for entry in tuple(self._open.values()):
             if entry.until_ns < before_ns:
                 self._close(entry)
@@ -336,35 +379,18 @@ class AuditLog:
         for entry in self._entries:
             for process in _chain(entry.process):
                 processes[id(process)] = process
+        assert all(entry.size_bytes == entry.measured() for entry in self._entries)
         size = sum(entry.size_bytes for entry in self._entries)
         assert self.bytes == size + sum(process.size_bytes for process in processes.values())
         assert self.bytes <= self._limit_bytes
         assert len(self._open) <= _OPEN_MAX
         assert {entry.path: inode for inode, entry in self._open.items() if entry.path is not None} == self._open_paths
+        if self._open_directories is not None:
+            assert self._open_directories >= {path.rpartition(b"/")[0] for path in self._open_paths}
         kept = set(map(id, self._entries))
         assert all(id(entry) in kept for entry in self._open.values())
+        self.names.check_invariants()
         self.processes.check_invariants()
-
-
-def _shortened_paths(volume: Volume) -> Callable[[int], bytes | None]:
-    """Return a function that tells a path of an inode, in at most about _PATH_BYTES.
-
-    A volume of another package may not know paths.
-    """
-    if not volume.capabilities.paths:
-        return lambda _inode: None
-    path_of = cast("NamedVolume", volume).path_of
-
-    def shortened(inode: int) -> bytes | None:
-        path = path_of(inode)
-        return path if path is None or len(path) <= _PATH_BYTES else _shortened(path)
-
-    return shortened
-
-
-def _shortened(path: bytes) -> bytes:
-    """Leave out the middle of a path that is longer than any system call takes (PATH_MAX, linux/limits.h)."""
-    return path if len(path) <= _PATH_BYTES else path[: _PATH_BYTES // 2] + b"/.../" + path[-_PATH_BYTES // 2 :]
 
 
 def changed_paths(invalidation: CacheInvalidation) -> Iterator[bytes]:
@@ -388,10 +414,9 @@ def _full_size(entry: Entry) -> int:
     return entry.size_bytes + sum(process.size_bytes for process in _chain(entry.process))
 
 
-def _hold(process: Process) -> int:
-    """Count a reference to `process`; return how many bytes that adds to the log."""
-    size = 0
-    at: Process | None = process
+def _hold_parents(process: Process) -> int:
+    """Count the references of a process that is held now; return how many bytes it and its parents add to the log."""
+    size, at = process.size_bytes, process.parent
     while at is not None:
         at.held += 1
         if at.held > 1:
@@ -401,10 +426,9 @@ def _hold(process: Process) -> int:
     return size
 
 
-def _release(process: Process) -> int:
-    """Drop a reference; return how many bytes that frees."""
-    size = 0
-    at: Process | None = process
+def _release_parents(process: Process) -> int:
+    """Drop the references of a process that is not held any more; return how many bytes that frees."""
+    size, at = process.size_bytes, process.parent
     while at is not None:
         at.held -= 1
         if at.held:

@@ -2,8 +2,8 @@
 
 A request's header names a thread.  `Processes.find` looks its process up before the request is answered, because the
 program may end right after.  What was found is kept by the thread's id, and is checked each time with one system call
-that takes no lock: pread(2) on an open /proc/PID/pagemap returns EINVAL for an odd offset, and nothing once the process
-has executed another program or has ended (pagemap_read, fs/proc/task_mmu.c).
+that takes no lock: pread(2) of one byte of an open /proc/PID/pagemap fails with EINVAL, and returns nothing once the
+process has executed another program or has ended (pagemap_read, fs/proc/task_mmu.c).
 
 A command line is memory of that process.  Reading it can wait for a lock that another thread of the process holds while
 it waits for the mount, or for a page that is itself a file of the mount.  So a thread reads /proc
@@ -21,6 +21,7 @@ ancestors.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
@@ -40,8 +41,16 @@ _DEPTH: Final = 16
 _OBJECT_BYTES: Final = 400  # of a `Process` and its strings without their text
 # Podman, Docker, containerd and CRI-O put the container's id into the cgroup's name.
 _CONTAINER: Final = re.compile(rb"[0-9a-f]{64}")
+_IDS: Final = re.compile(rb"^Tgid:\s*(\d+)$.*^PPid:\s*(\d+)$.*^Uid:\s*(\d+)", re.MULTILINE | re.DOTALL)  # of status
 _SUPERVISOR: Final = b"/protocol/execution/supervisor.py"
 _SUPERVISOR_ARGUMENTS: Final = 4  # its own name, the directory and two descriptors
+
+# pread(2) for the loop, where it does not wait, so that the interpreter lock is kept.  With os.pread, which raises and
+# formats the error, this check takes 3.5 times as long, and half of an entry.
+_LIBC: Final = ctypes.PyDLL(None)
+_pread: Final = _LIBC.pread64 if hasattr(_LIBC, "pread64") else _LIBC.pread
+_ONE_BYTE: Final = ctypes.c_size_t(1)
+_START: Final = ctypes.c_int64(0)
 
 
 class Process:
@@ -152,19 +161,24 @@ class _Kept:
 
     @property
     def is_current(self) -> bool:
-        if self.name >= 0:
-            try:
-                if os.pread(self.name, 64, 0).rstrip(b"\n") != self.process.name:
-                    return False
-            except OSError:  # ESRCH: the thread has ended
-                return False
-            if self.memory < 0:
-                return True
+        """Whether it still is the same.  May wait for a process that waits for nothing here."""
+        if self.name >= 0 and not self.has_name:
+            return False
+        if self.memory < 0:
+            return True
         try:
             os.pread(self.memory, 1, 0)
         except OSError:
-            return self.memory >= 0
+            return True
         return False
+
+    @property
+    def has_name(self) -> bool:
+        """Whether the thread runs, and has the name that it had."""
+        try:
+            return os.pread(self.name, 64, 0).rstrip(b"\n") == self.process.name
+        except OSError:  # ESRCH: the thread has ended
+            return False
 
     def close(self) -> None:
         for descriptor in (self.memory, self.name):
@@ -184,10 +198,11 @@ class Processes:
         self._kept_max = max(1, min(_KEPT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _DESCRIPTORS_PER_KEPT))
         self._reads = BoundedReads()
         self._daemon = os.getpid()
-        self._labels: dict[int, tuple[int, str]] = {}  # by process id: a pidfd, and the label that it was given
+        # By process id: a pidfd, and the label that it was given.  Without any, `label_of` a process is its `label`.
+        self.labels: Final[dict[int, tuple[int, str]]] = {}
         self.unknown: Final = Process(0)
         self._starters: dict[int, int] = {}  # by process id: a pidfd
-        facts = self._asked(functools.partial(_facts, starter)) if starter else None
+        facts = self._asked(functools.partial(_facts, starter, b"")) if starter else None
         for pid in () if facts is None else (facts.pid, facts.parent):
             with contextlib.suppress(OSError):
                 if pid > 1:
@@ -198,7 +213,7 @@ class Processes:
         self._reads.close()
         _close(*self._starters.values())
         self._starters.clear()
-        for pid in tuple(self._labels):
+        for pid in tuple(self.labels):
             self._remove_label(pid)
         for kept in self._kept.values():
             kept.close()
@@ -210,8 +225,10 @@ class Processes:
         For thread 0, and one that has ended, a process without facts.
         """
         kept = self._kept.get(thread)
-        if kept is not None and kept.is_current:
-            return kept.process
+        if kept is not None:
+            memory = kept.memory
+            if (kept.name < 0 or kept.has_name) and (memory < 0 or _pread(memory, None, _ONE_BYTE, _START) < 0):
+                return kept.process
         return self._look_up(thread, _DEPTH) if thread else self.unknown
 
     def find_client(self, thread: int) -> Process:
@@ -275,12 +292,12 @@ class Processes:
         if label is None:
             return
         handle = os.pidfd_open(pid)
-        if len(self._labels) >= _KEPT:
-            self._remove_label(next(iter(self._labels)))
-        self._labels[pid] = handle, label
+        if len(self.labels) >= _KEPT:
+            self._remove_label(next(iter(self.labels)))
+        self.labels[pid] = handle, label
 
     def _remove_label(self, pid: int) -> None:
-        handle, _ = self._labels.pop(pid, (-1, ""))
+        handle, _ = self.labels.pop(pid, (-1, ""))
         _close(handle)
 
     def label_of(self, process: Process) -> str | None:
@@ -288,7 +305,7 @@ class Processes:
         return self._own_label(process) or process.label or self._label_above(process)
 
     def _own_label(self, process: Process) -> str | None:
-        given = self._labels.get(process.pid)
+        given = self.labels.get(process.pid)
         if given is None:
             return None
         if not _has_ended(given[0]):
@@ -297,8 +314,6 @@ class Processes:
         return None
 
     def _label_above(self, process: Process) -> str | None:
-        if not self._labels:
-            return None
         return next(filter(None, map(self._own_label, process.parents())), None)
 
     def _inherited_label(self, process: Process) -> str | None:
@@ -316,7 +331,7 @@ class Processes:
     def check_invariants(self) -> None:
         """AssertionError if an invariant of the module's docstring does not hold."""
         assert len(self._kept) <= self._kept_max <= _KEPT
-        assert len(self._labels) <= _KEPT
+        assert len(self.labels) <= _KEPT
         for kept in self._kept.values():
             assert len(kept.process.command) <= COMMAND_BYTES
             assert len(kept.process.parents()) <= _DEPTH
@@ -336,7 +351,7 @@ def _found(thread: int, kept: Mapping[int, _Kept]) -> _Found:
     """Look a thread up."""
     # Opened first: if the process executes another program meanwhile, the next check notices.
     memory, name = _opened(thread, "pagemap"), _opened(thread, "comm")
-    facts = _facts(thread)
+    facts = _facts(thread, _read_name(name))
     parent = None if facts is None else kept.get(facts.parent)
     return _Found(facts, memory, name, has_kept_parent=parent is not None and parent.is_current)
 
@@ -383,25 +398,19 @@ def _read(thread: int, name: str, size: int) -> bytes:
         os.close(descriptor)
 
 
-def _facts(thread: int) -> _Facts | None:
-    """Read what /proc tells about a thread; None if it has ended."""
+def _facts(thread: int, name: bytes) -> _Facts | None:
+    """Read what /proc tells about a thread called `name`; None if it has ended."""
     try:
-        status = _read(thread, "status", 2048)
-        fields = dict(line.split(b":", 1) for line in status.split(b"\n") if b":" in line)
-        pid = int(fields[b"Tgid"])
-        facts = _Facts(
-            os.getsid(pid),
-            pid,
-            int(fields[b"PPid"]),
-            int(fields[b"Uid"].split()[0]),
-            _read(thread, "comm", 64).rstrip(b"\n"),
-            _read(thread, "cmdline", COMMAND_BYTES + 1),
-            None,
-        )
+        ids = _IDS.search(_read(thread, "status", 2048))
+        if ids is None:
+            return None
+        pid = int(ids[1])
+        command = _read(thread, "cmdline", COMMAND_BYTES + 1)
+        facts = _Facts(os.getsid(pid), pid, int(ids[2]), int(ids[3]), name, command, None)
         with contextlib.suppress(OSError):
             container = _CONTAINER.search(_read(thread, "cgroup", 4096))
             if container is not None:
                 return facts._replace(container=container[0][:12].decode())
-    except (OSError, KeyError, ValueError):
+    except OSError:
         return None
     return facts

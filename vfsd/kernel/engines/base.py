@@ -226,8 +226,11 @@ class ChangeObserver(Protocol):
         """Return the process of `thread` as it is now, to be given back as `opener`."""
         ...
 
-    def entry_changed(self, change: str, thread: int, parent: int, name: bytes) -> None:
-        """`name` in directory `parent` was made or removed: create, mknod, mkdir, symlink, tmpfile, unlink, rmdir."""
+    def entry_changed(self, change: str, thread: int, parent: int, name: bytes, inode: int = 0) -> None:
+        """`name` in directory `parent` was made or removed: create, mknod, mkdir, symlink, tmpfile, unlink, rmdir.
+
+        `inode`: that of a file that was made and is not a directory.
+        """
         ...
 
     def linked(self, thread: int, inode: int, parent: int, name: bytes) -> None:

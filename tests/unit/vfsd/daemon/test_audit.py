@@ -75,6 +75,77 @@ def test_random_changes_keep_the_invariants() -> None:
     log.close()
 
 
+def test_the_path_of_an_entry_is_that_of_the_moment_whatever_was_moved() -> None:
+    chosen = random.Random(11)
+    volume = MemoryVolume()
+    log = AuditLog(volume)
+    directories = {b"": ROOT_INODE}
+    files: dict[bytes, int] = {}
+    for step in range(1500):
+        above, name = chosen.choice(list(directories)), b"%d" % chosen.randrange(12)
+        path, parent = above + b"/" + name if above else name, directories[above]
+        at = chosen.choice(list(files)) if files else None
+        match chosen.randrange(8):
+            case 0 | 1 | 2 if path not in files and path not in directories:
+                files[path] = make(volume, parent, name)
+                log.entry_changed("create", 0, parent, name, files[path])
+            case 3 if path not in files and path not in directories and len(path) < 12:
+                directories[path] = volume.mkdir(parent, name, 0o755, CALLER).inode
+                log.entry_changed("mkdir", 0, parent, name)
+            case 4 if at is not None and path not in files and path not in directories:
+                volume.link(files[at], parent, name)
+                files[path] = files[at]
+                log.linked(0, files[at], parent, name)
+            case 5 if at is not None:
+                old, _, path = at.rpartition(b"/")
+                volume.unlink(directories[old], path)
+                del files[at]
+                log.entry_changed("unlink", 0, directories[old], path)
+                path = at
+            case 6 if len(directories) > 1 and path not in files and path not in directories:
+                moved = chosen.choice([*directories][1:])
+                if (path + b"/").startswith(moved + b"/"):
+                    continue
+                old, _, old_name = moved.rpartition(b"/")
+                volume.rename(directories[old], old_name, parent, name)
+                log.renamed(0, directories[old], old_name, parent, name, exchange=False)
+                for known in (directories, files):
+                    for each in [each for each in known if (each + b"/").startswith(moved + b"/")]:
+                        known[path + each[len(moved) :]] = known.pop(each)
+                path = moved
+            case 7 if at is not None:
+                log.written(0, files[at], 1)
+                names = {each for each, inode in files.items() if inode == files[at]}
+                entry = list(log.entries())[-1]
+                assert entry.path in names
+                assert entry.links == len(names)
+                log.close_writes()
+                continue
+            case _:
+                continue
+        assert list(log.entries())[-1].path == path
+        if step % 50 == 0:
+            log.check_invariants()
+    assert {entry.change for entry in log.entries()} >= {"create", "mkdir", "link", "unlink", "rename", "write"}
+    log.close()
+
+
+def test_a_change_without_reports_is_noticed() -> None:
+    volume = MemoryVolume()
+    log = AuditLog(volume)
+    directory = volume.mkdir(ROOT_INODE, b"d", 0o755, CALLER).inode
+    inode = make(volume, directory, b"f")
+    log.entry_changed("create", 0, directory, b"f", inode)
+    with log.names.suspended():  # as during a call of the control socket
+        volume.rename(ROOT_INODE, b"d", ROOT_INODE, b"e")
+        log.entry_changed("create", 0, directory, b"g", make(volume, directory, b"g"))
+        log.written(0, inode, 1)
+    log.entry_changed("create", 0, directory, b"h", make(volume, directory, b"h"))
+    assert [entry.path for entry in log.entries()] == [b"d/f", b"e/g", b"e/f", b"e/h"]
+    log.check_invariants()
+    log.close()
+
+
 def test_a_follower_holds_a_bounded_number_of_bytes_and_marks_what_it_misses() -> None:
     log = AuditLog(MemoryVolume())
     follower = log.follow(limit_bytes=50_000)

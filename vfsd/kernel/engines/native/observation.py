@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from protocol.errors import DeniedByPolicyError
-from protocol.volume import RENAME_EXCHANGE
+from protocol.volume import RENAME_EXCHANGE, Attributes
 from vfsd.kernel.engines.base import ChangeObserver, attribute_change
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.handler import BODY, Method, Request
@@ -31,15 +31,15 @@ _OWNER: Final = wire.FATTR_UID | wire.FATTR_GID
 
 def observe(operations: Operations, observer: ChangeObserver) -> None:
     """Have `operations` report changes to `observer`."""
-    for opcode, report in _Reports(observer).by_opcode.items():
-        handler = operations.table.get(opcode)
-        if handler is not None:
-            operations.table[opcode] = handler._replace(method=_reporting(handler.method, report))
-    if Opcode.OPEN in operations.table:  # the volume has a policy
-        for opcode in (Opcode.OPEN, *_Reports(observer).by_opcode):
-            handler = operations.table.get(opcode)
-            if handler is not None:
-                operations.table[opcode] = handler._replace(method=_reporting_denials(handler.method, observer))
+    table = operations.table
+    reports = _Reports(observer).by_opcode
+    for opcode, report in reports.items():
+        if opcode in table:
+            table[opcode] = table[opcode]._replace(method=_reporting(table[opcode].method, report))
+    if Opcode.OPEN in table:  # the volume has a policy
+        for opcode in (Opcode.OPEN, *reports):
+            if opcode in table:
+                table[opcode] = table[opcode]._replace(method=_reporting_denials(table[opcode].method, observer))
 
 
 def _reporting_denials(method: Method, observer: ChangeObserver) -> Method:
@@ -97,16 +97,16 @@ class _Reports:
         self._observer = observer
         self.by_opcode: Final[dict[Opcode, Report]] = {
             Opcode.WRITE: _write(observer),
+            Opcode.MKNOD: _mknod(observer),
             Opcode.COPY_FILE_RANGE: self._copy,
             Opcode.COPY_FILE_RANGE_64: self._copy,
             Opcode.SETATTR: self._setattr,
-            Opcode.MKNOD: self._mknod,
             Opcode.MKDIR: self._mkdir,
             Opcode.SYMLINK: self._symlink,
             Opcode.TMPFILE: self._tmpfile,
             Opcode.LINK: self._link,
-            Opcode.UNLINK: self._removed("unlink"),
-            Opcode.RMDIR: self._removed("rmdir"),
+            Opcode.UNLINK: _removed(observer, "unlink"),
+            Opcode.RMDIR: _removed(observer, "rmdir"),
             Opcode.RENAME: self._rename,
             Opcode.RENAME2: self._rename2,
             Opcode.FALLOCATE: self._changed("allocate"),
@@ -130,17 +130,12 @@ class _Reports:
         if change is not None and node != BARRIER_INODE:
             self._observer.inode_changed(change, _thread(message), node)
 
-    def _mknod(self, node: int, message: Request, length: int, _: object) -> None:
-        mode, _, _, name = wire.MKNOD_NAME[length](message, BODY)
-        change = "create" if stat.S_ISREG(mode) or not stat.S_IFMT(mode) else "mknod"
-        self._observer.entry_changed(change, _thread(message), node, name)
-
     def _mkdir(self, node: int, message: Request, length: int, _: object) -> None:
         self._observer.entry_changed("mkdir", _thread(message), node, wire.MKDIR_NAME[length](message, BODY)[2])
 
-    def _symlink(self, node: int, message: Request, _length: int, _: object) -> None:
+    def _symlink(self, node: int, message: Request, _length: int, made: Attributes) -> None:
         name = bytes(message[BODY : message.find(b"\0", BODY)])
-        self._observer.entry_changed("symlink", _thread(message), node, name)
+        self._observer.entry_changed("symlink", _thread(message), node, name, made.inode)
 
     def _tmpfile(self, node: int, message: Request, _length: int, _: object) -> None:
         self._observer.entry_changed("tmpfile", _thread(message), node, b"")
@@ -160,16 +155,11 @@ class _Reports:
         name, _, new_name = names.partition(b"\0")
         self._observer.renamed(_thread(message), node, name, new_parent, new_name, exchange=exchange)
 
-    def _removed(self, change: str) -> Report:
-        def remove(node: int, message: Request, length: int, _: object) -> None:
-            self._observer.entry_changed(change, _thread(message), node, wire.NAME[length](message, BODY)[0])
-
-        return remove
-
     def _changed(self, change: str) -> Report:
         return lambda node, message, _length, _: self._observer.inode_changed(change, _thread(message), node)
 
 
+# The most frequent changes.  With methods as above they take 0.2 us longer, of 4.
 def _write(observer: ChangeObserver) -> Report:
     written, route = observer.written, wire.IN_HEADER_ROUTE.unpack_from
 
@@ -178,3 +168,23 @@ def _write(observer: ChangeObserver) -> Report:
             written(route(message, 0)[3], node, count)
 
     return write
+
+
+def _mknod(observer: ChangeObserver) -> Report:
+    changed, unpack, route = observer.entry_changed, wire.MKNOD_NAME, wire.IN_HEADER_ROUTE.unpack_from
+
+    def mknod(node: int, message: Request, length: int, made: Attributes) -> None:
+        mode, _, _, name = unpack[length](message, BODY)
+        change = "create" if stat.S_ISREG(mode) or not stat.S_IFMT(mode) else "mknod"
+        changed(change, route(message, 0)[3], node, name, made.inode)
+
+    return mknod
+
+
+def _removed(observer: ChangeObserver, change: str) -> Report:
+    changed, unpack, route = observer.entry_changed, wire.NAME, wire.IN_HEADER_ROUTE.unpack_from
+
+    def remove(node: int, message: Request, length: int, _: object) -> None:
+        changed(change, route(message, 0)[3], node, unpack[length](message, BODY)[0])
+
+    return remove

@@ -412,7 +412,7 @@ class Handlers(pyfuse3.Operations):
             raise pyfuse3.FUSEError(errno.ESTALE) from None
         entry = self._fill(made, self._timeout_s)
         if self.observer is not None:
-            self.observer.entry_changed("create", ctx.pid, parent_inode, name)
+            self.observer.entry_changed("create", ctx.pid, parent_inode, name, made.inode)
         return await self._open(entry.st_ino, flags & ~os.O_TRUNC, ctx), entry
 
     @_handler
