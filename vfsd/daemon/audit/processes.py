@@ -21,7 +21,6 @@ ancestors.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import os
@@ -31,6 +30,7 @@ import select
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple, TypeVar
 
+from protocol.linux.syscalls import fails_to_read
 from vfsd.machine.bounded_reads import BoundedReads, UnansweredError
 
 T = TypeVar("T")
@@ -44,13 +44,6 @@ _CONTAINER: Final = re.compile(rb"[0-9a-f]{64}")
 _IDS: Final = re.compile(rb"^Tgid:\s*(\d+)$.*^PPid:\s*(\d+)$.*^Uid:\s*(\d+)", re.MULTILINE | re.DOTALL)  # of status
 _SUPERVISOR: Final = b"/protocol/execution/supervisor.py"
 _SUPERVISOR_ARGUMENTS: Final = 4  # its own name, the directory and two descriptors
-
-# pread(2) for the loop, where it does not wait, so that the interpreter lock is kept.  With os.pread, which raises and
-# formats the error, this check takes 3.5 times as long, and half of an entry.
-_LIBC: Final = ctypes.PyDLL(None)
-_pread: Final = _LIBC.pread64 if hasattr(_LIBC, "pread64") else _LIBC.pread
-_ONE_BYTE: Final = ctypes.c_size_t(1)
-_START: Final = ctypes.c_int64(0)
 
 
 class Process:
@@ -227,7 +220,7 @@ class Processes:
         kept = self._kept.get(thread)
         if kept is not None:
             memory = kept.memory
-            if (kept.name < 0 or kept.has_name) and (memory < 0 or _pread(memory, None, _ONE_BYTE, _START) < 0):
+            if (kept.name < 0 or kept.has_name) and (memory < 0 or fails_to_read(memory)):
                 return kept.process
         return self._look_up(thread, _DEPTH) if thread else self.unknown
 
