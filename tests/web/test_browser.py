@@ -72,7 +72,7 @@ def test_from_the_timeline_to_a_diff_and_a_restore_that_is_undone(page: Page, ro
     page.click("button:text('Restore')")
     assert "Restored a.txt from one" in page.inner_text("h1")
     assert "SECOND" not in (root / "a.txt").read_text()
-    page.dblclick("button:text('Undo')")  # a form is sent once
+    page.locator("button:text('Undo')").evaluate("each => { each.click(); each.click(); }")  # a form is sent once
     page.wait_for_selector("h1:has-text('Undid')")
     assert "SECOND" in (root / "a.txt").read_text()
     page.click("button:text('Redo')")

@@ -122,7 +122,7 @@ class DirectoryEntries:
         return self._enter(directory, name, node)
 
     def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
-        directory = self._room_for(parent, name)
+        directory = self._room_for(parent, name, is_directory=True)
         inherited = directory.mode & stat.S_ISGID
         node = self._new(directory, stat.S_IFDIR | (mode & 0o7777) | inherited, caller)
         return self._enter(directory, name, node)
@@ -295,7 +295,7 @@ class DirectoryEntries:
         except KeyError:
             raise not_found(name) from None
 
-    def _room_for(self, parent: int, name: bytes, inodes: int = 1) -> Inode:
+    def _room_for(self, parent: int, name: bytes, inodes: int = 1, *, is_directory: bool = False) -> Inode:
         """Return the directory after checking that `name` can be made in it."""
         if self._state.read_only:
             raise os_error(errno.EROFS)
@@ -315,7 +315,7 @@ class DirectoryEntries:
         if self._ledger.metadata > limits.checked_metadata:
             limits.check_entry()
         if self._check_new_name is not None:
-            self._check_new_name(directory, name)
+            self._check_new_name(directory, name, is_directory)
         return directory
 
     def _new(self, directory: Inode, mode: int, caller: Caller) -> Inode:

@@ -60,14 +60,15 @@ class MemoryState:
     """The live inodes with their counters, undo log and memory ledger.
 
     A subclass over another source of inodes replaces `lock`, which the caller of a changing operation holds, and
-    `check_new_name`, which refuses a name in a directory (None: every valid name is allowed).
+    `check_new_name`, which refuses a name in a directory, for a directory or for something else (None: every valid name
+    is allowed).
     """
 
     def __init__(self, clock: Callable[[], int], uid: int, gid: int) -> None:
         self.clock = clock
         self.read_only = False
         self.lock: AbstractContextManager[object] = nullcontext()
-        self.check_new_name: Callable[[Inode, bytes], None] | None = None
+        self.check_new_name: Callable[[Inode, bytes, bool], None] | None = None
         self.inodes: dict[int, Inode] = {}
         self.lookups: dict[int, int] = {}  # of each inode that has any
         self.orphans: set[int] = set()

@@ -563,10 +563,10 @@ class OverlayState(MemoryState):
         _count_entries(new)
         super().move_entry(old, old_name, new, new_name, inode)
 
-    def _check_new_name(self, directory: Inode, name: bytes) -> None:
-        """Raise EPERM if `name` is hidden as a directory or as a file: the caller does not know yet which it makes."""
-        self.check_name(directory, name, is_directory=True)
-        self.check_name(directory, name, is_directory=False)
+    def _check_new_name(self, directory: Inode, name: bytes, is_directory: bool) -> None:
+        if self.path_filter:
+            self.check_name(directory, name, is_directory=is_directory)
+            self.check_collision(directory, name)
 
     def check_name(self, directory: Inode, name: bytes, *, is_directory: bool) -> None:
         """Raise EPERM if `name` in `directory` is hidden: it could collide with a hidden entry below."""

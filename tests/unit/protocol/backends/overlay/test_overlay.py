@@ -420,6 +420,20 @@ def test_what_is_excluded_is_absent_and_cannot_be_made(below: Path) -> None:
     volume.check_invariants()
 
 
+def test_a_directory_can_be_made_although_only_some_files_are_shown(below: Path) -> None:
+    (below / "notes").touch()
+    volume, fs = over(below, include=["*.c"])
+    fs.directory(b"made")
+    fs.file(b"made/new.c")
+    for name in (b"made/new.txt", b"notes"):
+        with fails(errno.EPERM):
+            fs.file(name)
+    with fails(errno.EPERM):
+        fs.directory(b"notes")  # a hidden file has the name
+    assert fs.names(b"made") == [b"new.c"]
+    volume.check_invariants()
+
+
 def test_a_rename_takes_no_name_that_a_hidden_entry_of_another_type_has(below: Path) -> None:
     for name in ("out", "src/out"):
         (below / name).mkdir()
@@ -428,6 +442,10 @@ def test_a_rename_takes_no_name_that_a_hidden_entry_of_another_type_has(below: P
     for name in (b"out", b"src/out"):
         with fails(errno.EPERM):
             fs.rename(b"README", name)
+        with fails(errno.EPERM):
+            fs.file(name)
+    fs.file(b"src/deep/out")  # nothing below has the name
+    fs.unlink(b"src/deep/out")
     fs.rename(b"README", b"other/out")  # a visible file, which is replaced
     fs.rename(b"other/out", b"src/deep/out")
     volume.check_invariants()
