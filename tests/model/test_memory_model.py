@@ -84,6 +84,7 @@ def tree_entries(root: Node) -> Iterator[tuple[TreeEntry, bytes]]:
                 node.rdev,
                 node.target,
                 node.xattrs,
+                node.ctime,
             ),
             node.data,
         )
