@@ -276,7 +276,7 @@ class OverlayMachine(MemoryMachine):
 
 
 class LayerMachine(OverlayMachine):
-    """The same over an archive or a stored snapshot, which know neither ctimes nor holes."""
+    """The same over an archive or a stored snapshot, which know no holes.  An archive does not know ctimes either."""
 
     layer: Layer
 
@@ -288,7 +288,8 @@ class LayerMachine(OverlayMachine):
 
     def node(self, path: bytes, known: dict[int, Met]) -> Met:
         node = super().node(path, known)
-        node.ctime = node.mtime
+        if self.layer == "archive":
+            node.ctime = node.mtime
         node.written = frozenset(range(page_up(len(node.data)))) if node.is_file else node.written
         return node
 
