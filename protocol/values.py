@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Value"]
 
-_FIELDS: Final = "__dataclass_fields__"
-
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Value(msgspec.Struct, frozen=True):
@@ -31,15 +29,18 @@ class Value(msgspec.Struct, frozen=True):
         __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-class _DataclassFields:
-    """The attribute of a class by which the module `dataclasses` recognises dataclasses, computed when it is read."""
+class _DataclassAttribute:
+    """An attribute by which `dataclasses` and `pprint` know a dataclass, computed when it is read."""
 
-    def __get__(self, instance: object, owner: type[Value]) -> dict[str, Field[Any]]:
-        return _fields_of(owner)
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type[Value]) -> Any:
+        return getattr(_dataclass_of(owner), self._name)
 
 
 @functools.cache  # milliseconds, and `dataclasses.replace` asks each time
-def _fields_of(owner: type[Value]) -> dict[str, Field[Any]]:
+def _dataclass_of(owner: type[Value]) -> type:
     import dataclasses  # noqa: PLC0415 (start-up: few programs ask for it)
 
     names, defaults = owner.__struct_fields__, owner.__struct_defaults__
@@ -53,8 +54,7 @@ def _fields_of(owner: type[Value]) -> dict[str, Field[Any]]:
             fields.append((name, Any, dataclasses.field(default_factory=default.factory)))
         else:
             fields.append((name, Any, dataclasses.field(default=default)))
-    made = dataclasses.make_dataclass(owner.__name__, fields)
-    return made.__dataclass_fields__  # type: ignore[attr-defined, no-any-return]
+    return dataclasses.make_dataclass(owner.__name__, fields)
 
 
 class _Probe(msgspec.Struct):
@@ -62,4 +62,5 @@ class _Probe(msgspec.Struct):
 
 
 _FACTORY: Final[Any] = type(_Probe.__struct_defaults__[0])  # msgspec does not export the type of a default factory
-setattr(Value, _FIELDS, _DataclassFields())
+for _name in ("__dataclass_fields__", "__dataclass_params__"):
+    setattr(Value, _name, _DataclassAttribute(_name))

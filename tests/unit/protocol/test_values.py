@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import pprint
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -74,6 +75,7 @@ def test_the_module_dataclasses_takes_it_for_a_dataclass() -> None:
     assert defaults["y"] == 0
     assert dataclasses.fields(Point)[3].default_factory is dict
     assert dataclasses.replace(Point(1, 2), y=5) == Point(1, 5)
+    assert pprint.pformat(Point(1)) == repr(Point(1))
     assert dataclasses.asdict(Point(1)) == {"x": 1, "y": 0, "names": (), "notes": {}, "share": None}
     assert [field.name for field in dataclasses.fields(NoDefault)] == ["x"]
 
