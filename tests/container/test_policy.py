@@ -86,7 +86,7 @@ def test_no_system_call_changes_what_is_protected_or_makes_what_is_hidden(worksp
 
 
 def test_the_daemon_respects_it_and_programs_in_the_container_do_not(
-    workspace: Workspace, container: Container, tmp_path: Path
+    workspace: Workspace, container: Container, tmp_path: Path, workdir: Path
 ) -> None:
     root = Path(workspace.path)
     assert workspace.export(tmp_path / "out.zip").hidden == HIDDEN_COUNT
@@ -100,6 +100,11 @@ def test_the_daemon_respects_it_and_programs_in_the_container_do_not(
     assert (root / "free").read_text() == "free"
     assert not {".env", "private", RAW_HIDDEN} & set(os.listdir(root / ".snapshots/kept"))
 
+    with workspace.fork(workdir / "fork") as fork:
+        assert fork.policy() == workspace.policy()
+        fails(errno.ENOENT, Path(fork.path, ".env").lstat)
+        fails(errno.EPERM, lambda: Path(fork.path, "vendor/lib").write_text("x"))
+        assert fork.export(tmp_path / "fork.zip").hidden == HIDDEN_COUNT  # the fork has them
     workspace.policy(protect=["free"], hide=[os.fsdecode(b"sr[b-\xff]"), "hidden/seen"])
     fails(errno.EPERM, lambda: (root / "free").write_text("x"))
     fails(errno.ENOENT, (root / "src").lstat)
