@@ -28,7 +28,7 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
         return json.loads(succeeded(vfsd("-w", workspace.name, "--json", *words)))
 
     (root / "file").write_text("one\n")
-    second, archive = workdir / "second", str(workdir / "a.zip")
+    second, archive, remote = workdir / "second", str(workdir / "a.zip"), f"file://{workdir}/remote"
     second.mkdir()
     answers = {"snapshot": answer("snapshot", "s")}
     (root / "file").write_text("two\n")
@@ -41,6 +41,8 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
         ("diff --patch",),
         ("log",),
         ("export", archive),
+        ("push", remote, "--snapshot", "s"),
+        ("pull", f"{remote}#s", "--store", str(workdir / "pulled")),
         ("restore", "s"),
         ("import", archive),
         ("drop", "s"),
