@@ -142,6 +142,10 @@ def _leave_out_long_tests(config: pytest.Config, items: list[pytest.Item]) -> No
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # some hundred thousand objects, which each later collection would visit
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     item.config.stash[_HANG_WATCH].test_begins()
     if item.get_closest_marker("fuse"):
