@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import pyfuse3
 import trio
 
 from protocol.backends.memory import MemoryVolume
@@ -108,8 +109,8 @@ class Served:
 def served(directory: str, user: int = 0, **settings: Any) -> Iterator[Served]:
     """A mount at `directory`/mnt, gone at the end; `settings` for EngineSettings and MemoryVolume, and `engine`.
 
-    `user`: what the child runs as, once it has mounted.  `expected_log`: a part of its log, which
-    is empty otherwise."""
+    `user`: what the child runs as, once it has mounted.  `withdraws`: the child can `withdraw`.  `expected_log`: a part
+    of its log, which is empty otherwise."""
     path = os.path.join(directory, "mnt")
     os.mkdir(path)
     log = os.path.join(directory, "log")
@@ -158,6 +159,9 @@ class _Child:
         self.volume = MemoryVolume(max_bytes=settings.pop("max_bytes", None))
         self.user = settings.pop("user")
         faults = settings.pop("faults", None)
+        self.withdraws = settings.pop("withdraws", False)
+        self.victim: int | None = None
+        self.found_empty: bool | None = None
         kind = {"pyfuse3": Pyfuse3Engine, "native": NativeEngine}[settings.pop("engine", "pyfuse3")]
         self.replay = Replay(self.volume, mountpoint)
         subject: Any = _Faulty(self.volume, faults) if faults else self.volume
@@ -168,6 +172,8 @@ class _Child:
 
     async def run(self) -> None:
         self.engine.mount()
+        if self.withdraws:
+            self.kill_in_time()
         if self.user:
             os.setegid(self.user)
             os.seteuid(self.user)
@@ -208,26 +214,27 @@ class _Child:
     async def answered_all_before(self) -> bool:
         return await self.engine._has_answered_all_before()  # type: ignore[attr-defined]  # pyfuse3's
 
-    async def withdraw(self, pid: int) -> None:
-        """Kill `pid` once its request has woken pyfuse3's loop, before the loop reads the request.
+    def kill_in_time(self) -> None:
+        """Have pyfuse3's loop kill `victim`, if it is set, when it is about to read a request."""
+        name = "_wait_fuse_readable"
+        wait = vars(pyfuse3)[name]
 
-        That takes effect after the next request, for which the loop waits already.
-        """
-        self.found_empty: bool | None = None
-        wait_readable = trio.lowlevel.wait_readable
-        device = self.engine._fd  # type: ignore[attr-defined]  # pyfuse3's
-        victim = os.pidfd_open(pid)
-
-        async def wait(descriptor: int) -> None:
-            await wait_readable(descriptor)
-            if descriptor == device:
-                trio.lowlevel.wait_readable = wait_readable
+        async def wait_and_kill() -> bool:
+            is_readable: bool = await wait()
+            if self.victim is not None:
+                victim, self.victim = self.victim, None
                 signal.pidfd_send_signal(victim, signal.SIGKILL)
                 assert readable(victim, 20)  # it has ended
                 os.close(victim)
-                self.found_empty = not readable(descriptor, 0)
+                self.found_empty = not readable(self.engine._fd, 0)  # type: ignore[attr-defined]  # pyfuse3's
+            return is_readable
 
-        trio.lowlevel.wait_readable = wait
+        vars(pyfuse3)[name] = wait_and_kill
+
+    async def withdraw(self, pid: int) -> None:
+        """Kill `pid`, which makes the next request, right before the loop reads that request."""
+        self.found_empty = None
+        self.victim = os.pidfd_open(pid)
 
     async def withdrew(self) -> bool | None:
         """Whether the device was empty after `withdraw`; None if that has not happened yet."""

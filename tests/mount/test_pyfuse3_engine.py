@@ -122,19 +122,18 @@ def test_a_mount_in_use_is_let_go_of_all_the_same(tmp_path):
     os.close(opened)
 
 
-def test_requests_whose_callers_are_killed_before_they_are_read_do_not_stop_the_loop(mount):
-    os.path.exists(mount.path + "/before")  # from now on the kernel has the root's attributes: one request for a name
+def test_requests_whose_callers_are_killed_before_they_are_read_do_not_stop_the_loop(tmp_path):
     look = "import os, sys; sys.stdin.read(); os.path.exists(sys.argv[1])"
-    for number in range(3):
-        victim = subprocess.Popen([sys.executable, "-c", look, f"{mount.path}/v{number}"], stdin=subprocess.PIPE)
-        mount.call("withdraw", pid=victim.pid)
-        os.path.exists(f"{mount.path}/armed{number}")
-        victim.communicate()
-        assert victim.returncode == -signal.SIGKILL
-        # No other request comes, which would end a read that waits.
-        mount.ask("withdrew")
-        assert mount.answer(patience_s=20), "the request was read before its caller was killed"
-    assert not os.path.exists(mount.path + "/after")
+    with served(str(tmp_path), withdraws=True) as child:
+        for number in range(3):
+            victim = subprocess.Popen([sys.executable, "-c", look, f"{child.path}/{number}"], stdin=subprocess.PIPE)
+            child.call("withdraw", pid=victim.pid)
+            victim.communicate()
+            assert victim.returncode == -signal.SIGKILL
+            # No other request comes, which would end a read that waits.
+            child.ask("withdrew")
+            assert child.answer(patience_s=20), "the request was read before its caller was killed"
+        assert not os.path.exists(child.path + "/after")
 
 
 # -- what the kernel keeps ---------------------------------------------------------------------
