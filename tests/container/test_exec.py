@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -15,6 +16,7 @@ from protocol.backends.container.podman.service import Container, PodmanService
 from tests.container.conftest import StartContainer, inside
 from tests.mount.conftest import mounted, socket_of
 from tests.support.exec_suite import ExecSuite, Where, line_of, run, started
+from tests.support.fork_server import wait_until
 from vfsd.client.workspace import Workspace
 
 
@@ -68,21 +70,28 @@ class TestInAnImagesContainer(ExecSuite):
         yield from one_for_all(session_dir, podman, backend=f"image:{busybox_image}", cache_timeout_s=0)
 
 
+@pytest.mark.parametrize("keeper", [False, True], ids=["next mount", "keeper"])
 def test_what_a_killed_daemon_left_in_a_container_that_stays_is_ended_by_the_next(
-    start_container: StartContainer, podman: PodmanService, workdir: Path
+    start_container: StartContainer, podman: PodmanService, workdir: Path, keeper: bool
 ) -> None:
     container = start_container()
     inside(container, "mkdir /workspace; setsid sleep 9000 > /dev/null 2>&1 &")
     (workdir / "m").mkdir()
-    options: dict[str, Any] = {"name": workdir.name, "podman_url": podman.address.url}
+    options: dict[str, Any] = {"name": workdir.name, "podman_url": podman.address.url, "keeper": keeper}
     first = Workspace.mount(workdir / "m", f"container:{container.name}", **options)
     where = where_of(first, container)
     with started(where, "--", "sh", "-c", "setsid sleep 7005 & echo ready; exec sleep 7005") as client:
         assert line_of(client) == b"ready\n"
         os.kill(first.pid, signal.SIGKILL)
         assert client.wait(60) == 125
-    assert where.running("sleep 7005") > 0
-    with Workspace.mount(workdir / "m", f"container:{container.name}", **options):
+    assert keeper or where.running("sleep 7005") > 0
+    if keeper:
+        wait_until(lambda: Workspace.attach(workdir.name).pid != first.pid, "a replacement")
+        following = Workspace.attach(workdir.name)
+    else:
+        following = Workspace.mount(workdir / "m", f"container:{container.name}", **options)
+    with contextlib.ExitStack() as stack:
+        stack.callback(following.unmount)
         assert run(where, "--", "true").returncode == 0
         assert (where.running("sleep 7005"), where.running("sleep 9000")) == (0, 1)
 

@@ -54,6 +54,11 @@ class ContainerStatus(Protocol):
         """Whether requests are answered; if not, they fail with EIO."""
         ...
 
+    @property
+    def was_restarted(self) -> bool:
+        """Whether another daemon could not continue the mount, because the container was restarted since."""
+        ...
+
     async def describe(self) -> str:
         """The state of the container in words."""
         ...

@@ -73,7 +73,9 @@ class TransportConnection(Generic[S]):
         self.target: Final = target
         self.transport: Final = transport
         self._longest_pause_s = longest_pause_s
-        self.volume: Final = ReconnectingVolume(read_only=read_only, supports_acl=transport.supports_acl)
+        self.volume: Final = ReconnectingVolume(
+            read_only=read_only, supports_acl=transport.supports_acl, recoverable=transport.is_recoverable
+        )
         self._last_error = ""
         self._reason = ""
         self._invalidate: InvalidateCaches | None = None
@@ -121,6 +123,11 @@ class TransportConnection(Generic[S]):
         """Whether the volume answers."""
         return self.volume.connected
 
+    @property
+    def was_restarted(self) -> bool:
+        """Whether another process could not continue (`ReconnectingVolume.keep_log`), because of a restart."""
+        return self.volume.is_translated
+
     async def describe(self) -> str:
         """The status of the container (or command) in words."""
         try:
@@ -148,7 +155,7 @@ class TransportConnection(Generic[S]):
         try:
             async with trio.open_nursery() as nursery:
                 volume = await self.transport.open(state, nursery)
-                await connected(await self.volume.connect(volume))
+                await connected(await self.volume.connect(volume, self.transport.run))
                 reason = await self.transport.wait_lost()
                 nursery.cancel_scope.cancel()
         except* Exception as group:

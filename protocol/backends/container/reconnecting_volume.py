@@ -9,6 +9,10 @@ Guarantees, whatever the container does:
   only open) fails with ESTALE from then on.
 - A number is not given to a second file while the kernel holds it, whatever numbers the new volume uses.
 
+With a keeper another process may continue to serve the kernel (`keep_log`).  It connects a volume that continues the
+log of the one before, so numbers mean the same, and no request is executed twice.  That needs the same run of the
+container.
+
 Threading: the serving loop.  `disconnect` is one step; `connect` may await the new volume's answers, and meanwhile the
 mount goes on answering EIO.
 """
@@ -18,7 +22,10 @@ from __future__ import annotations
 import errno
 import stat
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, TypeVar, cast
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+
+from msgspec.structs import replace
 
 from protocol.backends.container.inode_map import DentryKey, File, InodeMap
 from protocol.diff.tree_diff import Change
@@ -38,13 +45,29 @@ from protocol.volume import (
     Volume,
     VolumeCapabilities,
 )
+from protocol.volume_durability import RecoverableVolume, recoverable
 from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, checkable
+
+if TYPE_CHECKING:
+    from protocol.linux.shared_log import SharedLog
+    from protocol.volume_durability import AnsweringVolume
 
 T = TypeVar("T")
 R = TypeVar("R")
 _DOTS: Final = frozenset({b".", b".."})
 # A lookup's errors for a file that does not exist; any other error is a failure of the transport.
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP, errno.EXDEV, errno.EACCES})
+# The words of the log's slot that the connected volume does not use.
+_RUN: Final = 400  # the run of the container
+_IS_TRANSLATED: Final = 401  # 1: the kernel has numbers of an earlier run
+
+
+class NamedRecoverableVolume(RecoverableVolume, Protocol):
+    """A connected volume that declares `recoverable`: its numbers mean the same in the next process."""
+
+    def known_names(self) -> Iterator[tuple[int, int, Sequence[DentryKey]]]:
+        """Yield number, type bits and names (the last seen one last) of each inode that the kernel knows."""
+        ...
 
 
 class _Renumbered:
@@ -67,11 +90,14 @@ def _renumbered(number: int, attributes: Attributes) -> Attributes:
 class ReconnectingVolume:
     """Implements `protocol.volume.Volume` over the volume that `connect` was last given; see the module."""
 
-    def __init__(self, *, read_only: bool = False, supports_acl: bool = False) -> None:
+    def __init__(self, *, read_only: bool = False, supports_acl: bool = False, recoverable: bool = False) -> None:
         self.read_only = read_only
-        self.capabilities: Final = VolumeCapabilities(
-            external_changes=True, self_check=True, acls=supports_acl, paths=True
+        self.capabilities = VolumeCapabilities(
+            external_changes=True, self_check=True, acls=supports_acl, paths=True, recoverable=recoverable
         )
+        self._log: SharedLog | None = None
+        self._is_resumed = False  # another process has served the kernel, and no volume is connected yet
+        self._answering: Callable[[int], None] = _ignore
         self._volume: Volume | None = None
         self._next_volume: Volume | None = None  # while `connect` looks up files in it
         self._map = InodeMap()
@@ -81,22 +107,61 @@ class ReconnectingVolume:
     def connected(self) -> bool:
         return self._volume is not None
 
+    @property
+    def is_translated(self) -> bool:
+        """Whether another process could not continue, because the kernel has numbers of an earlier run."""
+        return self._log is not None and bool(self._log.slot[_IS_TRANSLATED])
+
+    # -- a kernel that several processes serve -----------------------------------------------
+    def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
+        """See `protocol.volume_durability.RecoverableVolume`; the volumes that are connected keep the log."""
+        self._log, self._is_resumed = log, is_known
+        self.capabilities = replace(self.capabilities, answers_once=True)
+
+    def answering(self, unique: int) -> None:
+        """See `protocol.volume_durability.AnsweringVolume`."""
+        self._answering(unique)
+
+    def _keep(self, volume: NamedRecoverableVolume, log: SharedLog, run: str) -> None:
+        """Have `volume` continue the log, or begin it.  OSError (ESTALE) if it cannot continue it."""
+        number = int.from_bytes(blake2b(run.encode(), digest_size=8).digest())
+        if self._is_resumed:
+            if log.slot[_RUN] != number or log.slot[_IS_TRANSLATED]:
+                raise OSError(errno.ESTALE, "the container was restarted since the mount was made, so it cannot go on")
+            volume.keep_log(log, is_known=True)
+            for inode, kind, dentries in volume.known_names():
+                file = self._map.resume(inode, kind)
+                for dentry in dentries:
+                    self._map.put(file, dentry)
+            self._is_resumed = False
+        else:
+            log.slot[_IS_TRANSLATED] = self._run > 0
+            log.slot[_RUN] = number
+            volume.keep_log(log, is_known=False)
+        self._answering = cast("AnsweringVolume", volume).answering
+
     # -- connecting ------------------------------------------------------------------------
     def disconnect(self) -> CacheInvalidation:
         """Fail every request with EIO from now on.  Returns what to invalidate so that the kernel sends requests."""
         self._volume = None
+        self._answering = _ignore
         self._run += 1
         self._map.detach()
         return self.cached_by_kernel()
 
-    async def connect(self, volume: Volume) -> CacheInvalidation:
+    async def connect(self, volume: Volume, run: str = "") -> CacheInvalidation:
         """Serve `volume` from now on.  Returns what to invalidate, because the kernel has cached the last volume.
 
-        OSError if the volume fails meanwhile; then nothing has changed.
+        `run` identifies the run of the container.  OSError if the volume fails meanwhile; then nothing has changed.
         """
         self._next_volume = volume
+        kept = recoverable(volume)
+        is_continued = self._is_resumed
         try:
-            await self._find_again(volume)
+            if self._log is not None and kept is not None:
+                self._keep(cast("NamedRecoverableVolume", kept), self._log, run)
+            if not is_continued:
+                await self._find_again(volume)
         except BaseException:
             self._map.detach()
             raise
@@ -343,6 +408,10 @@ class ReconnectingVolume:
         beneath = checkable(self._volume) if self._volume is not None else None
         if beneath is not None:
             beneath.check_invariants()
+
+
+def _ignore(_unique: int) -> None:
+    pass
 
 
 async def _result(answer: Answer[T]) -> T:

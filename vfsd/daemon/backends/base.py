@@ -29,6 +29,7 @@ class Backend(Value):
     `container`: the container that holds the volume, in which commands run.
     `recovered`: one sentence on what an interrupted apply or restore left in the directory, for the user.
     `held`: descriptors whose duplicates keep what the volume needs while no daemon runs, such as a lease.
+    `why_not_kept`: why another daemon could not continue, in words; None if it can.
     `stored`: the snapshots of a volume that does not keep them in memory; they are in a store.
     """
 
@@ -40,6 +41,7 @@ class Backend(Value):
     container: ContainerWorkspace | None = None
     recovered: str | None = None
     held: tuple[int, ...] = ()
+    why_not_kept: str | None = None
     stored: Stored | None = None
 
 

@@ -56,6 +56,7 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
         cache_timeout_s(options),
         close=workspace.close,
         connection=workspace.connection,
+        why_not_kept=None if workspace.connection.transport.is_recoverable else "not with the transport agent",
         container=workspace,
         recovered=describe_interrupted(stored),
         stored=stored,

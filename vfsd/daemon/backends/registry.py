@@ -10,6 +10,7 @@ Then `vfsd mount DIR --backend toy:ARGUMENT` calls `open_toy(options, progress)`
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
@@ -31,6 +32,21 @@ _BUILT_IN: Final = {
     "image": ("vfsd.daemon.backends.container", "open_container"),
     "exec": ("vfsd.daemon.backends.exec", "open_exec"),
 }
+
+
+# What an opener imports only when it is called, because it takes long.
+_DEFERRED: Final = {"container": "protocol.backends.container.workspace"}
+
+
+def import_backend(kind: str) -> None:
+    """Import what opening a backend of `kind` imports, so that processes that are forked later have it already.
+
+    A package that is missing is reported when the backend is opened.
+    """
+    with contextlib.suppress(ImportError):
+        load_opener(kind)
+        if kind in _DEFERRED:
+            import_module(_DEFERRED[kind])
 
 
 def open_backend(options: MountOptions, progress: ByteProgress = no_progress) -> Backend:

@@ -136,10 +136,15 @@ class Methods:
 
     @property
     def _keeper(self) -> str | None:
+        container = self._mounted.container
         if self._start.kept is not None:
+            if container is not None and container.was_restarted:
+                return "none any more: the container was restarted; unmount and mount again when no program uses it"
             return self._start.kept.state
-        has_none = self._options.backend.kind in {"container", "image", "exec"}
-        return "none for this backend: if the daemon dies, mount the workspace again" if has_none else None
+        kind = self._options.backend.kind
+        has_none = kind in {"image", "exec"} or (kind == "container" and self._options.keeper)
+        what = "transport or engine" if kind == "container" else "backend"
+        return f"none for this {what}: if the daemon dies, mount the workspace again" if has_none else None
 
     async def _status(self, _params: Empty, _call: CallContext) -> StatusResult:
         options, engine, snapshots = self._options, self._mounted.engine, self._snapshots

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from protocol.linux.shared_log import SharedLog
+from vfsd.daemon.backends import registry
 from vfsd.daemon.keeper import stuck
 from vfsd.daemon.keeper.kept import (
     DEATHS_MAX,
@@ -67,8 +68,12 @@ Serve = Callable[[Kept], int]  # serves the workspace in the new process; return
 def is_wanted(options: MountOptions) -> bool:
     """Whether a daemon with these options has a keeper."""
     workspace = options.workspace
-    kind = workspace.backend.kind
-    is_possible = kind == "host" or (options.journal.persist and kind in {"memory", "overlay"})
+    kind, transport = workspace.backend.kind, options.container.transport
+    is_possible = (
+        kind == "host"
+        or (kind == "container" and (transport == "rootfs" or (transport == "auto" and os.geteuid() == 0)))
+        or (options.journal.persist and kind in {"memory", "overlay"})
+    )
     return is_possible and workspace.keeper and options.kernel.engine in {"auto", "native"}
 
 
@@ -94,6 +99,7 @@ class Keeper:
         Return the exit status of the process: in the keeper that of the last daemon.  `close` closes what belongs to
         the first daemon only.
         """
+        registry.import_backend(self._options.workspace.backend.kind)
         gc.collect()
         gc.freeze()  # a collection would copy every page that the processes share
         status = self._fork(start)

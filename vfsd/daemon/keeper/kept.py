@@ -173,14 +173,14 @@ class Kept:
         """Count work for a client of the control socket, as the engine counts the kernel's requests."""
         self._memory[ANSWERED] += 1
 
-    def begin(self, engine: Engine, others: Sequence[int] = ()) -> None:
-        """Have the keeper keep the mount from now on; `why_not` says why, if that is impossible.
+    def begin(self, engine: Engine, others: Sequence[int] = (), why_not: str | None = None) -> None:
+        """Have the keeper keep the mount from now on; `self.why_not` says why, if that is impossible.
 
-        `others`: descriptors to hold with it, as long as the mount exists.
+        `others`: descriptors to hold with it, as long as the mount exists.  `why_not`: why it is not to be kept.
         """
         self._memory[DAEMON] = os.getpid()
         self._memory[SERVING_NS] = time.monotonic_ns()
-        self.why_not = self._begin(engine, others)
+        self.why_not = why_not or self._begin(engine, others)
         self.is_kept = self.why_not is None
         interpreter.end_with_parent(0)
 

@@ -33,6 +33,8 @@ class HelperTransport(ABC, Generic[S]):
     """
 
     name: Final = "agent"
+    is_recoverable: Final = False
+    run: Final = ""
 
     def __init__(self, *, place: str = "", read_only: bool = False) -> None:
         self.supports_acl = False

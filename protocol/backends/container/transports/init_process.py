@@ -21,7 +21,8 @@ _ROOT_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 class ContainerInit:
     """`pidfd` becomes readable when the process ends.  `root` is an O_PATH descriptor of its root directory.
 
-    `user` and `group` are the ids that it runs as, in the container's own ids.  `close` closes both descriptors.
+    `identity` is the same as long as the process runs.  `user` and `group` are the ids that it runs as, in the
+    container's own ids.  `close` closes both descriptors.
     """
 
     def __init__(self, state: ContainerState) -> None:
@@ -37,6 +38,8 @@ class ContainerInit:
             status = _read(f"/proc/{state.pid}/status")
             self.user = self.ids.users.inside(_effective_id(status, "Uid"))
             self.group = self.ids.groups.inside(_effective_id(status, "Gid"))
+            ticks = _read(f"/proc/{state.pid}/stat").rpartition(")")[2].split()[19:20]
+            self.identity = f"{state.id} {state.pid} {''.join(ticks)}"
             self._check_alive(state)
         except BaseException:
             self.close()

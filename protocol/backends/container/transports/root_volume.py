@@ -108,6 +108,9 @@ class RootVolume(HostVolume):
     ) -> None:
         super().rename(parent, name, new_parent, new_name, flags, self._outside(caller))
 
+    def finish(self, parent: int, descriptor: int, mode: int, caller: Caller) -> None:
+        super().finish(parent, descriptor, mode, self._outside(caller))
+
     # -- ACLs ----------------------------------------------------------------------------------
     def getxattr(self, inode: int, name: bytes) -> bytes:
         self._check_attribute(name)

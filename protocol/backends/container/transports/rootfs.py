@@ -30,6 +30,7 @@ class RootfsTransport:
     """Implements `protocol.backends.container.transports.transport.Transport`."""
 
     name: Final[Literal["rootfs"]] = "rootfs"
+    is_recoverable: Final = True
 
     def __init__(self, workdir: str, *, read_only: bool = False) -> None:
         self.supports_acl = False
@@ -38,6 +39,7 @@ class RootfsTransport:
         self._process: ContainerInit | None = None
         self._volume: RootVolume | None = None
         self._wrote = trio.Event()
+        self.run = ""
 
     def probe(self, state: ContainerState) -> None:
         """Raise OSError if this transport cannot reach the container; create a missing directory."""
@@ -48,8 +50,8 @@ class RootfsTransport:
 
     async def open(self, state: ContainerState, nursery: trio.Nursery) -> Volume:
         """See `Transport`, as for all that follow."""
-        self._process, volume = await trio.to_thread.run_sync(self._opened, state)
-        self._volume = volume
+        process, volume = await trio.to_thread.run_sync(self._opened, state)
+        self._process, self._volume, self.run = process, volume, process.identity
         nursery.start_soon(self._close_writers, volume)
         return volume
 

@@ -29,6 +29,16 @@ class Transport(Protocol[S_contra]):
         """Whether the kernel should check permissions by the volume's ACLs.  Known before `open`."""
         ...
 
+    @property
+    def is_recoverable(self) -> bool:
+        """Whether another process can continue: the open volume declares `recoverable`.  Known before `open`."""
+        ...
+
+    @property
+    def run(self) -> str:
+        """Identifies the run of what `open` reached; "" if `is_recoverable` is False."""
+        ...
+
     async def open(self, state: S_contra, nursery: trio.Nursery) -> Volume:
         """Open a volume of the workspace directory of the running container (or command) `state`.
 

@@ -1,0 +1,173 @@
+"""The keeper of `container:` workspaces: programs wait, and continue in the same run of the container."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.backends.container.podman.service import Container
+from tests.container.conftest import MAPPED, StartContainer, control, inside
+from tests.container.test_restart import eventually, is_served_again
+from tests.mount.conftest import check_invariants
+from tests.mount.kept_workspaces import (
+    Kept,
+    change_at_random,
+    check_executed_once,
+    end_kept,
+    facts,
+)
+from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
+from vfsd.client.workspace import Workspace
+
+pytestmark = pytest.mark.fuse
+
+
+class KeptContainer(Kept):
+    """A container's directory with a keeper."""
+
+    def __init__(self, workdir: Path, container: Container) -> None:
+        super().__init__(workdir)
+        self.container = container
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"backend": f"container:{self.container.name}", "podman_url": self.container.service.address.url}
+
+
+@pytest.fixture
+def keep(workdir: Path, start_container: StartContainer) -> Iterator[Callable[..., KeptContainer]]:
+    made: list[KeptContainer] = []
+
+    def start(**options: Any) -> KeptContainer:
+        made.append(KeptContainer(workdir, start_container(**options)))
+        return made[-1]
+
+    yield start
+    for each in made:
+        end_kept(each)
+
+
+@pytest.fixture
+def kept(keep: Callable[..., KeptContainer]) -> KeptContainer:
+    return keep()
+
+
+def test_open_files_mappings_directories_and_locks_continue(kept: KeptContainer) -> None:
+    root, container = kept.path, kept.container
+    inside(container, "mkdir -p /workspace/dir/below; cd /workspace/dir; for n in $(seq 1000); do : > f$n; done")
+    kept.mount()
+    (root / "file").write_bytes(b"a" * 300_000)
+    before = (root / "file").stat().st_ino
+    with Program() as program, (root / "file").open("r+b") as file, os.scandir(root / "dir") as listing:
+        program(f"os.chdir({str(root / 'dir' / 'below')!r})")
+        program(f"held = open({str(root / 'file')!r}, 'r+b')")
+        program("fcntl.flock(held, fcntl.LOCK_EX)")
+        seen = [next(listing).name for _ in range(100)]
+        for name in seen:
+            if name != "below":
+                (root / "dir" / name).unlink()
+        with mmap.mmap(file.fileno(), 0) as mapping:
+            mapping[0:1] = b"b"
+            kept.kill()
+            (root / "dir").rename(root / "moved")
+            kept.kill()
+            mapping[200_000:200_001] = b"c"
+            mapping.flush()
+            data = (root / "file").read_bytes()
+            assert (data[0:2], data[199_999:200_002]) == (b"ba", b"aca")
+        assert program("os.getcwd()") == str(root / "moved" / "below")
+        program("open('new', 'w').close()")
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert (root / "file").stat().st_ino == os.fstat(file.fileno()).st_ino == before
+        seen += [entry.name for entry in listing]
+        assert len(seen) == len(set(seen)) == 1001
+    assert inside(container, "ls /workspace/moved/below") == b"new\n"
+    assert "keeper\tpid" in succeeded(vfsd("status", "-w", kept.name))
+    check_invariants(Workspace.attach(kept.name))
+
+
+def test_a_random_writer_sees_what_its_twin_sees(kept: KeptContainer, workdir: Path, runs_long: bool) -> None:
+    workspace = kept.mount()
+    twin = workdir / "twin"
+    twin.mkdir()
+    deadline = time.monotonic() + (300 if runs_long else 2)
+    with kept.being_killed(1):
+        change_at_random([kept.path, twin], 1, lambda: time.monotonic() > deadline and kept.kills > 3)
+    assert facts(kept.path) == facts(twin)
+    check_invariants(workspace)
+
+
+@pytest.mark.parametrize("change", ["exclusive create", "rename"])
+def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptContainer, change: str) -> None:
+    check_executed_once(kept, change)
+
+
+def test_an_owner_is_mapped_also_by_the_next_daemon(keep: Callable[..., KeptContainer]) -> None:
+    kept = keep(options=MAPPED)
+    check_executed_once(kept, "mkdir")
+    assert {path.stat().st_uid for path in kept.path.rglob("*")} == {0}
+
+
+def test_files_that_the_container_removed_or_that_have_no_name_are_stale(kept: KeptContainer) -> None:
+    kept.mount()
+    for name in ("nameless", "removed", "kept"):
+        (kept.path / name).write_bytes(b"x")
+    with (
+        (kept.path / "nameless").open("rb") as nameless,
+        (kept.path / "removed").open("rb") as removed,
+        (kept.path / "kept").open("rb") as other,
+    ):
+        (kept.path / "nameless").unlink()
+        kept.kill()
+        inside(kept.container, "rm /workspace/removed; mv /workspace/kept /workspace/moved")
+        for file in (nameless, removed):
+            with pytest.raises(OSError, match="Stale") as raised:
+                os.pread(file.fileno(), 1, 0)
+            assert raised.value.errno == errno.ESTALE
+        assert (kept.path / "moved").read_bytes() == b"x"
+        assert os.pread(other.fileno(), 1, 0) == b"x"  # found again at its new name
+    assert os.listdir(kept.path) == ["moved"]
+
+
+@pytest.mark.parametrize("is_running", [False, True], ids=["stopped", "restarted"])
+def test_a_container_that_ended_while_no_daemon_ran_ends_the_mount(kept: KeptContainer, is_running: bool) -> None:
+    kept.mount()
+    (kept.path / "file").write_bytes(b"x")
+    record = kept.record
+    assert record.keeper is not None
+    os.kill(record.keeper, signal.SIGSTOP)
+    os.kill(record.pid, signal.SIGKILL)
+    kept.container.kill()
+    if is_running:
+        kept.container.start()
+    os.kill(record.keeper, signal.SIGCONT)
+    wait_ended(record.keeper)
+    with pytest.raises(OSError, match="not connected"):
+        os.statvfs(kept.path)
+    assert ("was restarted since" if is_running else "is not running") in log_of(kept.name)
+
+
+def test_a_container_that_is_restarted_under_a_daemon_is_served_and_has_no_keeper_any_more(kept: KeptContainer) -> None:
+    workspace = kept.mount()
+    (kept.path / "file").write_bytes(b"x")
+    control(kept.container, "restart", timeout=0)
+    eventually(is_served_again(workspace))
+    assert (kept.path / "file").read_bytes() == b"x"
+    assert "none any more: the container was restarted" in succeeded(vfsd("status", "-w", kept.name))
+
+
+def test_the_agent_has_no_keeper_and_says_so(keep: Callable[..., KeptContainer], python_image: str) -> None:
+    kept = keep(image=python_image)
+    kept.mount(transport="agent")
+    assert kept.record.keeper is None
+    assert "none for this transport" in succeeded(vfsd("status", "-w", kept.name))
