@@ -1,6 +1,7 @@
-"""How long programs wait for an upgrade: `python -m bench.upgrade [--files N] [--rounds N] [--persist]`.
+"""How long programs wait for an upgrade: `python -m bench.upgrade [--files N] [--rounds N] [--persist] [--backend B]`.
 
-Fills a workspace with small files, and upgrades it again and again while `tar x` unpacks an archive into it in a loop.
+Fills a workspace with small files (with the backends `overlay` and `host` the directory below, which a walk then makes
+known to the kernel), and upgrades it again and again while `tar x` unpacks an archive into it in a loop.
 Prints the pause that the daemon reports, and the longest call of a program that changes the mode of a file every
 millisecond: median and maximum of the rounds; and the same program's longest call in as much time without an upgrade.
 """
@@ -15,7 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from bench.journal import fill
 from vfsd.client.workspace import Workspace
@@ -95,13 +96,21 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--persist", action="store_true", help="with a journal and a keeper")
+    parser.add_argument("--backend", choices=["memory", "overlay", "host"], default="memory")
     parser.add_argument("--directory", default=None, help="for the journal and the archive")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as place:
         root, archive = Path(place), _archive(Path(place))
-        options = {"persist": True, "journal_dir": root / "journal"} if arguments.persist else {}
-        with Workspace.mount(root / "mount", **options) as workspace:  # type: ignore[arg-type]
-            fill(root / "mount", arguments.files)
+        options: dict[str, Any] = {"persist": True, "journal_dir": root / "journal"} if arguments.persist else {}
+        if arguments.backend != "memory":
+            (root / "below").mkdir()
+            fill(root / "below", arguments.files)
+            options["backend"] = f"{arguments.backend}:{root / 'below'}"
+        with Workspace.mount(root / "mount", **options) as workspace:
+            if arguments.backend == "memory":
+                fill(root / "mount", arguments.files)
+            else:
+                subprocess.run(["find", root / "mount", "-size", "+1M"], check=True)  # looks up every file
             pauses, longest, usual, whole = [], [], [], []
             with _Prober(root / "mount" / "probe") as prober, _Unpacker(archive, root / "mount" / "unpacked") as tar:
                 for _ in range(arguments.rounds):
@@ -114,7 +123,8 @@ def main() -> None:
                     time.sleep(whole[-1] / 1000)
                     usual.append(prober.longest_s * 1000)
             load = os.getloadavg()[0]
-            print(f"{arguments.files} files, {arguments.rounds} upgrades, {tar.turns} times tar x, load {load:.1f}")
+            what = f"{arguments.backend}, {arguments.files} files, {arguments.rounds} upgrades"
+            print(f"{what}, {tar.turns} times tar x, load {load:.1f}")
             print(f"{'milliseconds':<44}{'median':>8}{'maximum':>10}")
             _report("pause, as the daemon reports it", pauses)
             _report("longest chmod during an upgrade", longest)
