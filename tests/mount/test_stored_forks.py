@@ -286,3 +286,17 @@ def test_the_options_of_the_source_that_apply_are_those_of_the_fork(
         assert copy.executor.run(["cat", "tree/file"]).stdout == b"first\n"
         shutil.rmtree(Path(copy.path, "tree"))
         assert (directory / "tree").exists()
+
+
+def test_an_index_of_git_is_valid_in_a_fork(directory: Path, fork: Fork) -> None:
+    def git(place: str | Path, *words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words]
+        return subprocess.run(command, cwd=place, capture_output=True, check=True, text=True).stdout
+
+    git(directory, "init", "-q")
+    git(directory, "add", "-A")
+    git(directory, "commit", "-qm", "all")
+    copy = fork("copy")
+    assert git(copy.path, "diff-files", "--name-only") == ""
+    put(copy, "doomed", "changed")
+    assert git(copy.path, "status", "--porcelain") == " M doomed\n"

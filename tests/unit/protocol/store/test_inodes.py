@@ -1,0 +1,101 @@
+"""Snapshots keep inode numbers and ctimes, apart from the content."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from protocol.store import DirectorySource, Store, TreeSource
+from protocol.store.format.records import decode_record, encode_record
+from protocol.store.trees import MerkleTree
+from tests.support.trees import DictTree
+
+KEY = "host:/w"
+
+
+def numbers_and_ctimes(root: Path) -> dict[bytes, tuple[int, int]]:
+    """What the file system says of everything below a directory."""
+    paths = [path for path in root.rglob("*") if not path.name.startswith(".vfsd")]
+    return {os.fsencode(path.relative_to(root)): (path.lstat().st_ino, path.lstat().st_ctime_ns) for path in paths}
+
+
+def kept(store: Store, name: str) -> dict[bytes, tuple[int, int]]:
+    """The same of a snapshot; {} if it has none of it."""
+    with store.leased(KEY, name) as (record, blobs):
+        if record.inodes is None:
+            return {}
+        tree = MerkleTree(record.inodes, blobs.listing, blobs)
+        paths = [entry.path for entry in tree.walk() if entry.path]
+        return {path: (tree.row(path).size, tree.row(path).mtime_ns) for path in paths}
+
+
+def fill(root: Path) -> None:
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "empty").mkdir()
+    for place in (root, root / "a", root / "a" / "b"):
+        (place / "file").write_bytes(bytes(place))
+    os.link(root / "file", root / "a" / "second")
+    (root / "link").symlink_to("file")
+    os.mkfifo(root / "fifo")
+
+
+def test_they_are_those_of_the_directory_at_every_snapshot(root: Path, store: Store) -> None:
+    fill(root)
+    for turn in range(3):
+        store.take(KEY, f"{turn}", DirectorySource(root))
+        assert kept(store, f"{turn}") == numbers_and_ctimes(root)
+        os.chmod(root / "a" / "b" / "file", 0o600 + turn)
+        os.rename(root / "empty", root / "a" / "moved")
+        os.rename(root / "a" / "moved", root / "empty")
+    with Store(store.directory) as another:  # with the stat cache on disk
+        another.take(KEY, "another", DirectorySource(root))
+        assert kept(another, "another") == numbers_and_ctimes(root)
+
+
+def test_they_make_no_difference_between_states(root: Path, store: Store) -> None:
+    fill(root)
+    first = store.take(KEY, "first", DirectorySource(root))
+    (root / "a" / "file").write_bytes((root / "a" / "file").read_bytes())  # the same content, another ctime
+    mtime_ns = 1_600_000_000_000_000_000
+    for name in ("second", "third"):
+        os.utime(root / "a" / "file", ns=(mtime_ns, mtime_ns))
+        store.take(KEY, name, DirectorySource(root))
+    with store.tree(KEY, "second") as second, store.tree(KEY, "third") as third:
+        assert second.root == third.root
+        assert third.touched(second) == []
+    assert first.size_bytes == store.snapshot(KEY, "third").size_bytes
+
+
+def test_a_collection_keeps_those_of_snapshots_and_frees_the_others(root: Path, store: Store) -> None:
+    fill(root)
+    store.take(KEY, "dropped", DirectorySource(root))
+    os.chmod(root / "a" / "file", 0o600)
+    store.take(KEY, "stays", DirectorySource(root))
+    expected = kept(store, "stays")
+    with store.leased(KEY, "dropped") as (record, blobs):
+        assert record.inodes is not None
+        store.drop(KEY, "dropped")
+        store.collect_garbage()
+        blobs.packs.refresh()
+        assert blobs.has(record.inodes.content), "a leased snapshot lost its inode listings"
+    store.collect_garbage()
+    assert kept(store, "stays") == expected
+    assert not store.blobs.has(record.inodes.content)
+
+
+def test_a_record_without_them_is_one_of_an_older_version(root: Path, store: Store) -> None:
+    fill(root)
+    store.take(KEY, "one", DirectorySource(root))
+    with store.leased(KEY, "one") as (record, _):
+        older = msgspec.msgpack.encode(msgspec.msgpack.decode(encode_record(record))[:-1])
+    found = decode_record(older)
+    assert found.inodes is None
+    assert found.root == record.root
+    assert decode_record(encode_record(record)) == record
+
+
+def test_a_tree_without_ctimes_has_none(store: Store) -> None:
+    store.take(KEY, "tree", TreeSource(DictTree({b"file": b"1", b"directory/file": b"2"})))
+    assert kept(store, "tree") == {}
