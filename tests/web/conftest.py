@@ -16,7 +16,7 @@ import trio
 
 from tests.mount.conftest import mounted
 from vfsd.client.workspace import Workspace
-from vfsd.web import server
+from vfsd.web import pages, server
 from vfsd.web.access import Credentials
 from vfsd.web.app import application
 from vfsd.web.sources import Sources
@@ -112,6 +112,12 @@ def serving(*archives: str) -> Iterator[Site]:
             tokens[0].run_sync_soon(ended.set)
             thread.join(20)
             assert not thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages wait for what they count, however busy the machine is."""
+    monkeypatch.setattr(pages, "SOON_S", 60.0)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 from tests.web.conftest import Site
 from tests.web.test_pages import HOSTILE, PNG
 from vfsd.client.workspace import Workspace
+from vfsd.web import pages
 
 PROGRAMS = ("chromium-headless-shell", "chromium")
 
@@ -94,6 +95,21 @@ def test_an_open_page_follows_the_workspace(page: Page, site: Site, root: Path, 
     page.fill("input[name=name]", "")
     page.evaluate("document.activeElement.blur()")
     page.wait_for_selector("text=meanwhile")
+
+
+def test_what_takes_longer_appears_later(
+    page: Page, site: Site, root: Path, story: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "SOON_S", 0.0)
+    page.goto(f"{site.url}/w/demo/tree?snapshot=two")
+    page.wait_for_selector("text=gone")  # removed in two, so only the comparison knows it
+    assert page.locator("[data-wait]").count() == 0
+    page.goto(f"{site.url}/w/demo/tree")
+    page.wait_for_selector("#status:text-is('live')")
+    page.wait_for_selector("table.files")
+    (root / "made later").touch()
+    page.wait_for_selector("tr:has-text('made later') .marks:has-text('A')")
+    assert page.locator("[data-wait]").count() == 0
 
 
 def test_a_workspace_that_ends_under_an_open_page_says_so(page: Page, site: Site, workdir: Path) -> None:

@@ -170,6 +170,17 @@ def test_two_states_side_by_side(site: Site, story: None) -> None:
     assert "src/new" in words
 
 
+def test_a_page_waits_for_what_it_counts_only_if_asked(
+    site: Site, story: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "SOON_S", 0.0)
+    for path, query, counted in (("/w/demo/", {}, "~1"), ("/w/demo/tree", {"snapshot": "two"}, "gone")):
+        early = site.get(path, **query)
+        assert (early.status, "Wait for" in early.words, counted in early.words) == (200, True, False)
+        whole = site.get(path, **query, wait="1")
+        assert (whole.status, "Wait for" in whole.words, counted in whole.words) == (200, False, True)
+
+
 def test_a_list_of_changes_is_paged_and_its_counts_may_come_later(
     site: Site, root: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
 """The pages that only read: the workspaces, the timeline, the files of a state, and what differs between two states.
 
 A page is built in bounded time and size: a directory is one level and `ENTRIES` entries, a list of changes `CHANGES`
-lines.  What may take long (counting changes) gets `SOON_S`; then the page appears without it, and a link waits for it.
+lines.  What may take long (counting changes) gets `SOON_S` in all; then the page appears without it.  A link waits for
+it, and page.js fetches what that link shows.
 
 Threading: the event loop.  No state.
 """
@@ -9,6 +10,7 @@ Threading: the event loop.  No state.
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
@@ -38,7 +40,7 @@ AUTHORS: Final = 4  # named for each state
 RULES: Final = 20  # of the policy
 VIEW_BYTES: Final = 128 * 1024
 COMPARED_BYTES: Final = 2 << 20  # of a file whose lines are compared
-SOON_S: Final = 0.4
+SOON_S: Final = 0.2
 T = TypeVar("T")
 
 
@@ -71,11 +73,17 @@ def number(request: Request, name: str) -> int:
     return int(text)
 
 
-async def _soon(request: Request, awaitable: Awaitable[T]) -> T | None:
-    """Return the result, or None if it takes longer than `SOON_S` and the user has not asked to wait for it."""
-    with anyio.move_on_after(None if given(request, "wait") else SOON_S):
-        return await awaitable
-    return None
+class _Patience:
+    """Waits for what a page need not have: SOON_S in all, or without a limit if the user has asked to wait."""
+
+    def __init__(self, request: Request) -> None:
+        self._until = math.inf if given(request, "wait") else anyio.current_time() + SOON_S
+
+    async def result(self, awaitable: Awaitable[T]) -> T | None:
+        """Return the result, or None if it takes longer."""
+        with anyio.CancelScope(deadline=self._until):
+            return await awaitable
+        return None
 
 
 async def home(request: Request) -> Response:
@@ -96,10 +104,11 @@ async def show_timeline(request: Request) -> Response:
     policy = await source.policy()
     before = given(request, "before")
     start = next((at for at, step in enumerate(steps) if before is not None and step.name == before), 0)
-    counted = await _soon(request, source.snapshots(changes=True))
+    patience = _Patience(request)
+    counted = await patience.result(source.snapshots(changes=True))
     counts = {} if counted is None else {each.name: each.changes for each in counted}
-    live = await _soon(request, _live_counts(source, steps[0]))
-    told = await _soon(request, _authors(source, steps))
+    live = await patience.result(_live_counts(source, steps[0]))
+    told = await patience.result(_authors(source, steps))
     return page(
         request,
         "timeline.html",
@@ -111,7 +120,7 @@ async def show_timeline(request: Request) -> Response:
         counts=counts,
         live_counts=live,
         authors={name: [each for each, _ in found.most_common(AUTHORS + 1)] for name, found in (told or {}).items()},
-        is_counted=counted is not None and (live is not None or steps[0].before is None),
+        is_counted=None not in (counted, told) and (live is not None or steps[0].before is None),
         rules=_rules(policy)[: RULES + 1],
         is_hiding=bool(policy.hide),
         can_fork=BackendSpec.split(status.backend).kind in ("memory", "overlay"),
@@ -180,7 +189,7 @@ async def show_tree(request: Request) -> Response:
         names = [each.name for each in snapshots]
         base = given(request, "base") or step.before
         if base is not None or _is_overlay(source):
-            found = await _soon(request, _marks(source, base, snapshot, path))
+            found = await _Patience(request).result(_marks(source, base, snapshot, path))
     here = {_name(each): each for each in listing.entries}
     removed = [name for name, mark in (found or {}).items() if mark.change == "removed" and name not in here]
     first, last = after or "", next(reversed(here), None) if listing.truncated else None

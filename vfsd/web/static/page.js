@@ -11,6 +11,23 @@ function say(text) {
 // -- live updates: the page is fetched again and its <main> replaced, unless the user is in the middle of something
 let waiting = false;
 let running = false;
+let notBefore = 0;
+
+// What takes longer (counting changes) is fetched when the page is there; then it is part of each update, and there are
+// fewer of them, because each one costs the workspace time.
+let isWhole = false;
+
+function address() {
+  const url = new URL(location.href);
+  if (isWhole) url.searchParams.set("wait", "1");
+  return url;
+}
+
+function complete() {
+  if (!isWhole && document.querySelector("main [data-wait]")) {
+    isWhole = waiting = true;
+  }
+}
 
 function isBusy() {
   const active = document.activeElement;
@@ -20,14 +37,15 @@ function isBusy() {
 }
 
 async function refresh() {
-  if (running || document.hidden || isBusy()) {
+  const began = performance.now();
+  if (running || document.hidden || isBusy() || began < notBefore) {
     waiting = true;
     return;
   }
   running = true;
   waiting = false;
   try {
-    const answer = await fetch(location.href, { credentials: "same-origin" });
+    const answer = await fetch(address(), { credentials: "same-origin" });
     const fetched = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
     const main = document.querySelector("main");
     if (!fetched) {
@@ -46,6 +64,8 @@ async function refresh() {
     say("The server has ended: start `vfsd web` again.");
   } finally {
     running = false;
+    complete();
+    if (isWhole) notBefore = performance.now() + 10 * (performance.now() - began);
   }
 }
 
@@ -54,9 +74,12 @@ if (document.body.dataset.live) {
   events.addEventListener("ready", () => say("live"));
   events.addEventListener("change", refresh);
   events.addEventListener("error", () => say("not live: the server or the workspace has ended"));
-  setInterval(() => waiting && refresh(), 1000);
   addEventListener("pagehide", () => events.close());
 }
+
+complete();
+if (isWhole) refresh();
+setInterval(() => waiting && refresh(), 1000);
 
 // -- forms are sent once
 addEventListener("submit", (event) => {
