@@ -15,7 +15,6 @@ what was answered with ENOSYS once stays so by negotiation.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import io
@@ -31,7 +30,7 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from protocol.errors import NotReadyError, SnapshotNotFoundError, errno_of
+from protocol.errors import NotReadyError
 from protocol.values import Value
 from protocol.volume import Volume
 from protocol.volume_durability import journaled
@@ -40,6 +39,7 @@ from vfsd.kernel.engines.arrivals import repeated
 from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator
 from vfsd.kernel.engines.markers import Markers
 from vfsd.kernel.engines.native import abandoned, mounting, observation, wire
+from vfsd.kernel.engines.native.answers import error_answer, send_reply
 from vfsd.kernel.engines.native.handler import Handler, Request
 from vfsd.kernel.engines.native.negotiation import (
     MAX_BACKGROUND,
@@ -67,8 +67,6 @@ _PRUNE_MINOR: Final = 45  # the protocol that has FUSE_NOTIFY_PRUNE
 _INIT_TIMEOUT_MS: Final = 10_000
 _WRITE: Final = int(Opcode.WRITE)  # comparing with the enum's member takes 7 % of a request for attributes
 
-# Errors of a reply whose request, or whose mount, was aborted.
-_ABORTED: Final = frozenset({errno.ENOENT, errno.ENODEV, errno.ECONNABORTED})
 # The opcodes that an impersonator's volume answers (see `vfsd.kernel.engines.base.Impersonator`).
 _IMPERSONATED: Final = frozenset(
     {
@@ -413,11 +411,11 @@ class NativeEngine:
             if isinstance(error, OSError) and error.errno == errno.ENOSPC and may_postpone:
                 self._postpone(unique, length)
                 return
-            message = self._failure(operations, opcode, unique, error)
+            message = error_answer(operations, opcode, unique, error, is_own=operations is self._operations)
         if operations.unsynced is not None:
             self._send_synced(descriptor, operations, opcode, unique, message)
             return
-        self._send(descriptor, unique, message)
+        send_reply(descriptor, unique, message)
 
     def _postpone(self, unique: int, length: int) -> None:
         """Answer the request in the buffer later: see `_retry_postponed`."""
@@ -445,37 +443,7 @@ class NativeEngine:
     def _refuse(self, descriptor: int, unique: int, handler: Handler | None, length: int) -> None:
         """Answer ENOSYS to an opcode that has no handler, EINVAL to a message that is too short."""
         if length >= wire.IN_HEADER_BYTES and (handler is None or handler.reply is not Replies.nothing):
-            self._send(descriptor, unique, wire.error_reply(unique, errno.EINVAL if handler else errno.ENOSYS))
-
-    def _send(self, descriptor: int, unique: int, message: Message) -> None:
-        try:
-            if isinstance(message, bytes):
-                if message:
-                    os.write(descriptor, message)
-            else:
-                os.writev(descriptor, message)
-        except OSError as error:
-            if error.errno in _ABORTED:
-                return
-            # The caller waits until the kernel accepts a reply.
-            _logger.exception("the kernel rejected a reply; answered EIO instead")
-            with contextlib.suppress(OSError):
-                os.write(descriptor, wire.error_reply(unique, errno.EIO))
-
-    def _failure(self, operations: Operations, opcode: int, unique: int, error: Exception) -> bytes:
-        """Return the reply for `error`.  Logs an unexpected exception."""
-        code = errno_of(error)
-        if code == errno.ENOENT and opcode == Opcode.LOOKUP and not isinstance(error, SnapshotNotFoundError):
-            return operations.replies.absent(unique)
-        if code == errno.EEXIST and opcode == Opcode.MKNOD and operations is self._operations:
-            # The kernel's cached absence is out of date.  On ESTALE it looks the name up again, then opens what it
-            # finds or fails by itself with O_EXCL (do_filp_open, fs/namei.c).
-            code = errno.ESTALE
-        if code is None or not 0 < code <= wire.MAX_ERRNO:
-            kind = Opcode(opcode).name
-            _logger.error("unexpected error in %s, answered with EIO", kind, exc_info=error)
-            code = errno.EIO
-        return wire.error_reply(unique, code)
+            send_reply(descriptor, unique, wire.error_reply(unique, errno.EINVAL if handler else errno.ENOSYS))
 
     def _impersonate(self, volume: Volume) -> Operations:
         """Return the operations over an impersonator's volume; the kernel must not cache their replies."""
@@ -523,10 +491,10 @@ class NativeEngine:
                 if wait is not None:
                     await wait()
         except Exception as error:  # noqa: BLE001  (logged there)
-            message = self._failure(operations, opcode, unique, error)
+            message = error_answer(operations, opcode, unique, error, is_own=operations is self._operations)
         finally:
             # Also if `serve` is being stopped, so that no caller is left waiting.
-            self._send(descriptor, unique, message)
+            send_reply(descriptor, unique, message)
             self._pending.pop(unique, None)
             pending.done.set()
 
@@ -545,9 +513,9 @@ class NativeEngine:
                 with trio.CancelScope(shield=True):
                     await wait()
             except Exception as error:  # noqa: BLE001  (logged there)
-                sent = self._failure(operations, opcode, unique, error)
+                sent = error_answer(operations, opcode, unique, error, is_own=operations is self._operations)
             finally:
-                self._send(descriptor, unique, sent)
+                send_reply(descriptor, unique, sent)
                 self._pending.pop(unique, None)
                 pending.done.set()
 

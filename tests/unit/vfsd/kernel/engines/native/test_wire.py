@@ -535,9 +535,9 @@ def test_no_request_however_malformed_ends_the_loop_or_is_unexpected(messages: l
         error, _body = await kernel.ask(request(Opcode.GETATTR, body=bytes(16), unique=99))
         assert error == 0
 
-    logging.getLogger("vfsd.kernel.engines.native.session").addHandler(handler)
+    logging.getLogger("vfsd.kernel.engines.native").addHandler(handler)
     try:
         converse(volume, dialogue)
     finally:
-        logging.getLogger("vfsd.kernel.engines.native.session").removeHandler(handler)
+        logging.getLogger("vfsd.kernel.engines.native").removeHandler(handler)
     assert [record.exc_info for record in records] == []
