@@ -40,10 +40,12 @@ def read_regular(path: str | bytes, most_bytes: int | None = None, *, dir_fd: in
         if most_bytes is None:
             return file.readall()
         data = bytearray()
-        while chunk := file.read(min(_CHUNK_BYTES, most_bytes + 1 - len(data))):
+        is_larger = os.fstat(file.fileno()).st_size > most_bytes  # else it may grow meanwhile
+        while not is_larger and (chunk := file.read(min(_CHUNK_BYTES, most_bytes + 1 - len(data)))):
             data += chunk
-            if len(data) > most_bytes:
-                raise OSError(errno.EFBIG, f"larger than {most_bytes:,} bytes", os.fsdecode(path))
+            is_larger = len(data) > most_bytes
+        if is_larger:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes:,} bytes", os.fsdecode(path))
     return bytes(data)
 
 
