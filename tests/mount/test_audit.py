@@ -148,6 +148,16 @@ def test_a_process_that_executes_another_program_is_named_by_it(workspace: Works
     assert {change.process and change.process.pid for change in workspace.log()} == {pid}
 
 
+def test_writes_before_and_after_a_program_is_executed_are_two_entries(workspace: Workspace) -> None:
+    run(workspace, "bash", "-c", "exec 7>f; echo 1 >&7; exec head -c 9 /dev/zero >&7")
+    found = [
+        (change.process and change.process.command[0], change.bytes_written)
+        for change in workspace.log()
+        if change.change == "write"
+    ]
+    assert found == [("bash", 2), ("head", 9)]
+
+
 _THREAD = """
 import sys, threading
 def write():
@@ -318,6 +328,21 @@ def test_merge_and_adopt_are_entries(mount: MountIt, workdir: Path) -> None:
 
 
 # -- selections ------------------------------------------------------------------------------------------
+def test_the_log_of_a_path_has_what_removed_or_moved_the_directories_above_it(workspace: Workspace, root: Path) -> None:
+    workspace.snapshot("before")
+    (root / "d" / "e").mkdir(parents=True)
+    (root / "d" / "e" / "f").write_text("1")
+    (root / "d" / "other").mkdir()
+    os.chmod(root / "d", 0o700)
+    os.rename(root / "d", root / "moved")
+    workspace.restore("before")
+    assert kinds(workspace.log("d/e/f")) == [("create", "d/e/f"), ("write", "d/e/f"), ("rename", "d")]
+    assert kinds(workspace.log("moved/e/f")) == [("rename", "d"), ("restore", "moved")]
+    workspace.undo()
+    vfsd("fs", "rm", "-r", "moved", "-w", workspace.name)
+    assert workspace.log("moved/e/f")[-1].change == "fs.rm"
+
+
 def test_paths_programs_and_times_select_entries(workspace: Workspace, root: Path) -> None:
     (root / "src").mkdir()
     (root / "src" / "a").write_text("1")

@@ -17,6 +17,7 @@ import pytest
 from protocol.store import Store
 from protocol.volume import RENAME_EXCHANGE
 from tests.mount.conftest import BACKENDS, ENGINES
+from tests.mount.programs import succeeded, vfsd
 from tests.support.lower_layers import make
 from tests.support.policed import (
     HIDDEN,
@@ -269,6 +270,7 @@ def test_a_change_by_the_daemon_respects_it_and_changes_nothing(shared: tuple[Wo
         assert state(root) == before
         assert [each.name for each in workspace.snapshots()] == snapshots
     assert any(each.change == "denied" and each.attempt == "import" for each in workspace.log())
+    assert "(several paths, or hidden ones)" in succeeded(vfsd("log", "-w", workspace.name))
 
 
 def copied(name: str, root: Path, content: Path) -> Path:

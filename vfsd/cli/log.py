@@ -51,9 +51,9 @@ _entries: Final = msgspec.json.Decoder(LogEntry)
 def log_command(app: App, paths: tuple[str, ...], follow: bool, since: str | None, by: str | None) -> None:
     """Show which program changed what, and when.
 
-    With PATHs, only changes of these paths and of what is below them.  Consecutive writes of a program to a file are
-    one line, with the number of bytes.  The log holds the newest changes, about ten thousand of them; `vfsd mount
-    --audit FILE.jsonl` keeps all.
+    With PATHs, only changes of these paths, of what is below them, and removals and renames of whole directories above
+    them.  Consecutive writes of a program to a file are one line, with the number of bytes.  The log holds the newest
+    changes, about ten thousand of them; `vfsd mount --audit FILE.jsonl` keeps all.
 
     PID is 0 for pages that the kernel wrote back, and for programs that the daemon cannot see.  BELONGS-TO is the
     tool's call, the command of `vfsd exec`, or the container that a program belongs to.
@@ -178,7 +178,8 @@ def _place(entry: LogEntry) -> str:
     if entry.count != 1 or entry.paths:
         shown = ", ".join(entry.paths[:3])
         return f"{output.counted(entry.count, 'path')}: {shown}{', ...' if entry.count > 3 else ''}"
-    path = "(a file without a name)" if entry.path is None else entry.path or "."
+    unnamed = "(a file without a name)" if entry.attempt is None else "(several paths, or hidden ones)"
+    path = unnamed if entry.path is None else entry.path or "."
     if entry.to is not None:
         return f"{path} -> {entry.to}"
     if entry.of is not None:

@@ -34,8 +34,8 @@ def upgrade_command(app: App, workspace_argument: str | None, *, every: bool) ->
     """Replace the daemon of a workspace by the installed version.
 
     Programs may use the workspace meanwhile: they wait for a moment, and keep their open files, mappings, locks and
-    current directories.  The installed version is that of the `vfsd` that runs this command; it may also be the same or
-    an older one, if it understands the running daemon.
+    current directories; what they use below .snapshots they have to open again.  The installed version is that of the
+    `vfsd` that runs this command; it may also be the same or an older one, if it understands the running daemon.
 
     If the new daemon does not come up, the old one serves on, and the command says why.  Running commands of
     `vfsd exec` prevent an upgrade; other calls are waited for.  Forks and their sources are upgraded one by one; an

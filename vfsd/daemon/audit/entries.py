@@ -15,10 +15,12 @@ from vfsd.wire.messages import wire_path
 OBJECT_BYTES: Final = 640  # of an `Entry` with its numbers and without its texts, and its places in the log
 _TEXT_BYTES: Final = 64  # of a string, without its characters
 PATHS_LISTED: Final = 100  # of one entry for many changes at once, such as a restore
+# Changes of a directory that are changes of everything below it, too.
+_OF_WHOLE_DIRECTORIES: Final = frozenset({"rename", "exchange", "restore", "import", "merge", "adopt", "fs.rm"})
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
-    """One change, or consecutive writes to one file by one process.
+    """One change, or consecutive writes to one file by one program.
 
     `number` counts the changes in the order in which they were made.  `paths`: of one entry for many changes, the first
     PATHS_LISTED of their paths; `count` counts all.  `attempt` is what was denied, `other` the new name of a rename or
@@ -55,13 +57,21 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         return size + sum(map(len, self.paths)) + _TEXT_BYTES * len(self.paths)
 
     def is_below(self, path: bytes) -> bool:
-        """Whether the change concerns `path` or something below it (b"" is the root)."""
+        """Whether the change concerns `path` or something below it (b"" is the root).
+
+        The removal of a directory by a restore, or its new name, concerns `path` below it.
+        """
         if not path:
             return True
         if self.count > len(self.paths) > 0:
             return True  # not all of its paths are known
         named = self.paths or (self.path, self.other)
-        return any(one is not None and (one == path or one.startswith(path + b"/")) for one in named)
+        is_whole = self.change in _OF_WHOLE_DIRECTORIES
+        return any(
+            one is not None
+            and (one == path or one.startswith(path + b"/") or (is_whole and path.startswith(one + b"/")))
+            for one in named
+        )
 
     def is_by(self, who: str) -> bool:
         """Whether its process, or an ancestor, has the process id or the program's name `who`."""

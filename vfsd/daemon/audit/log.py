@@ -1,8 +1,8 @@
 """AuditLog: the changes of a workspace in memory, and what passes them on.
 
 An engine reports each change before it answers the program (`vfsd.kernel.engines.base.ChangeObserver`); the control
-socket's methods report theirs.  Consecutive writes to one file by one process are one entry, which is open until
-something else happens to the file, or until no write follows for `_QUIET_NS`.
+socket's methods report theirs.  Consecutive writes to one file by one program of a process are one entry, which is open
+until something else happens to the file, or until no write follows for `_QUIET_NS`.
 
 Threading: the serving loop.  No method awaits, so an entry and its paths belong to one moment.  A closed entry does not
 change any more, so other threads may read it.
@@ -41,6 +41,7 @@ FOLLOWER_BYTES: Final = 1 << 20
 FOLLOWERS_MAX: Final = 16
 _OPEN_MAX: Final = 256
 _QUIET_NS: Final = 1_000_000_000
+_EXECUTING_NS: Final = 50_000  # less than execve(2) takes until the new program's first request
 _DROPPED_AT_ONCE: Final = 64  # this part of the log
 
 
@@ -118,12 +119,18 @@ class AuditLog:
         entry = self._open.get(inode)
         process: Process | None = None
         if entry is not None:
-            if entry.thread != thread or opener is not None:
+            now_ns = time_ns()
+            is_at_once = 0 <= now_ns - entry.until_ns < _EXECUTING_NS
+            if (
+                entry.thread != thread
+                or opener is not None
+                or not (is_at_once or self.processes.runs_still(thread, entry.process))
+            ):
                 process = self._process(thread, opener)
             if process is None or process is entry.process:
                 entry.written_bytes += size_bytes
                 entry.writes += 1
-                entry.until_ns = time_ns()
+                entry.until_ns = now_ns
                 return
             self._close(entry)
         path, links = self.names.find(inode)

@@ -224,6 +224,13 @@ class Processes:
                 return kept.process
         return self._look_up(thread, _DEPTH) if thread else self.unknown
 
+    def runs_still(self, thread: int, process: Process) -> bool:
+        """Whether `thread`, whose request waits for a reply, has executed no other program since it was `process`.
+
+        True if it is not kept any more: looking it up would take longer than its write.
+        """
+        return thread not in self._kept or self.find(thread) is process
+
     def find_client(self, thread: int) -> Process:
         """Return the process of `thread`, which waits for nothing here, as it is now."""
         kept = self._kept.get(thread)
