@@ -11,12 +11,14 @@ import os
 import random
 import re
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +331,46 @@ def test_a_running_command_prevents_it_and_a_call_is_waited_for(workdir: Path) -
         succeeded(vfsd("upgrade", workspace.name))
     finally:
         upgradable.end()
+
+
+def test_calls_that_come_meanwhile_are_made_by_the_new_daemon(upgradable: Upgradable, workdir: Path) -> None:
+    workspace = upgradable.mount()
+    (upgradable.path / "f").write_text("one")
+    workspace.snapshot("first")
+    (upgradable.path / "f").write_text("two")
+    started, go = workdir / "started", workdir / "go"
+    late = broken(
+        workdir,
+        "import os, sys, time\n"
+        f"open({str(started)!r}, 'w').close()\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
+    )
+    with ThreadPoolExecutor() as pool:
+        upgrade = pool.submit(upgradable.upgrade, late)
+        wait_until(started.exists, "the start of the new daemon")
+        calls: list[Future[Any]] = [
+            pool.submit(workspace.snapshot, "second"),
+            pool.submit(workspace.restore, "first"),
+            pool.submit(vfsd, "snapshot", "third", "-w", upgradable.name),
+        ]
+        with socket.socket(socket.AF_UNIX) as raw, raw.makefile("rb") as lines:
+            raw.connect(upgradable.record.socket)
+            for number, method in enumerate(("snapshot", "status")):
+                request = {"jsonrpc": "2.0", "method": method, "params": {}, "id": number}
+                raw.sendall(json.dumps(request).encode() + b"\n")
+            assert json.loads(lines.readline())["id"] == 1  # the snapshot waits
+            go.touch()
+            assert json.loads(lines.readline())["method"] == "closing"
+            assert lines.read() == b""
+        assert upgrade.result().pid == workspace.status().pid
+        for call in calls:
+            call.result()
+        succeeded(calls[-1].result())
+    names = [info.name for info in workspace.snapshots() if info.kind == "user"]
+    assert sorted(names) == ["first", "second", "third"]
+    assert (upgradable.path / "f").read_text() == "one"
+    check_invariants(workspace)
 
 
 def test_followers_of_the_log_follow_the_new_daemon(workdir: Path) -> None:

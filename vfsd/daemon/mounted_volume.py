@@ -81,6 +81,29 @@ class SnapshotDirectory(Protocol):
     def is_entered(self) -> bool: ...
 
 
+class ChangeLock:
+    """The lock of one workspace's changes, which its holder can ask who waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = trio.Lock()
+        self._waiting: set[trio.lowlevel.Task] = set()
+
+    async def __aenter__(self) -> None:
+        task = trio.lowlevel.current_task()
+        self._waiting.add(task)
+        try:
+            await self._lock.acquire()
+        finally:
+            self._waiting.discard(task)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def is_awaited_by(self, task: trio.lowlevel.Task) -> bool:
+        """Whether `task` waits for the lock.  Only the holder asks: for others the answer may be out of date."""
+        return task in self._waiting
+
+
 class MountedVolume:
     """One volume, its engine and its mountpoint.  `nursery` outlives every call.
 
@@ -108,7 +131,7 @@ class MountedVolume:
         self.cache = cache
         self.engine = engine
         self.mountpoint = mountpoint
-        self.change_lock = trio.Lock()
+        self.change_lock = ChangeLock()
         self.compaction_lock = trio.Lock()  # taken before `change_lock`: one compaction of the journal at a time
         self._snapshotable = snapshotable(volume)
         self._replay = replay

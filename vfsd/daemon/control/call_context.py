@@ -66,7 +66,9 @@ class CallContext:
         self.request_id = request_id
         self.scope = trio.CancelScope()
         self._drop_client = drop_client
+        self.task: trio.lowlevel.Task | None = None  # that runs the handler
         self._committed = False
+        self._has_notified = False
         self._commit_lock = threading.Lock()
         self._silent = silent
         self._send = send
@@ -120,6 +122,7 @@ class CallContext:
     async def notify(self, method: str, params: msgspec.Struct) -> None:
         """Send a notification; waits while the client reads slowly.  CallCancelledError if it disconnects."""
         self.raise_if_cancelled()
+        self._has_notified = True
         if not self._silent:
             try:
                 await self._send(_notification(method, params))
@@ -146,6 +149,11 @@ class CallContext:
         self._after.append(callback)
 
     # -- what the connection uses ---------------------------------------------------------------------
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the client may be asked to make the call again: it changed nothing, and no output was sent."""
+        return not (self._committed or self._silent or self._has_notified)
+
     def abandon(self) -> None:
         """Note that the client disconnected."""
         self._cancelled = True

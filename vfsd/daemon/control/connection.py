@@ -166,6 +166,11 @@ class ClientConnection:
             os.write(self._sock.fileno(), _CLOSING_LINE)
         self._scope.cancel()
 
+    def has_only(self, is_waiting: Callable[[CallContext, str], bool]) -> bool:
+        """Whether `is_waiting` holds for each of its calls, and no answer is on its way to the client."""
+        is_answering = self._writing or self._has_request or not self._unanswered <= self._running.keys()
+        return not is_answering and all(is_waiting(call, method) for call, method in self._running.items())
+
     def ask_again(self) -> None:
         """Close the connection and cancel its calls, which have done nothing; the client makes them again."""
         self._abandon_calls()
@@ -332,6 +337,7 @@ class ClientConnection:
         )
 
     async def _run(self, call: CallContext, request: Request, size_bytes: int, handler: Handler, params: Any) -> None:
+        call.task = trio.lowlevel.current_task()
         try:
             with self._spares.lent():
                 pieces = await answer(request, handler, params, call)

@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import select
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import trio
@@ -128,11 +128,16 @@ class ControlServer:
         found = [method for connection in self._connections for method in connection.running(besides)]
         return [method for method in found if method not in _FOLLOWING | _WAITING]
 
-    async def pause(self, besides: CallContext) -> None:
+    async def pause(self, besides: CallContext, is_waiting: Callable[[CallContext], bool]) -> None:
         """Accept no client, and return when no other call than `besides` runs and no other connection is open.
 
-        Clients that wait, or whose idle connections were closed, are served after `go_on`, or by another daemon.
+        Clients that wait, or whose idle connections were closed, are served after `go_on`, or by another daemon.  So
+        are those whose calls `is_waiting` names, which have done nothing yet: they are asked to call again.
         """
+
+        def waits(call: CallContext, method: str) -> bool:
+            return method in _WAITING or (call.is_repeatable and is_waiting(call))
+
         self._going_on = trio.Event()
         while True:
             others = [connection for connection in self._connections if not connection.has(besides)]
@@ -146,7 +151,7 @@ class ControlServer:
                 elif running := set(connection.running()):
                     if running <= _FOLLOWING:
                         connection.hang_up()
-                    elif running <= _WAITING:
+                    elif connection.has_only(waits):
                         connection.ask_again()
             await trio.sleep(_PAUSE_POLL_S)
 

@@ -5,7 +5,8 @@ Invariants:
 1. The old daemon answers requests until the new one has loaded the state and lacks little; then it pauses.
 2. Whatever fails before `Go` is sent, the old daemon goes on, and nothing in it has changed.
 3. After `Go` it goes on only if the new daemon is gone, and no keeper restarts that (see `messages`).
-4. While the upgrade runs no other call changes the workspace (`change_lock`), and the journal is not compacted.
+4. While the upgrade runs no other call changes the workspace (`change_lock`), and the journal is not compacted.  Calls
+   that come to change it wait; at the pause their clients are asked to call again, and reach the new daemon.
 
 Threading: the serving loop.  `handing_over` and the fork of the image's writer are one step.
 """
@@ -306,9 +307,13 @@ class Upgrade:
     async def _let_calls_end(self, call: CallContext) -> None:
         server = self._daemon.server
         with trio.move_on_after(_QUIET_S) as waiting:
-            await server.pause(call)
+            await server.pause(call, self._waits_for_the_end)
         if waiting.cancelled_caught:
             raise _busy(server.running(call))
+
+    def _waits_for_the_end(self, call: CallContext) -> bool:
+        """Whether `call` waits to change the workspace, which it can do only when the upgrade has ended."""
+        return call.task is not None and self._mounted.change_lock.is_awaited_by(call.task)
 
     async def _pause(self, engine: HandedOverEngine) -> None:
         with trio.move_on_after(_PAUSE_S) as waiting:
