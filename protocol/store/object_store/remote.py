@@ -204,7 +204,12 @@ class RemoteStore:
             newest = self.generation(name)
             found = self.records([newest]) if newest is not None else []
         else:
-            found = self.all()[-1:]
+            unread: dict[str, DamagedError] = {}
+            found = self._all(lambda one, error: unread.setdefault(one.name, error))[-1:]
+            if unread:  # one of them may be the newest
+                damaged, advice = min(unread), " (#NAME takes another snapshot)" if found else ""
+                said = f"the newest snapshot is unknown, because the record of {damaged} is damaged{advice}"
+                raise DamagedError(said, url=self.directory)
         if found:
             return found[0]
         there = [one for one, generation in sorted(self.newest().items()) if not generation.is_dropped]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.store import DirectorySource, Store
+from protocol.store import DamagedError, DirectorySource, Store
 from protocol.store.object_store import RemoteStore, open_storage
 
 obstore = pytest.importorskip("obstore")
@@ -57,3 +57,19 @@ def test_a_directory_that_is_missing_is_made_only_on_request(tmp_path: Path) -> 
     assert not (tmp_path / "store").exists()
     open_storage(f"file://{tmp_path}/store").close()
     open_storage(f"file://{tmp_path}/store", makes_directory=False).close()
+
+
+def test_an_older_snapshot_is_not_taken_for_the_newest_if_a_record_is_damaged(tmp_path: Path, local: Store) -> None:
+    (tmp_path / "root").mkdir()
+    with RemoteStore(open_storage(f"file://{tmp_path}/store")) as remote:
+        for name in ("old", "new"):
+            local.take("host:/w", name, DirectorySource(tmp_path / "root"))
+            remote.push(local, "host:/w", name)
+        (record,) = (tmp_path / "store/names/new").iterdir()
+        record.write_bytes(record.read_bytes()[:-1])
+        with pytest.raises(DamagedError, match=r"record of new is damaged.*#NAME takes another.*store check --store"):
+            remote.get(None)
+        assert remote.get("old").name == "old"
+        remote.drop("host:/w", "old")
+        with pytest.raises(DamagedError, match=r"record of new is damaged; `vfsd store check"):
+            remote.get(None)
