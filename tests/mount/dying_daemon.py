@@ -16,6 +16,7 @@ from typing import Any
 
 from vfsd.daemon import daemon
 from vfsd.daemon.main import main
+from vfsd.kernel.engines.native import session
 from vfsd.kernel.engines.native.session import NativeEngine
 from vfsd.kernel.engines.native.wire import Opcode
 
@@ -36,18 +37,22 @@ def die_if(engine: NativeEngine, step: str) -> None:
 
 def die_at_steps() -> None:
     """Have the engine look for its step at each request."""
-    respond, send = NativeEngine._respond, NativeEngine._send
+    respond, send = NativeEngine._respond, vars(session)["send_reply"]
+    engines: list[NativeEngine] = []  # the one that answers a request; a daemon has one
 
     def dying_respond(engine: NativeEngine, *arguments: Any) -> None:
+        engines[:] = [engine]
         die_if(engine, "read")
         respond(engine, *arguments)
 
-    def dying_send(engine: NativeEngine, *arguments: Any) -> None:
+    def dying_send(*arguments: Any) -> None:
+        (engine,) = engines
         die_if(engine, "recorded")
-        send(engine, *arguments)
+        send(*arguments)
         die_if(engine, "replied")
 
-    NativeEngine._respond, NativeEngine._send = dying_respond, dying_send  # type: ignore[method-assign]
+    for place, name, dying in ((NativeEngine, "_respond", dying_respond), (session, "send_reply", dying_send)):
+        setattr(place, name, dying)
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def test_an_export_whose_client_is_killed_leaves_no_file(workspace: Workspace, b
     code = f"""
 import os, signal
 from vfsd.client.connection import ControlClient
-from vfsd.wire.messages import ExportParams
+from vfsd.wire.snapshot_messages import ExportParams
 with ControlClient({socket_path(workspace.name)!r}) as client:
     params = ExportParams({str(out / "a.zip")!r})
     client.call("export", params, on_progress=lambda p: os.kill(os.getpid(), signal.SIGKILL))

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
+from protocol.store.object_store import layout
 from protocol.store.object_store.failures import cause_of, final_error, first_line
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ _CLIENT_OPTIONS: Final = frozenset({
     "allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only", "pool_idle_timeout",
     "pool_max_idle_per_host", "proxy_url", "timeout", "user_agent",
 })  # fmt: skip
+# What a directory of file:/// may hold: see `layout`.
+_NAMES_OF_A_STORE: Final = frozenset({layout.FORMAT, layout.NAMES, layout.PACKS, layout.CONDEMNED, layout.REPAIRED})
 _PATH_STYLE: Final = "path_style"
 _ENDPOINT: Final = re.compile(r"(.*_)?endpoint(_url)?(_s3)?")
 _SILENCE_S: Final = 3.0
@@ -136,8 +139,7 @@ def open_storage(
     }  # fmt: skip
     if scheme == "file":
         arguments["mkdir"] = makes_directory
-        if not makes_directory and not os.path.exists(url.removeprefix("file://")):
-            raise FileNotFoundError(errno.ENOENT, "no snapshot store here; `vfsd push` makes one", url)
+        _check_directory(url, makes_directory=makes_directory)
     try:
         store = from_url(url, **arguments)
     except Exception as error:  # noqa: BLE001 (those of `obstore` have no other common base)
@@ -166,6 +168,22 @@ def _check_path(scheme: str, url: str) -> None:
         raise OSError(errno.EINVAL, "a URL has no credentials: set them in the environment", scheme + "://")
     if {".", ".."}.intersection(path.split("/")) or (scheme != "file" and "" in path.rstrip("/").split("/")[1:]):
         raise OSError(errno.EINVAL, "the path of a store cannot have empty parts, . or ..: correct it", url)
+
+
+def _check_directory(url: str, *, makes_directory: bool) -> None:
+    """FileNotFoundError if there is no directory, unless it is to be made; ENOTEMPTY if it has other files."""
+    try:
+        names = os.listdir(url.removeprefix("file://"))
+    except FileNotFoundError:
+        if not makes_directory:
+            raise FileNotFoundError(errno.ENOENT, "no snapshot store here; `vfsd push` makes one", url) from None
+        return
+    except OSError as error:
+        raise OSError(error.errno, f"cannot open the store: {os.strerror(error.errno or 0)}", url) from None
+    if set(names) - {"lost+found"} and not _NAMES_OF_A_STORE.intersection(names):
+        raise OSError(
+            errno.ENOTEMPTY, "the directory has files and is not a store: choose an empty one, or a new one", url
+        )
 
 
 def _check_endpoint(url: str, options: Mapping[str, str]) -> None:

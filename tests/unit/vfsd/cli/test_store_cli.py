@@ -90,7 +90,7 @@ def test_check_names_what_is_damaged_and_ends_with_1(store: Store) -> None:
 def test_gc_frees_what_was_dropped_and_repairs_when_told_to(store: Store) -> None:
     assert answer("drop", "host:/srv/x", "first") == {"dropped": ["first"]}
     found = answer("gc")
-    assert found["freed_contents"] == 2  # the file, and the listing
+    assert found["freed_contents"] == 3  # the file, the listing, and the inode numbers
     damage(store)
     repaired = run("gc", "--repair")
     assert repaired.exit_code == 0

@@ -21,6 +21,14 @@ def test_a_path_that_a_url_parser_would_change_is_refused(tmp_path: Path, name: 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_directory_with_other_files_does_not_become_a_store(tmp_path: Path) -> None:
+    (tmp_path / "passwd").touch()
+    with pytest.raises(OSError, match="not a store: choose an empty one") as caught:
+        open_storage(f"file://{tmp_path}")
+    assert caught.value.errno == errno.ENOTEMPTY
+    assert [each.name for each in tmp_path.iterdir()] == ["passwd"]
+
+
 def test_a_full_disk_is_named_and_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
 
