@@ -453,7 +453,7 @@ def status_command(app: App, workspace_argument: str | None) -> None:
 
     In a pipe each line is a name and a value, separated by a tab.
     """
-    app.workspace = workspace_argument or app.workspace
+    app.choose(workspace_argument)
     app.emit(app.call(app.requests.status()), _show_status)
 
 

@@ -81,7 +81,7 @@ def unmount_command(
         file = _checked(file, every=every, discard=discard)
     elif force:
         raise click.UsageError("--force goes with --export: it replaces an existing file")
-    app.workspace = workspace_argument or app.workspace
+    app.choose(workspace_argument)
     records = read_records() if every else [app.record()]
     entries: list[dict[str, Any]] = []
     failed: OSError | None = None

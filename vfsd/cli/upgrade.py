@@ -43,7 +43,7 @@ def upgrade_command(app: App, workspace_argument: str | None, *, every: bool) ->
     """
     if every and (workspace_argument or app.workspace):
         raise click.UsageError("give --all or a workspace, not both")
-    app.workspace = workspace_argument or app.workspace
+    app.choose(workspace_argument)
     records = [record for record in read_records() if record.alive] if every else [app.record()]
     entries: list[dict[str, Any]] = []
     failed: OSError | None = None

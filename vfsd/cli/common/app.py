@@ -49,6 +49,12 @@ class App:
             self._record = running_workspace(self.workspace)
         return self._record
 
+    def choose(self, argument: str | None) -> None:
+        """Act on the workspace that the argument WORKSPACE names, if any.  UsageError if -w names another one."""
+        if argument is not None and self.workspace not in {None, argument}:
+            raise click.UsageError(f"-w names {self.workspace}, and the argument {argument}: give one of them")
+        self.workspace = argument or self.workspace
+
     @property
     def requests(self) -> Requests:
         """The requests for that workspace.  Their paths are relative to the current directory."""

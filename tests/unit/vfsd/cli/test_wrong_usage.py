@@ -58,6 +58,8 @@ WRONG = [
     ["-w", NOT_UTF8, "status"],
     ["unmount", ""],
     ["unmount", "demo", "--all"],
+    ["unmount", "-w", "demo", "other"],
+    ["upgrade", "-w", "demo", "other"],
     ["exec"],
     ["exec", "--"],
     ["exec", "--timeout", "-1", "--", "true"],
