@@ -515,7 +515,7 @@ class Dying:
         """The writer goes on, nothing it wrote is lost, and one daemon serves."""
         before = self.written
         wait_until(lambda: self.written > before + 2 or self._error is not None, "the writer to go on")
-        assert self._error is None, self._error
+        assert self._error is None, f"{self._error!r}\n{Path(log_path(self.upgradable.name)).read_text()}"
         count = self.written
         lines = (self.upgradable.path / "log").read_bytes().split(b"\n")
         assert len(lines) > count

@@ -61,7 +61,6 @@ from vfsd.daemon.upgrading.messages import (
 )
 from vfsd.kernel.engines.base import HandedOverEngine
 from vfsd.machine import interpreter
-from vfsd.machine.logs import log_failure
 from vfsd.wire.handshake import encode_options
 from vfsd.wire.messages import UpgradeParams, UpgradeResult, from_wire_path
 
@@ -462,11 +461,16 @@ class _NewDaemon:
         return message.pid
 
     async def is_serving(self) -> bool:
-        """Wait until it serves; if it ended before, return whether its keeper restarts it."""
+        """Wait until it serves; if it ended before, return whether its keeper restarts it.
+
+        The next daemon needs the lock of the journal, which this one has: so nothing waits here to learn how it ended.
+        """
         try:
-            await self._receive(Serving, _SERVE_S)
-        except (TakeOverError, TimeoutError) as error:
-            log_failure(_logger, "upgrade", error, level=logging.WARNING)
+            with trio.fail_after(_SERVE_S):
+                await self.channel.receive(Serving)
+        except (PeerEndedError, ValueError, trio.TooSlowError) as error:
+            reason = f"the new daemon did not serve ({type(error).__name__})"
+            _logger.warning("%s", reason, extra={"operation": "upgrade"})
             return await self.is_restarted()
         return True
 
