@@ -14,6 +14,7 @@ import trio
 
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.transports.transport import Transport
+from protocol.volume import Volume
 from protocol.volume_extensions import CacheInvalidation
 
 _logger = logging.getLogger(__name__)
@@ -74,8 +75,12 @@ class TransportConnection(Generic[S]):
         self.transport: Final = transport
         self._longest_pause_s = longest_pause_s
         self.volume: Final = ReconnectingVolume(
-            read_only=read_only, supports_acl=transport.supports_acl, recoverable=transport.is_recoverable
+            read_only=read_only,
+            supports_acl=transport.supports_acl,
+            recoverable=transport.is_recoverable,
+            prepare=self._prepare,
         )
+        self._prepared: S | None = None  # the state of which `transport` has opened a volume already
         self._last_error = ""
         self._reason = ""
         self._invalidate: InvalidateCaches | None = None
@@ -94,7 +99,9 @@ class TransportConnection(Generic[S]):
             await invalidate(caches)
 
         self._invalidate = invalidate
-        await self._attend_once(await self._asked(self.target.check), invalidate, connected_first)
+        prepared, self._prepared = self._prepared, None
+        state = await self._asked(self.target.check) if prepared is None else prepared
+        await self._attend_once(state, invalidate, connected_first)
         delay_s = _RETRY_FIRST_S
         while True:
             await trio.sleep(delay_s)
@@ -141,6 +148,12 @@ class TransportConnection(Generic[S]):
             return await self._asked(lambda: self.target.advice(self._reason))
         except OSError as error:
             return error.strerror or str(error)
+
+    def _prepare(self) -> tuple[Volume, str]:
+        """Open the first volume, which `attend` connects later; return it and its run.  Blocks.  OSError."""
+        self._prepared = state = self.target.check()
+        volume = self.transport.prepare(state)
+        return volume, self.transport.run
 
     async def _asked(self, ask: Callable[[], T]) -> T:
         """Call a method of the target, which blocks, in a worker thread.  TimeoutError, and its errors."""

@@ -72,12 +72,12 @@ class InodeMap:
         file.held += 1
         return file
 
-    def resume(self, number: int, kind: int) -> File:
+    def resume(self, number: int, kind: int, lookups: int) -> File:
         """The file that the kernel knows by `number` from another process, which the present volume numbers alike."""
         file = self._by_number.get(number)
         if file is None:
             file = self._by_number[number] = self._by_inner[number] = File(number, number, kind)
-            file.lookups = file.held = 1
+            file.lookups = file.held = lookups
         return file
 
     def _free_number(self, inner: int) -> int:

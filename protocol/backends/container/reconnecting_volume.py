@@ -11,7 +11,7 @@ Guarantees, whatever the container does:
 
 With a keeper another process may continue to serve the kernel (`keep_log`).  It connects a volume that continues the
 log of the one before, so numbers mean the same, and no request is executed twice.  That needs the same run of the
-container.
+container.  So does an upgrade (`handing_over`), in which the new process opens its volume while the old one serves.
 
 Threading: the serving loop.  `disconnect` is one step; `connect` may await the new volume's answers, and meanwhile the
 mount goes on answering EIO.
@@ -23,7 +23,7 @@ import errno
 import stat
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -45,15 +45,17 @@ from protocol.volume import (
     Volume,
     VolumeCapabilities,
 )
-from protocol.volume_durability import RecoverableVolume, recoverable
+from protocol.volume_durability import HandedOverVolume, RecoverableVolume, recoverable
 from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, checkable
 
 if TYPE_CHECKING:
+    from protocol.backends.container.handover import ContainerGiving
     from protocol.linux.shared_log import SharedLog
-    from protocol.volume_durability import AnsweringVolume
+    from protocol.volume_durability import AnsweringVolume, TakenState
 
 T = TypeVar("T")
 R = TypeVar("R")
+Prepare: TypeAlias = Callable[[], tuple[Volume, str]]  # opens a volume; returns it and the run of the container
 _DOTS: Final = frozenset({b".", b".."})
 # A lookup's errors for a file that does not exist; any other error is a failure of the transport.
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP, errno.EXDEV, errno.EACCES})
@@ -62,11 +64,15 @@ _RUN: Final = 400  # the run of the container
 _IS_TRANSLATED: Final = 401  # 1: the kernel has numbers of an earlier run
 
 
-class NamedRecoverableVolume(RecoverableVolume, Protocol):
+class ContinuedVolume(RecoverableVolume, HandedOverVolume, Protocol):
     """A connected volume that declares `recoverable`: its numbers mean the same in the next process."""
 
-    def known_names(self) -> Iterator[tuple[int, int, Sequence[DentryKey]]]:
-        """Yield number, type bits and names (the last seen one last) of each inode that the kernel knows."""
+    def known_inodes(self) -> Iterator[tuple[int, int, int, Sequence[DentryKey]]]:
+        """Yield number, type bits, lookups and names (the last seen one last) of each inode that the kernel knows."""
+        ...
+
+    def tidy(self) -> None:
+        """Write the log anew if it has grown too much.  To be called every second."""
         ...
 
 
@@ -90,11 +96,26 @@ def _renumbered(number: int, attributes: Attributes) -> Attributes:
 class ReconnectingVolume:
     """Implements `protocol.volume.Volume` over the volume that `connect` was last given; see the module."""
 
-    def __init__(self, *, read_only: bool = False, supports_acl: bool = False, recoverable: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        read_only: bool = False,
+        supports_acl: bool = False,
+        recoverable: bool = False,
+        prepare: Prepare | None = None,
+    ) -> None:
         self.read_only = read_only
         self.capabilities = VolumeCapabilities(
-            external_changes=True, self_check=True, acls=supports_acl, paths=True, recoverable=recoverable
+            external_changes=True,
+            self_check=True,
+            acls=supports_acl,
+            paths=True,
+            recoverable=recoverable,
+            handover=recoverable and prepare is not None,
         )
+        self._prepare = prepare
+        self._taken: ContinuedVolume | None = None  # what `prepare` opened, until it is connected
+        self._run_name = ""  # of the connected volume
         self._log: SharedLog | None = None
         self._is_resumed = False  # another process has served the kernel, and no volume is connected yet
         self._answering: Callable[[int], None] = _ignore
@@ -122,23 +143,63 @@ class ReconnectingVolume:
         """See `protocol.volume_durability.AnsweringVolume`."""
         self._answering(unique)
 
-    def _keep(self, volume: NamedRecoverableVolume, log: SharedLog, run: str) -> None:
+    def tidy(self) -> None:
+        """Bound the log, which the connected volume keeps.  To be called every second."""
+        if self._log is not None and self._volume is not None:
+            cast("ContinuedVolume", self._volume).tidy()
+
+    def handing_over(self) -> ContainerGiving:
+        """See `protocol.volume_durability.HandedOverVolume`, as for the next ones."""
+        from protocol.backends.container.handover import ContainerGiving  # noqa: PLC0415 (start-up: upgrades are rare)
+
+        volume = self._volume
+        if volume is None:
+            raise OSError(errno.EIO, "the container does not run, so its files cannot be handed over: start it first")
+        if self._run > 1:
+            raise OSError(
+                errno.ESTALE,
+                "the container was restarted since the mount was made, so a new daemon cannot find its files again:"
+                " unmount the workspace and mount it again",
+            )
+        given = cast("ContinuedVolume", volume).handing_over()
+        return ContainerGiving(given, self._run_name, lambda: self._volume is volume)
+
+    def taking_over(self) -> TakenState:
+        from protocol.backends.container.handover import in_run  # noqa: PLC0415 (start-up: upgrades are rare)
+
+        assert self._prepare is not None, "the capability handover"
+        opened, run = self._prepare()
+        self._taken = volume = cast("ContinuedVolume", opened)
+        if self._log is not None:
+            self._keep(volume, self._log, run)
+        state = volume.taking_over()
+        state.below = in_run(run, state.below)
+        return state
+
+    def discard_journal(self) -> None:
+        """There is none."""
+
+    def _keep(self, volume: ContinuedVolume, log: SharedLog, run: str) -> None:
         """Have `volume` continue the log, or begin it.  OSError (ESTALE) if it cannot continue it."""
         number = int.from_bytes(blake2b(run.encode(), digest_size=8).digest())
         if self._is_resumed:
             if log.slot[_RUN] != number or log.slot[_IS_TRANSLATED]:
                 raise OSError(errno.ESTALE, "the container was restarted since the mount was made, so it cannot go on")
             volume.keep_log(log, is_known=True)
-            for inode, kind, dentries in volume.known_names():
-                file = self._map.resume(inode, kind)
-                for dentry in dentries:
-                    self._map.put(file, dentry)
+            self._resume(volume)
             self._is_resumed = False
         else:
             log.slot[_IS_TRANSLATED] = self._run > 0
             log.slot[_RUN] = number
             volume.keep_log(log, is_known=False)
         self._answering = cast("AnsweringVolume", volume).answering
+
+    def _resume(self, volume: ContinuedVolume) -> None:
+        """Enter what the kernel knows from another process."""
+        for inode, kind, lookups, dentries in volume.known_inodes():
+            file = self._map.resume(inode, kind, lookups)
+            for dentry in dentries:
+                self._map.put(file, dentry)
 
     # -- connecting ------------------------------------------------------------------------
     def disconnect(self) -> CacheInvalidation:
@@ -156,10 +217,13 @@ class ReconnectingVolume:
         """
         self._next_volume = volume
         kept = recoverable(volume)
-        is_continued = self._is_resumed
+        is_continued = self._is_resumed or self._taken is not None
         try:
-            if self._log is not None and kept is not None:
-                self._keep(cast("NamedRecoverableVolume", kept), self._log, run)
+            if self._taken is not None:
+                self._resume(self._taken)
+                self._taken = None
+            elif self._log is not None and kept is not None:
+                self._keep(cast("ContinuedVolume", kept), self._log, run)
             if not is_continued:
                 await self._find_again(volume)
         except BaseException:
@@ -167,7 +231,7 @@ class ReconnectingVolume:
             raise
         finally:
             self._next_volume = None
-        self._volume = volume
+        self._volume, self._run_name = volume, run
         self._run += 1
         return self.cached_by_kernel()
 

@@ -140,12 +140,12 @@ class HostVolume:
                 entries.recorded_to = 0
                 self._table.known.listed(directory, entries)
 
-    def known_names(self) -> Iterator[tuple[int, int, list[tuple[int, bytes]]]]:
-        """See `protocol.backends.container.reconnecting_volume.NamedRecoverableVolume`."""
+    def known_inodes(self) -> Iterator[tuple[int, int, int, list[tuple[int, bytes]]]]:
+        """See `protocol.backends.container.reconnecting_volume.ContinuedVolume`."""
         for node in self._table:
-            names = [(parent.number, name) for parent, name in node.dentries()]
-            if names and node.lookups:
-                yield node.number, node.kind, names[::-1]
+            if node.lookups:
+                names = [(parent.number, name) for parent, name in node.dentries()]
+                yield node.number, node.kind, node.lookups, names[::-1]
 
     def directory(self, inode: int) -> int:
         """Return an O_PATH descriptor of a directory, which is valid until the next call."""

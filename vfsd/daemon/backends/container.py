@@ -54,6 +54,7 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
     return Backend(
         workspace.connection.volume,
         cache_timeout_s(options),
+        tidy=workspace.connection.volume.tidy,
         close=workspace.close,
         connection=workspace.connection,
         why_not_kept=None if workspace.connection.transport.is_recoverable else "not with the transport agent",

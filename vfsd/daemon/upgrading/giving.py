@@ -84,6 +84,12 @@ _PAUSE_S: Final = 10.0  # the longest pause; then the old daemon goes on
 _SERVE_S: Final = 30.0  # from Go to Serving, before a new daemon that hangs is killed
 _POLL_S: Final = 0.01
 _LITTLE_BYTES: Final = 32 << 10  # of the log, which the new daemon reads in a few milliseconds
+# Why the volume of a backend, or of one of its transports, cannot be handed over.
+_WHY_NOT: Final = {
+    "container": "with the transport agent, a helper in the container holds the files, and ends with the daemon",
+    "exec": "the command at the other end holds the files, and ends with the daemon",
+    "image": "its container belongs to the daemon that made it, and is removed with it",
+}
 _ROUNDS: Final = 200  # of catching up; then the pause begins, however much is missing
 
 
@@ -169,8 +175,12 @@ class Upgrade:
         volume, engine = handed_over(self._mounted.volume), daemon.engine
         kind = daemon.options.workspace.backend.kind
         again = "unmount it and mount it again"
-        if volume is None:
-            raise _unsupported(f"a workspace with the backend {kind} cannot be upgraded while programs use it: {again}")
+        if volume is None or kind == "image":
+            why = f" ({_WHY_NOT[kind]})" if kind in _WHY_NOT else ""
+            advice = again if kind != "image" else f"take a snapshot, {again} with the same name, and restore it"
+            raise _unsupported(
+                f"a workspace with the backend {kind} cannot be upgraded while programs use it{why}: {advice}"
+            )
         if not isinstance(engine, HandedOverEngine):
             raise _unsupported(f"the engine {engine.name} cannot hand a mount over: {again}")
         family, shared = daemon.forks.family_to_give, forkable(self._mounted.volume)

@@ -21,6 +21,7 @@ from protocol.backends.container.agent.volume import AgentVolume
 from protocol.backends.container.helper.wire import VERSION, Op
 from protocol.backends.container.idmap import IDENTITY, IdMap, swapped
 from protocol.errors import only_error, os_error
+from protocol.volume import Volume
 
 S = TypeVar("S")
 _WATCH_S: Final = 0.1
@@ -48,6 +49,10 @@ class HelperTransport(ABC, Generic[S]):
     @abstractmethod
     def _started(self, state: S) -> AbstractAsyncContextManager[AgentLink]:
         """Start a helper for the length of a block.  OSError with advice."""
+
+    def prepare(self, state: S) -> Volume:  # noqa: ARG002
+        """See `Transport`: files that the helper has open cannot be handed over."""
+        raise OSError(errno.EOPNOTSUPP, "the helper cannot be handed over")
 
     def probe(self, state: S, keep_going: Callable[[], None] = lambda: None) -> None:
         """Raise OSError with advice if this transport cannot reach the directory; blocks, for a worker thread.

@@ -48,10 +48,16 @@ class RootfsTransport:
         volume.close()
         process.close()
 
-    async def open(self, state: ContainerState, nursery: trio.Nursery) -> Volume:
+    def prepare(self, state: ContainerState) -> RootVolume:
         """See `Transport`, as for all that follow."""
-        process, volume = await trio.to_thread.run_sync(self._opened, state)
+        process, volume = self._opened(state)
         self._process, self._volume, self.run = process, volume, process.identity
+        return volume
+
+    async def open(self, state: ContainerState, nursery: trio.Nursery) -> Volume:
+        volume = self._volume
+        if volume is None:
+            volume = await trio.to_thread.run_sync(self.prepare, state)
         nursery.start_soon(self._close_writers, volume)
         return volume
 

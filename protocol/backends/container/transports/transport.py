@@ -39,6 +39,13 @@ class Transport(Protocol[S_contra]):
         """Identifies the run of what `open` reached; "" if `is_recoverable` is False."""
         ...
 
+    def prepare(self, state: S_contra) -> Volume:
+        """Open the volume that the next `open` returns, for what another process hands over; blocks.
+
+        OSError, also if `is_recoverable` is False.
+        """
+        ...
+
     async def open(self, state: S_contra, nursery: trio.Nursery) -> Volume:
         """Open a volume of the workspace directory of the running container (or command) `state`.
 
