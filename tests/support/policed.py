@@ -115,7 +115,7 @@ def link_descriptor(descriptor: int, target: Path) -> None:
 
 
 def new(root: Path) -> Path:
-    """Make a file that is no part of the content."""
+    """Make a file outside the content."""
     path = root / "new"
     path.write_text("new")
     return path

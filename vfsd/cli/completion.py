@@ -56,7 +56,7 @@ _CHANGES: Final = (
             [[ $value == */ ]] && compopt -o nospace
 """,
     ),
-    # zsh: what is offered replaces the word, of which --option= has to stay.
+    # zsh: what is offered replaces the whole word, so it has to begin with --option=.
     (
         "    for type key descr in ${response}; do\n",
         """\

@@ -82,7 +82,7 @@ class SnapshotDirectory(Protocol):
 
 
 class ChangeLock:
-    """The lock of one workspace's changes, which its holder can ask who waits for it."""
+    """The lock of one workspace's changes.  It knows which tasks wait for it."""
 
     def __init__(self) -> None:
         self._lock = trio.Lock()

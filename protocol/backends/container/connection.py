@@ -80,7 +80,7 @@ class TransportConnection(Generic[S]):
             recoverable=transport.is_recoverable,
             prepare=self._prepare,
         )
-        self._prepared: S | None = None  # the state of which `transport` has opened a volume already
+        self._prepared: S | None = None  # the state whose volume `transport` has opened already
         self._last_error = ""
         self._reason = ""
         self._invalidate: InvalidateCaches | None = None

@@ -326,7 +326,7 @@ class Replay:
         if old == number:
             return
         if not old and above.cookies is None and state.log.newest is None:
-            # The most frequent case: a new name, of which no snapshot has to keep anything.
+            # The most frequent case: a new name, so no snapshot has to keep anything.
             node = self._owned(number)
             node.links = with_link(node.links, (directory, name))
             state.ledger.metadata += ENTRY_BYTES + len(name)

@@ -15,7 +15,7 @@ from vfsd.kernel.inotify import Replay
 
 
 class Replays:
-    """One replay after the other, each of which takes `duration_s` unless it is dropped."""
+    """Replays one after the other; each takes `duration_s` unless it is dropped."""
 
     def __init__(self, duration_s: float) -> None:
         self._duration_s = duration_s
