@@ -478,9 +478,9 @@ class _NewDaemon:
         try:
             with trio.fail_after(_SERVE_S):
                 await self.channel.receive(Serving)
-        except (PeerEndedError, ValueError, trio.TooSlowError) as error:
-            reason = f"the new daemon did not serve ({type(error).__name__})"
-            _logger.warning("%s", reason, extra={"operation": "upgrade"})
+        except (TakeOverError, PeerEndedError, ValueError, trio.TooSlowError) as error:
+            reason = str(error) or type(error).__name__
+            _logger.warning("the new daemon did not serve: %s", reason, extra={"operation": "upgrade"})
             return await self.is_restarted()
         return True
 
