@@ -106,7 +106,7 @@ def test_nothing_is_stored_after_a_clean_end(workdir: Path, end: str) -> None:
         else:
             manager.stop()
         manager.wait_over()
-        assert manager.removed >= set(names)  # a name of which nothing is stored may be removed, too
+        assert manager.removed >= set(names)  # names under which nothing is stored may be removed, too
         assert os.listdir(service.mountpoint) == []
         assert not os.path.ismount(service.mountpoint)
 

@@ -117,7 +117,7 @@ class ServiceManager:
             self.store.clear()
 
     def _ended(self) -> int | None:
-        """The exit status of the main process, negative for a signal; 1 for one that is no child of ours."""
+        """The exit status of the main process, negative for a signal; 1 if it is not a child of this process."""
         assert self._process is not None
         if self.main == self._process.pid:
             return self._process.poll()
