@@ -15,7 +15,7 @@ from tests.mount.conftest import check_invariants
 from tests.mount.programs import VFSD, failed, log_of, succeeded, vfsd
 from tests.support.fork_server import wait_until
 from vfsd.client.workspace import Workspace
-from vfsd.daemon.fork_family import slack_bytes
+from vfsd.daemon.forks.family import slack_bytes
 
 MIB = 1 << 20
 LIMIT = 100 * MIB

@@ -19,7 +19,7 @@ from tests.mount.conftest import check_invariants, complaints
 from tests.support.fork_server import wait_until
 from tests.support.unmounting import unmount_when_idle
 from vfsd import Workspace
-from vfsd.daemon.fork_family import slack_bytes
+from vfsd.daemon.forks.family import slack_bytes
 
 MIB = 1 << 20
 FILES, LIMIT, FORKS = 60, 130 * MIB, 3

@@ -4,7 +4,7 @@ Steps: begin the next log; fork; the new process writes the image of the state a
 when the image is complete, a rename makes it count, and the older files are removed.  If the new process fails, or this
 one dies, the older files count as before.
 
-The memory that the new process copies counts for `--max-memory` (`vfsd.daemon.fork_family`).  A compaction that has no
+The memory that the new process copies counts for `--max-memory` (`vfsd.daemon.forks.family`).  A compaction that has no
 room does not begin, and one that takes memory that a change needs is ended.
 
 Threading: the serving loop, except for waiting and for system calls that may wait for the disk.
@@ -23,8 +23,9 @@ import trio
 
 from protocol.volume_durability import JournaledVolume, journaled
 from protocol.volume_extensions import ForkableVolume, forkable
-from vfsd.daemon.fork_family import ForkFamily
-from vfsd.daemon.forks import Forks, fork_writer
+from vfsd.daemon.forks.family import ForkFamily
+from vfsd.daemon.forks.forks import Forks
+from vfsd.daemon.forks.process import fork_writer
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.machine.logs import log_failure
 

@@ -34,7 +34,7 @@ from vfsd.daemon.compaction import Compaction
 from vfsd.daemon.control.methods import Methods, Start
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
-from vfsd.daemon.forks import Forks, Origin
+from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.memory_trim import MemoryTrim
 from vfsd.daemon.merging.records import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -144,7 +144,7 @@ async def _close(
     backend.close()
     audit.close()
     if options.origin is not None:
-        from vfsd.daemon.stored_forks import drop_base  # noqa: PLC0415 (start-up: few mounts are forks)
+        from vfsd.daemon.forks.stored import drop_base  # noqa: PLC0415 (start-up: few mounts are forks)
 
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(drop_base, options)

@@ -18,7 +18,7 @@ from protocol.linux.regular_file import open_regular
 from protocol.volume_durability import journaled, recoverable
 from protocol.volume_extensions import CacheInvalidation, snapshotable
 from vfsd.daemon.backends import Backend, open_backend
-from vfsd.daemon.forks import Origin
+from vfsd.daemon.forks.forks import Origin
 from vfsd.daemon.snapshots.directory import SnapshotDirectory, open_directory
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.machine import mounts, runtime
@@ -62,7 +62,7 @@ async def opened(
         backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
         if options.origin is not None:
             # Start-up: few mounts are forks.
-            from vfsd.daemon.stored_forks import opened_origin  # noqa: PLC0415
+            from vfsd.daemon.forks.stored import opened_origin  # noqa: PLC0415
 
             origin = opened_origin(options.origin, backend)
         return backend, origin

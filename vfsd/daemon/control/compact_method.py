@@ -6,7 +6,7 @@ import errno
 
 from vfsd.daemon.compaction import Compaction
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.forks import Forks
+from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.wire.messages import CompactResult, Empty
 

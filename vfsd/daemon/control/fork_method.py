@@ -1,7 +1,7 @@
 """`fork`: make a workspace that starts as a copy of this one.
 
 Threading: the serving loop.  Between the snapshot and fork(2) nothing awaits, so both have the same state.  A workspace
-whose snapshots are in a store is not copied: `vfsd.daemon.stored_forks` mounts an overlay over such a snapshot.
+whose snapshots are in a store is not copied: `vfsd.daemon.forks.stored` mounts an overlay over such a snapshot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from protocol.volume_extensions import ForkableVolume, SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.parameters import absolute_path
 from vfsd.daemon.control.snapshot_methods import required
-from vfsd.daemon.forks import Forks, Steps
+from vfsd.daemon.forks.forks import Forks, Steps
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import FORK_PREFIX, SnapshotService, fork_tag, free_name
 from vfsd.machine import mounts
@@ -29,8 +29,8 @@ from vfsd.wire.messages import ForkParams, ForkResult, InvalidParamsError, wire_
 from vfsd.wire.options import NAME_PATTERN
 
 if TYPE_CHECKING:
+    from vfsd.daemon.forks.stored import StoredForks
     from vfsd.daemon.snapshots.stored import Stored
-    from vfsd.daemon.stored_forks import StoredForks
 
 _PATHS_SHOWN: Final = 3
 
@@ -87,8 +87,8 @@ class ForkMethod:
 
     def _over_snapshot(self, stored: Stored, snapshots: SnapshotService) -> StoredForks:
         # Start-up: few workspaces need these modules.
+        from vfsd.daemon.forks.stored import StoredForks  # noqa: PLC0415
         from vfsd.daemon.snapshots.stored import StoreSnapshots  # noqa: PLC0415
-        from vfsd.daemon.stored_forks import StoredForks  # noqa: PLC0415
 
         if self._stored_forks is None:
             assert isinstance(snapshots, StoreSnapshots), "the snapshots are in `stored`"

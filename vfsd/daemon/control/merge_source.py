@@ -20,7 +20,7 @@ from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import OutputPieces
 from vfsd.daemon.control.snapshot_methods import required
-from vfsd.daemon.forks import Forks
+from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.merging.delta import write_delta
 from vfsd.daemon.merging.empty_tree import EmptyTree
 from vfsd.daemon.merging.layered_tree import LayeredTree

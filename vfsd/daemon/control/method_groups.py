@@ -23,7 +23,7 @@ from vfsd.daemon.control.snapshot_methods import SnapshotMethods
 from vfsd.daemon.control.tree_methods import TreeMethods
 from vfsd.daemon.control.unmount_methods import UnmountMethods
 from vfsd.daemon.exec.commands import Commands
-from vfsd.daemon.forks import Forks
+from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService

@@ -22,7 +22,7 @@ from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.durable_answers import synced
 from vfsd.daemon.control.lost_container import with_advice
 from vfsd.daemon.exec.commands import Commands
-from vfsd.daemon.forks import Forks, Origin
+from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.wire.messages import METHODS, Empty, StatusResult, wire_path

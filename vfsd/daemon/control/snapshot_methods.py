@@ -23,7 +23,7 @@ from vfsd.daemon.control.changes import (
     time_text,
 )
 from vfsd.daemon.control.parameters import absolute_path, host_text, tree_paths
-from vfsd.daemon.forks import Forks
+from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import Origin, archive, snapshot_of
 from vfsd.daemon.snapshots.base import (

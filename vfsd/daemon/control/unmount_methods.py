@@ -30,7 +30,7 @@ from protocol.volume_extensions import SnapshotableVolume, overlaid, snapshotabl
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.changes import time_text
 from vfsd.daemon.exec.commands import Commands
-from vfsd.daemon.forks import Forks
+from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.merging.lineage import StateId
 from vfsd.daemon.merging.peer import call_peer
 from vfsd.daemon.merging.records import lineage_of

@@ -201,7 +201,7 @@ class VolumeSnapshots:
             return Dropped(steps, self._history())
 
     async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:
-        """Nothing: `vfsd.daemon.forks` drops them."""
+        """Nothing: `vfsd.daemon.forks.forks` drops them."""
 
     async def history(self) -> UndoHistory:
         return self._history()

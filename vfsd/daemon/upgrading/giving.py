@@ -34,7 +34,7 @@ import vfsd
 from protocol.volume_durability import HandedOverVolume, handed_over, journaled
 from protocol.volume_extensions import forkable, overlaid
 from vfsd.daemon.control.call_context import CallContext
-from vfsd.daemon.forks import check_memory, fork_writer
+from vfsd.daemon.forks.process import check_memory, fork_writer
 from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
 from vfsd.daemon.merging.records import ancestor_record, state_record
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from protocol.volume_durability import GivenState
     from vfsd.daemon.control.server import ControlServer
     from vfsd.daemon.exec.commands import Commands
-    from vfsd.daemon.fork_family import ForkFamily
-    from vfsd.daemon.forks import Forks
+    from vfsd.daemon.forks.family import ForkFamily
+    from vfsd.daemon.forks.forks import Forks
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions
 

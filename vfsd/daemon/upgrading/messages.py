@@ -94,7 +94,7 @@ class OpenFiles(msgspec.Struct, frozen=True, tag=True):
 
 
 class CarriedOrigin(msgspec.Struct, frozen=True):
-    """What a fork comes from: see `vfsd.daemon.forks.Origin`."""
+    """What a fork comes from: see `vfsd.daemon.forks.forks.Origin`."""
 
     source: str
     base: str
@@ -103,7 +103,7 @@ class CarriedOrigin(msgspec.Struct, frozen=True):
 
 
 class CarriedForks(msgspec.Struct, frozen=True):
-    """What a workspace has of its forks: see `vfsd.daemon.forks.GivenForks`.
+    """What a workspace has of its forks: see `vfsd.daemon.forks.forks.GivenForks`.
 
     `limit`: of the family, whose table follows as the last descriptor if `has_family`.  `bases`: see `SharedLimit`.
     """

@@ -26,8 +26,8 @@ from protocol.volume_durability import handed_over, recoverable
 from protocol.volume_extensions import forkable
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.backends.persistence import ContinuedJournal, continue_journal
-from vfsd.daemon.fork_family import ForkFamily, total
-from vfsd.daemon.forks import GivenForks, Origin
+from vfsd.daemon.forks.family import ForkFamily, total
+from vfsd.daemon.forks.forks import GivenForks, Origin
 from vfsd.daemon.keeper.kept import RELEASED, Kept, shared_memory
 from vfsd.daemon.merging.lineage import Ancestor, MergeLog
 from vfsd.daemon.merging.records import state_id

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from protocol.volume_extensions import VolumeUsage
-from vfsd.daemon.fork_family import ForkFamily
+from vfsd.daemon.forks.family import ForkFamily
 
 MIB = 1 << 20
 

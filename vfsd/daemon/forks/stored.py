@@ -22,14 +22,16 @@ from msgspec.structs import replace
 from protocol.store import Store
 from protocol.volume_extensions import SnapshotInfo, snapshotable
 from vfsd.daemon.control.call_context import CallContext
-from vfsd.daemon.forks import SYSTEMD, Forks, Origin, wait_upgraded
+from vfsd.daemon.forks.ends import wait_upgraded
+from vfsd.daemon.forks.forks import Forks, Origin
+from vfsd.daemon.forks.process import SYSTEMD_VARIABLES
+from vfsd.daemon.forks.started import StartedFork
 from vfsd.daemon.merging.lineage import Ancestor, MergeLog, StateId
 from vfsd.daemon.merging.records import merged_record, merged_state, state_id, state_record
 from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, fork_tag, free_name
 from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.daemon.snapshots.stored import Stored, StoreSnapshots, drop_unused_bases
 from vfsd.daemon.snapshots.threads import in_thread
-from vfsd.daemon.started_fork import StartedFork
 from vfsd.machine.daemon_log import log_path, open_log
 from vfsd.machine.daemon_start import start_interpreter
 from vfsd.wire.backend_spec import BackendSpec
@@ -90,7 +92,9 @@ class StoredForks:
         log_fd, _ = open_log(log_path(name))
         report_fd, child_report_fd = os.pipe()
         try:
-            process = start_interpreter(_DAEMON_MODULE, options, child_report_fd, log_fd, why, without=SYSTEMD)
+            process = start_interpreter(
+                _DAEMON_MODULE, options, child_report_fd, log_fd, why, without=SYSTEMD_VARIABLES
+            )
         except BaseException:
             os.close(report_fd)
             raise

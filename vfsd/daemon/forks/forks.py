@@ -1,38 +1,18 @@
 """Fork a daemon: the new process serves a copy of the volume at a mountpoint of its own, and shares its memory.
 
-Threading: `Forks.fork` runs on the serving loop and blocks it while another thread calls fork(2), so no request changes
-the state meanwhile.  That thread first takes the locks that threads of views and imports hold for moments
-(`ForkableVolume.forking`).  It is the only thread of the new process, and runs a trio loop of its own there.
+Threading: the serving loop.  `Forks.start` blocks it until the new process exists (`vfsd.daemon.forks.process`).
 
-What the new process has of the old one:
-
-- Descriptors.  Devices, sockets, pipes and the log are replaced by /dev/null, not closed: an object of the old process
-  then closes that, and not a new descriptor of the same number.  That leaves about 13 more in each generation of
-  forks of forks.  Files and directories below an overlay stay open.
-- Tasks.  They are kept as they are, unreachable for the new loop.  If they were collected, their `finally` clauses
-  would run, which remove the record of the old workspace and unmount it.
-- Signal handlers and the variables of systemd, which are reset.
-- Objects that the garbage collector does not examine any more (`gc.freeze`), because that would write to each of them.
-
-The new process ends with `os._exit`: the interpreter's own end would collect the old tasks.
+The new process runs a trio loop of its own, without the variables of systemd: the old process's unit is not its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import functools
-import gc
 import logging
 import os
 import secrets
-import signal
-import stat
 import sys
-import threading
-import traceback
-import warnings
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -43,15 +23,17 @@ from protocol.errors import SnapshotNotFoundError
 from protocol.values import Value
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import ForkableVolume, SnapshotInfo, VolumeUsage, forkable, snapshotable
-from vfsd.daemon.fork_family import ForkFamily, total
+from vfsd.daemon.forks.ends import is_below, wait_ended, wait_upgraded
+from vfsd.daemon.forks.family import ForkFamily, total
+from vfsd.daemon.forks.process import SYSTEMD_VARIABLES, check_memory, detach, fork_process
+from vfsd.daemon.forks.started import StartedFork
 from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId
 from vfsd.daemon.merging.needed import needed_states
 from vfsd.daemon.snapshots.base import is_fork_base
-from vfsd.daemon.started_fork import StartedFork
 from vfsd.daemon.starting import serve_starter
 from vfsd.machine.daemon_log import log_path, open_log
 from vfsd.machine.logs import log_failure
-from vfsd.machine.runtime import WorkspaceRecord, ensure_socket_dir, read_record, read_records
+from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import JournalOptions
 
@@ -62,14 +44,9 @@ if TYPE_CHECKING:
     from vfsd.wire.options import MountOptions, PolicyOptions
 
 _logger = logging.getLogger(__name__)
-SYSTEMD: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")
 _NATIVE: Final = "native"
 _INSTANCE_NOTE: Final = "instance"
-_DESCRIPTORS: Final = 512
-_LAST_STANDARD: Final = 2
-_MEMORY: Final = "/memfd:"  # before the names of files that are only in memory, in /proc
 _PUBLISH_S: Final = 1.0
-_old_tasks: list[object] = []  # of the processes that this one was forked from
 
 
 class Origin(Value):
@@ -292,7 +269,7 @@ class Forks:
             report_fd, child_report_fd = os.pipe()
             try:
                 child = functools.partial(self._become, options, origin, log_fd, child_report_fd)
-                pid, pidfds = _fork(volume, child)
+                pid, pidfds = fork_process(volume, child)
                 self.count += 1
             except BaseException:
                 os.close(report_fd)
@@ -348,12 +325,12 @@ class Forks:
         await drop(())
 
         async def drop_after(record: WorkspaceRecord) -> None:
-            await _wait_ended(record, self.instance)
+            await wait_ended(record, self.instance)
             await drop(self.starting)
 
         async with trio.open_nursery() as nursery:
             for record in read_records():
-                if _is_below(record, self.instance):
+                if is_below(record, self.instance):
                     nursery.start_soon(drop_after, record)
 
     async def attend_bases(self) -> None:
@@ -363,11 +340,11 @@ class Forks:
         self._drop_bases()
         async with trio.open_nursery() as nursery:
             for record in read_records():
-                if _is_below(record, self.instance):
+                if is_below(record, self.instance):
                     nursery.start_soon(self._drop_bases_after, record)
 
     async def _drop_bases_after(self, record: WorkspaceRecord) -> None:
-        await _wait_ended(record, self.instance)
+        await wait_ended(record, self.instance)
         self._drop_bases()
 
     def _drop_bases(self) -> None:
@@ -389,12 +366,11 @@ class Forks:
     def _become(self, options: MountOptions, origin: Origin, log_fd: int, report_fd: int) -> int:
         """Run the fork's daemon in the new process; return the exit status."""
         os.setsid()
-        _reset_signals()
         for standard in (1, 2):
             os.dup2(log_fd, standard)
         family = {origin.family.table} if origin.family is not None else set()
-        _replace_descriptors({0, 1, 2, report_fd} | family, self.source_options.workspace.mountpoint)
-        for name in SYSTEMD:
+        detach({report_fd} | family, self.source_options.workspace.mountpoint)
+        for name in SYSTEMD_VARIABLES:
             os.environ.pop(name, None)
         sys.argv[1:] = []
         run = functools.partial(self._run, started_by=f"a fork of {origin.source}", origin=origin)
@@ -419,208 +395,3 @@ def _instance(name: str, backend: Backend) -> str:
         except OSError as error:
             log_failure(_logger, "recording what identifies the workspace", error, level=logging.WARNING)
     return instance
-
-
-def _is_below(record: WorkspaceRecord, instance: str) -> bool:
-    """Whether the workspace of a record runs, and descends from `instance`."""
-    return record.alive and any(each.instance == instance for each in record.ancestors)
-
-
-def _upgraded(name: str, pid: int, instance: str) -> WorkspaceRecord | None:
-    """Return the record of the fork `name` of `instance` if its daemon `pid` ended in an upgrade."""
-    record = read_record(name)
-    return None if record is None or record.pid == pid or not _is_below(record, instance) else record
-
-
-async def wait_upgraded(name: str, pid: int, instance: str) -> bool:
-    """Wait for the end of the fork `name` of `instance` if its daemon `pid` ended in an upgrade; else return False."""
-    record = _upgraded(name, pid, instance)
-    if record is None:
-        return False
-    await _wait_ended(record, instance)
-    return True
-
-
-async def _wait_ended(record: WorkspaceRecord, instance: str) -> None:
-    """Wait until the fork of a record has ended, which descends from `instance`, also if it is upgraded."""
-    following: WorkspaceRecord | None = record
-    while following is not None:
-        record = following
-        await _wait_daemon_ended(record)
-        following = _upgraded(record.name, record.pid, instance)
-
-
-async def _wait_daemon_ended(record: WorkspaceRecord) -> None:
-    """Wait until the daemon of a record has ended."""
-    try:
-        pidfd = os.pidfd_open(record.pid)
-    except ProcessLookupError:
-        return
-    try:
-        if record.alive:  # it is not another process with the same number
-            await trio.lowlevel.wait_readable(pidfd)
-    finally:
-        os.close(pidfd)
-
-
-def check_memory(what: str = "a fork may come to need as much memory as its source") -> None:
-    """OSError (ENOMEM) if there is no memory for another process of this size.  `what` needs it: a clause."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    with open("/proc/meminfo", encoding="ascii") as file:
-        available = next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")), resident)
-    if resident > available:
-        raise OSError(
-            errno.ENOMEM,
-            f"{what}, {resident >> 20} MiB, and {available >> 20} MiB are available",
-        )
-
-
-def fork_writer(
-    volume: ForkableVolume,
-    write: Callable[[], None],
-    mountpoint: str,
-    started: Callable[[int], None] = lambda _: None,
-    *,
-    kept: Collection[int] = (),
-) -> tuple[int, list[int]]:
-    """Fork a process that calls `write` with the present state, after this process called `started` with its id.
-
-    It keeps the descriptors `kept`.
-
-    It ends with status 0 if that returns, with the errno of an OSError, and with 1 after another exception.
-
-    Return its process id and two descriptors of the process.  The caller awaited nothing since it chose the state.
-    """
-
-    def run() -> int:
-        gc.disable()
-        _reset_signals()
-        _replace_descriptors({0, 1, 2, *kept}, mountpoint)
-        try:
-            write()
-        except OSError as error:
-            return error.errno or 1
-        return 0
-
-    return _fork(volume, run, keeps_state=True, started=started)
-
-
-def _fork(
-    volume: ForkableVolume,
-    child: Callable[[], int],
-    *,
-    keeps_state: bool = False,
-    started: Callable[[int], None] = lambda _: None,
-) -> tuple[int, list[int]]:
-    """Call fork(2) in a thread while this one waits; run `child` in the new process.
-
-    With `keeps_state` the new process only reads the volume, which keeps what belongs to the old one's kernel.
-
-    Return its process id and two descriptors of the process.  The new process waits until they are open: if they
-    cannot be opened (EMFILE), or this process dies before, it ends without a trace.
-    """
-    made: list[tuple[int, list[int]] | OSError] = []
-    child_go_fd, go_fd = os.pipe()
-    _old_tasks.append(trio.lowlevel.current_root_task())
-
-    def run() -> None:
-        try:
-            with warnings.catch_warnings(), volume.forking():
-                # Python 3.12: "This process is multi-threaded, use of fork() may lead to deadlocks in the child."
-                warnings.simplefilter("ignore", DeprecationWarning)
-                gc.freeze()
-                pid = os.fork()
-        except OSError as error:
-            made.append(error)
-            return
-        if pid:
-            started(pid)
-            made.append(_let_go(pid, go_fd))
-            return
-        status = 1
-        try:
-            os.close(go_fd)
-            if not os.read(child_go_fd, 1):
-                return  # to `os._exit`
-            os.close(child_go_fd)
-            if not keeps_state:
-                volume.forked()
-            status = child()
-        except BaseException:  # noqa: BLE001 (it must not return to the thread's end, which waits for other threads)
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-
-    try:
-        thread = threading.Thread(target=run, name="vfsd-fork")
-        thread.start()
-        thread.join()
-    finally:
-        os.close(child_go_fd)
-        os.close(go_fd)
-        _old_tasks.pop()
-    if isinstance(made[0], OSError):
-        raise made[0]
-    return made[0]
-
-
-def _let_go(pid: int, go_fd: int) -> tuple[int, list[int]] | OSError:
-    """Open two descriptors of the new process and let it run; if that fails, end it and return the error."""
-    pidfds: list[int] = []
-    try:
-        pidfds.append(os.pidfd_open(pid))
-        pidfds.append(os.pidfd_open(pid))
-    except OSError as error:
-        for each in pidfds:
-            os.close(each)
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
-        os.waitpid(pid, 0)
-        return OSError(error.errno or errno.EIO, f"no fork was made, for lack of a descriptor: {error.strerror}")
-    with contextlib.suppress(BrokenPipeError):  # it was killed: its report will be missing
-        os.write(go_fd, b"\0")
-    return pid, pidfds
-
-
-def _reset_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def _replace_descriptors(kept: set[int], mountpoint: str) -> None:
-    """Replace by /dev/null what belongs to the old process: all but regular files and directories of other places."""
-    belongs = tuple(path.rstrip("/") + "/" for path in (mountpoint, ensure_socket_dir(), "/proc"))
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    # The kernel enlarges a table of descriptors here at once, but waits 10 to 15 ms (synchronize_rcu) if threads share
-    # it, and this process has only one thread yet.
-    with contextlib.suppress(OSError):  # a lower RLIMIT_NOFILE
-        os.close(os.dup2(null, _DESCRIPTORS - 1, inheritable=False))
-    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if descriptor in kept or descriptor == null:
-            continue
-        if _is_spare(descriptor):
-            os.close(descriptor)  # a number without an object
-            continue
-        try:
-            kind = stat.S_IFMT(os.stat(descriptor).st_mode) if not _is_in(descriptor, belongs) else 0
-        except OSError:
-            continue  # the descriptor of the listing
-        if kind not in (stat.S_IFREG, stat.S_IFDIR):
-            os.dup2(null, descriptor, inheritable=False)
-    os.close(null)
-
-
-def _is_in(descriptor: int, places: tuple[str, ...]) -> bool:
-    path = os.readlink(f"/proc/self/fd/{descriptor}")
-    return (path + "/").startswith(places) or path.startswith(_MEMORY)
-
-
-def _is_spare(descriptor: int) -> bool:
-    """Whether this is a descriptor of `SpareDescriptors`: /dev/null, and other than a replaced one only for reading."""
-    with contextlib.suppress(OSError):
-        opened = os.stat(descriptor).st_rdev, fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
-        return descriptor > _LAST_STANDARD and opened == (os.stat(os.devnull).st_rdev, os.O_RDONLY)
-    return False
