@@ -136,6 +136,7 @@ class VolumeUsage(Value):
     prefetch: str | None = None  # how far it is
     fetch_failure: str | None = None  # why the last fetch failed; None if it succeeded
     cache_failure: str | None = None  # why the cache of what was fetched cannot be written
+    inode_failure: str | None = None  # where a stored snapshot's inode numbers and ctimes are lost, and why
 
 
 class VolumeChanges(Protocol):

@@ -196,6 +196,10 @@ class MountedArchive:
             return None
         return functools.partial(self._content.prepare, member, self._locate)
 
+    @property
+    def inode_failure(self) -> None:
+        """None: see `inode_row`."""
+
     def inode_row(self, path: bytes) -> None:  # noqa: ARG002
         """None: an archive has neither inode numbers nor ctimes."""
         return

@@ -8,12 +8,13 @@ Threading: one thread at a time.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
+from protocol.store.format.inode_rows import inodes_lost
 from protocol.store.format.packs import DamagedError
 from protocol.store.leases import Lease
 from protocol.store.trees import MerkleTree
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 _ATTEMPTS: Final = 3
 _CACHES_BYTES: Final = 24 << 20  # listings and chunks that were read last
 _INDEX_FACTOR: Final = 4  # memory of the lookup tables, to the size of the packs' indexes
@@ -55,6 +57,7 @@ class MountedSnapshot:
         self._tree = MerkleTree(root, blobs.listing, blobs)
         self._inodes = None if inodes is None else MerkleTree(inodes, blobs.listing, blobs)
         self._lease = Lease(layout, root, inodes)
+        self.inode_failure: str | None = None
 
     @property
     def lease_descriptor(self) -> int:
@@ -78,18 +81,24 @@ class MountedSnapshot:
         return self._reading(self._tree.name_rows, path)
 
     def inode_row(self, path: bytes) -> Row | None:
-        if self._inodes is None:
-            return None
-        with contextlib.suppress(DamagedError, FileNotFoundError, NotADirectoryError):  # the mount does without it
-            return self._reading(self._inodes.row, path)
-        return None
+        return self._from_inodes(MerkleTree.row, path)
 
     def inode_rows(self, path: bytes) -> Mapping[bytes, Row]:
+        return self._from_inodes(MerkleTree.names, path) or {}
+
+    def _from_inodes(self, read: Callable[[MerkleTree, bytes], T], path: bytes) -> T | None:
+        """Read from the inode listings; None without them.  Logs the first damage: the mount does without them."""
         if self._inodes is None:
-            return {}
-        with contextlib.suppress(DamagedError, FileNotFoundError, NotADirectoryError):
-            return self._reading(self._inodes.names, path)
-        return {}
+            return None
+        try:
+            return self._reading(read, self._inodes, path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except DamagedError as error:
+            if self.inode_failure is None:
+                self.inode_failure = inodes_lost(path, error.damage)
+                _logger.warning("the snapshot below the overlay: %s", self.inode_failure)
+            return None
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._reading(self._tree.read, path, offset, size)

@@ -11,7 +11,6 @@ not in use.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import stat
@@ -43,15 +42,40 @@ class Damage:
     """Damage in the store.
 
     `snapshots` are the (workspace, name) of snapshots that cannot be restored completely; `paths` are lost paths in
-    them, at most 20.
+    them, at most 20.  `without_inodes` are directories, at most 20, below which only the inode numbers and ctimes are
+    lost: the content is whole.
     """
 
     what: str
     snapshots: tuple[tuple[str, str], ...] = ()
     paths: tuple[bytes, ...] = ()
+    without_inodes: tuple[bytes, ...] = ()
 
 
 GONE: Final = "contents are gone from the store"  # what `Damage.what` says after a repair
+
+
+class Losses:
+    """What snapshots have lost, by the reason."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[dict[tuple[str, str], None], dict[bytes, None], dict[bytes, None]]] = {}
+
+    def add(self, snapshot: tuple[str, str], lost: Iterable[tuple[bytes, str]], *, only_inodes: bool = False) -> None:
+        """Add paths that a snapshot has lost, each with the reason; or directories whose inode listing is lost."""
+        for path, why in lost:
+            snapshots, paths, without_inodes = self._found.setdefault(why, ({}, {}, {}))
+            snapshots[snapshot] = None
+            shown = without_inodes if only_inodes else paths
+            if len(shown) < LOST_PATHS_SHOWN:
+                shown[path] = None
+
+    def damages(self) -> list[Damage]:
+        """One `Damage` for each reason."""
+        return [
+            Damage(why, tuple(snapshots), tuple(paths), tuple(without_inodes))
+            for why, (snapshots, paths, without_inodes) in self._found.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +192,14 @@ def _check_contents(blobs: Blobs, progress: ByteProgress) -> _Found:
 
 def _lost(blobs: Blobs, records: list[Record], found: _Found) -> list[Damage]:
     """The contents that snapshots need and that are missing or damaged; one `Damage` for each reason."""
-    lost: dict[str, tuple[dict[tuple[str, str], None], dict[bytes, None]]] = {}
+    losses = Losses()
     whole: set[bytes] = set()  # listings below which nothing is damaged
     for record in records:
         key = (record.workspace, record.name)
-        roots = (record.root,) if record.inodes is None else (record.root, record.inodes)
-        for path, why in itertools.chain.from_iterable(_damaged_paths(blobs, root, found, whole) for root in roots):
-            snapshots, paths = lost.setdefault(why, ({}, {}))
-            snapshots[key] = None
-            if len(paths) < LOST_PATHS_SHOWN:
-                paths[path] = None
-    return [Damage(why, tuple(snapshots), tuple(paths)) for why, (snapshots, paths) in lost.items()]
+        losses.add(key, _damaged_paths(blobs, record.root, found, whole))
+        if record.inodes is not None:
+            losses.add(key, _damaged_paths(blobs, record.inodes, found, whole), only_inodes=True)
+    return losses.damages()
 
 
 def _damaged_paths(blobs: Blobs, root: Row, found: _Found, whole: set[bytes]) -> list[tuple[bytes, str]]:

@@ -27,6 +27,7 @@ from protocol.store.object_store import RemoteStore, open_storage
 from tests.mount.conftest import MountIt, check_invariants, complaints
 from tests.mount.programs import succeeded, vfsd
 from tests.mount.test_keeper import Kept, end_kept
+from tests.support.lower_layers import damage_inodes
 from tests.support.s3_server import BUCKET, KEYS, FaultyProxy, options, s3_server
 from tests.support.unmounting import unmount_when_idle
 from vfsd.client.workspace import Workspace
@@ -90,12 +91,12 @@ def resume(mount: MountIt, name: str = "one", **arguments: Any) -> tuple[Workspa
 
 
 @contextmanager
-def complaining(workdir: Path, engine: str, **arguments: Any) -> Iterator[tuple[Workspace, Path]]:
+def complaining(workdir: Path, engine: str, *, url: str = URL, **arguments: Any) -> Iterator[tuple[Workspace, Path]]:
     """As `resume`, for a test that accounts for warnings in the log itself."""
     place = workdir / "complaining"
     place.mkdir()
     name = f"{workdir.name}-complaining"
-    with Workspace.mount(place, backend=f"overlay:{URL}#one", engine=engine, name=name, **arguments) as workspace:
+    with Workspace.mount(place, backend=f"overlay:{url}#one", engine=engine, name=name, **arguments) as workspace:
         yield workspace, place
         check_invariants(workspace)
         unmount_when_idle(workspace)
@@ -236,6 +237,27 @@ def test_damaged_content_is_named_and_never_returned(engine: str, proxy: FaultyP
             workspace.export(workdir / "out.zip")
         proxy.fault = up
         assert (root / "big").read_bytes() == BIG
+
+
+@pytest.mark.parametrize("engine", ["native"])
+def test_lost_inode_numbers_are_named_and_the_contents_are_there(
+    engine: str, project: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workdir / "cache"))
+    url = f"file://{workdir}/remote"
+    with Store(str(workdir / "store")) as local, RemoteStore(open_storage(url)) as remote:
+        local.take("host:x", "one", DirectorySource(str(project)))
+        remote.push(local, "host:x", "one")
+        damage_inodes(remote, "one")
+    with complaining(workdir, engine, url=url) as (workspace, root):
+        assert equal(root, project)
+        (line,) = complaints(workspace.name)
+        assert "the inode numbers and ctimes below . are lost" in line
+        assert "ctimes below . are lost" in (workspace.status().inode_failure or "")
+    checked = vfsd("store", "check", "--store", url)
+    assert checked.returncode == 1
+    assert "  lost: only the inode numbers and ctimes below .\n" in checked.stderr
+    assert "lost: .\n" not in checked.stderr
 
 
 def helpers(pid: int) -> list[int]:

@@ -11,6 +11,8 @@ from protocol.archive import MountedArchive, write_archive
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.tree_lower import TreeLower
 from protocol.store import DirectorySource, Store
+from protocol.store.object_store import RemoteStore
+from protocol.store.object_store.packs import key_of
 
 Layer = Literal["archive", "snapshot"]
 LAYERS: Final[tuple[Layer, ...]] = ("archive", "snapshot")
@@ -38,6 +40,18 @@ def opened(layer: Layer, place: Path, cache_bytes: int = 4 << 20) -> TreeLower:
         return TreeLower(archive, str(place), memory_bytes=archive.memory_bytes, close=archive.close)
     snapshot = Store(place).mounted("host:below", NAME)
     return TreeLower(snapshot, NAME, memory_bytes=snapshot.memory_bytes, close=snapshot.close)
+
+
+def damage_inodes(remote: RemoteStore, name: str) -> None:
+    """Damage the inode listing of the root of a snapshot in a store at file:///."""
+    inodes = remote.get(name).record.inodes
+    assert inodes is not None
+    place = remote.packs.view().find(inodes.content)
+    assert place is not None
+    path = Path(remote.directory.removeprefix("file://"), key_of(place.pack))
+    data = bytearray(path.read_bytes())
+    data[place.offset + place.length // 2] ^= 1
+    path.write_bytes(data)
 
 
 @contextmanager

@@ -198,6 +198,7 @@ def _damage_record(damage: Damage) -> dict[str, Any]:
         "what": damage.what,
         "snapshots": [{"workspace": wire_path(os.fsencode(key)), "name": name} for key, name in damage.snapshots],
         "paths": [wire_path(path) for path in damage.paths],
+        "without_inodes": [wire_path(path) for path in damage.without_inodes],
     }
 
 
@@ -212,10 +213,14 @@ def _show_check(report: CheckReport, store: AnyStore) -> None:
             output.note(f"  needed by snapshot {name}{of}")
         for path in damage.paths:
             output.note(f"  lost: {output.show_path(wire_path(path)) or '.'}")
+        for path in damage.without_inodes:
+            output.note(f"  lost: only the inode numbers and ctimes below {output.show_path(wire_path(path)) or '.'}")
+    if any(damage.without_inodes for damage in report.damages):
+        output.note("where only these are lost, the contents are whole; after a mount, git reads such files again")
     if report.damages:
         is_repaired = all(damage.what == GONE for damage in report.damages)
         given = selecting(store)
-        again = "`vfsd push --replace`" if isinstance(store, RemoteStore) else "the next snapshot"
+        again = "a repeated `vfsd push`" if isinstance(store, RemoteStore) else "the next snapshot"
         output.note(
             ("" if is_repaired else f"`vfsd store gc --repair{given}` removes what is damaged; ")
             + f"{again} stores again what still exists; `vfsd store drop WORKSPACE NAME{given}` drops a snapshot that"
@@ -261,7 +266,7 @@ def gc_command(app: App, store: AnyStore, *, wait: float, repair: bool) -> None:
 
     In an object store the command frees space in two steps, so that pushes can run meanwhile.  It condemns packs that
     are not needed, and a later run deletes them, at least 24 hours after they were condemned.  A pack that is younger
-    than that is not condemned.  There, `vfsd push --replace` stores damaged contents again.
+    than that is not condemned.  There, a repeated `vfsd push` stores damaged contents again.
     """
     if isinstance(store, RemoteStore):
         with bytes_progress("collecting") as progress:

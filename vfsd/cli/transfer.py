@@ -55,7 +55,7 @@ def _check_url(url: str) -> None:
 @click.option(
     "--replace",
     is_flag=True,
-    help="Replace another snapshot of this name.  Also uploads again what `vfsd store gc --repair` removed.",
+    help="Replace another snapshot of this name.",
 )
 @click.pass_obj
 def push_command(
@@ -129,10 +129,13 @@ def _drop_temporary(local: Store, saved: SaveResult) -> None:
 def _show_push(destination: str, report: Any) -> None:
     size = output.human_size(report.size_bytes)
     files = f"{output.counted(report.files, 'file')}, {size}"
-    if not report.is_new:
-        output.say(f"{output.show_path(report.name)} is already in {destination} ({files})")
-        return
     uploaded = output.human_size(report.uploaded_bytes)
+    if not report.is_new:
+        there = f"{output.show_path(report.name)} is already in {destination} ({files})"
+        lost = output.counted(report.uploaded_contents, "content")
+        mended = f"; uploaded {uploaded} again: {lost} that a repair had removed" if report.uploaded_contents else ""
+        output.say(there + mended)
+        return
     output.say(f"pushed {output.show_path(report.name)} to {destination} ({files}); uploaded {uploaded}")
 
 

@@ -206,6 +206,7 @@ class StatusResult(msgspec.Struct, frozen=True):
     prefetch: str | None = None  # the state of --prefetch
     fetch_failure: str | None = None  # while it is not null, reads of what is not in the cache fail
     cache_failure: str | None = None  # while it is not null, what is read is fetched again each time
+    inode_failure: str | None = None  # of an overlay over any stored snapshot: where it lost inode numbers, and why
     cache: CacheChoice = "writethrough"
     forked_from: str | None = None  # the name of the workspace that this one is a fork of
     base: str | None = None  # of a fork: the snapshot that both workspaces have

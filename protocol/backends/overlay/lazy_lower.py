@@ -35,6 +35,7 @@ from protocol.backends.overlay.lower import (
 from protocol.backends.overlay.tree_lower import TreeStat, inode_number, shown_number
 from protocol.errors import NotReadyError, os_error, shown
 from protocol.store.format.digests import CHUNK_BYTES
+from protocol.store.format.inode_rows import inodes_lost
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import UNREADABLE, Row
 from protocol.store.object_store.lazy.contents import BLOBS_BYTES, ROWS_BYTES
@@ -83,6 +84,7 @@ class LazyLower(Lower):
         self._recent: tuple[bytes, _Rows] | None = None  # an inode is made with three calls for one path
         self._serving: int | None = None
         self._reported: set[bytes] = set()
+        self.inode_failure: str | None = None  # the first damage of an inode listing
 
     # -- waiting -----------------------------------------------------------------------------------
     def serve_here(self) -> None:
@@ -175,7 +177,15 @@ class LazyLower(Lower):
         below = inode.content if inode is not None and inode.is_dir else b""
         found = self.reading(path, lambda: self.contents.listings(row.content, below))
         self._directories[path] = here
+        if below and not found[1] and self.inode_failure is None:
+            self._report_inodes(path, self.contents.inode_damage(below))
         return found
+
+    def _report_inodes(self, path: bytes, damage: str | None) -> None:
+        """Log the first damaged inode listing."""
+        if damage is not None:
+            self.inode_failure = inodes_lost(path, damage)
+            _logger.warning("%s: %s; `vfsd store check` names all", self.name, self.inode_failure)
 
     # -- Lower -----------------------------------------------------------------------------------------
     def stat(self, path: bytes) -> TreeStat:
@@ -236,6 +246,7 @@ class LazyLower(Lower):
             prefetch=prefetch,
             fetch_failure=client.failing,
             cache_failure=progress.cache_failure or None,
+            inode_failure=self.inode_failure,
         )
 
     def forking(self) -> AbstractContextManager[object]:

@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+from msgspec.structs import replace
+
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES
 from protocol.backends.overlay.lower import FIRST_NEW_NUMBER, Identity, Lower, LowerEntry, LowerFile, LowerStat
 from protocol.errors import os_error, shown
@@ -30,6 +32,7 @@ from protocol.volume import ROOT_INODE
 if TYPE_CHECKING:
     from protocol.store.format.rows import Row
     from protocol.tree import TreeEntry
+    from protocol.volume_extensions import VolumeUsage
 
 _logger = logging.getLogger(__name__)
 _GIT_BITS: Final = 32  # of an inode number, in the index of git
@@ -55,6 +58,11 @@ class LowerTree(Protocol):
 
     def rows(self, path: bytes) -> Iterable[NameRow]:
         """Return the entries of a directory, whose attributes and content are not read."""
+        ...
+
+    @property
+    def inode_failure(self) -> str | None:
+        """The first damage of inode rows that was found; None if none was."""
         ...
 
     def inode_row(self, path: bytes) -> Row | None:
@@ -187,6 +195,9 @@ class TreeLower(Lower):
         except OSError:  # its directory can be listed all the same
             return 1, DIRECTORY_BASE_BYTES
         return 2 + sum(map(stat.S_ISDIR, modes)), DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(modes)
+
+    def usage_of_source(self, usage: VolumeUsage) -> VolumeUsage:
+        return replace(usage, inode_failure=self._tree.inode_failure)
 
     def readlink(self, path: bytes) -> bytes:
         return self._entry(path).target

@@ -14,6 +14,7 @@ from __future__ import annotations
 import stat
 from typing import TYPE_CHECKING, Final
 
+from protocol.errors import shown
 from protocol.linux.statx import numbers_and_ctimes
 from protocol.store.format.rows import Row, encode_listing
 
@@ -28,6 +29,14 @@ _EMPTY: Final = encode_listing([])
 def inode_row(name: bytes, mode: int, number: int, ctime_ns: int, below: bytes = b"") -> Row:
     """The inode row of an entry; `below` is the digest of a directory's inode listing."""
     return Row(name, stat.S_IFMT(mode), 0, 0, ctime_ns, number if number < _NUMBERS_END else 0, below)
+
+
+def inodes_lost(path: bytes, damage: str) -> str:
+    """Say that a mount has no inode numbers and ctimes of what is below `path`."""
+    return (
+        f"the inode numbers and ctimes below {shown(path) or '.'} are lost ({damage}), so git reads files again;"
+        " the contents are whole"
+    )
 
 
 def scanned_inodes(sink: Sink, record: bytes, root: CachedDirectory, *, trusted: bool) -> Row:

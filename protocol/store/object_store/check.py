@@ -22,7 +22,7 @@ from protocol.store.object_store.layout import (
     decode_listing_of,
     kind_of,
 )
-from protocol.store.upkeep import GONE, LOST_PATHS_SHOWN, CheckReport, Damage
+from protocol.store.upkeep import GONE, CheckReport, Damage, Losses
 
 if TYPE_CHECKING:
     from protocol.store.object_store.packs import PackView
@@ -67,18 +67,16 @@ class _Check:
         view = self._remote.packs.view()
         damages = [Damage(f"{name}: {error.damage}") for name, error in view.damaged.items()]
         self._read(view)
-        lost: dict[str, tuple[dict[tuple[str, str], None], dict[bytes, None]]] = {}
+        losses = Losses()
         for one in snapshots:
             record = one.record
-            lost_inodes = [] if record.inodes is None else self._lost(record.inodes)
-            for path, why in (*self._lost(record.root), *lost_inodes):
-                names, paths = lost.setdefault(why, ({}, {}))
-                names[one.record.workspace, one.name] = None
-                if len(paths) < LOST_PATHS_SHOWN:
-                    paths[path] = None
-        needed = {why for why in lost if why != GONE}
+            losses.add((record.workspace, one.name), self._lost(record.root))
+            if record.inodes is not None:
+                losses.add((record.workspace, one.name), self._lost(record.inodes), only_inodes=True)
+        lost = losses.damages()
+        needed = {damage.what for damage in lost}
         damages += [Damage(why) for why in dict.fromkeys(self._bad.values()) if why not in needed]
-        return damages + [Damage(why, tuple(names), tuple(paths)) for why, (names, paths) in lost.items()]
+        return damages + lost
 
     def _read(self, view: PackView) -> None:
         """Compare every blob with its digest."""

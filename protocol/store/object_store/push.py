@@ -62,7 +62,11 @@ _ATTEMPTS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What a push did.  `is_new` is False if the store already had this state under this name."""
+    """What a push did.
+
+    `is_new` is False if the store already had this state under this name.  If a repair had deleted contents of it,
+    they were uploaded again.
+    """
 
     name: str
     generation: int
@@ -128,9 +132,10 @@ class Push:
         self._remote.create(self._start.format)
         objects = self._start.names.result()
         current = newest_of(objects).get(self._name)
-        if self._is_there(current):
-            assert current is not None
-            return self._report(current.number, is_new=False)
+        there = self._there(current)
+        if there is not None:
+            self._mend(there, objects)
+            return self._report(there.generation.number, is_new=False)
         markers = self._start.markers.result()
         packs = self._storage.list(PACKS)  # after the markers; the answer comes while the snapshots are compared
         if not self._replace:
@@ -144,9 +149,14 @@ class Push:
             self._upload(self._remote.packs.view())
         published = self._publish(current)
         self._published()
+        self._complete()
+        return self._report(published, is_new=True)
+
+    def _complete(self) -> None:
+        """Upload what no usable pack has any more, until there is nothing.  EAGAIN."""
         for _ in range(_ROUNDS):
             if self._is_complete():
-                return self._report(published, is_new=True)
+                return
         what = "collections of this store delete what the push uploads: repeat it when they have ended"
         raise OSError(errno.EAGAIN, what, self._remote.directory)
 
@@ -157,17 +167,30 @@ class Push:
         )
 
     # -- the name ------------------------------------------------------------------------------
-    def _is_there(self, current: Generation | None) -> bool:
-        """Whether the name has this state already.  FileExistsError if it has another one that must stay."""
+    def _there(self, current: Generation | None) -> RemoteSnapshot | None:
+        """The snapshot, if the name has this state already.  FileExistsError if it has another one that must stay."""
         if current is None or current.is_dropped or self._replace:
-            return False
+            return None
         found = self._remote.records([current])
         if found and found[0].record.root == self._record.root:
-            return True
+            return found[0]
         if found:
             what = f"the store has another snapshot {self._name}: choose a name with --as, or add --replace"
             raise FileExistsError(errno.EEXIST, what, self._remote.directory)
-        return False
+        return None
+
+    def _mend(self, there: RemoteSnapshot, objects: Objects) -> None:
+        """Upload what a repair deleted of a snapshot that is there, after it was published.
+
+        This is the last step of the push that published it: what no usable pack has now is uploaded.
+        """
+        published_s = next((info.modified_s for info in objects if info.key == there.generation.key), 0.0)
+        if published_s > _last_repair_s(self._start.repairs.result()):
+            return
+        if there.record.inodes != self._record.inodes:  # another state of the same content: it needs others
+            self._record = structs.replace(self._record, inodes=None)
+        self._items = self._needed()
+        self._complete()
 
     def _publish(self, current: Generation | None) -> int:
         """Create the next generation of the name, and return its number."""
@@ -177,9 +200,9 @@ class Push:
             if self._storage.create(Generation(self._name, number).key, record).result():
                 return number
             current = self._remote.generation(self._name)  # another process was faster
-            if self._is_there(current):
-                assert current is not None
-                return current.number
+            there = self._there(current)
+            if there is not None:
+                return there.generation.number
 
     # -- what is missing -----------------------------------------------------------------------
     def _choose_base(self, objects: Objects) -> None:

@@ -97,6 +97,7 @@ def status_rows(status: StatusResult) -> list[tuple[str, Kind, Cell]]:
         *_if_any("prefetch", "text", status.prefetch),
         *_if_any("fetch failure", "text", status.fetch_failure),
         *_if_any("cache failure", "text", status.cache_failure),
+        *_if_any("inode failure", "text", status.inode_failure),
         ("engine", "text", engine_words(status)),
         *_if_any("wake-ups", "text", status.wakeups),
         ("cache", "text", status.cache),

@@ -57,7 +57,7 @@ class RemoteContents:
         self._listings: OrderedDict[bytes, Mapping[bytes, Row]] = OrderedDict()
         self._maps: OrderedDict[bytes, ChunkMap] = OrderedDict()
         self._inodes_arriving: dict[bytes, Future[object]] = {}
-        self._inodes_gone: set[bytes] = set()
+        self._inodes_lost: dict[bytes, str] = {}  # the damage of inode listings
 
     def blobs(self, kind: BlobKind, digests: Sequence[bytes], ahead: Sequence[bytes] = ()) -> list[bytes]:
         """The blobs with these digests.  NotReadyError, after which those in `ahead` are fetched as well."""
@@ -108,10 +108,12 @@ class RemoteContents:
                 return arrival
         try:
             return self.listing(digest)
-        except DamagedError:
+        except DamagedError as error:
+            with self._lock:
+                self._inodes_lost[digest] = error.damage
             return {}
         except NotReadyError as error:
-            if digest in self._inodes_gone:
+            if digest in self._inodes_lost:
                 return {}
             fetched = error.arrival
 
@@ -122,7 +124,7 @@ class RemoteContents:
             with self._lock:
                 self._inodes_arriving.pop(digest, None)
                 if isinstance(failure, DamagedError):
-                    self._inodes_gone.add(digest)
+                    self._inodes_lost[digest] = failure.damage
             if failure is None or isinstance(failure, DamagedError):
                 arrival.set_result(None if failure is not None else answer.result())
             else:
@@ -132,6 +134,10 @@ class RemoteContents:
             self._inodes_arriving[digest] = arrival
         fetched.add_done_callback(arrived)
         return arrival
+
+    def inode_damage(self, digest: bytes) -> str | None:
+        """Why an inode listing has no rows; None if it was not found damaged."""
+        return self._inodes_lost.get(digest)
 
     def chunk_map(self, digest: bytes) -> ChunkMap:
         """The chunk map of a content.  NotReadyError, DamagedError."""

@@ -85,6 +85,36 @@ def test_a_collection_keeps_those_of_snapshots_and_frees_the_others(root: Path, 
     assert not store.blobs.has(record.inodes.content)
 
 
+def test_a_damaged_inode_listing_is_named_and_a_mount_does_without(root: Path, tmp_path: Path) -> None:
+    fill(root)
+    place_of_store = tmp_path / "damaged"
+    with Store(place_of_store) as store:
+        store.take(KEY, "one", DirectorySource(root))
+    with Store(place_of_store) as store, store.leased(KEY, "one") as (record, blobs):
+        inodes = MerkleTree(record.inodes, blobs.listing, blobs).row(b"a") if record.inodes is not None else None
+        place = None if inodes is None else blobs.packs.find(inodes.content)
+    assert place is not None
+    (pack,) = (place_of_store / "packs").glob(f"{place.pack}*")
+    os.chmod(pack, 0o600)
+    with pack.open("r+b") as file:
+        file.seek(place.offset + place.length // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with Store(place_of_store) as again:
+        mounted = again.mounted(KEY, "one")
+        assert mounted.inode_row(b"file") is not None
+        assert mounted.inode_failure is None
+        assert mounted.inode_rows(b"a") == {}
+        assert "ctimes below a are lost" in (mounted.inode_failure or "")
+        assert mounted.read(b"a/file", 0, 100) == (root / "a" / "file").read_bytes()
+        mounted.close()
+    with Store(place_of_store) as again:
+        (damage,) = again.check().damages
+    assert damage.paths == ()
+    assert damage.without_inodes == (b"a",)
+
+
 def test_a_record_without_them_is_one_of_an_older_version(root: Path, store: Store) -> None:
     fill(root)
     store.take(KEY, "one", DirectorySource(root))

@@ -83,6 +83,7 @@ def test_check_names_what_is_damaged_and_ends_with_1(store: Store) -> None:
             "what": f"a content in {min(os.listdir(Path(store.directory, 'packs')))} is not what was stored",
             "snapshots": [{"workspace": "host:/srv/x", "name": "first"}],
             "paths": ["file"],
+            "without_inodes": [],
         }
     ]
 

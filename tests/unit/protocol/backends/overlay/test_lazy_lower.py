@@ -177,7 +177,8 @@ def test_inode_numbers_are_those_that_were_pushed_and_never_two_of_one(tmp_path:
     if is_lost:
         client.lose(record.inodes.content)
     read = contents.RemoteContents(client, BlobCache(None, 0))  # type: ignore[arg-type]
-    volume = OverlayVolume(LazyLower(read, record.root, url, "", inodes=record.inodes))
+    lower = LazyLower(read, record.root, url, "", inodes=record.inodes)
+    volume = OverlayVolume(lower)
     directory = volume.lookup(ROOT_INODE, b"d").inode
     numbers = [volume.lookup(directory, b"f%d" % number).inode for number in range(8)]
     assert len(set(numbers)) == 8
@@ -190,6 +191,10 @@ def test_inode_numbers_are_those_that_were_pushed_and_never_two_of_one(tmp_path:
         assert numbers[7] == 9
         assert numbers[4] % 2**32 == 77  # as in the index of git
         assert volume.getattr(numbers[0]).ctime_ns == NumberedTree.CTIME_NS
+    found = volume.usage().inode_failure
+    assert (found is not None) == is_lost
+    if found is not None:
+        assert "ctimes below . are lost" in found
     volume.check_invariants()
 
 

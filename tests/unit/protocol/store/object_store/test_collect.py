@@ -16,6 +16,7 @@ from protocol.store import DirectorySource, Store
 from protocol.store.format.packs import DamagedError
 from protocol.store.object_store import RemoteStore, collect, open_storage
 from protocol.store.object_store.push import Push
+from tests.support.lower_layers import damage_inodes
 from tests.unit.protocol.store.object_store import worker
 
 KEY = worker.KEY
@@ -153,7 +154,8 @@ def test_a_push_whose_base_is_dropped_and_collected_meanwhile_is_complete(
         assert remote.check().ok
 
 
-def test_a_repair_removes_damage_and_a_push_brings_it_back(url: str, local: Store, root: Path) -> None:
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_repair_removes_damage_and_a_push_brings_it_back(url: str, local: Store, root: Path, replace: bool) -> None:
     states(local, root, 1)
     with opened(url) as remote:
         remote.push(local, KEY, "state0")
@@ -170,9 +172,26 @@ def test_a_repair_removes_damage_and_a_push_brings_it_back(url: str, local: Stor
             remote.collect_garbage()
         assert remote.collect_garbage(repair=True).damaged_contents == 2
         assert not remote.check().ok
-        assert remote.push(local, KEY, "state0", replace=True).uploaded_contents == 2
+        assert remote.push(local, KEY, "state0", replace=replace).uploaded_contents == 2
         assert remote.check().ok
+        assert remote.push(local, KEY, "state0").uploaded_contents == 0
         remote.collect_garbage()
+
+
+def test_a_damaged_inode_listing_is_no_lost_path_and_a_push_brings_it_back(url: str, local: Store, root: Path) -> None:
+    states(local, root, 1)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0")
+        damage_inodes(remote, "state0")
+    with opened(url) as remote:
+        for _ in range(2):
+            (damage,) = remote.check().damages
+            assert damage.snapshots == ((KEY, "state0"),)
+            assert damage.paths == ()
+            assert damage.without_inodes == (b"",)
+            remote.collect_garbage(repair=True)
+        assert remote.push(local, KEY, "state0").uploaded_contents == 1
+        assert remote.check().ok
 
 
 def test_after_a_repair_a_push_relies_on_no_older_snapshot(url: str, local: Store, root: Path) -> None:
