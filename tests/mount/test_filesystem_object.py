@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,44 @@ def test_what_programs_had_written_is_there_when_the_connection_is_cut(engine: s
     assert filesystem.read("f").content == "never closed"
     with pytest.raises(OSError, match="not connected"):
         os.close(file)
+
+
+@contextmanager
+def elsewhere(script: str) -> Iterator[None]:
+    """A process in a mount namespace of its own, with copies of all mounts, that has executed `script`."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a mount namespace without a user namespace")
+    with subprocess.Popen(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", f"{script}; echo ready; read line"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        yield
+        other.communicate()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_an_unmount_ends_although_another_mount_namespace_has_a_copy_of_the_mount(
+    engine: str, workdir: Path, lazy: bool
+) -> None:
+    filesystem = InMemoryFilesystem()
+    for content in ("one", "two"):  # and another mount of this process works
+        mounted = Workspace.mount(workdir / "m", filesystem=OnlyTheMethods(filesystem), engine=engine)  # type: ignore[call-overload]
+        with elsewhere(":"):
+            (workdir / "m" / "f").write_text(content)
+            mounted.unmount(lazy=lazy)
+            assert not mounted.mounted
+        assert filesystem.read("f").content == content
+
+
+def test_a_program_in_another_mount_namespace_is_served_until_it_ends(engine: str, workdir: Path) -> None:
+    filesystem = InMemoryFilesystem()
+    mounted = Workspace.mount(workdir / "m", filesystem=filesystem, engine=engine)
+    with elsewhere(f"cd {workdir}/m; exec 3> f"):
+        with pytest.raises(OSError, match=r"busy: held by pid \d+ \(sh\)"):
+            mounted.unmount()
+        assert mounted.mounted
+    mounted.unmount()
+    assert not mounted.mounted

@@ -8,6 +8,7 @@ import fcntl
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import termios
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
-from tests.mount.programs import failed, succeeded, vfsd
+from tests.mount.programs import failed, succeeded, vfsd, wait_logged
 from tests.support.host_directories import mounted_tmpfs
 from tests.support.leaks import mounts
 from vfsd.client.connection import ControlClient
@@ -383,7 +384,10 @@ def test_a_busy_workspace_is_exported_and_stays(workspace: Workspace, root: Path
     assert zipfile.ZipFile(workdir / "a.zip").read("files/file") == b"work"
 
 
-def test_the_daemon_ends_although_another_mount_namespace_has_a_copy_of_the_mount(engine: str, workdir: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("--lazy",)], ids=" ".join)
+def test_the_daemon_ends_although_another_mount_namespace_has_a_copy_of_the_mount(
+    engine: str, workdir: Path, words: tuple[str, ...]
+) -> None:
     workspace = Workspace.mount(workdir, engine=engine)
     with subprocess.Popen(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo ready; read line"],
@@ -393,10 +397,29 @@ def test_the_daemon_ends_although_another_mount_namespace_has_a_copy_of_the_moun
         assert other.stdout is not None
         assert other.stdin is not None
         assert other.stdout.readline() == b"ready\n"
-        succeeded(unmount(workspace))  # returns when the daemon has ended
+        succeeded(unmount(workspace, *words))  # returns when the daemon has ended
         assert not os.path.exists(socket_of(workspace))
         assert "another mount namespace" in Path(log_path(workspace.name)).read_text(encoding="utf-8")
         other.stdin.close()
+
+
+@both_engines
+def test_a_daemon_that_ends_leaves_what_is_mounted_at_its_place_by_then(engine: str, workdir: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a tmpfs")
+    workspace = Workspace.mount(workdir, engine=engine)
+    pid = workspace.status().pid
+    with daemon_end(pid) as wait_ended, open(os.path.join(workspace.path, "file"), "w"):
+        subprocess.run(["umount", "--lazy", workspace.path], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", workdir], check=True)
+        try:
+            os.kill(pid, signal.SIGTERM)
+            wait_logged(workspace.name, "SIGTERM", pid)
+            os.kill(pid, signal.SIGTERM)  # at the second one it ends, although the file is open
+            wait_ended()
+            assert {mount.fs_type for mount in mounts() if mount.mountpoint == str(workdir)} == {"tmpfs"}
+        finally:
+            subprocess.run(["umount", "--lazy", workdir], check=True)
 
 
 # -- what does not ask ------------------------------------------------------------------------------------

@@ -203,12 +203,13 @@ class UnmountMethods:
         if checked is not None:
             mark = await self._check_again(checked, mark, params, call)
         named = () if volume is None or journal is not None else _named(volume)
+        is_used = False
         if params.lazy:
-            held = await self._detach(held)
+            held, is_used = await self._detach(held)
         else:
             await trio.to_thread.run_sync(mounts.unmount, mountpoint)
         changed_late = checked is not None and checked.changed_since(mark)
-        if not params.lazy:
+        if not is_used:
             self._mounted.in_background(self._end_serving)
         return UnmountResult(
             wire_path(os.fsencode(mountpoint)),
@@ -219,19 +220,19 @@ class UnmountMethods:
             None if journal is None else wire_path(os.fsencode(journal)),
         )
 
-    async def _detach(self, held: list[str]) -> list[str]:
-        """Unmount, lazily if the workspace is used; return who uses it.
+    async def _detach(self, held: list[str]) -> tuple[list[str], bool]:
+        """Unmount, lazily if the workspace is used; return who uses it, and whether anybody does.
 
         `held`: the users that umount(2) does not see, or with a sandbox all users.  To find all takes 0.2 s with 100
         processes, so umount(2) is asked first.
         """
         mountpoint = self._options.mountpoint
         if not held and await trio.to_thread.run_sync(mounts.unmount_unused, mountpoint):
-            return []
+            return [], False
         if not self._commands.has_sandbox:
             held = await self._holders()
         await trio.to_thread.run_sync(functools.partial(mounts.unmount, mountpoint, lazy=True))
-        return held
+        return held, True
 
     def _journal(self) -> str | None:
         """The directory of the journal that keeps the content; None if nothing does."""

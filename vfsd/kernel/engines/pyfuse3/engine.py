@@ -33,6 +33,7 @@ from vfsd.kernel.engines.libfuse import capture_standard_error, mount_error
 from vfsd.kernel.engines.markers import Markers
 from vfsd.kernel.engines.pyfuse3.handlers import Handlers
 from vfsd.kernel.engines.pyfuse3.reading import read_without_blocking
+from vfsd.machine.mountinfo import mount_at
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Pyfuse3Engine:
         self._markers = Markers(settings.mountpoint)
         self._handlers.record_statfs = self._markers.record
         self._fd = -1  # pyfuse3's /dev/fuse descriptor while the session lives
+        self._device = 0  # the device number of the mount
         self._scope: trio.CancelScope | None = None
         self._lock = threading.Lock()  # guards the two below
         self._notifications = 0  # the threads that are sending one
@@ -95,6 +97,8 @@ class Pyfuse3Engine:
             raise mount_error(failure, output.decode(errors="replace"), self._settings.mountpoint)
         (self._fd,) = _fuse_descriptors() - before
         read_without_blocking(self._fd)
+        made = mount_at(self._settings.mountpoint)
+        self._device = 0 if made is None else made.device
         self._handlers.is_readable = self._readable
         self._handlers.invalidate_attributes = functools.partial(invalidate_attributes, self)
         self._closed = False
@@ -131,8 +135,13 @@ class Pyfuse3Engine:
             _logger.warning("unmounting %s while an invalidation is running", self._settings.mountpoint)
             subprocess.run(["fusermount3", "-u", "-z", "-q", self._settings.mountpoint], check=False)
             return
-        # libfuse detaches lazily: this does not wait for programs that use the mount.
-        pyfuse3.close(unmount=True)
+        # libfuse detaches lazily: this does not wait for programs that use the mount.  It detaches whatever is mounted
+        # there, so not where this mount is gone, although a copy in another mount namespace keeps the connection.
+        pyfuse3.close(unmount=self._is_mounted())
+
+    def _is_mounted(self) -> bool:
+        found = mount_at(self._settings.mountpoint)
+        return found is not None and found.device == self._device
 
     async def drained(self) -> None:
         # The kernel makes a request of its background queue readable as soon as an earlier one is answered, so
