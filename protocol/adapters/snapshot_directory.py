@@ -1,15 +1,7 @@
 """SnapshotDirectoryVolume: a volume that also shows its snapshots, as `.snapshots/NAME` at its root.
 
 It passes everything on to the volume below, except a lookup of `.snapshots` that the volume below does not have, and
-calls with the inode numbers of that directory and of what is in it.  These are FIRST_INODE and higher, which no volume
-below uses.  They are hashes of the snapshot's serial number and the path (for a file with several names: of its inode
-number in the snapshot), so they stay the same while the snapshot exists and one process serves it, and those of two
-snapshots differ.
-
-Invariants (`check_invariants`):
-
-- `_nodes` has exactly the numbers that have lookups, except that of `.snapshots` itself;
-- a number in `_nodes` always means the same file of the same snapshot.
+calls with the inode numbers of that directory and of what is in it (`protocol.adapters.snapshot_inodes`).
 
 Everything in `.snapshots` is read-only (EROFS).  When a snapshot is dropped, its inodes are stale (ESTALE).
 
@@ -23,10 +15,11 @@ import errno
 import os
 import stat
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from hashlib import blake2b
 from itertools import islice
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Final, NoReturn, Protocol, TypeVar, cast
 
+from protocol.adapters.answers import catching, then
+from protocol.adapters.snapshot_inodes import FIRST_INODE, SnapshotInodes
 from protocol.errors import SnapshotNotFoundError, os_error, shown
 from protocol.tree import TreeEntry
 from protocol.volume import (
@@ -54,17 +47,12 @@ from protocol.volume import (
 from protocol.volume_durability import AnsweringVolume, JournaledVolume
 from protocol.volume_extensions import SnapshotInfo
 
-__all__ = ["FIRST_INODE", "NAME", "ReadableState", "SnapshotDirectoryVolume", "SnapshotStates", "shown_name"]
+__all__ = ["NAME", "ReadableState", "SnapshotDirectoryVolume", "SnapshotStates", "shown_name"]
 
 T = TypeVar("T")
-U = TypeVar("U")
 NAME: Final = b".snapshots"
-FIRST_INODE: Final = 1 << 62  # bit 63 stays 0: some programs read inode numbers as signed
-_MASK: Final = FIRST_INODE - 1
 _COOKIE: Final = 1 << 62  # of NAME in a listing of the root; after those of the volume below
 _BATCH: Final = 1024  # entries that one request lists at most
-_NODE_BYTES: Final = 300  # memory of a node without its path
-_MOST_BYTES: Final = 16 << 20  # memory of nodes after which the kernel is asked to forget them
 
 
 class ReadableState(Protocol):
@@ -87,15 +75,6 @@ class SnapshotStates(Protocol):
         ...
 
 
-class _Node(NamedTuple):
-    """A file of a snapshot that the kernel has looked up.  `identity`: see `SnapshotDirectoryVolume._number`."""
-
-    info: SnapshotInfo
-    path: bytes
-    identity: bytes | int
-    is_dir: bool
-
-
 class SnapshotDirectoryVolume:
     """`volume`, with `.snapshots` at its root; listings of the root show it if `is_visible`."""
 
@@ -104,13 +83,10 @@ class SnapshotDirectoryVolume:
 
         A process that continues the mount of another one needs its own: the kernel still forgets the other's numbers.
         """
-        self._seed = seed
         self._volume = volume
         self._states = states
         self._is_visible = is_visible
-        self._nodes: dict[int, _Node] = {}
-        self._lookups: dict[int, int] = {}
-        self._bytes = 0  # memory of `_nodes`, estimated
+        self._inodes = SnapshotInodes(seed)
         self._listing: tuple[int, list[bytes]] | None = None  # the directory that was listed last
         # Its entries that were listed last: READDIRPLUS looks each of them up, which takes a thread with `StoreStates`.
         self._listed: dict[tuple[int, bytes], TreeEntry] = {}
@@ -143,12 +119,12 @@ class SnapshotDirectoryVolume:
     @property
     def is_entered(self) -> bool:
         """Whether the kernel knows a file of a snapshot, or a listing of `.snapshots`."""
-        return bool(self._nodes) or self._shown is not None
+        return len(self._inodes) > 0 or self._shown is not None
 
     @property
     def known_inodes(self) -> Sequence[int]:
         """The files of snapshots that the kernel knows."""
-        return list(self._nodes)
+        return list(self._inodes)
 
     def names_to_invalidate(self, infos: Sequence[SnapshotInfo]) -> list[tuple[bytes, int]]:
         """Return the names in `.snapshots`, with their inodes, that the kernel must forget; `infos`: those that exist.
@@ -159,11 +135,10 @@ class SnapshotDirectoryVolume:
         self._listing = None
         self._listed = {}
         existing = {info.serial for info in infos}
-        is_full = self._bytes > _MOST_BYTES
         return [
             (shown_name(node.info) or b"", number)
-            for number, node in self._nodes.items()
-            if not node.path and (is_full or node.info.serial not in existing)
+            for number, node in self._inodes.items()
+            if not node.path and (self._inodes.is_full or node.info.serial not in existing)
         ]
 
     def stale_inodes(self, infos: Sequence[SnapshotInfo]) -> list[tuple[int, bool]]:
@@ -172,7 +147,7 @@ class SnapshotDirectoryVolume:
         The kernel must forget their attributes, and the listings of the directories: a program may still be in one.
         """
         existing = {info.serial for info in infos}
-        return [(number, node.is_dir) for number, node in self._nodes.items() if node.info.serial not in existing]
+        return [(number, node.is_dir) for number, node in self._inodes.items() if node.info.serial not in existing]
 
     def take_outdated_listing(self, infos: Sequence[SnapshotInfo]) -> bool:
         """Return whether the kernel may have cached a listing of `.snapshots` that differs from `infos`.
@@ -185,11 +160,8 @@ class SnapshotDirectoryVolume:
         return True
 
     def check_invariants(self) -> None:
-        """AssertionError if an invariant of the module's docstring does not hold."""
-        assert self._nodes.keys() == self._lookups.keys()
-        assert all(count > 0 for count in self._lookups.values())
-        assert all(self._number(node.info, node.identity) == number for number, node in self._nodes.items())
-        assert self._bytes == sum(_NODE_BYTES + len(node.path) for node in self._nodes.values())
+        """AssertionError if an invariant of the inode numbers does not hold."""
+        self._inodes.check_invariants()
 
     # -- inodes --------------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Answer[Attributes]:
@@ -198,7 +170,7 @@ class SnapshotDirectoryVolume:
             return self._lookup(parent, name)
         if parent != ROOT_INODE or name != NAME:
             return self._volume.lookup(parent, name)
-        return _instead(errno.ENOENT, lambda: self._volume.lookup(parent, name), self._top)
+        return catching(FileNotFoundError, lambda: self._volume.lookup(parent, name), lambda _: self._top())
 
     def find(self, parent: int, name: bytes) -> Attributes | None:
         if parent >= FIRST_INODE:
@@ -213,59 +185,36 @@ class SnapshotDirectoryVolume:
         if len(name) > NAME_MAX:
             raise os_error(errno.ENAMETOOLONG)
         if parent == FIRST_INODE:
-            return _then(self._states.infos(), lambda infos: self._enter(infos, name))
-        node = self._node(parent)
+            return then(self._states.infos(), lambda infos: self._enter(infos, name))
+        node = self._inodes.node(parent)
         listed = self._listed.get((parent, name))
         if listed is not None:
             return self._found(node.info, listed)
         path = node.path + b"/" + name if node.path else name
-        return _then(self._using(node.info, lambda state: state.entry(path)), lambda e: self._found(node.info, e))
+        return then(self._using(node.info, lambda state: state.entry(path)), lambda e: self._found(node.info, e))
 
     def _enter(self, infos: Sequence[SnapshotInfo], name: bytes) -> Answer[Attributes]:
         info = next((info for info in infos if shown_name(info) == name), None)
         if info is None:
             raise SnapshotNotFoundError(shown(name))
-        return _then(self._using(info, lambda state: state.entry(b"")), lambda entry: self._found(info, entry))
+        return then(self._using(info, lambda state: state.entry(b"")), lambda entry: self._found(info, entry))
 
     def _found(self, info: SnapshotInfo, entry: TreeEntry) -> Attributes:
         """Register a lookup."""
-        identity = _identity(entry)
-        number = self._number(info, identity)
-        node = self._nodes.get(number)
-        if node is None:
-            self._nodes[number] = _Node(info, entry.path, identity, entry.is_dir)
-            self._bytes += _NODE_BYTES + len(entry.path)
-        elif node.identity != identity or node.info.serial != info.serial:
-            raise OSError(errno.EIO, f"two files of snapshots have the hash {number}")
-        self._lookups[number] = self._lookups.get(number, 0) + 1
-        return _attributes(number, entry)
-
-    def _number(self, info: SnapshotInfo, identity: bytes | int) -> int:
-        """Return the inode number of a file of a snapshot.
-
-        A directory of 100,000 files has two equal ones with a probability of 1 in 900 million; `_found` refuses the
-        second.
-        """
-        kind, data = (b"i", b"%d" % identity) if isinstance(identity, int) else (b"p", identity)
-        digest = blake2b(data, digest_size=8, key=self._seed, salt=b"%x" % info.serial, person=kind).digest()
-        return FIRST_INODE | (int.from_bytes(digest, "little") & _MASK) or FIRST_INODE + 1
+        return _attributes(self._inodes.look_up(info, entry), entry)
 
     def forget(self, inode: int, count: int) -> None:
         if inode < FIRST_INODE:
             self._volume.forget(inode, count)
             return
-        left = self._lookups.get(inode, 0) - count
-        if left > 0:
-            self._lookups[inode] = left
-        elif self._lookups.pop(inode, None) is not None:
-            self._bytes -= _NODE_BYTES + len(self._nodes.pop(inode).path)
+        self._inodes.forget(inode, count)
 
     def getattr(self, inode: int) -> Answer[Attributes]:
         if inode < FIRST_INODE:
             return self._volume.getattr(inode)
         if inode == FIRST_INODE:
             return self._top()
-        return _then(self._entry(inode), lambda entry: _attributes(inode, entry))
+        return then(self._entry(inode), lambda entry: _attributes(inode, entry))
 
     def is_orphan(self, inode: int) -> bool:
         return cast("OrphanFindingVolume", self._volume).is_orphan(inode)
@@ -281,23 +230,14 @@ class SnapshotDirectoryVolume:
             made = root.birth_ns
             return PlainAttributes(FIRST_INODE, mode, 2, root.uid, root.gid, 0, 0, 0, made, made, made, made)
 
-        return _then(self._volume.getattr(ROOT_INODE), attributes)
-
-    def _node(self, inode: int) -> _Node:
-        node = self._nodes.get(inode)
-        if node is None:
-            raise os_error(errno.ESTALE)
-        return node
+        return then(self._volume.getattr(ROOT_INODE), attributes)
 
     def _entry(self, inode: int) -> Answer[TreeEntry]:
-        node = self._node(inode)
+        node = self._inodes.node(inode)
         return self._using(node.info, lambda state: state.entry(node.path))
 
     def _using(self, info: SnapshotInfo, read: Callable[[ReadableState], T]) -> Answer[T]:
-        def stale() -> T:
-            raise os_error(errno.ESTALE)
-
-        return _instead(SnapshotNotFoundError, lambda: self._states.using(info, read), stale)
+        return catching(SnapshotNotFoundError, lambda: self._states.using(info, read), _stale)
 
     def setattr(self, inode: int, changes: AttributeChanges) -> Answer[Attributes]:
         _check_writable(inode)
@@ -312,7 +252,7 @@ class SnapshotDirectoryVolume:
                 raise os_error(errno.EINVAL)
             return entry.target
 
-        return _then(self._entry(inode), target)
+        return then(self._entry(inode), target)
 
     # -- directory entries ---------------------------------------------------------------------------
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Answer[Attributes]:
@@ -354,18 +294,18 @@ class SnapshotDirectoryVolume:
         if parent != ROOT_INODE or name != NAME:
             return remove()
 
-        def refuse() -> None:
+        def refuse(_: FileNotFoundError) -> None:
             raise os_error(errno.EROFS)
 
-        return _instead(errno.ENOENT, remove, refuse)
+        return catching(FileNotFoundError, remove, refuse)
 
     def readdir(self, inode: int, cookie: int) -> Answer[Iterator[DirectoryEntry]]:
         if inode >= FIRST_INODE:
-            return _then(self._list(inode, cookie), lambda found: (DirectoryEntry(*entry) for entry in found))
+            return then(self._list(inode, cookie), lambda found: (DirectoryEntry(*entry) for entry in found))
         listed = self._volume.readdir(inode, min(cookie, _COOKIE - 1))
         if not self._is_visible or inode != ROOT_INODE:
             return listed
-        return _then(listed, lambda found: (DirectoryEntry(*entry) for entry in self._with_top(found, cookie)))
+        return then(listed, lambda found: (DirectoryEntry(*entry) for entry in self._with_top(found, cookie)))
 
     def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
         if inode >= FIRST_INODE:
@@ -394,8 +334,8 @@ class SnapshotDirectoryVolume:
     def _list(self, inode: int, cookie: int) -> Answer[list[PlainEntry]]:
         """Return the next entries.  The cookie of an entry is its number: a directory of a snapshot never changes."""
         if inode == FIRST_INODE:
-            return _then(self._states.infos(), lambda infos: self._list_top(infos, cookie))
-        node = self._node(inode)
+            return then(self._states.infos(), lambda infos: self._list_top(infos, cookie))
+        node = self._inodes.node(inode)
         names = self._listing[1] if self._listing is not None and self._listing[0] == inode else None
         prefix = node.path + b"/" if node.path else b""
 
@@ -411,14 +351,12 @@ class SnapshotDirectoryVolume:
             return [
                 (name, inode, stat.S_IFDIR, at)
                 if entry is None
-                else (name, self._number(node.info, _identity(entry)), entry.mode, at)
+                else (name, self._inodes.number_of(node.info, entry), entry.mode, at)
                 for at, name, entry in batch
             ]
 
-        def stale() -> Any:
-            raise os_error(errno.ESTALE)  # readdir(3) of glibc takes ENOENT for the end of the listing
-
-        return _then(_instead(errno.ENOENT, lambda: self._using(node.info, read), stale), keep)
+        # ESTALE: readdir(3) of glibc takes ENOENT for the end of the listing.
+        return then(catching(FileNotFoundError, lambda: self._using(node.info, read), _stale), keep)
 
     def _list_top(self, infos: Sequence[SnapshotInfo], cookie: int) -> list[PlainEntry]:
         serials = {info.serial for info in infos}
@@ -433,7 +371,9 @@ class SnapshotDirectoryVolume:
         dots: list[PlainEntry] = [(b".", FIRST_INODE, stat.S_IFDIR, 1), (b"..", ROOT_INODE, stat.S_IFDIR, 2)]
         named = ((shown_name(info), info) for info in infos)
         found = [
-            (name, self._number(info, b""), stat.S_IFDIR, info.serial + 2) for name, info in named if name is not None
+            (name, self._inodes.number(info, b""), stat.S_IFDIR, info.serial + 2)
+            for name, info in named
+            if name is not None
         ]
         return [entry for entry in dots + found if entry[3] > cookie]
 
@@ -447,7 +387,7 @@ class SnapshotDirectoryVolume:
         return self._read(inode, offset, size)
 
     def _read(self, inode: int, offset: int, size: int) -> Answer[Any]:
-        node = self._node(inode)
+        node = self._inodes.node(inode)
         return self._using(node.info, lambda state: state.read(node.path, offset, size))
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[int]:
@@ -469,7 +409,7 @@ class SnapshotDirectoryVolume:
                 raise os_error(errno.ENXIO)
             return offset if whence == _SEEK_DATA else entry.size  # a tree does not say where holes are
 
-        return _then(self._entry(inode), position)
+        return then(self._entry(inode), position)
 
     def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> Answer[int]:
         _check_writable(target)
@@ -507,7 +447,7 @@ class SnapshotDirectoryVolume:
                 raise os_error(errno.ENODATA)
             return xattrs[name]
 
-        return _then(self._xattrs(inode), value)
+        return then(self._xattrs(inode), value)
 
     def find_xattr(self, inode: int, name: bytes) -> bytes | None:
         if inode < FIRST_INODE:
@@ -515,14 +455,14 @@ class SnapshotDirectoryVolume:
         return cast("dict[bytes, bytes]", self._xattrs(inode)).get(name)
 
     def _xattrs(self, inode: int) -> Answer[dict[bytes, bytes]]:
-        return {} if inode == FIRST_INODE else _then(self._entry(inode), lambda entry: dict(entry.xattrs))
+        return {} if inode == FIRST_INODE else then(self._entry(inode), lambda entry: dict(entry.xattrs))
 
     def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> Answer[None]:
         _check_writable(inode)
         return self._volume.setxattr(inode, name, value, flags)
 
     def listxattr(self, inode: int) -> Answer[Sequence[bytes]]:
-        return self._volume.listxattr(inode) if inode < FIRST_INODE else _then(self._xattrs(inode), list)
+        return self._volume.listxattr(inode) if inode < FIRST_INODE else then(self._xattrs(inode), list)
 
     def removexattr(self, inode: int, name: bytes) -> Answer[None]:
         _check_writable(inode)
@@ -541,11 +481,6 @@ def shown_name(info: SnapshotInfo) -> bytes | None:
     name = info.name.encode("utf-8", "surrogateescape")
     is_name = 0 < len(name) <= NAME_MAX and b"/" not in name and b"\0" not in name and name not in {b".", b".."}
     return name if is_name else None
-
-
-def _identity(entry: TreeEntry) -> bytes | int:
-    """Return what two names of one file have in common and other files of the snapshot do not have."""
-    return entry.inode if entry.nlink > 1 and entry.inode and not entry.is_dir else entry.path
 
 
 def _attributes(number: int, entry: TreeEntry) -> Attributes:
@@ -570,40 +505,5 @@ def _check_writable(*inodes: int) -> None:
         raise os_error(errno.EROFS)
 
 
-def _then(answer: Answer[T], function: Callable[[T], Answer[U]]) -> Answer[U]:
-    """Return `function(answer)`, now or when it is there."""
-    if not isinstance(answer, Awaitable):
-        return function(answer)
-
-    async def later() -> U:
-        result = function(await answer)
-        return await result if isinstance(result, Awaitable) else result
-
-    return later()
-
-
-def _instead(error: int | type[Exception], call: Callable[[], Answer[T]], other: Callable[[], Answer[T]]) -> Answer[T]:
-    """Return the answer of `call`, or that of `other` if it fails with this `error`."""
-
-    def is_meant(raised: Exception) -> bool:
-        return getattr(raised, "errno", None) == error if isinstance(error, int) else isinstance(raised, error)
-
-    try:
-        answer = call()
-    except Exception as raised:
-        if not is_meant(raised):
-            raise
-        return other()
-    if not isinstance(answer, Awaitable):
-        return answer
-
-    async def later() -> T:
-        try:
-            return await answer
-        except Exception as raised:
-            if not is_meant(raised):
-                raise
-        result = other()
-        return await result if isinstance(result, Awaitable) else result
-
-    return later()
+def _stale(_: FileNotFoundError) -> NoReturn:
+    raise os_error(errno.ESTALE)

@@ -25,9 +25,10 @@ import time
 from collections.abc import Sequence
 from typing import Final, cast
 
+from protocol.adapters.answers import then
 from protocol.adapters.git_patterns import GitPatterns
 from protocol.volume import ROOT_INODE, Answer, Attributes, NamedVolume, Volume
-from vfsd.daemon.policy.walk import Name, then, walk
+from vfsd.daemon.policy.walk import Name, walk
 
 _WALK_AGAIN_S: Final = 1.0
 # vfsd writes files under such a name and renames them, also through the mount; a pattern such as `.*` is not for these.
@@ -106,7 +107,7 @@ class PolicyRules:
                 return True
             if patterns.has_directory_patterns and patterns.matches(path, is_directory=True):
                 found = self._volume.getattr(inode)
-                return cast("Answer[bool]", then(found, lambda seen: stat.S_ISDIR(seen.mode)))
+                return then(found, lambda seen: stat.S_ISDIR(seen.mode))
         return self.has_matching_name(inode, hidden=hidden) if self.has_linked and patterns else False
 
     def has_matching_name(self, inode: int, *, hidden: bool) -> Answer[bool]:
@@ -117,12 +118,12 @@ class PolicyRules:
             return found is not None and inode in found
 
         if self._protected is None or self._hidden is None:
-            return cast("Answer[bool]", then(self.collect(), answer))
+            return then(self.collect(), answer)
         if not answer(None):
             return False
         if self._can_change_outside and time.monotonic() > self._walked_s + _WALK_AGAIN_S:
             # Another program may have renamed the file, or given its inode number to another one.
-            return cast("Answer[bool]", then(self.collect(), answer))
+            return then(self.collect(), answer)
         return True
 
     def protected_path(self, inode: int) -> bytes | None:
@@ -169,7 +170,7 @@ class PolicyRules:
             self._walked_s = time.monotonic()
             return None
 
-        return cast("Answer[None]", then(walk(self._volume, ROOT_INODE, visit), keep))
+        return then(walk(self._volume, ROOT_INODE, visit), keep)
 
     def moves_matching(self, directory: int, old: bytes, new: bytes) -> Answer[bool]:
         """Whether a directory's move from path `old` to `new` would move something protected, or change what is hidden.
@@ -186,7 +187,7 @@ class PolicyRules:
 
         if found[0]:
             return True
-        return cast("Answer[bool]", then(walk(self._volume, directory, visit), lambda _: found[0]))
+        return then(walk(self._volume, directory, visit), lambda _: found[0])
 
     def _changes(self, old: bytes, new: bytes, *, is_directory: bool) -> bool:
         return (

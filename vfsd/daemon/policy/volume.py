@@ -28,6 +28,7 @@ import stat
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 
+from protocol.adapters.answers import catching, then
 from protocol.errors import DeniedByPolicyError, os_error
 from protocol.volume import (
     RENAME_EXCHANGE,
@@ -47,7 +48,7 @@ from protocol.volume import (
     Volume,
     VolumeCapabilities,
 )
-from vfsd.daemon.policy.walk import stale, then
+from vfsd.daemon.policy.walk import stale
 
 if TYPE_CHECKING:
     from protocol.volume_durability import JournaledVolume
@@ -132,7 +133,7 @@ class PolicyVolume:
                 raise stale()
             return act()
 
-        return cast("Answer[T]", then(self._rules.hides_inode(inode), decide))
+        return then(self._rules.hides_inode(inode), decide)
 
     def _changing(self, attempt: str, inode: int, act: Callable[[], Answer[T]]) -> Answer[T]:
         """Do `act`, which changes a file or directory, unless it is protected."""
@@ -142,7 +143,7 @@ class PolicyVolume:
                 raise DeniedByPolicyError(attempt, self._path_of(inode), "the policy of this workspace protects it")
             return self._shown(inode, act)
 
-        return cast("Answer[T]", then(self._rules.protects_inode(inode), decide))
+        return then(self._rules.protects_inode(inode), decide)
 
     def _making(
         self,
@@ -177,11 +178,11 @@ class PolicyVolume:
                 raise error
 
             def find(seen: _Seen | None) -> Answer[T]:
-                return cast("Answer[T]", then(False if seen is None else self._is_hidden(seen, path), decide))
+                return then(False if seen is None else self._is_hidden(seen, path), decide)
 
-            return cast("Answer[T]", then(self._peek(parent, name), find))
+            return then(self._peek(parent, name), find)
 
-        return _catching(FileExistsError, act, taken)
+        return catching(FileExistsError, act, taken)
 
     def _is_hidden(self, seen: _Seen, path: bytes | None) -> Answer[bool]:
         """Whether an existing entry is hidden, by its path or under another name."""
@@ -201,12 +202,9 @@ class PolicyVolume:
             self._check_existing(attempt, path, is_directory=is_directory)
         if is_directory or not self._rules.has_linked:
             return self._shown(parent, act)
-        return cast(
-            "Answer[T]",
-            then(
-                self._peek(parent, name),
-                lambda seen: act() if seen is None else then(self._check_linked(attempt, seen, path), lambda _: act()),
-            ),
+        return then(
+            self._peek(parent, name),
+            lambda seen: act() if seen is None else then(self._check_linked(attempt, seen, path), lambda _: act()),
         )
 
     def _check_existing(self, attempt: str, path: bytes, *, is_directory: bool) -> None:
@@ -228,11 +226,11 @@ class PolicyVolume:
             if is_hidden:
                 raise os_error(_ABSENT)
             protected = rules.has_matching_name(seen.inode, hidden=False) if rules.protecting else False
-            return cast("Answer[None]", then(protected, check_protected))
+            return then(protected, check_protected)
 
         if seen.is_directory or not rules.has_linked:
             return None
-        return cast("Answer[None]", then(self._is_hidden(seen, path), check_hidden))
+        return then(self._is_hidden(seen, path), check_hidden)
 
     def _peek(self, parent: int, name: bytes) -> Answer[_Seen | None]:
         """Look an entry up without keeping the lookup; None if it does not exist."""
@@ -248,13 +246,16 @@ class PolicyVolume:
 
         if self._quiet is not None:
             return take(self._quiet.find(parent, name))
-        return cast("Answer[_Seen | None]", _or_none(lambda: volume.lookup(parent, name), take))
+        found: Answer[Attributes | None] = catching(
+            FileNotFoundError, lambda: volume.lookup(parent, name), lambda _: None
+        )
+        return then(found, take)
 
     # -- inodes ------------------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Answer[Attributes]:
         """See `Volume`, as for all that follow."""
         found = self._volume.lookup(parent, name)
-        return cast("Answer[Attributes]", then(found, lambda seen: self._checked(parent, name, seen, self._gone)))
+        return then(found, lambda seen: self._checked(parent, name, seen, self._gone))
 
     def find(self, parent: int, name: bytes) -> Attributes | None:
         assert self._quiet is not None
@@ -266,9 +267,7 @@ class PolicyVolume:
     def _gone(self) -> NoReturn:
         raise os_error(_ABSENT)
 
-    def _checked(
-        self, parent: int, name: bytes, found: Attributes, absent: Callable[[], Attributes | None]
-    ) -> Answer[Attributes | None]:
+    def _checked(self, parent: int, name: bytes, found: Attributes, absent: Callable[[], T]) -> Answer[Attributes | T]:
         """Return what a lookup found, or `absent()` if it is hidden."""
         rules = self._rules
         is_directory = stat.S_ISDIR(found.mode)
@@ -284,13 +283,13 @@ class PolicyVolume:
         if is_directory or found.nlink <= 1:
             return found
 
-        def decide(is_hidden: bool) -> Answer[Attributes | None]:
+        def decide(is_hidden: bool) -> Attributes | T:
             if is_hidden:
                 self._volume.forget(inode, 1)
                 return absent()
             return found
 
-        return cast("Answer[Attributes | None]", then(rules.has_matching_name(inode, hidden=True), decide))
+        return then(rules.has_matching_name(inode, hidden=True), decide)
 
     def forget(self, inode: int, count: int) -> None:
         self._volume.forget(inode, count)
@@ -343,7 +342,7 @@ class PolicyVolume:
             old, new = self._below(parent, name), self._below(new_parent, new_name)
             first = self._check_move(moved, old, new)
             if replaced is None:
-                return cast("Answer[None]", then(first, lambda _: rename()))
+                return then(first, lambda _: rename())
 
             def check_replaced(is_hidden: bool) -> Answer[None]:
                 if is_hidden:
@@ -355,15 +354,15 @@ class PolicyVolume:
             def second(_: None) -> Answer[None]:
                 if flags & RENAME_EXCHANGE:
                     return self._check_move(replaced, new, old)
-                return cast("Answer[None]", then(self._is_hidden(replaced, new), check_replaced))
+                return then(self._is_hidden(replaced, new), check_replaced)
 
-            return cast("Answer[None]", then(then(first, second), lambda _: rename()))
+            return then(then(first, second), lambda _: rename())
 
         def find_replaced(moved: _Seen | None) -> Answer[None]:
-            return cast("Answer[None]", then(self._peek(new_parent, new_name), lambda found: check(moved, found)))
+            return then(self._peek(new_parent, new_name), lambda found: check(moved, found))
 
         def decide() -> Answer[None]:
-            return cast("Answer[None]", then(self._peek(parent, name), find_replaced))
+            return then(self._peek(parent, name), find_replaced)
 
         return self._shown(parent, lambda: self._shown(new_parent, decide))
 
@@ -385,14 +384,14 @@ class PolicyVolume:
                 reason = "the policy of this workspace concerns something in it, or where it would be"
                 raise DeniedByPolicyError("rename", old, reason)
 
-        return cast("Answer[None]", then(rules.moves_matching(moved.inode, old, new), decide))
+        return then(rules.moves_matching(moved.inode, old, new), decide)
 
     def readdir(self, inode: int, cookie: int) -> Answer[Iterator[DirectoryEntry]]:
         def shown(found: Iterator[DirectoryEntry]) -> Iterator[DirectoryEntry]:
             return cast("Iterator[DirectoryEntry]", self._without_hidden(inode, found))
 
         listed = self._shown(inode, lambda: self._volume.readdir(inode, cookie))
-        return cast("Answer[Iterator[DirectoryEntry]]", then(listed, shown)) if self._rules.hiding else listed
+        return then(listed, shown) if self._rules.hiding else listed
 
     def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
         volume = cast("PlainEntriesVolume", self._volume)
@@ -453,7 +452,7 @@ class PolicyVolume:
                 raise DeniedByPolicyError("write", self._path_of(inode), "the policy of this workspace protects it")
             return self._shown(inode, write)
 
-        return cast("Answer[int]", then(self._rules.protects_inode(inode), decide))
+        return then(self._rules.protects_inode(inode), decide)
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> Answer[None]:
         return self._changing("allocate", inode, lambda: self._volume.fallocate(inode, mode, offset, length))
@@ -500,7 +499,7 @@ class PolicyVolume:
             return made
 
         made = self._shown(parent, lambda: self._volume.tmpfile(parent, mode, caller))
-        return cast("Answer[Attributes]", then(made, count))
+        return then(made, count)
 
 
 def _refuse(attempt: str, path: bytes | None) -> NoReturn:
@@ -514,30 +513,3 @@ def _attempt(changes: AttributeChanges) -> str:
     if changes.uid is not None or changes.gid is not None:
         return "chown"
     return "chmod" if changes.mode is not None or changes.kill_privileges else "utime"
-
-
-def _or_none(look_up: Callable[[], Answer[Attributes]], take: Callable[[Attributes | None], T]) -> Answer[T]:
-    """Return `take` of what `look_up` finds, or of None if it does not exist."""
-    found: Answer[Attributes | None] = _catching(FileNotFoundError, look_up, lambda _: None)
-    return cast("Answer[T]", then(found, take))
-
-
-def _catching(
-    kind: type[OSError], act: Callable[[], Answer[T]], otherwise: Callable[[OSError], Answer[T]]
-) -> Answer[T]:
-    """Return the answer of `act`, or that of `otherwise` if `act` raises an error of this kind."""
-    try:
-        answer = act()
-    except kind as error:
-        return otherwise(error)
-    if not hasattr(answer, "__await__"):
-        return answer
-
-    async def later() -> T:
-        try:
-            return cast("T", await answer)
-        except kind as error:
-            other = otherwise(error)
-        return cast("T", await other if hasattr(other, "__await__") else other)
-
-    return later()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import stat
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from protocol.errors import os_error
 from protocol.volume import ROOT_INODE, Answer, DirectoryEntry, Volume
@@ -98,19 +98,6 @@ async def _list(
             except FileNotFoundError:
                 continue  # another program removed it
             waiting.append((number, below, True))
-
-
-def then(answer: Answer[T], function: Callable[[T], Any]) -> Any:
-    """Return `function(answer)`, or an awaitable of it if `answer` is an awaitable."""
-    # isinstance() of an abstract class takes longer than most answers.
-    if not hasattr(answer, "__await__"):
-        return function(answer)
-
-    async def later() -> Any:
-        result = function(await cast("Awaitable[T]", answer))
-        return await result if hasattr(result, "__await__") else result
-
-    return later()
 
 
 def stale() -> OSError:

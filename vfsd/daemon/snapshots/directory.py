@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import trio
 
 from protocol.adapters.snapshot_directory import (
-    FIRST_INODE,
     ReadableState,
     SnapshotDirectoryVolume,
     SnapshotStates,
     shown_name,
 )
+from protocol.adapters.snapshot_inodes import FIRST_INODE
 from protocol.errors import SnapshotNotFoundError
 from protocol.volume import Volume
 from protocol.volume_extensions import (
