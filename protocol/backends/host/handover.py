@@ -26,7 +26,7 @@ from protocol.volume_durability import JournalEnd
 
 if TYPE_CHECKING:
     from protocol.backends.host.inode_table import HostInode, HostInodeTable
-    from protocol.backends.host.volume import HostVolume
+    from protocol.backends.host.listings import Listings
 
 _NUMBERS: Final = "Q"  # of an array: 64 bits, in the order of bytes of this machine
 
@@ -96,9 +96,9 @@ class HostGiving:
 class HostTaking:
     """The new process's side.  See `protocol.volume_extensions.TakenState`."""
 
-    def __init__(self, volume: HostVolume, table: HostInodeTable) -> None:
+    def __init__(self, table: HostInodeTable, listings: Listings) -> None:
         self.below = _identity(table)
-        self._volume = volume
+        self._listings = listings
         self._table = table
         self._known = KnownNodes(table)
         self._log_fd = self._at = -1
@@ -125,7 +125,7 @@ class HostTaking:
                 self._known.lose(node)
         for node in self._table:
             self._table.forget(node.number, node.lookups - counts.get(node.number, 0))
-        self._volume.continue_listings(self._known.listings())
+        self._listings.resume(self._known.listings())
 
     def _pin(self, node: HostInode | None, descriptor: int) -> None:
         """Keep the inode open that `descriptor` is of."""

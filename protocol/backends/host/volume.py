@@ -27,9 +27,9 @@ from msgspec.structs import replace
 from protocol.backends.host.attributes import HostAttributes, set_attributes
 from protocol.backends.host.creation import InodeCreator
 from protocol.backends.host.descriptors import Descriptors
-from protocol.backends.host.directory_entries import DirectoryEntries
 from protocol.backends.host.external_changes import ExternalChanges
 from protocol.backends.host.inode_table import HostDentry, HostInode, HostInodeTable, Key
+from protocol.backends.host.listings import Listings
 from protocol.errors import os_error
 from protocol.linux import portable, posix_acl
 from protocol.linux.beneath import open_beneath
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from protocol.volume import Buffer
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # what off_t holds
-MOST_READ_DIRECTORIES: Final = 256
 _DOT: Final = b"."
 _DOT_DOT: Final = b".."
 _DOTS: Final = frozenset({_DOT, _DOT_DOT})
@@ -75,8 +74,8 @@ class HostVolume:
         self._table = HostInodeTable(os.fstat(root), self._release)
         self._descriptors = Descriptors(root, self._table, descriptors)
         self._creator = InodeCreator(self._descriptors)
-        self._read_directories: dict[HostInode, None] = {}  # those with `entries`, the one read last at the end
-        self._external_changes = ExternalChanges(self._table, self._descriptors, self._forget_entries)
+        self._listings = Listings(self._table, self._descriptors)
+        self._external_changes = ExternalChanges(self._table, self._descriptors, self._listings.forget)
         self.capabilities = VolumeCapabilities(
             external_changes=True,
             self_check=True,
@@ -107,7 +106,7 @@ class HostVolume:
 
         known = KnownInodes(self._table, log)
         if is_known:
-            self.continue_listings(known.load())
+            self._listings.resume(known.load())
             for node in self._table:
                 node.is_recorded = True
         else:
@@ -126,19 +125,10 @@ class HostVolume:
         from protocol.backends.host.handover import HostTaking  # noqa: PLC0415 (start-up: upgrades are rare)
 
         self._is_known = True
-        return HostTaking(self, self._table)
+        return HostTaking(self._table, self._listings)
 
     def discard_journal(self) -> None:
         """There is none."""
-
-    def continue_listings(self, listings: Iterable[tuple[HostInode, DirectoryEntries]]) -> None:
-        """Continue listings of directories that programs have begun with another process."""
-        for directory, entries in listings:
-            directory.entries = entries
-            self._read_directories[directory] = None
-            if self._table.known is not None:
-                entries.recorded_to = 0
-                self._table.known.listed(directory, entries)
 
     def known_inodes(self) -> Iterator[tuple[int, int, int, list[tuple[int, bytes]]]]:
         """See `protocol.backends.container.reconnecting_volume.ContinuedVolume`."""
@@ -175,6 +165,7 @@ class HostVolume:
         """AssertionError if the state contradicts itself.  O(inodes in the table)."""
         self._table.check_invariants()
         self._descriptors.check_invariants()
+        self._listings.check_invariants()
 
     # -- changes outside the mount -----------------------------------------------------------------
     def hold(self, paths: Iterable[bytes]) -> None:
@@ -344,7 +335,7 @@ class HostVolume:
 
     def _removed(self, node: HostInode, directory: HostInode, name: bytes) -> None:
         if node.is_dir:
-            self._forget_entries(node)
+            self._listings.forget(node)
         self._table.remove_dentry(node, directory, name)
         self._unpin_if_named(node)
 
@@ -407,43 +398,7 @@ class HostVolume:
 
     # -- directories -------------------------------------------------------------------------------
     def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
-        directory = self._node(inode)
-        entries = directory.entries
-        if entries is None or not cookie or entries.is_from_log:
-            descriptor = os.open(_DOT, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._directory(directory))
-            try:
-                entries = self._entries_of(directory)
-                entries.refresh(descriptor)
-            finally:
-                os.close(descriptor)
-            if self._table.known is not None:
-                self._table.known.listed(directory, entries)
-        return self._listed(directory, entries, cookie)
-
-    def _listed(self, directory: HostInode, entries: DirectoryEntries, cookie: int) -> Iterator[DirectoryEntry]:
-        if cookie < 1:
-            yield DirectoryEntry(_DOT, directory.number, stat.S_IFDIR, 1)
-        if cookie < 2:
-            yield DirectoryEntry(_DOT_DOT, (directory.parent or directory).number, stat.S_IFDIR, 2)
-        device, number_of = directory.key[0], self._table.number_of
-        for at, name, (host_inode, kind) in entries.after(cookie):
-            yield DirectoryEntry(name, number_of((device, host_inode)), kind, at)
-
-    def _entries_of(self, directory: HostInode) -> DirectoryEntries:
-        if directory.entries is None:
-            directory.entries = DirectoryEntries()
-            if len(self._read_directories) >= MOST_READ_DIRECTORIES:
-                self._forget_entries(next(iter(self._read_directories)))
-        else:
-            del self._read_directories[directory]
-        self._read_directories[directory] = None
-        return directory.entries
-
-    def _forget_entries(self, directory: HostInode) -> None:
-        if directory.entries is not None and self._table.known is not None:
-            self._table.known.not_listed(directory)
-        directory.entries = None
-        self._read_directories.pop(directory, None)
+        return self._listings.after(self._node(inode), cookie)
 
     # -- content -----------------------------------------------------------------------------------
     def read(self, inode: int, offset: int, size: int) -> Buffer:
@@ -580,7 +535,7 @@ class HostVolume:
         self._descriptors.release(node)
         # A reader may still continue in a directory that is only idle.
         if node.entries is not None and self._table.get(node.number) is not node:
-            self._forget_entries(node)
+            self._listings.forget(node)
 
     def _check_writable(self) -> None:
         if self.read_only:
