@@ -25,11 +25,10 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from protocol.linux import portable
+from protocol.linux import file_clock, portable
 from protocol.linux.beneath import open_beneath
 from protocol.values import Value
 from protocol.volume import RENAME_EXCHANGE, RENAME_WHITEOUT, SUPERUSER, AttributeChanges, Caller
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from protocol.volume import Buffer
 
 UNIQUE_RESEND: Final = 1 << 63  # linux/fuse.h: set in the number of a request that the kernel sends again
-_CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; the kernel takes timestamps of files from this clock
 _XATTR_CREATE: Final = 1  # linux/xattr.h
 _WRAPPED: Final = (
     "mknod", "mkdir", "symlink", "link", "unlink", "rmdir", "rename", "setattr", "setxattr", "removexattr", "write",
@@ -109,7 +107,7 @@ class RepeatedRequests:
         entry[_UNIQUE] = 0
         entry[_CALL] = self._call
         entry[_IS_DONE] = 0
-        entry[_TIME] = time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
+        entry[_TIME] = file_clock.now_ns()
         for at, fact in enumerate(facts, _FACTS):
             entry[at] = fact
         entry[_UNIQUE] = self._unique  # the entry counts from here on

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.inode import Inode
+from protocol.backends.overlay.content import LowerContent
 
 if TYPE_CHECKING:
-    from protocol.backends.overlay.lower import FileRecord, LowerFile
+    from protocol.backends.overlay.lower import FileRecord, Identity, LowerFile, LowerStat
 
 
 class OverlayInode(Inode):
@@ -19,6 +20,21 @@ class OverlayInode(Inode):
     __slots__ = ("lower",)
 
     lower: LowerFile
+
+    def set_size_and_times(self, seen: LowerStat) -> None:
+        """Set size and times to those of the lower file."""
+        self.size = seen.st_size
+        self.atime_ns, self.mtime_ns, self.ctime_ns = seen.st_atime_ns, seen.st_mtime_ns, seen.st_ctime_ns
+        self.birth_ns = min(self.mtime_ns, self.ctime_ns)
+
+    def follows(self, was: Identity) -> bool:
+        """Whether this version has no changes over the lower file, whose identity is `was`."""
+        content = self.content
+        return (
+            self.lower.identity == was
+            and (self.size, self.mtime_ns, self.ctime_ns) == was[2:]
+            and (content is None or (isinstance(content, LowerContent) and content.is_pristine))
+        )
 
     @property
     def followed(self) -> FileRecord:

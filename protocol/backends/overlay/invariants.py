@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from protocol.backends.memory.invariants import Invariants
 from protocol.backends.overlay.children import UnfilledChildren
 from protocol.backends.overlay.inode import OverlayInode
-from protocol.backends.overlay.state import follows
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -35,7 +34,7 @@ class OverlayInvariants(Invariants):
         super().check_inode(inode)
         if isinstance(inode, OverlayInode):
             versions = [each for each in self._overlay.versions(inode.inode) if isinstance(each, OverlayInode)]
-            unchanged = {each.lower.identity for each in versions if follows(each, each.lower.identity)}
+            unchanged = {each.lower.identity for each in versions if each.follows(each.lower.identity)}
             assert len(unchanged) <= 1, f"inode {inode.inode}: identities below"
 
     def entries(self, directory: Inode) -> dict[bytes, int] | None:

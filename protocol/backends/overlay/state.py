@@ -29,7 +29,6 @@ import functools
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -38,6 +37,7 @@ from protocol.backends.memory.ledger import ENTRY_BYTES, VERSION_LINK_BYTES
 from protocol.backends.memory.state import MemoryState
 from protocol.backends.overlay.children import InodeTable, UnfilledChildren
 from protocol.backends.overlay.content import LowerContent
+from protocol.backends.overlay.hidden_names import HiddenNames
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.lower import (
     FIRST_NEW_NUMBER,
@@ -50,6 +50,7 @@ from protocol.backends.overlay.lower import (
     is_gone,
 )
 from protocol.errors import NotReadyError, os_error
+from protocol.linux import file_clock
 from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 
@@ -58,8 +59,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.xattrs import Xattrs
     from protocol.backends.overlay.known_inodes import KnownInodes
 
-_TICK_MS: Final = 10  # tick of the kernel's timestamp clock at its slowest (CONFIG_HZ=100)
-_CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; the kernel takes timestamps of files from this clock
 _LOWER_NAME_BYTES: Final = 640  # memory of a listed name: its entry, number and kind
 _LOWER_INODE_BYTES: Final = 640  # memory of a loaded inode, in addition to that of every inode
 
@@ -73,7 +72,8 @@ class OverlayState(MemoryState):
         self.lower = lower
         self.path_filter = path_filter
         self.lock = threading.RLock()
-        self.check_new_name = self._check_new_name
+        self.hidden_names = HiddenNames(path_filter, lower, self.path)
+        self.check_new_name = self.hidden_names.check_new
         self.device = seen.st_dev
         self._waiting: dict[int, tuple[Link, ...]] = {}  # numbers without an inode yet, their names
         self._kinds: dict[int, int] = {}  # of those, the type bits
@@ -265,7 +265,7 @@ class OverlayState(MemoryState):
     ) -> OverlayInode:
         inode = OverlayInode(number, seen.st_mode, seen.st_uid, seen.st_gid, 0, 0)
         inode.lower = file
-        _set_size_and_times(inode, seen)
+        inode.set_size_and_times(seen)
         inode.xattrs = xattrs
         kind = seen.st_mode & TYPE_MASK
         if kind == stat.S_IFDIR:
@@ -382,7 +382,7 @@ class OverlayState(MemoryState):
         if isinstance(live, OverlayInode):
             old = live.lower.identity
             for version in list(self.versions(number)):
-                if isinstance(version, OverlayInode) and follows(version, old):
+                if isinstance(version, OverlayInode) and version.follows(old):
                     self._follow(version, file, seen, xattrs, is_live=version is live)
             if isinstance(live.children, UnfilledChildren):
                 live.nlink = seen.st_nlink
@@ -479,12 +479,12 @@ class OverlayState(MemoryState):
                 return False, True
             if self.lower.is_same(identity(seen), old.identity):
                 return True, False
-            if seen.st_mode & TYPE_MASK != live.mode & TYPE_MASK or not live.nlink or not follows(live, old.identity):
+            if seen.st_mode & TYPE_MASK != live.mode & TYPE_MASK or not live.nlink or not live.follows(old.identity):
                 return False, True
             new = self.lower.file(old.path, seen)
             xattrs = self.lower.xattrs(old.path)
             for version in list(self.versions(number)):
-                if isinstance(version, OverlayInode) and follows(version, old.identity):
+                if isinstance(version, OverlayInode) and version.follows(old.identity):
                     self._follow(version, new, seen, xattrs, is_live=version is live)
             if self.known is not None and live.lower is new:
                 self.known.loaded(live)
@@ -503,7 +503,7 @@ class OverlayState(MemoryState):
             inode.content = LowerContent(new, ledger)
             if is_live:
                 self.resize(inode, seen.st_size)
-        _set_size_and_times(inode, seen)
+        inode.set_size_and_times(seen)
         charge(inode)
 
     def renew(self, renewed: Mapping[tuple[int, int], Identity]) -> None:
@@ -540,7 +540,7 @@ class OverlayState(MemoryState):
             if isinstance(inode.children, UnfilledChildren):
                 inode.children.fill()
             elif inode.children is None and self.lower.can_change:
-                _outlast_tick(inode.lower.identity[4])
+                file_clock.outlast_tick(inode.lower.identity[4])
         return super().own(inode)
 
     def revive(self, version: Inode) -> Inode:
@@ -550,7 +550,7 @@ class OverlayState(MemoryState):
 
     def add_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
         """See `MemoryState.add_entry`.  EPERM for a name that is hidden."""
-        self.check_name(directory, name, is_directory=inode.children is not None)
+        self.hidden_names.check(directory, name, is_directory=inode.children is not None)
         _count_entries(directory)
         super().add_entry(directory, name, inode)
 
@@ -563,51 +563,6 @@ class OverlayState(MemoryState):
         _count_entries(new)
         super().move_entry(old, old_name, new, new_name, inode)
 
-    def _check_new_name(self, directory: Inode, name: bytes, is_directory: bool) -> None:
-        if self.path_filter:
-            self.check_name(directory, name, is_directory=is_directory)
-            self.check_collision(directory, name)
-
-    def check_name(self, directory: Inode, name: bytes, *, is_directory: bool) -> None:
-        """Raise EPERM if `name` in `directory` is hidden: it could collide with a hidden entry below."""
-        if not self.path_filter:
-            return
-        above = self.path(directory)
-        if above is not None and self.path_filter.hides(
-            above + b"/" + name if above else name, is_directory=is_directory
-        ):
-            raise os_error(errno.EPERM, name.decode("utf-8", "backslashreplace"))
-
-    def check_collision(self, directory: Inode, name: bytes) -> None:
-        """Raise EPERM if a hidden entry of the lower layer has the name, which a visible one is to get."""
-        above = self.path(directory)
-        if above is None:
-            return
-        path = above + b"/" + name if above else name
-        if not any(self.path_filter.hides(path, is_directory=each) for each in (True, False)):
-            return
-        try:
-            mode = self.lower.stat(path).st_mode
-        except OSError as error:
-            if not is_gone(error):
-                raise
-            return
-        if self.path_filter.hides(path, is_directory=stat.S_ISDIR(mode)):
-            raise os_error(errno.EPERM, name.decode("utf-8", "backslashreplace"))
-
-
-def _outlast_tick(ctime_ns: int) -> None:
-    """Wait until the kernel's timestamp clock is past `ctime_ns`, if that lies within the clock's last tick.
-
-    A later change of the file then gets another ctime, even if it keeps the size.  Waits one tick at most: a ctime
-    further ahead comes from another machine's clock.
-    """
-    for _ in range(_TICK_MS):
-        ahead = ctime_ns - time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
-        if not 0 <= ahead < _TICK_MS * 1_000_000:
-            return
-        time.sleep(0.001)
-
 
 def _count_entries(directory: Inode) -> None:
     assert directory.children is not None
@@ -616,20 +571,3 @@ def _count_entries(directory: Inode) -> None:
 
 def _counted_size(children: Mapping[bytes, int]) -> int:
     return DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(children)
-
-
-def _set_size_and_times(inode: Inode, seen: LowerStat) -> None:
-    """Set size and times to those of the lower file."""
-    inode.size = seen.st_size
-    inode.atime_ns, inode.mtime_ns, inode.ctime_ns = seen.st_atime_ns, seen.st_mtime_ns, seen.st_ctime_ns
-    inode.birth_ns = min(inode.mtime_ns, inode.ctime_ns)
-
-
-def follows(inode: OverlayInode, was: Identity) -> bool:
-    """Return whether a version has no changes over the lower file, whose identity is `was`."""
-    content = inode.content
-    return (
-        inode.lower.identity == was
-        and (inode.size, inode.mtime_ns, inode.ctime_ns) == was[2:]
-        and (content is None or (isinstance(content, LowerContent) and content.is_pristine))
-    )

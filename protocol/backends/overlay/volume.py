@@ -431,9 +431,9 @@ class OverlayVolume(MemoryVolume):
         number = (self._overlay.directory(parent).children or {}).get(name, 0)
         is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
         target = self._overlay.directory(new_parent)
-        self._overlay.check_name(target, new_name, is_directory=is_directory)
+        self._overlay.hidden_names.check(target, new_name, is_directory=is_directory)
         if new_name not in (target.children or {}):
-            self._overlay.check_collision(target, new_name)
+            self._overlay.hidden_names.check_collision(target, new_name)
 
 
 def _is_live(state: OverlayState, path: bytes) -> bool:

@@ -16,7 +16,6 @@ from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.journaling.values import KeptValue, LowerValue
 from protocol.backends.overlay.lower import identity_record
-from protocol.backends.overlay.state import follows
 from protocol.journal import effects
 from protocol.tree import TYPE_MASK
 
@@ -91,7 +90,7 @@ class Introductions:
         file = self._state.recorded.get(inode.inode)
         if file is None:
             return False
-        return file is inode.lower or file.record == inode.lower.record or not follows(inode, inode.lower.identity)
+        return file is inode.lower or file.record == inode.lower.record or not inode.follows(inode.lower.identity)
 
     def _kind(self, number: int) -> int:
         version = self._inodes.get(number)

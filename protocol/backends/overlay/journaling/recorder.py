@@ -26,7 +26,6 @@ from protocol.backends.overlay.journaling.introductions import (
     kept_files,
     renewed_effect,
 )
-from protocol.backends.overlay.state import follows
 from protocol.journal import effects
 from protocol.journal.log import Batch
 from protocol.volume import SUPERUSER, AttributeChanges, Caller
@@ -323,7 +322,7 @@ class OverlayRecorder(Recorder):
     def _followed(self, node: Inode) -> Iterator[bytes]:
         """Introduce a file again that changed below during the call, and that followed before it was written."""
         for version in self._overlay.versions(node.inode):
-            if isinstance(version, OverlayInode) and follows(version, version.lower.identity):
+            if isinstance(version, OverlayInode) and version.follows(version.lower.identity):
                 yield from Introductions(self._overlay, {node.inode: version}, {}).of(node.inode, listing=False)
                 return
 
