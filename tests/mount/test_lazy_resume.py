@@ -197,6 +197,25 @@ def test_while_the_network_is_down_only_reads_of_what_is_not_cached_fail(
         assert len(complaints(workspace.name)) == 1
 
 
+def test_a_mount_ends_in_time_if_the_store_falls_silent(proxy: FaultyProxy, workdir: Path) -> None:
+    go = threading.Event()
+
+    def silent(_method: str, path: str) -> None:
+        if "names" in path:
+            go.wait(120)
+
+    proxy.fault = silent
+    (workdir / "here").mkdir()
+    try:
+        done = vfsd("mount", workdir / "here", "--from", f"{URL}#one", "--remote-timeout", "3")
+    finally:
+        go.set()
+    assert done.returncode == 1
+    waiting, error = done.stderr.splitlines()
+    assert waiting == f"vfsd: waiting for {URL}; --remote-timeout ends that after 3 s"
+    assert error.startswith("vfsd: error: the object store does not answer within --remote-timeout: ")
+
+
 def test_the_mount_answers_while_a_read_waits_for_the_network(mount: MountIt, proxy: FaultyProxy) -> None:
     workspace, root = resume(mount, remote_timeout_s=60.0)
     os.listdir(root)
@@ -266,6 +285,14 @@ def helpers(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
+def is_served_by_another(workspace: Workspace, pid: int) -> bool:
+    """Whether the keeper's daemon answers, after the daemon `pid` was killed."""
+    try:
+        return workspace.status().pid != pid
+    except OSError:
+        return False
+
+
 def has_ended(pid: int) -> bool:
     """Whether a process is gone, or waits for its parent to ask."""
     try:
@@ -316,6 +343,7 @@ def test_changes_persist_and_a_killed_daemon_leaves_no_helper(
     (helper,) = helpers(pid)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: has_ended(helper))
+    wait_until(lambda: is_served_by_another(workspace, pid))  # an unmount meanwhile would be refused
     unmount_when_idle(workspace)
     with Workspace.mount(place, backend=f"overlay:{url}#one", engine=engine, **given) as workspace:
         assert (place / "d1" / "f1").read_text() == "changed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,6 +81,30 @@ def test_a_name_with_odd_characters_is_escaped_and_the_command_can_be_pasted(
     pulled = run(s3_environment, "pull", f"{url}#{name}")
     assert pulled.stdout.startswith(r"pulled two words\x1b[31m (")
     assert "--backend 'overlay:snapshot:two words" in pulled.stderr
+
+
+@pytest.mark.parametrize("directory", [None, "elsewhere"])
+def test_a_restore_of_a_pulled_snapshot_says_which_option_it_needs(
+    directory: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/remote"
+    monkeypatch.setenv("VFSD_STORE_DIR", str(tmp_path / "store"))
+    given = [] if directory is None else ["--store", str(tmp_path / directory)]
+    with Workspace.mount(tmp_path / "m") as work:
+        Path(work.path, "file").write_text("pushed")
+        run({}, "push", url, "--as", "turn-3", "-w", work.path)
+    pulled = run({}, "pull", f"{url}#turn-3", *given)
+    command = shlex.join(["vfsd", "restore", "turn-3", "--of", url, *given])
+    assert f"`{command}` restores it" in pulled.stderr
+    with Workspace.mount(tmp_path / "m") as work:
+        refused = run({}, "restore", "turn-3", "-w", work.path)
+        assert refused.returncode == 1
+        assert (
+            f"no such snapshot of this workspace, but the store has one of {url}: `{command}`" in refused.stderr
+        ) == (directory is None)
+        restored = run({}, *shlex.split(command)[1:], "-w", work.path)
+        assert restored.returncode == 0, restored.stderr
+        assert Path(work.path, "file").read_text() == "pushed"
 
 
 def test_errors_are_one_line(s3_environment: dict[str, str], tmp_path: Path) -> None:

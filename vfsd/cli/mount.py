@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import click
 from click.shell_completion import CompletionItem
@@ -26,6 +28,8 @@ from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
 from vfsd.wire.options import CACHES, DEFAULTS, FSYNCS, SNAPSHOT_DIRS, TRANSPORTS, WAKEUPS, MountOptions
+
+_SILENCE_S: Final = 2.0
 
 
 class _MountOption(click.Option):
@@ -232,7 +236,8 @@ _option = functools.partial(click.option, cls=_MountOption)
     type=Seconds(min=0, min_open=True),
     default=DEFAULTS["remote_timeout_s"],
     metavar="SECONDS",
-    help="How long a read waits for the network before it fails with EIO; 30 by default.  A later read tries again.",
+    help="How long the mount, and later a read, waits for the network before it fails, a read with EIO; 30 by default. "
+    " A later read tries again.",
 )
 @_option(
     "--include",
@@ -361,13 +366,30 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: b
         except ValueError as error:  # found by the backend; a background daemon reports it as EINVAL, too
             raise OSError(errno.EINVAL, str(error)) from error
     else:
-        ready = launch.launch(options, fork_server=fork_server)
+        with _naming_the_store(options):
+            ready = launch.launch(options, fork_server=fork_server)
         try:
             _emit_ready(app, ready)
         except OSError as error:  # from standard output
             place = output.show_path(wire_path(os.fsencode(ready.mountpoint)))
             end = f"but workspace {ready.name} is mounted at {place}; `vfsd unmount {ready.name}` unmounts it"
             raise OSError(error.errno, f"{error.strerror}, {end}") from error
+
+
+@contextlib.contextmanager
+def _naming_the_store(options: MountOptions) -> Iterator[None]:
+    """Say which object store the block waits for, if it takes long."""
+    remote = options.workspace.backend.remote
+    if remote is None:
+        yield
+        return
+    what = f"waiting for {remote[0]}; --remote-timeout ends that after {options.remote.remote_timeout_s:g} s"
+    saying = threading.Timer(_SILENCE_S, output.note, [what])
+    saying.start()
+    try:
+        yield
+    finally:
+        saying.cancel()
 
 
 def _options(mountpoint: str, settings: dict[str, Any]) -> MountOptions:

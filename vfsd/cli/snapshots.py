@@ -22,7 +22,7 @@ from vfsd.cli.common.values import in_home
 from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts, step_lines, step_words
 from vfsd.wire import snapshot_messages
 from vfsd.wire.backend_spec import BackendSpec
-from vfsd.wire.messages import from_wire_path
+from vfsd.wire.messages import from_wire_path, wire_path
 
 
 @click.command(
@@ -257,6 +257,9 @@ def _explained(
         return error
     if params.of is not None:
         return _not_of(error, name, params.of, store)
+    stored = _stored_elsewhere(name)
+    if stored is not None:
+        return FileNotFoundError(errno.ENOENT, f"no such snapshot of this workspace, but {stored}", name)
     if error.filename == name and _may_be_archive(name):
         return FileNotFoundError(errno.ENOENT, "neither a snapshot nor an archive", name)
     return error
@@ -268,6 +271,21 @@ def _undo_takes_paths(error: FileNotFoundError, arguments: Sequence[str]) -> Fil
         return error
     advice = f"no such path (--undo takes paths; to restore a snapshot: vfsd restore {shlex.join(arguments)})"
     return FileNotFoundError(errno.ENOENT, advice, error.filename)
+
+
+def _stored_elsewhere(name: str) -> str | None:
+    """Say that the default store has a snapshot of this name of another workspace, and how to restore it."""
+    from protocol.store import Store, default_directory  # noqa: PLC0415 start-up: an error has time
+
+    try:
+        with Store(default_directory()) as store:
+            keys = [wire_path(os.fsencode(key)) for key in store.workspaces_with(name)]
+    except OSError:
+        return None
+    if not keys:
+        return None
+    more = f" (and of {len(keys) - 1} more)" if len(keys) > 1 else ""
+    return f"the store has one of {keys[0]}{more}: `vfsd restore {shlex.join([name, '--of', keys[0]])}`"
 
 
 _FORM_OF: Final = "; --of takes host:DIR, or another name that `vfsd store list` prints"

@@ -164,7 +164,8 @@ def pull_command(app: App, source: str, name: str | None, store: str | None, sto
     compared with its digest.
 
     `vfsd mount MOUNTPOINT --backend overlay:snapshot:NAME` makes a workspace that starts with the snapshot; write
-    overlay:snapshot:NAME@SOURCE if other workspaces have snapshots of the same name.  `vfsd store list` shows it.
+    overlay:snapshot:NAME@SOURCE if other workspaces have snapshots of the same name.  `vfsd restore NAME --of SOURCE`
+    restores it in a running workspace.  `vfsd store list` shows it.
 
     It needs a package: pip install 'vfsd[remote]'.
     """
@@ -183,7 +184,7 @@ def pull_command(app: App, source: str, name: str | None, store: str | None, sto
         "source": url, "name": name or found.name, "workspace": url, "store": directory, "files": record.files,
         "size_bytes": record.size_bytes, "is_new": is_new,
     }  # fmt: skip
-    app.emit(answer, _show_pull)
+    app.emit(answer, lambda found: _show_pull(found, store))
 
 
 def _pulled(remote: RemoteStore, local: Store, found: RemoteSnapshot, url: str, name: str) -> bool:
@@ -201,9 +202,12 @@ def _pulled(remote: RemoteStore, local: Store, found: RemoteSnapshot, url: str, 
     return True
 
 
-def _show_pull(answer: dict[str, Any]) -> None:
+def _show_pull(answer: dict[str, Any], store: str | None) -> None:
     files = f"{output.counted(answer['files'], 'file')}, {output.human_size(answer['size_bytes'])}"
     name = output.show_path(answer["name"])
     output.say(f"pulled {name} ({files})" if answer["is_new"] else f"{name} is already here ({files})")
-    backend = shlex.quote(f"overlay:snapshot:{answer['name']}@{answer['source']}")
-    output.note(f"`vfsd mount MOUNTPOINT --backend {backend}` starts with it")
+    given = [] if store is None else ["--store", answer["store"]]
+    mount = shlex.join(["--backend", f"overlay:snapshot:{answer['name']}@{answer['source']}", *given])
+    output.note(f"`vfsd mount MOUNTPOINT {mount}` makes a workspace that starts with it")
+    restore = shlex.join([answer["name"], "--of", answer["source"], *given])
+    output.note(f"`vfsd restore {restore}` restores it in a running workspace")

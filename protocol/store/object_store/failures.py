@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Sequence
 from typing import Final
 
 _CREDENTIALS: Final = {
@@ -46,12 +47,17 @@ _FINAL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno
 _PASSING_STATUS: Final = frozenset({"408", "409", "412", "425", "429"})
 _SLOW: Final = "RequestTimeout"  # S3 answers this with status 400
 _FINAL_STATUS: Final = frozenset({"501", "505"})
-_CAUSES: Final = (
+# No server was reached.
+_UNREACHABLE: Final = (
     (re.compile("ConnectionRefused|Connection refused"), "connection refused"),
     (re.compile("dns error"), "the host is unknown"),
+    (re.compile("NetworkUnreachable|HostUnreachable|Network is unreachable|No route to host"), "no route to the host"),
+    (re.compile("invalid peer certificate|certificate"), "the certificate is not trusted"),
+)
+_NO_ANSWER: Final = (
+    *_UNREACHABLE,
     (re.compile("TimedOut|timed out|Timeout"), "time-out"),
     (re.compile("ConnectionReset|Connection reset|IncompleteMessage"), "the connection was lost"),
-    (re.compile("invalid peer certificate|certificate"), "the certificate is not trusted"),
 )
 
 
@@ -100,15 +106,32 @@ def _status(text: str) -> tuple[str, str]:
 
 def cause_of(error: Exception) -> str:
     """Why a request failed, in a few words."""
+    if isinstance(error, TimeoutError):
+        return "time-out"
     text = _KEYS.sub(r"\1", str(error))
     status, reason = _status(text)
     if status:
         return f"{status} {reason}"
     host = re.search(r"https?://[^/\s,]+", text)
-    for pattern, cause in _CAUSES:
-        if pattern.search(text):
-            return f"{host[0]}: {cause}" if host is not None else cause
-    return first_line(error).rpartition(" - ")[2]
+    cause = _found(_NO_ANSWER, text)
+    if cause is None:
+        return first_line(error).rpartition(" - ")[2]
+    return f"{host[0]}: {cause}" if host is not None else cause
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Whether a request failed because there was no connection to a server that is trusted."""
+    return _found(_UNREACHABLE, _KEYS.sub(r"\1", str(error))) is not None
+
+
+def has_answered(error: Exception) -> bool:
+    """Whether a request failed with an answer of the server."""
+    text = _KEYS.sub(r"\1", str(error))
+    return bool(_status(text)[0]) or not (isinstance(error, TimeoutError) or _found(_NO_ANSWER, text))
+
+
+def _found(causes: Sequence[tuple[re.Pattern[str], str]], text: str) -> str | None:
+    return next((cause for pattern, cause in causes if pattern.search(text)), None)
 
 
 def first_line(error: Exception) -> str:

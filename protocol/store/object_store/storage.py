@@ -5,7 +5,9 @@ delete.  Objects are never overwritten.
 
 Retries: a request that fails for a reason that may pass (429, 5xx, a time-out, a dropped connection, a short body) is
 repeated with exponential backoff and jitter until `patience_s` have passed.  A create whose answer was lost is
-repeated, too: if the object then exists with the same content, the create succeeded.
+repeated, too: if the object then exists with the same content, the create succeeded.  Until the first answer of any
+kind the server counts as unknown: refused connections are repeated for `refused_s` only, because the endpoint is
+probably wrong, and no attempt takes longer than `patience_s`.
 
 Threading: any thread calls the methods; the requests run on an event loop in a thread of their own, at most
 `_PARALLEL` at once.  `obstore` has more threads, so a process that uses a `Storage` must not fork.
@@ -28,7 +30,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 from protocol.store.object_store import layout
-from protocol.store.object_store.failures import cause_of, final_error, first_line
+from protocol.store.object_store.failures import cause_of, final_error, first_line, has_answered, is_unreachable
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -50,7 +52,8 @@ _CLIENT_OPTIONS: Final = frozenset({
 _NAMES_OF_A_STORE: Final = frozenset({layout.FORMAT, layout.NAMES, layout.PACKS, layout.CONDEMNED, layout.REPAIRED})
 _PATH_STYLE: Final = "path_style"
 _ENDPOINT: Final = re.compile(r"(.*_)?endpoint(_url)?(_s3)?")
-_SILENCE_S: Final = 3.0
+_SILENCE_S: Final = 1.5  # after which the caller is told what it waits for
+_REFUSED_S: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +104,15 @@ class Storage(Protocol):
 
 def open_storage(
     url: str, options: Mapping[str, str] = MappingProxyType({}), *, patience_s: float = _PATIENCE_S,
-    waiting: Waiting = lambda _cause, _left_s: None, makes_directory: bool = True,
+    refused_s: float = _REFUSED_S, waiting: Waiting = lambda _cause, _left_s: None, makes_directory: bool = True,
 ) -> ObstoreStorage:  # fmt: skip
     """Open the objects below `url`: s3://BUCKET/PREFIX, gs://, az:// or file:///DIRECTORY.
 
     `options` are those of `obstore`, for the store or the connection; and "path_style", "true" for S3 servers that are
-    not reached as BUCKET.HOST.  Credentials come from the environment.  `waiting` is called once, from another thread,
-    when a request has failed for some seconds: with the cause, and for how many seconds it will be repeated.
+    not reached as BUCKET.HOST.  Credentials come from the environment.  `patience_s` and `refused_s`: for how long
+    requests are repeated; see the module's docstring.  `waiting` is called once, from another thread, when a request
+    has failed for more than a second, or the first one has no answer: with the cause, and for how many seconds it will
+    be repeated.
     `makes_directory`: make the directory of file:///, if there is none; otherwise FileNotFoundError.
 
     ImportError without `obstore`; OSError (EINVAL).
@@ -144,7 +149,7 @@ def open_storage(
         store = from_url(url, **arguments)
     except Exception as error:  # noqa: BLE001 (those of `obstore` have no other common base)
         raise OSError(errno.EINVAL, f"cannot open the store: {first_line(error)}", url) from None
-    return ObstoreStorage(url, store, patience_s, waiting)
+    return ObstoreStorage(url, store, patience_s, min(refused_s, patience_s), waiting)
 
 
 def _negated(path_style: str, url: str) -> str:
@@ -197,11 +202,14 @@ def _check_endpoint(url: str, options: Mapping[str, str]) -> None:
 class ObstoreStorage:
     """Implements `Storage`."""
 
-    def __init__(self, url: str, store: ObjectStore, patience_s: float, waiting: Waiting) -> None:
+    def __init__(self, url: str, store: ObjectStore, patience_s: float, refused_s: float, waiting: Waiting) -> None:
         self.url = url
         self._store = store
         self._patience_s = patience_s
+        self._refused_s = refused_s
         self._waiting: Waiting | None = waiting
+        self._is_known = False  # whether the server has answered anything; on the loop, as the next
+        self._bounds: set[asyncio.Timeout] = set()  # of attempts, while the server is unknown
         self._loop = asyncio.new_event_loop()
         self._gate = asyncio.Semaphore(_PARALLEL)
         self._thread = threading.Thread(target=self._loop.run_forever, name="vfsd-objects", daemon=True)
@@ -297,19 +305,61 @@ class ObstoreStorage:
         while True:
             try:
                 async with self._gate:
-                    return await attempt()
+                    return await self._attempted(attempt, began)
             except Exception as error:  # noqa: BLE001 (as above)
                 final = final_error(self.url, key, error)
                 if final is not None:
                     raise final from None
                 cause = cause_of(error)
+                is_refused = not self._is_known and is_unreachable(error)
             passed_s = time.monotonic() - began
-            left_s = self._patience_s - passed_s
+            left_s = (self._refused_s if is_refused else self._patience_s) - passed_s
             if delay_s >= left_s:
-                what = f"the object store does not answer ({cause}): repeat the command later"
-                raise OSError(errno.ETIMEDOUT, what, self.url)
-            if passed_s >= _SILENCE_S and self._waiting is not None:
-                waiting, self._waiting = self._waiting, None
-                waiting(cause, left_s)
+                raise self._gave_up(cause, is_refused=is_refused)
+            if passed_s >= _SILENCE_S:
+                self._say_waiting(cause, left_s)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 (jitter)
             delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
+
+    def _gave_up(self, cause: str, *, is_refused: bool) -> OSError:
+        if is_refused:
+            what = f"the object store cannot be reached ({cause}): check its endpoint, and the network"
+            return OSError(errno.EHOSTUNREACH, what, self.url)
+        return OSError(
+            errno.ETIMEDOUT, f"the object store does not answer ({cause}): repeat the command later", self.url
+        )
+
+    def _say_waiting(self, cause: str, left_s: float) -> None:
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            waiting(cause, left_s)
+
+    async def _attempted(self, attempt: Callable[[], Awaitable[T]], began: float) -> T:
+        """Make an attempt; as long as the server is unknown, with a bound."""
+        if self._is_known:
+            return await attempt()
+        left_s = max(0.0, began + self._patience_s - time.monotonic())
+        loop = asyncio.get_running_loop()
+        saying = loop.call_later(_SILENCE_S, self._say_waiting, "no answer yet", left_s - _SILENCE_S)
+        try:
+            async with asyncio.timeout(left_s) as bound:
+                self._bounds.add(bound)
+                try:
+                    found = await attempt()
+                finally:
+                    self._bounds.discard(bound)
+            self._know()
+        except Exception as error:
+            if has_answered(error):
+                self._know()
+            raise
+        else:
+            return found
+        finally:
+            saying.cancel()
+
+    def _know(self) -> None:
+        """The server has answered: attempts that are running need no bound any more."""
+        self._is_known = True
+        for bound in self._bounds:
+            bound.reschedule(None)

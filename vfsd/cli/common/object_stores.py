@@ -84,7 +84,7 @@ def open_remote(url: str, options: Sequence[str], *, makes_directory: bool = Fal
 
 
 def _note_waiting(cause: str, left_s: float) -> None:
-    output.note(f"the object store does not answer ({cause}); trying again for {left_s:.0f} s")
+    output.note(f"waiting for the object store ({cause}); the command gives up after {max(1.0, left_s):.0f} s")
 
 
 def selecting(store: Store | RemoteStore) -> str:

@@ -79,6 +79,8 @@ def open_remote(options: MountOptions) -> LazyLower:
         opened = client.open()
     except DamagedError as error:  # not EIO, after which the log of the daemon is shown
         raise OSError(errno.EBADMSG, error.strerror, error.filename) from None
+    except TimeoutError as error:  # not ETIMEDOUT, as above
+        raise OSError(errno.EHOSTUNREACH, error.strerror, error.filename) from None
     try:
         return _layer(client, opened, BlobCache(cache, remote.cache_bytes), url)
     except BaseException:

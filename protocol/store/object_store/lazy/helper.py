@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _THREADS: Final = 16
 _REPORT_S: Final = 0.25
 _LEAST_TIMEOUT_S: Final = 5
+_CAUSE_S: Final = 0.5  # the error of a request that was given up in time says more
 
 
 class Counted:
@@ -121,6 +122,7 @@ class Helper:
         self._pool = ThreadPoolExecutor(_THREADS, "vfsd-fetch")
         self._reported_at = 0.0
         self._prefetch: Prefetch | None = None
+        self._opened_or_late = threading.Lock()  # taken by the first of both
 
     def run(self) -> None:
         """Serve until the connection ends."""
@@ -147,7 +149,10 @@ class Helper:
         opening = functools.partial(open_storage, start.url, options, patience_s=start.timeout_s, makes_directory=False)
         name, named = start.name or "", start.record
         # With a record, the snapshot is opened whether the store is there or not.
-        storage = opening() if named is None else LateStorage(start.url, opening)
+        storage = opening() if named is None else LateStorage(start.url, lambda: opening(refused_s=start.timeout_s))
+        late = threading.Timer(start.timeout_s + _CAUSE_S, self._give_up)
+        late.daemon = True
+        late.start()
         self._storage = counted = Counted(storage)
         self._index = LazyIndex(counted, RemotePacks(counted, IndexCache(start.index_directory)))
         self._index.begin()
@@ -161,8 +166,19 @@ class Helper:
             named = encode_named(record)
         record = decode_named(named, start.url)
         self._index.near_s = start.created_s or record.created_ns / 1e9
+        late.cancel()
+        if not self._opened_or_late.acquire(blocking=False):
+            threading.Event().wait()  # `_give_up` ends the process
         self._send(Opened(name, named, self._index.near_s))
         return record
+
+    def _give_up(self) -> None:
+        """End the helper, because the snapshot was not opened in time."""
+        if not self._opened_or_late.acquire(blocking=False):
+            return
+        what = "the object store does not answer within --remote-timeout: repeat the command later, or set a longer one"
+        self._send(Failed(0, errno.ETIMEDOUT, what, False))
+        os._exit(0)
 
     def _begin_prefetch(self, start: Start, record: Record) -> None:
         self._prefetch = Prefetch(self._fetcher, self._index, self._cache, start.cache_bytes, self._report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -163,6 +164,37 @@ def test_the_caller_is_told_once_that_requests_are_repeated(
             opened.list("names").result()
     opened.close()
     assert told == ["503 SlowDown"]
+
+
+def test_a_closed_endpoint_is_named_soon_and_one_that_has_answered_is_tried_again(s3_port: int) -> None:
+    url = f"s3://{BUCKET}/x"
+    with FaultyProxy(s3_port) as proxy:
+        given = options(proxy.port)
+        known = open_storage(url, given, patience_s=1.0, refused_s=0.3)
+        assert known.list("names").result() == []
+        proxy.fault = lambda _method, _path: "reset"  # ends the connection that is kept
+    with closing(known), pytest.raises(OSError, match="does not answer") as caught:
+        known.list("names").result()
+    assert caught.value.errno == errno.ETIMEDOUT
+    with closing(open_storage(url, given, patience_s=3600, refused_s=0.3)) as closed:
+        with pytest.raises(OSError, match=r"cannot be reached \(.*refused\): check its endpoint") as caught:
+            closed.list("names").result()
+        assert caught.value.errno == errno.EHOSTUNREACH
+
+
+def test_a_server_that_says_nothing_is_named_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_SILENCE_S", 0.1)
+    told: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        given = options(silent.getsockname()[1])
+        with closing(
+            open_storage(f"s3://{BUCKET}/x", given, patience_s=0.5, waiting=lambda cause, _s: told.append(cause))
+        ) as opened:
+            for call in (opened.list("names"), opened.read("format")):
+                with pytest.raises(OSError, match="does not answer") as caught:
+                    call.result()
+                assert caught.value.errno == errno.ETIMEDOUT
+    assert told == ["no answer yet"]
 
 
 @pytest.mark.parametrize(
