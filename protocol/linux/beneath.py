@@ -98,10 +98,7 @@ class RootDirectory:
 
     def __init__(self, directory: DirectoryReference, *, same_mount: bool = False, kept: int = 1) -> None:
         """Open the directory.  A descriptor (also an O_PATH one) stays the caller's.  OSError."""
-        if isinstance(directory, int):
-            self._root = Handle(os.open(".", _O_DIRECTORY, dir_fd=directory))
-        else:
-            self._root = Handle(os.open(directory, _O_DIRECTORY))
+        self._root = Handle(open_directory(directory, _O_DIRECTORY))
         self._same_mount = same_mount
         self._directories = HandleCache(kept)
 
@@ -139,6 +136,13 @@ class RootDirectory:
         """The directory that `path` is in, and its name there (b"." for the root)."""
         above, _, name = path.rpartition(b"/")
         return self.directory(above), name or b"."
+
+
+def open_directory(directory: DirectoryReference, flags: int) -> int:
+    """Open a directory.  A descriptor (also an O_PATH one) stays the caller's.  OSError."""
+    if isinstance(directory, int):
+        return os.open(".", flags, dir_fd=directory)
+    return os.open(directory, flags)
 
 
 def open_to_read(directory: int, name: bytes) -> int:

@@ -24,7 +24,8 @@ from tests.mount.kept_workspaces import (
     facts,
     kill_replacements,
 )
-from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
+from tests.mount.programs import Program, succeeded, vfsd, wait_ended
+from tests.support.fork_server import wait_until
 from vfsd.client.workspace import Workspace
 
 
@@ -129,19 +130,24 @@ def test_deaths_in_a_row_are_survived(kept: KeptHost) -> None:
     assert "keeper\tpid" in succeeded(vfsd("status", "-w", kept.name))
 
 
-def test_another_directory_in_its_place_is_not_served(kept: KeptHost) -> None:
-    (kept.below / "file").touch()
+def test_the_directory_that_was_mounted_is_served_wherever_it_is(kept: KeptHost) -> None:
+    (kept.below / "file").write_text("content")
     kept.mount()
     record = kept.record
     assert record.keeper is not None
     os.kill(record.keeper, signal.SIGSTOP)
     os.kill(record.pid, signal.SIGKILL)
-    kept.below.rename(kept.below.with_name("away"))
+    away = kept.below.with_name("away")
+    kept.below.rename(away)
     kept.below.mkdir()
     os.kill(record.keeper, signal.SIGCONT)
-    wait_ended(record.keeper)
-    assert "another directory has taken the place" in log_of(kept.name)
+    assert (kept.path / "file").read_text() == "content"
+    wait_until(lambda: kept.record.pid != record.pid, "a replacement")
+    kept.kill()
+    (kept.path / "new").touch()
+    assert sorted(os.listdir(away)) == ["file", "new"]
     assert os.listdir(kept.below) == []
+    check_invariants(Workspace.attach(kept.name))
 
 
 def test_no_keeper_leaves_a_dead_mount(kept: KeptHost) -> None:

@@ -405,6 +405,25 @@ def test_the_keeper_needs_no_answer_of_the_store(
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.parametrize("persist", [True, False])
+def test_an_upgrade_needs_no_answer_of_the_store(kept: Kept, proxy: FaultyProxy, project: Path, persist: bool) -> None:
+    root = kept.path
+    # Without a name it is the newest snapshot, which may be another one by now.
+    named = f"{URL}#one" if persist else URL
+    given: dict[str, Any] = {} if persist else {"persist": False, "journal_dir": None}
+    workspace = kept.mount(backend=f"overlay:{named}", remote_timeout_s=OUTAGE_S, **given)
+    with (root / "d0" / "f1").open("rb", buffering=0) as held:
+        change_and_lose_store(proxy, root)
+        pid = workspace.status().pid
+        succeeded(vfsd("upgrade", kept.name))
+        assert workspace.status().pid != pid
+        check_without_store(proxy, root, project)
+        assert held.read() == (project / "d0" / "f1").read_bytes()
+    assert workspace.status().source == f"{URL}#one"
+    assert equal(root / "d3", project / "d3")
+    check_invariants(Workspace.attach(kept.name))
+
+
 def test_a_new_mount_needs_no_answer_of_the_store(kept: Kept, proxy: FaultyProxy, project: Path) -> None:
     given = {"backend": f"overlay:{URL}#one", "remote_timeout_s": OUTAGE_S, "keeper": False}
     workspace = kept.mount(**given)

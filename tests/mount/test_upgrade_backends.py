@@ -245,16 +245,48 @@ def test_the_content_of_a_stored_snapshot_stays_during_upgrades(plain: Over, wor
 
 def test_another_lower_layer_in_its_place_is_refused(plain: Over, workdir: Path) -> None:
     fill(plain.below)
+    plain.options["backend"] = archive(workdir, plain.below)
     workspace = plain.mount()
     pid = workspace.status().pid
-    plain.below.rename(workdir / "moved")
-    plain.below.mkdir()
+    place = Path(plain.options["backend"].removeprefix("overlay:"))
+    place.rename(workdir / "moved.zip")
+    (plain.path / "n1").write_text("another")
+    workspace.export(place)
+    succeeded(vfsd("discard", "n1", "-w", plain.name))
     assert "is not what the workspace was mounted over any more" in failed(vfsd("upgrade", plain.name))
     assert workspace.status().pid == pid
     assert (plain.path / "n1").read_bytes() == b"x" * 300_000
-    plain.below.rmdir()
-    (workdir / "moved").rename(plain.below)
+    (workdir / "moved.zip").rename(place)
     succeeded(vfsd("upgrade", plain.name))
+
+
+def test_a_directory_that_was_moved_stays_what_is_mounted(over: Over, workdir: Path) -> None:
+    fill(over.below)
+    over.mount()
+    moved = workdir / "moved"
+    with (over.path / "n1").open("r+b", buffering=0) as file:
+        over.below.rename(moved)
+        over.upgrade()
+        over.below.mkdir()  # another directory in its place
+        (over.below / "other").touch()
+        pid = over.record.pid
+        over.upgrade()
+        if over.record.keeper is not None:
+            pid = over.record.pid
+            os.kill(pid, 9)
+            wait_until(lambda: over.record.pid != pid, "a replacement")
+        assert file.read(5) == b"xxxxx"
+        file.write(b"changed")
+    assert sorted(os.listdir(over.path)) == sorted(os.listdir(moved))
+    assert (over.path / "n2").read_bytes()[:12] == b"xxxxxchanged"
+    succeeded(vfsd("snapshot", "one", "-w", over.name))
+    (over.path / "d1" / "new").write_text("new")
+    (over.path / "n2").unlink()
+    succeeded(vfsd("restore", "one", "-w", over.name))
+    assert not (over.path / "d1" / "new").exists()
+    assert (over.path / "n2").read_bytes()[:12] == b"xxxxxchanged"
+    assert os.listdir(over.below) == ["other"]
+    check_invariants(over.workspace)
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------
@@ -335,15 +367,23 @@ def test_the_snapshots_and_the_undo_history_of_a_host_directory_are_kept(workdir
         over.end()
 
 
-def test_another_directory_in_its_place_is_refused(workdir: Path) -> None:
+def test_the_snapshots_of_a_host_directory_are_found_after_a_symlink_to_it_changed(workdir: Path) -> None:
     over = Over(workdir, "host")
-    (over.below / "f").write_text("one")
-    over.mount()
+    over.below.rename(workdir / "real")
+    over.below.symlink_to(workdir / "real")
+    (workdir / "another").mkdir()
+    workspace = over.mount()
     try:
-        over.below.rename(workdir / "moved")
-        over.below.mkdir()
-        assert "is not what the workspace was mounted over any more" in failed(vfsd("upgrade", over.name))
-        assert (over.path / "f").read_text() == "one"
+        (over.path / "f").write_text("one")
+        workspace.snapshot("one")
+        (over.path / "f").write_text("two")
+        over.below.unlink()
+        over.below.symlink_to(workdir / "another")
+        over.upgrade()
+        assert [each.name for each in workspace.snapshots()] == ["one"]
+        workspace.restore("one")
+        assert (over.path / "f").read_text() == (workdir / "real" / "f").read_text() == "one"
+        assert os.listdir(workdir / "another") == []
     finally:
         over.end()
 

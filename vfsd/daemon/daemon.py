@@ -198,7 +198,7 @@ class _Daemon:
         self._started_by = start.by
         self._origin = start.origin
         self._engine = engine
-        self._backend = backend
+        self._backend = self.backend = backend
         self._replay = replay
         self._notifier = Notifier.from_environment()
         self._commands = Commands(options.workspace.name)
@@ -361,7 +361,7 @@ class _Daemon:
     def _written_record(self, socket: str, started_at: str) -> WorkspaceRecord:
         """Have the keeper keep the mount, and write the record."""
         if self._kept is not None:
-            self._kept.begin(self._engine, self._backend.held, self._backend.why_not_kept)
+            self._kept.begin(self._engine, self._backend)
         self._written = record = self._record(socket, started_at)
         runtime.write_record(record)
         return record

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
+from msgspec.structs import replace
 
 from protocol.linux.regular_file import open_regular
 from protocol.volume_durability import journaled, recoverable
@@ -59,7 +60,11 @@ async def opened(
         backend = await successor.open(options, kept)
         return backend, successor.origin(backend)
     if origin is None:
-        backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
+        directory = None if kept is None or kept.resumed is None else kept.resumed.directory
+        given = options if directory is None else replace(options, directory=directory)
+        backend = await trio.to_thread.run_sync(open_backend, given, _unless_cancelled)
+        if directory is not None:
+            os.close(directory)
         if options.origin is not None:
             # Start-up: few mounts are forks.
             from vfsd.daemon.forks.stored import opened_origin  # noqa: PLC0415

@@ -166,11 +166,22 @@ class StoredOrigin(Value):
     merged: tuple[MergedRecord, ...] = ()
 
 
+class Below(Value):
+    """What another daemon, which hands its workspace over, has of the layer below it.
+
+    `fingerprint`: what identifies the layer, or the directory.  `reopening`: see
+    `protocol.backends.overlay.lower.Lower`.
+    """
+
+    fingerprint: str
+    reopening: bytes = b""
+
+
 class MountOptions(Value):
     """All options of one mount.
 
-    Two are no options: `origin`, which only a fork has, and `below`, which identifies what is below a workspace that
-    another daemon hands over.
+    Three are no options: `origin`, which only a fork has; `below`, in an upgrade; and `directory`, the descriptor with
+    which the daemon before this one had the directory open that the backend names.
     """
 
     workspace: WorkspaceOptions
@@ -185,7 +196,8 @@ class MountOptions(Value):
     audit: AuditOptions = msgspec.field(default_factory=AuditOptions)
     policy: PolicyOptions = msgspec.field(default_factory=PolicyOptions)
     origin: StoredOrigin | None = None
-    below: str | None = None
+    below: Below | None = None
+    directory: int | None = None
 
     @classmethod
     def of(cls, mountpoint: str, name: str, **values: Any) -> MountOptions:

@@ -32,7 +32,7 @@ from protocol.backends.host.inode_table import HostDentry, HostInode, HostInodeT
 from protocol.backends.host.listings import Listings
 from protocol.errors import os_error
 from protocol.linux import portable, posix_acl
-from protocol.linux.beneath import open_beneath
+from protocol.linux.beneath import open_beneath, open_directory
 from protocol.linux.portable import proc_path
 from protocol.volume import (
     NAME_MAX,
@@ -50,6 +50,7 @@ from protocol.volume_extensions import CacheInvalidation
 if TYPE_CHECKING:
     from protocol.backends.host.handover import HostGiving, HostTaking
     from protocol.diff.tree_diff import Change
+    from protocol.linux.beneath import DirectoryReference
     from protocol.linux.shared_log import SharedLog
     from protocol.volume import Buffer
 
@@ -61,15 +62,16 @@ _make: Final = HostAttributes._make
 
 
 class HostVolume:
-    """The directory `path` or, if that is a symlink, its target.  Implements `protocol.volume.Volume`.
+    """A directory, given by a path or by a descriptor that stays the caller's.  Implements `protocol.volume.Volume`.
 
-    OSError if it cannot be opened.  `descriptors` is how many files and directories may be open at a time (default:
-    derived from RLIMIT_NOFILE).
+    The path may be that of a symlink to it.  OSError if it cannot be opened.  `descriptors` is how many files and
+    directories may be open at a time (default: derived from RLIMIT_NOFILE).
     """
 
-    def __init__(self, path: str | bytes, *, read_only: bool = False, descriptors: int | None = None) -> None:
-        root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.path = os.fspath(path)
+    def __init__(
+        self, directory: DirectoryReference, *, read_only: bool = False, descriptors: int | None = None
+    ) -> None:
+        self.root_fd = root = open_directory(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.read_only = read_only
         self._table = HostInodeTable(os.fstat(root), self._release)
         self._descriptors = Descriptors(root, self._table, descriptors)

@@ -31,7 +31,7 @@ from protocol.backends.overlay.lower import (
     identity,
     is_gone,
 )
-from protocol.linux.beneath import HandleCache, RootDirectory, open_to_read
+from protocol.linux.beneath import DirectoryReference, HandleCache, RootDirectory, open_to_read
 from protocol.linux.portable import Handle, birth_ns, proc_path
 from protocol.linux.syscalls import seek_hole
 
@@ -48,8 +48,8 @@ class HostLower(RootDirectory, Lower):
 
     can_change = True
 
-    def __init__(self, root: str | bytes) -> None:
-        super().__init__(os.fsencode(os.path.abspath(root)), kept=_DIRECTORIES_KEPT)
+    def __init__(self, root: DirectoryReference) -> None:
+        super().__init__(root, kept=_DIRECTORIES_KEPT)
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = max(_FEWEST_FILES, min(_MOST_FILES, soft // 4)) if soft > 0 else _MOST_FILES
         self._files = HandleCache(most)
@@ -57,6 +57,10 @@ class HostLower(RootDirectory, Lower):
         # An inode number is used again after the directory was removed; the time at which it was made differs then.
         self.fingerprint = f"directory {os.fstat(self.fd).st_ino}, made at {birth_ns(self.fd)} ns"
         self.moving: set[tuple[int, int]] = set()  # (st_dev, st_ino) of the inodes whose ctime `apply` changes now
+
+    @property
+    def root_fd(self) -> int:
+        return self.fd
 
     def is_same(self, now: Identity, was: Identity) -> bool:
         """See `Lower.is_same`.  A ctime that `apply` changes now does not count."""

@@ -33,7 +33,7 @@ from typing import Final
 from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
 from protocol.backends.overlay.lower import is_gone
 from protocol.backends.overlay.steps import Step, Steps, place
-from protocol.linux.beneath import open_beneath
+from protocol.linux.beneath import DirectoryReference, open_beneath, open_directory
 from protocol.linux.portable import Handle
 from protocol.linux.regular_file import open_regular, read_regular
 
@@ -343,9 +343,9 @@ def is_interrupted(root: int) -> bool:
     return directory is not None and bool(os.listdir(directory.fd))
 
 
-def recover(root: str | bytes, before: Callable[[], None] = lambda: None) -> Recovered | None:
+def recover(root: DirectoryReference, before: Callable[[], None] = lambda: None) -> Recovered | None:
     """Complete or undo a killed apply in the directory `root`; None if there was none.  EBUSY while one runs there."""
-    top = Handle(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    top = Handle(open_directory(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     if not has_intent_log(top.fd):
         return None
     with intent_log(top.fd, before) as found:

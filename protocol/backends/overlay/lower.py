@@ -156,6 +156,11 @@ class Lower(ABC):
     reopening: bytes = b""
     """How to open the layer again while its source does not answer; b"" if the source is this machine."""
 
+    @property
+    def root_fd(self) -> int | None:
+        """A descriptor of the directory, which stays open; None if the layer is not a directory of this machine."""
+        return None
+
     @abstractmethod
     def stat(self, path: bytes) -> LowerStat:
         """Return the attributes of an entry; a symlink is not followed."""

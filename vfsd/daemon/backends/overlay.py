@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import os
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.overlay import OverlayVolume
@@ -12,6 +11,7 @@ from protocol.backends.overlay.host_lower import HostLower
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.backends.recovery import recover_apply
+from vfsd.daemon.backends.shared import directory_of
 from vfsd.daemon.snapshots.archives import archive, read_origin
 from vfsd.machine.journals import unused_journal
 from vfsd.machine.memory_limits import default_max_memory
@@ -29,7 +29,7 @@ def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
     limit = options.limits.max_memory or default_max_memory(options.limits.max_bytes)
     recovered = None
     if options.workspace.backend.lower_layer == "directory":
-        recovered = recover_apply(options, options.workspace.backend.argument)
+        recovered = recover_apply(options)
     lower, held = _open_lower(options, limit)
     if lower.memory_bytes > limit // _LOWER_SHARE:
         lower.close()
@@ -65,7 +65,13 @@ def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
     volume.read_only = options.workspace.read_only
     notes = [note for note in (recovered, found, lower.notice) if note is not None]
     return Backend(
-        volume, tidy=volume.tidy, close=functools.partial(_close, volume), recovered="; ".join(notes) or None, held=held
+        volume,
+        tidy=volume.tidy,
+        close=functools.partial(_close, volume),
+        recovered="; ".join(notes) or None,
+        held=held,
+        directory=lower.root_fd,
+        reopening=lower.reopening,
     )
 
 
@@ -94,4 +100,4 @@ def _open_lower(options: MountOptions, limit: int) -> tuple[Lower, tuple[int, ..
         from vfsd.daemon.backends.lower_archive import open_archive_below  # noqa: PLC0415
 
         return open_archive_below(backend.argument, limit), ()
-    return HostLower(os.fsencode(backend.argument)), ()
+    return HostLower(directory_of(options)), ()

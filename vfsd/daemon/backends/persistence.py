@@ -104,7 +104,7 @@ class Recorded(NamedTuple):
 def recorded_below(options: MountOptions) -> Recorded:
     """Return what an overlay that continues has of its lower layer; an empty `Recorded` if it does not continue."""
     if options.below is not None:
-        return Recorded(options.below)
+        return Recorded(options.below.fingerprint, options.workspace.backend.argument, options.below.reopening)
     directory = options.journal.journal_dir or journal_directory(options.workspace.name)
     if not options.journal.persist or not has_journal(directory):
         return Recorded()

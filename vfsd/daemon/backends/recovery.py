@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from typing import TYPE_CHECKING
 
 from protocol.backends.overlay.intent_log import recover
+from vfsd.daemon.backends.shared import directory_of
 from vfsd.machine.logs import log_failure
 
 if TYPE_CHECKING:
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def recover_apply(options: MountOptions, directory: str) -> str | None:
-    """Finish or undo an `apply` into the directory that was killed; return a sentence about it, if there was one.
+def recover_apply(options: MountOptions) -> str | None:
+    """Finish or undo a killed `apply` into the backend's directory; return a sentence about it, if there was one.
 
     A daemon that takes over from another one leaves that to the user, because the other one may go on.
     """
     if options.below is not None:
         return None
+    directory = options.workspace.backend.argument
     try:
-        found = recover(os.fsencode(directory))
+        found = recover(directory_of(options))
     except OSError as error:
         # EBUSY: that apply is still running.  No other failure here prevents the mount.
         if error.errno == errno.EBUSY:

@@ -12,6 +12,7 @@ from vfsd.daemon.snapshots.stored import Stored, interrupted
 from vfsd.machine.mountinfo import mounts_at
 
 if TYPE_CHECKING:
+    from protocol.linux.beneath import DirectoryReference
     from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
@@ -28,6 +29,12 @@ def allow_open_files() -> None:
     """Raise this process's limit of open files to the hard limit; a host volume keeps up to half as many open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def directory_of(options: MountOptions) -> DirectoryReference:
+    """Return the directory that the backend names: its path, or the descriptor that another daemon had of it."""
+    argument = os.fsencode(options.workspace.backend.argument)
+    return argument if options.directory is None else options.directory
 
 
 def check_outside(options: MountOptions, store: Store) -> None:

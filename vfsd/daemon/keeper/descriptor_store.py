@@ -1,13 +1,14 @@
 """systemd as the keeper of a mount: it holds the descriptors in its file descriptor store, and restarts the daemon.
 
 A unit with FileDescriptorStoreMax= holds what its main process sends it with FDSTORE=1 (sd_notify(3)), and passes it to
-the next start (sd_listen_fds(3)).  A daemon stores four descriptors, with the names "vfsd-ROLE.TOKEN":
+the next start (sd_listen_fds(3)).  A daemon stores at least four descriptors, with the names "vfsd-ROLE.TOKEN":
 
-    device   /dev/fuse, of the mount
-    memory   the memory that a keeper and its daemon share (`kept`)
-    log      what the kernel knows of the volume (`SharedLog`)
-    saved    `_Saved`
-    held     any number of other descriptors, which need only stay open (`Backend.held`)
+    device     /dev/fuse, of the mount
+    memory     the memory that a keeper and its daemon share (`kept`)
+    log        what the kernel knows of the volume (`SharedLog`)
+    saved      `_Saved`
+    directory  of the directory that the volume shows (`Backend.directory`), if there is one
+    held       any number of other descriptors, which need only stay open (`Backend.held`)
 
 Invariants:
 
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 FORMAT: Final = 1  # of the four descriptors; a mount with another one is not continued
 ROLES: Final = ("memory", "log", "saved", "device")  # in this order: a group with a device is complete
+_DIRECTORY: Final = "directory"
 _HELD: Final = "held"
 _PREFIX: Final = "vfsd-"
 _STORE_SIZE: Final = "FDSTORE"  # set by systemd 254 and newer, if the unit has FileDescriptorStoreMax=
@@ -108,15 +110,17 @@ class DescriptorStore:
     def _name(self, role: str) -> str:
         return f"{_PREFIX}{role}.{self._token}"
 
-    def hold(self, saved: bytes, device: int, others: Sequence[int]) -> str | None:
+    def hold(self, saved: bytes, device: int, directory: int | None, others: Sequence[int]) -> str | None:
         fds = {**self._fds, "saved": _saved(self._options, saved), "device": os.dup(device)}
-        held = [os.dup(each) for each in others]
+        held = [(_HELD, os.dup(each)) for each in others]
+        if directory is not None:
+            held.append((_DIRECTORY, _readable(directory)))
         if self._predecessor is None:
             return self._store(fds, held)
         threading.Thread(target=self._store_later, args=(self._predecessor, fds, held), daemon=True).start()
         return None
 
-    def _store_later(self, predecessor: int, fds: dict[str, int], held: list[int]) -> None:
+    def _store_later(self, predecessor: int, fds: dict[str, int], held: list[tuple[str, int]]) -> None:
         poll = select.poll()
         poll.register(predecessor, select.POLLIN)
         poll.poll()
@@ -124,10 +128,10 @@ class DescriptorStore:
         if not self._is_over:
             self._store(fds, held)
 
-    def _store(self, fds: dict[str, int], held: list[int]) -> str | None:
-        is_sent = all(self._notifier.store(self._name(_HELD), each) for each in held)
+    def _store(self, fds: dict[str, int], held: list[tuple[str, int]]) -> str | None:
+        is_sent = all(self._notifier.store(self._name(role), each) for role, each in held)
         is_sent = is_sent and all(self._notifier.store(name, fds[role]) for role, name in self.names.items())
-        for each in (fds["saved"], fds["device"], *held):
+        for each in (fds["saved"], fds["device"], *(each for _, each in held)):
             os.close(each)
         if is_sent:
             return None
@@ -137,7 +141,7 @@ class DescriptorStore:
     def drop(self) -> None:
         if not self._is_over:
             self._is_over = True
-            for role in (*ROLES, _HELD):
+            for role in (*ROLES, _DIRECTORY, _HELD):
                 self._notifier.remove(self._name(role))
 
     def known(self) -> None:
@@ -149,6 +153,14 @@ class DescriptorStore:
         if self._is_known or (size.isdecimal() and int(size) >= len(ROLES)):
             return "systemd"
         return "systemd, if its unit has Restart= and FileDescriptorStoreMax="
+
+
+def _readable(directory: int) -> int:
+    """Return a descriptor of the directory that can be polled, as systemd does: O_PATH cannot (EBADF)."""
+    try:
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    except PermissionError:
+        return os.dup(directory)
 
 
 def _identity(options: MountOptions) -> str:
@@ -212,7 +224,7 @@ def _groups(passed: list[tuple[str, int]]) -> dict[str, dict[str, int]]:
         role, _, token = name.removeprefix(_PREFIX).partition(".")
         if not name.startswith(_PREFIX):
             continue
-        if role in ROLES:
+        if role in (*ROLES, _DIRECTORY):
             groups.setdefault(token, {})[role] = descriptor
         elif role == _HELD:
             os.close(descriptor)  # systemd still has it
@@ -221,7 +233,7 @@ def _groups(passed: list[tuple[str, int]]) -> dict[str, dict[str, int]]:
 
 def _continued(options: MountOptions, notifier: Notifier, token: str, fds: dict[str, int]) -> Kept:
     """Continue a mount of a daemon that died.  _UnusableError if that is impossible."""
-    if set(fds) != set(ROLES):
+    if not fds.keys() >= set(ROLES):
         raise _UnusableError("systemd holds only a part of it")
     try:
         saved = msgspec.json.decode(os.pread(fds["saved"], _SAVED_MAX_BYTES, 0), type=_Saved)
@@ -247,7 +259,7 @@ def _continued(options: MountOptions, notifier: Notifier, token: str, fds: dict[
     holder.known()
     os.close(fds["saved"])
     log = SharedLog(fds["log"])
-    resumed = Resumed(device, saved.negotiated.encode(), memory[RESTARTS])
+    resumed = Resumed(device, saved.negotiated.encode(), memory[RESTARTS], fds.get(_DIRECTORY))
     return Kept(holder, memory, fds["memory"], log, resumed, _noted_signals())
 
 

@@ -42,6 +42,7 @@ from vfsd.daemon.backends import registry
 from vfsd.daemon.keeper import stuck
 from vfsd.daemon.keeper.kept import (
     DEATHS_MAX,
+    HAS_DIRECTORY,
     KEEPS,
     MAX_BYTES,
     MAX_HELD,
@@ -86,6 +87,7 @@ class Keeper:
         self._memory_fd, self._memory = shared_memory()
         self._log = SharedLog.create()
         self._device: int | None = None
+        self._directory: int | None = None
         self._saved = b""
         self._child = 0
         self._end_signal: int | None = None  # that asked the daemon to end
@@ -149,7 +151,7 @@ class Keeper:
                 return 1
             return serve(Kept(KeeperProcess(channel), self._memory, self._memory_fd, self._log, None))
         # A replacement has `_forward` as its handler, with no child, until it has a handler of its own.
-        resumed = Resumed(self._device, self._saved, self._restarts)
+        resumed = Resumed(self._device, self._saved, self._restarts, self._directory)
         holder = KeeperProcess(channel)
         return serve(Kept(holder, self._memory, self._memory_fd, self._log, resumed, lambda: self._end_signal))
 
@@ -189,13 +191,15 @@ class Keeper:
     def _take_over(self, channel: socket.socket) -> None:
         descriptors = array.array("i")
         size = socket.CMSG_SPACE(descriptors.itemsize * (1 + MAX_HELD))
-        saved, ancillary, _, _ = channel.recvmsg(MAX_BYTES, size, socket.MSG_CMSG_CLOEXEC)
+        message, ancillary, _, _ = channel.recvmsg(MAX_BYTES, size, socket.MSG_CMSG_CLOEXEC)
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-        if saved and descriptors:
+        if message and descriptors:
             # The others stay open while this process runs.
-            self._device, self._saved = descriptors[0], saved
+            self._device, self._saved = descriptors[0], message[1:]
+            if message[:1] == HAS_DIRECTORY:
+                self._directory = descriptors[1]
             self._memory[KEEPS] = 1
 
     # -- a death -----------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 A mount exists while a process has its descriptor.  Two things can hold it while no daemon runs, and have another one
 started: a keeper process (`keeping`), or systemd (`descriptor_store`).
 
-The first message on the socket to a keeper process is the engine's saved negotiation, with a duplicate of the mount's
-descriptor.  From then on it restarts the daemon if that dies.
+The first message on the socket to a keeper process is `HAS_DIRECTORY` or `NO_DIRECTORY`, and the engine's saved
+negotiation, with duplicates of the mount's descriptor, of that of `Backend.directory`, and of those of `Backend.held`.
+From then on it restarts the daemon if that dies.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from vfsd.machine.runtime import process_start_ticks
 
 if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
+    from vfsd.daemon.backends import Backend
     from vfsd.kernel.engines.base import Engine
 
 MAX_BYTES: Final = 4096 + 1024  # a mountpoint, and some numbers
 MAX_HELD: Final = 8  # descriptors besides that of the mount
+HAS_DIRECTORY: Final = b"D"
+NO_DIRECTORY: Final = b"-"
 DEATHS_MAX: Final = 5  # in a row, of daemons that neither answered anything nor served for a minute
 _LIVED_NS: Final = 60 * 10**9
 
@@ -67,12 +71,13 @@ def deaths_in_a_row(memory: memoryview, before: int) -> int:
 class Resumed(Value):
     """A mount that another daemon made: a descriptor of its own, and the engine's saved negotiation.
 
-    `restarts`: how many daemons of this mount have died.
+    `restarts`: how many daemons of this mount have died.  `directory`: a descriptor of `Backend.directory`.
     """
 
     descriptor: int
     saved: bytes
     restarts: int
+    directory: int | None = None
 
 
 class Holder(Protocol):
@@ -88,7 +93,7 @@ class Holder(Protocol):
         """Whether that is a service manager, which outlives the mount."""
         ...
 
-    def hold(self, saved: bytes, device: int, others: Sequence[int]) -> str | None:
+    def hold(self, saved: bytes, device: int, directory: int | None, others: Sequence[int]) -> str | None:
         """Hold the mount, and these other descriptors, from now on; return why, if that is impossible."""
         ...
 
@@ -110,10 +115,11 @@ class KeeperProcess:
         self.pid = os.getppid()
         self._channel = channel
 
-    def hold(self, saved: bytes, device: int, others: Sequence[int]) -> str | None:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [device, *others]))]
+    def hold(self, saved: bytes, device: int, directory: int | None, others: Sequence[int]) -> str | None:
+        known = [] if directory is None else [directory]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [device, *known, *others]))]
         try:
-            self._channel.sendmsg([saved], rights)
+            self._channel.sendmsg([NO_DIRECTORY if directory is None else HAS_DIRECTORY, saved], rights)
         except OSError as error:
             return f"the keeper died ({error.strerror})"
         return None
@@ -173,25 +179,24 @@ class Kept:
         """Count work for a client of the control socket, as the engine counts the kernel's requests."""
         self._memory[ANSWERED] += 1
 
-    def begin(self, engine: Engine, others: Sequence[int] = (), why_not: str | None = None) -> None:
-        """Have the keeper keep the mount from now on; `self.why_not` says why, if that is impossible.
-
-        `others`: descriptors to hold with it, as long as the mount exists.  `why_not`: why it is not to be kept.
-        """
+    def begin(self, engine: Engine, backend: Backend) -> None:
+        """Have the keeper keep the mount from now on, with what `backend` needs; `self.why_not` says why not."""
         self._memory[DAEMON] = os.getpid()
         self._memory[SERVING_NS] = time.monotonic_ns()
-        self.why_not = why_not or self._begin(engine, others)
+        self.why_not = backend.why_not_kept or self._begin(engine, backend)
         self.is_kept = self.why_not is None
         interpreter.end_with_parent(0)
 
-    def _begin(self, engine: Engine, others: Sequence[int]) -> str | None:
+    def _begin(self, engine: Engine, backend: Backend) -> str | None:
         if not isinstance(engine, ResumableEngine):
             return f"the engine {engine.name} cannot continue a mount"
         engine.share(self._memory, self.memory_fd)
         if self.resumed is not None:
             return None
         saved, device = engine.resumable(), engine.descriptor
-        return "there is no mount" if saved is None or device is None else self._holder.hold(saved, device, others)
+        if saved is None or device is None:
+            return "there is no mount"
+        return self._holder.hold(saved, device, backend.directory, backend.held)
 
     def end(self) -> None:
         """The mount has ended, or another daemon has it."""

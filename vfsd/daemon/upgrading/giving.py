@@ -32,7 +32,7 @@ import trio
 
 import vfsd
 from protocol.volume_durability import HandedOverVolume, handed_over, journaled
-from protocol.volume_extensions import forkable, overlaid
+from protocol.volume_extensions import forkable
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.forks.process import check_memory, fork_writer
 from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
@@ -66,6 +66,7 @@ from vfsd.wire.messages import UpgradeParams, UpgradeResult, from_wire_path
 
 if TYPE_CHECKING:
     from protocol.volume_durability import GivenState
+    from vfsd.daemon.backends import Backend
     from vfsd.daemon.control.server import ControlServer
     from vfsd.daemon.exec.commands import Commands
     from vfsd.daemon.forks.family import ForkFamily
@@ -104,6 +105,9 @@ class OldDaemon(Protocol):
 
     @property
     def server(self) -> ControlServer: ...
+
+    @property
+    def backend(self) -> Backend: ...
 
     @property
     def kept(self) -> Kept | None: ...
@@ -265,7 +269,9 @@ class Upgrade:
         try:
             if given.has_image:
                 descriptors[:0] = self._start_image(new, volume, given)
-            kept = self._daemon.kept
+            backend, kept = self._daemon.backend, self._daemon.kept
+            if backend.directory is not None:
+                descriptors.append(os.dup(backend.directory))
             begin = Begin(
                 HANDOVER_VERSION,
                 vfsd.__version__,
@@ -276,7 +282,8 @@ class Upgrade:
                 self._daemon.starter,
                 is_foreground=self._daemon.is_foreground,
                 below=given.below,
-                source=self._source(volume),
+                reopening=backend.reopening,
+                has_directory=backend.directory is not None,
             )
             new.channel.send(begin, descriptors)
         finally:
@@ -297,12 +304,6 @@ class Upgrade:
         finally:
             os.close(write_fd)
         return [read_fd]
-
-    def _source(self, volume: HandedOverVolume) -> str:
-        """Return the URL and the name of the snapshot below, if the options do not have the name."""
-        remote = self._daemon.options.workspace.backend.remote
-        overlay = overlaid(volume)
-        return "" if remote is None or remote[1] or overlay is None else overlay.usage().source or ""
 
     async def _catch_up(self, new: _NewDaemon, given: GivenState) -> None:
         """Have the new daemon read the log, until little is missing."""

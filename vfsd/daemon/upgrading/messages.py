@@ -2,7 +2,7 @@
 
     old                                 new
                                         Hello     its version, and the formats of a handover that it can take
-    Begin    options, [image, log], or [log] if the state is not in memory
+    Begin    options, [image, log, directory]; no image if the state is not in memory
                                         Loaded    the state at the beginning
     Follow   the end of the log
                                         Followed  (these two, until little is missing)
@@ -39,7 +39,7 @@ import trio
 from protocol.volume_durability import JournalEnd
 from vfsd.wire.merge_messages import AncestorRecord, StateRecord
 
-HANDOVER_VERSION: Final = 2  # of these messages, and of what they carry
+HANDOVER_VERSION: Final = 3  # of these messages, and of what they carry
 OLDEST_VERSION: Final = 1  # that this version can take over
 MAX_BYTES: Final = 192 * 1024  # below the send buffer of a Unix socket (net.core.wmem_default)
 MAX_DESCRIPTORS: Final = 200  # below SCM_MAX_FD
@@ -58,7 +58,9 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
     `keeper`: the process that restarts the old daemon if it dies, and when it was started; 0 for none.  `starter`: the
     process that started the first daemon.  `is_foreground`: systemd restarts the daemon, so it has no keeper.  `below`:
-    what identifies the lower layer of an overlay.  `source`: its URL and name, if the options have no name.
+    what identifies the lower layer of an overlay, or the directory of `host:`.  `reopening`: how to open that layer
+    (`vfsd.daemon.backends.Backend`).  `has_directory`: the last descriptor is of the directory, wherever it is now.
+    `source`: of the versions before 3, the URL and name of the layer, if the options have no name.
     """
 
     format: int
@@ -71,6 +73,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     is_foreground: bool
     below: str = ""
     source: str = ""
+    reopening: bytes = b""
+    has_directory: bool = False
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

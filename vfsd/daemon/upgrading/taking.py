@@ -53,7 +53,7 @@ from vfsd.daemon.upgrading.messages import (
 )
 from vfsd.machine.runtime import process_start_ticks, socket_path
 from vfsd.wire.handshake import Failed as FailedStart
-from vfsd.wire.options import JournalOptions, MountOptions
+from vfsd.wire.options import Below, JournalOptions, MountOptions
 from vfsd.wire.sockets import BoundSocket
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class Successor:
             raise TakeOverError(f"cannot read a handover of format {begin.format}")
         self._channel = channel
         self._begin = begin
-        *image, self._log_fd = descriptors
+        *image, self._log_fd = descriptors[:-1] if begin.has_directory else descriptors
+        self._directory = descriptors[-1] if begin.has_directory else None
         self._image_fd = image[0] if image else -1
         self._journal: ContinuedJournal | None = None
         self._keeper_memory: memoryview | None = None
@@ -106,6 +107,8 @@ class Successor:
         `kept`: the keeper of this daemon.  TakeOverError, OSError, ValueError.
         """
         backend = await trio.to_thread.run_sync(open_backend, self._empty(options), _no_progress)
+        if self._directory is not None:
+            os.close(self._directory)
         try:
             volume, recovered = _handed_over(backend), recoverable(backend.volume)
             if kept is not None and recovered is not None:
@@ -132,8 +135,14 @@ class Successor:
         if begin.source:
             workspace = replace(workspace, backend=replace(workspace.backend, argument=begin.source))
         content = replace(options.content, archive=None)
+        below = Below(begin.below, begin.reopening) if begin.below else None
         return replace(
-            options, workspace=workspace, journal=JournalOptions(), content=content, below=begin.below or None
+            options,
+            workspace=workspace,
+            journal=JournalOptions(),
+            content=content,
+            below=below,
+            directory=self._directory,
         )
 
     def _check_below(self, state: TakenState, argument: str) -> None:
@@ -242,8 +251,9 @@ class Successor:
     def close(self) -> None:
         """Close what belongs to the daemon, in its keeper."""
         self._channel.close()
-        for each in filter(lambda descriptor: descriptor >= 0, (self._image_fd, self._log_fd)):
-            os.close(each)
+        for each in (self._image_fd, self._log_fd, self._directory):
+            if each is not None and each >= 0:
+                os.close(each)
 
     def serving(self) -> None:
         """Tell the old daemon that this one serves."""
