@@ -1,4 +1,4 @@
-"""The tour in README.md works when it is pasted from top to bottom, and prints what README.md shows."""
+"""The tour in README.md, and the example of docs/store.md, work when they are pasted, and print what is shown there."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import pytest
 
 pytestmark = pytest.mark.fuse
 
-README = Path(__file__).parents[2] / "README.md"
+REPOSITORY = Path(__file__).parents[2]
 # Blocks of commands and of their output.  A block that needs a container has another language and is not run.
 _BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"\d+(\.\d+)?")  # git's templates differ between versions, and so do counts and sizes
 
 
-def tour() -> list[tuple[str, str]]:
-    """The blocks of the section "A tour", each with its language."""
-    text = README.read_text()
-    return _BLOCK.findall(text[text.index("\n## A tour\n") : text.index("\n## Speed\n")])
+def blocks(document: str, section: str) -> list[tuple[str, str]]:
+    """The blocks of a section, up to the next one of the same level, each with its language."""
+    text = (REPOSITORY / document).read_text()
+    start = text.index(f"\n## {section}\n")
+    return _BLOCK.findall(text[start : text.index("\n## ", start + 1)])
 
 
 def typed_in_one_shell(script: str, home: Path) -> str:
@@ -58,11 +59,14 @@ def typed_in_one_shell(script: str, home: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path) -> None:
-    blocks = tour()
-    script = "".join(block for kind, block in blocks if kind == "sh")
-    shown = "".join(block for kind, block in blocks if kind == "text")
-    assert script.count("vfsd mount") == 4
+@pytest.mark.parametrize(
+    ("document", "section", "mounts"), [("README.md", "A tour", 3), ("docs/store.md", "An example", 1)]
+)
+def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path, document: str, section: str, mounts: int) -> None:
+    found = blocks(document, section)
+    script = "".join(block for kind, block in found if kind == "sh")
+    shown = "".join(block for kind, block in found if kind == "text")
+    assert script.count("vfsd mount") == mounts
     home = workdir / "home"
     home.mkdir()
     printed = typed_in_one_shell(script, home)

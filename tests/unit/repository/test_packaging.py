@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_the_documentation_and_the_units_are_carried() -> None:
     assert wanted - carried().keys() == set()
 
 
-@pytest.mark.parametrize("document", ["README.md", "systemd/README.md", "docs/semantics.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/README.md", "systemd/README.md", "docs/semantics.md"])
 def test_links_between_installed_documents_hold(document: str) -> None:
     installed = carried()
     place = installed[REPOSITORY / document]
@@ -56,6 +57,6 @@ def test_links_between_installed_documents_hold(document: str) -> None:
     missing = [
         target
         for target in targets
-        if target and "://" not in target and (place.parent / target) not in installed.values()
+        if target and "://" not in target and Path(os.path.normpath(place.parent / target)) not in installed.values()
     ]
     assert missing == []
