@@ -105,9 +105,11 @@ class HasAttributes(Protocol):
 
 def inode(node: HasAttributes) -> bytes:
     """Return the effect that an inode has the attributes of `node`."""
+    mtime_ns, ctime_ns = node.mtime_ns, node.ctime_ns
+    modified = divmod(mtime_ns, _NS)
     return INODE_LAYOUT.pack(
         INODE, node.inode, node.mode, node.nlink, node.uid, node.gid, node.rdev, node.size,
-        *divmod(node.atime_ns, _NS), *divmod(node.mtime_ns, _NS), *divmod(node.ctime_ns, _NS),
+        *divmod(node.atime_ns, _NS), *modified, *(modified if ctime_ns == mtime_ns else divmod(ctime_ns, _NS)),
         *divmod(node.birth_ns, _NS), node.generation,
     )  # fmt: skip
 

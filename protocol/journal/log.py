@@ -29,7 +29,18 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal, Protocol, get_args
 
-from protocol.journal.records import FRAME_BYTES, Buffer, Extent, FileHeader, Kind, frame, padding
+from protocol.journal.records import (
+    FRAME_BYTES,
+    Begun,
+    Buffer,
+    Extent,
+    FileHeader,
+    Kind,
+    begun,
+    completed,
+    frame,
+    padding,
+)
 
 FsyncPolicy = Literal["always", "everysec", "no"]
 FSYNC_POLICIES: Final[tuple[str, ...]] = get_args(FsyncPolicy)
@@ -44,6 +55,7 @@ _SMALLEST_BYTES: Final = 64 << 10
 _MARK_BYTES: Final = 4096  # allocated beyond every grant, for marks
 _PART_BYTES: Final = 1 << 20
 _MAX_PIECES: Final = 512  # pwritev(2) takes 1,024
+_JOINED_BYTES: Final = 8192  # copying less costs less than a CRC and an iovec for each piece
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -190,20 +202,45 @@ class Log:
         """
         if self._failure is not None:
             raise self._stopped()
-        if len(pieces) > _MAX_PIECES:
-            pieces = [b"".join(pieces)]
         length = sum(map(len, pieces))
+        if length <= _JOINED_BYTES or len(pieces) > _MAX_PIECES:
+            pieces = (b"".join(pieces),)
         head = frame(self._magic, kind, self.sequence, self.synced, pieces)
-        size = len(head) + length
-        pad = padding(length)
+        self._write([head, *pieces], FRAME_BYTES + length, kind)
+
+    def begin(self, length: int, start: bytes, data: Buffer) -> Begun:
+        """Begin a record whose payload has `length` bytes: `start`, `data`, and what `complete` adds.
+
+        Call this before the change: it computes the CRC of `data` while that is in the CPU's caches, which the change
+        replaces.  For 1 MiB this saves 35 us of 150 (CRC and copy).  Nothing is written, and the change may fail.
+        """
+        return begun(self._magic, self.sequence, self.synced, length, start, data)
+
+    def complete(self, record: Begun, data: Buffer, rest: bytes) -> None:
+        """Append the record that `begin` returned, with `rest` after its data; otherwise as `append`.
+
+        No other record was appended since.
+        """
+        if self._failure is not None:
+            raise self._stopped()
+        head = completed(self._magic, record, rest)
+        size = len(head) + len(data) + len(rest)
+        self._write([head, data, rest] if size > _JOINED_BYTES else [b"".join((head, data, rest))], size, Kind.COMMIT)
+
+    def _write(self, pieces: list[Buffer], size: int, kind: Kind) -> None:
+        """Write a record of `size` bytes at the end."""
+        pad = padding(size)
+        if pad:
+            pieces.append(pad)
+            size += len(pad)
         try:
-            written = self._file.write([head, *pieces, pad] if pad else [head, *pieces], self.end)
-            if written < size + len(pad):
-                self._write_rest(b"".join((head, *pieces, pad)), written)
+            written = self._file.write(pieces, self.end)
+            if written < size:
+                self._write_rest(b"".join(pieces), written)
         except OSError as error:
             self._stop(error)
             raise
-        self.end += size + len(pad)
+        self.end += size
         self.sequence += 1
         if self._policy == "everysec":
             if not self._unsynced.is_set():

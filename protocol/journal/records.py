@@ -45,7 +45,8 @@ FORMAT_VERSION: Final = 1
 MAX_PAYLOAD_BYTES: Final = 1 << 30
 _FRAME: Final = struct.Struct("<IIIIQQ")
 FRAME_BYTES: Final = _FRAME.size
-_CHECKED: Final = struct.Struct("<IIQQ")
+_UNCHECKED: Final = struct.Struct("<II")  # its beginning
+_CHECKED: Final = struct.Struct("<IIQQ")  # the rest
 _MAGIC: Final = struct.Struct("<I")
 _FILE_MAGIC: Final = b"VFSDJRNL"
 _FILE_FRAME: Final = struct.Struct("<8sII")  # magic, crc of the rest, length of the JSON document
@@ -65,6 +66,9 @@ class Kind(enum.IntEnum):
     PART = 2  # effects that count only with the next COMMIT
     MARK = 3  # no effects; records up to where the file is synced
     ABORT = 4  # no effects; the PART records before it do not count
+
+
+_COMMIT: Final = int(Kind.COMMIT)
 
 
 class JournalDamagedError(OSError):
@@ -126,11 +130,26 @@ def padding(length: int) -> bytes:
 
 def frame(magic: int, kind: Kind, sequence: int, synced: int, pieces: Sequence[Buffer]) -> bytes:
     """Return the frame of the record whose payload consists of `pieces`."""
-    length = sum(map(len, pieces))
-    crc = zlib_ng.crc32(_CHECKED.pack(length, kind, sequence, synced), magic)
+    checked = _CHECKED.pack(sum(map(len, pieces)), kind, sequence, synced)
+    crc = zlib_ng.crc32(checked, magic)
     for piece in pieces:
         crc = zlib_ng.crc32(piece, crc)
-    return _FRAME.pack(magic, crc, length, kind, sequence, synced)
+    return _UNCHECKED.pack(magic, crc) + checked
+
+
+Begun = tuple[bytes, int]  # a record without its last bytes: what follows the CRC up to some data, and the CRC so far
+
+
+def begun(magic: int, sequence: int, synced: int, length: int, start: bytes, data: Buffer) -> Begun:
+    """Begin a COMMIT whose payload has `length` bytes, the first of which are `start` and `data`."""
+    checked = _CHECKED.pack(length, _COMMIT, sequence, synced) + start
+    return checked, zlib_ng.crc32(data, zlib_ng.crc32(checked, magic))
+
+
+def completed(magic: int, record: Begun, rest: bytes) -> bytes:
+    """Return what precedes the data of a record; `rest` is what follows it."""
+    checked, crc = record
+    return _UNCHECKED.pack(magic, zlib_ng.crc32(rest, crc)) + checked
 
 
 class Record(NamedTuple):

@@ -51,6 +51,7 @@ WaitSynced = Callable[["Log", int], Awaitable[None]]  # returns when a log is on
 # More than the effects of any call take, without content, symlink targets and extended attributes.
 _CALL_BYTES: Final = 4096
 _MOST_PENDING: Final = 1000
+_WRITE_BYTES: Final = effects.WRITE_LAYOUT.size + effects.INODE_LAYOUT.size  # of the effects of a write without data
 PUNCH_HOLE: Final = 2  # linux/falloc.h
 _RECORDED: Final = (
     "mknod", "mkdir", "symlink", "tmpfile", "link", "unlink", "rmdir", "rename", "setattr", "setxattr", "removexattr",
@@ -94,7 +95,7 @@ class Recorder:
         """See `JournaledVolume.answering`."""
         self._request = unique & ~UNIQUE_RESEND
         if unique:
-            self._before_request = self._log.end
+            self._before_request = self.journal.log.end
 
     def defer_syncs(self) -> bool:
         """See `JournaledVolume.defer_syncs`; without `wait_synced` there is nobody who would sync."""
@@ -392,6 +393,28 @@ class Recorder:
 
     # -- content ---------------------------------------------------------------------------------
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+        node, length = self._inodes.get(inode), len(data)
+        if not length or node is None or node.xattrs is not None or self._pending or self._in_transaction:
+            return self._write_with_others(inode, offset, data, kill_privileges=kill_privileges)
+        # The usual write: its record has three effects, whose sizes are known.
+        log, request = self.journal.log, self._request
+        size = _WRITE_BYTES + length + (effects.REQUEST_LAYOUT.size if request else 0)
+        log.require(length + _CALL_BYTES)
+        begun = log.begin(size, effects.write(inode, offset, length), data)
+        try:
+            done: int = self._replaced["write"](inode, offset, data, kill_privileges=kill_privileges)
+        except MemoryError:
+            self._record_partial_write(inode, offset, length)
+            raise
+        if done < length or self._pending:
+            self._record_write(inode, offset, data, done, None)
+            return done
+        attributes = effects.inode(self._inodes[inode])
+        log.complete(begun, data, attributes + effects.request(request, done) if request else attributes)
+        return done
+
+    def _write_with_others(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool) -> int:
+        """Write, and record it with whatever else belongs into the same record."""
         node = self._inodes.get(inode)
         before = None if node is None else node.xattrs
         self._require(len(data) + (0 if before is None else xattr_bytes(node)))
@@ -400,6 +423,13 @@ class Recorder:
         except MemoryError:
             self._record_partial_write(inode, offset, len(data))
             raise
+        self._record_write(inode, offset, data, done, before)
+        return done
+
+    def _record_write(
+        self, inode: int, offset: int, data: Buffer, done: int, before: dict[bytes, bytes] | None
+    ) -> None:
+        """Record the first `done` bytes of a write.  `before`: the extended attributes before it."""
         if done:
             node = self._inodes[inode]
             self._commit(
@@ -409,7 +439,6 @@ class Recorder:
                 *changed_xattrs(node, before),
                 result=done,
             )
-        return done
 
     def _record_partial_write(self, inode: int, offset: int, length: int) -> None:
         """Record the content of a range in which a write ended without memory: complete blocks of it were written."""

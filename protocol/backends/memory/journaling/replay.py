@@ -371,7 +371,8 @@ class Replay:
 
     def _block(self, node: Inode, index: int, data: bytes) -> None:
         content = node.content
-        if content is None or index not in content.blocks:
+        # A write to content over a lower file would copy the rest of the block up.
+        if content is None or (index not in content.blocks and type(content) is Content):
             self._write(node, index * BLOCK_BYTES, data)
         else:
             self._change(node.inode, lambda content: content.set_block(index, data))

@@ -301,8 +301,10 @@ class OverlayRecorder(Recorder):
         node: Any = self._overlay.table.loaded(inode)
         if node is not None and isinstance(node.content, LowerContent):
             self._writing = _Write(inode, node.content, node.content.copied_up_by(offset, len(data)))
-        try:
+        elif not self._corrections:
             return super().write(inode, offset, data, kill_privileges=kill_privileges)
+        try:
+            return self._write_with_others(inode, offset, data, kill_privileges=kill_privileges)
         finally:
             self._writing = None
 

@@ -133,3 +133,13 @@ def test_on_a_full_disk_a_refused_change_leaves_no_trace_and_works_later(below: 
     journal.file.limit = None
     for _ in steps(volume):
         assert shown(replayed_over(bytes(below), journal.batches())) == shown(volume)
+
+
+def test_a_hole_over_parts_of_two_blocks_needs_no_lower_layer_later(below: Path) -> None:
+    (below / "large").write_bytes(os.urandom(266_241))
+    volume = OverlayVolume(bytes(below))
+    journal = JournalInMemory()
+    journal.keep(volume)
+    volume.fallocate(number(volume, b"large"), 3, 10_000, 131_072)
+    replayed_over(AbsentLower(), journal.batches()).check_invariants()
+    assert shown(replayed_over(bytes(below), journal.batches())) == shown(volume)
