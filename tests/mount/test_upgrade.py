@@ -29,6 +29,7 @@ from tests.mount.dying_upgrade import OF_NEW, OF_OLD
 from tests.mount.kept_workspaces import change_at_random, facts
 from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
 from tests.support.fork_server import wait_until
+from vfsd import __version__
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import launch, log_path
 from vfsd.client.mount_arguments import mount_options
@@ -555,6 +556,17 @@ def test_the_old_daemon_of_a_keeper_is_killed_at_each_step(workdir: Path, monkey
                     dying.upgrade_at(f"{when} {message}")
                     dying.check()
                     wait_until(lambda: upgradable.record.is_kept, "a keeper")
+        # What the user reads, with and without --json.
+        dying.step.write_text("after Begin")
+        reason = failed(vfsd("upgrade", upgradable.name))
+        wait_until(lambda: upgradable.record.alive, "a replacement")
+        serving = f"its keeper restarted it: process {upgradable.record.pid}, of version {__version__}"
+        assert serving in reason
+        assert f"`vfsd upgrade {upgradable.name}` tries again" in reason
+        dying.step.write_text("after Finish")
+        answer = json.loads(vfsd("upgrade", upgradable.name, "--json").stdout)
+        assert "died during the upgrade" in answer["error"]["message"]
+        assert len((upgradable.path / "log").read_bytes()) > 0
     finally:
         upgradable.end()
 
@@ -575,6 +587,8 @@ def test_the_new_daemon_serves_if_an_old_one_without_a_keeper_is_killed(
             dying.upgrade_at(step)
             dying.check()
         assert upgradable.record.pid != pid
-        upgradable.upgrade()
+        dying.step.write_text(step)
+        said = succeeded(vfsd("upgrade", upgradable.name))
+        assert f"the old daemon died meanwhile, and process {upgradable.record.pid} serves with everything" in said
     finally:
         upgradable.end()

@@ -12,6 +12,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record
 from vfsd.cli.common.names import complete_workspace
 from vfsd.cli.common.output import counted
+from vfsd.client.next_daemon import after_lost_upgrade
 from vfsd.client.requests import RemoteCall, upgrade_params
 from vfsd.machine.runtime import WorkspaceRecord, read_records
 from vfsd.wire.messages import UpgradeResult, wire_path
@@ -51,7 +52,7 @@ def upgrade_command(app: App, workspace_argument: str | None, *, every: bool) ->
     for record in records:
         try:
             call: RemoteCall[UpgradeResult] = RemoteCall("upgrade", upgrade_params(record.pid))
-            answer: UpgradeResult = app.call(call, record, label="upgrading")
+            answer = _upgrade(app, call, record)
         except OSError as error:
             if not every:
                 raise
@@ -74,6 +75,14 @@ def upgrade_command(app: App, workspace_argument: str | None, *, every: bool) ->
         click.get_current_context().exit(1)
 
 
+def _upgrade(app: App, call: RemoteCall[UpgradeResult], record: WorkspaceRecord) -> UpgradeResult:
+    try:
+        answer: UpgradeResult = app.call(call, record, label="upgrading")
+    except ConnectionResetError:
+        return after_lost_upgrade(record.name, record.mountpoint, record.pid)
+    return answer
+
+
 def _place(record: WorkspaceRecord) -> dict[str, Any]:
     return {"name": record.name, "mountpoint": wire_path(os.fsencode(record.mountpoint))}
 
@@ -86,4 +95,7 @@ def _say_upgraded(answer: UpgradeResult) -> None:
     change = f"restarted {answer.name} with the same version, {answer.to_version}"
     if answer.from_version != answer.to_version:
         change = f"upgraded {answer.name} from version {answer.from_version} to {answer.to_version}"
+    if answer.old_died:
+        output.say(f"{change}: the old daemon died meanwhile, and process {answer.pid} serves with everything")
+        return
     output.say(f"{change}: programs waited for {answer.pause_ms:.0f} ms")

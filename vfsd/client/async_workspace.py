@@ -272,8 +272,15 @@ class AsyncWorkspace(WorkspaceBase):
 
     async def upgrade(self) -> Upgraded:
         """As `Workspace.upgrade`."""
-        instead_of = await abandon(self._newest_pid)
-        upgraded = await self._client.run(self._requests.upgrade(instead_of))
+        # Start-up: upgrades are rare.
+        from vfsd.client.next_daemon import after_lost_upgrade  # noqa: PLC0415
+
+        old = await abandon(self._newest_pid)
+        request = self._requests.upgrade(old)
+        try:
+            upgraded = await self._client.run(request)
+        except ConnectionResetError:
+            upgraded = request.result(await abandon(lambda: after_lost_upgrade(self.name, self.path, old)))
         self._daemon = replace(self._daemon, pid=upgraded.pid)
         return upgraded
 

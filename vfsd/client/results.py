@@ -221,7 +221,8 @@ class Status(StatusResult, frozen=True, kw_only=True):
 class Upgraded:
     """A completed upgrade.  `pid` is the new daemon's process id; requests of programs waited for `pause_ms`.
 
-    `meanwhile`: another call had upgraded the workspace since this one began, so it did nothing.
+    `meanwhile`: another call had upgraded the workspace since this one began, so it did nothing.  `old_died`: the old
+    daemon died when the new one, which serves, had everything; `pause_ms` is not known then, and 0.
     """
 
     name: str
@@ -230,6 +231,7 @@ class Upgraded:
     pid: int
     pause_ms: float
     meanwhile: bool = False
+    old_died: bool = False
 
 
 @dataclass(frozen=True, slots=True)

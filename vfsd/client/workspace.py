@@ -364,9 +364,18 @@ class Workspace(WorkspaceBase):
         """Replace the workspace's daemon by one of the version of vfsd that this program has imported.
 
         Programs that use the workspace wait for a moment.  OSError if it cannot be upgraded now: the old daemon serves
-        on.  If another program upgrades it at the same time, this waits, and does nothing.
+        on.  If another program upgrades it at the same time, this waits, and does nothing.  ConnectionError, with what
+        serves now, if the old daemon dies before the new one has everything.
         """
-        upgraded = self._run(self._requests.upgrade(self._newest_pid()))
+        # Start-up: upgrades are rare.
+        from vfsd.client.next_daemon import after_lost_upgrade  # noqa: PLC0415
+
+        old = self._newest_pid()
+        request = self._requests.upgrade(old)
+        try:
+            upgraded = self._run(request)
+        except ConnectionResetError:
+            upgraded = request.result(after_lost_upgrade(self.name, self.path, old))
         self._daemon = replace(self._daemon, pid=upgraded.pid)
         return upgraded
 

@@ -398,6 +398,8 @@ class _Daemon:
             keeper_start_ticks=kept.start_ticks if kept is not None and kept.is_kept else 0,
             is_managed=kept is not None and kept.is_managed,
             store_options=tuple(self._options.remote.store_options),
+            replaces=0 if self._successor is None else self._successor.replaces,
+            upgraded_from=self.upgraded_from or "",
         )
 
     # -- the end -------------------------------------------------------------------------------

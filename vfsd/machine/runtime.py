@@ -114,6 +114,8 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     keeper_start_ticks: int = 0
     is_managed: bool = False  # the keeper is systemd, which outlives the mount
     store_options: tuple[str, ...] = ()  # of the object store below it
+    replaces: int = 0  # the process that handed the workspace over to this daemon in an upgrade, and its version
+    upgraded_from: str = ""
     failure: str | None = None  # why the keeper does not restart the daemon any more: a clause
 
     @property

@@ -302,6 +302,7 @@ class UpgradeResult(msgspec.Struct):
     """Result of `upgrade`: the versions, the new daemon's process id, and how long requests waited.
 
     `meanwhile`: another call had replaced the daemon of `UpgradeParams.instead_of` before, so this one did nothing.
+    `old_died`: the old daemon died when the new one had everything; nobody knows how long requests waited.
     """
 
     name: str
@@ -310,6 +311,7 @@ class UpgradeResult(msgspec.Struct):
     pid: int
     pause_ms: float
     meanwhile: bool = False
+    old_died: bool = False
 
 
 class PolicyParams(Params):

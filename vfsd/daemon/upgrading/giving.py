@@ -284,6 +284,7 @@ class Upgrade:
                 below=given.below,
                 reopening=backend.reopening,
                 has_directory=backend.directory is not None,
+                pid=os.getpid(),
             )
             new.channel.send(begin, descriptors)
         finally:

@@ -60,7 +60,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     process that started the first daemon.  `is_foreground`: systemd restarts the daemon, so it has no keeper.  `below`:
     what identifies the lower layer of an overlay, or the directory of `host:`.  `reopening`: how to open that layer
     (`vfsd.daemon.backends.Backend`).  `has_directory`: the last descriptor is of the directory, wherever it is now.
-    `source`: of the versions before 3, the URL and name of the layer, if the options have no name.
+    `pid`: of the old daemon.  `source`: of the versions before 3, the URL and name of the layer, if the options have no
+    name.
     """
 
     format: int
@@ -75,6 +76,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     source: str = ""
     reopening: bytes = b""
     has_directory: bool = False
+    pid: int = 0
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -96,6 +96,11 @@ class Successor:
         return self._begin.version
 
     @property
+    def replaces(self) -> int:
+        """The process of the old daemon."""
+        return self._begin.pid
+
+    @property
     def started_by(self) -> str:
         """What `vfsd status` says."""
         return f"vfsd upgrade, from version {self.version}"
