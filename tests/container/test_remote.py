@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -85,7 +85,7 @@ def _podman_end(podman: PodmanService, image: str) -> Iterator[End]:
 
 
 @pytest.fixture(scope="module", params=["python3", "podman exec", "ssh"])
-def end(request: pytest.FixtureRequest, session_dir: str, no_leaks_of_the_session: None) -> Iterator[End]:
+def shared_end(request: pytest.FixtureRequest, session_dir: str, no_leaks_of_the_session: None) -> Iterator[End]:
     place = Path(session_dir, "remote")
     place.mkdir(exist_ok=True)
     with ExitStack() as stack:
@@ -94,6 +94,12 @@ def end(request: pytest.FixtureRequest, session_dir: str, no_leaks_of_the_sessio
             yield stack.enter_context(_podman_end(podman, request.getfixturevalue("python_image")))
         else:
             yield stack.enter_context((_python_end if request.param == "python3" else _ssh_end)(place))
+
+
+@pytest.fixture
+def end(shared_end: End, workdir: Path) -> End:
+    """The same end with a directory of the test's own, whatever tests ran there before."""
+    return replace(shared_end, directory=f"{shared_end.directory}-{workdir.name}")
 
 
 @contextmanager
@@ -207,9 +213,9 @@ def test_requests_under_way_fail_with_eio_when_the_command_ends(workspace: Works
 
 
 @pytest.fixture(scope="module")
-def shared(end: End, session_dir: str) -> Iterator[Path]:
+def shared(shared_end: End, session_dir: str) -> Iterator[Path]:
     """One mount for all tests of the contract."""
-    with mounted(end, Path(session_dir, "work", "contract")) as workspace:
+    with mounted(shared_end, Path(session_dir, "work", "contract")) as workspace:
         yield Path(workspace.path)
 
 

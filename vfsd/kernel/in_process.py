@@ -110,11 +110,14 @@ class MountedFilesystem:
 
     def _detach(self, *, lazy: bool) -> bool:
         """Unmount; return whether no program uses the file system any more."""
-        is_held_elsewhere = bool(holders.holders(self.path, unseen_by_umount=True))
-        if not is_held_elsewhere and mounts.unmount_unused(self.path):
+        if holders.holders(self.path, unseen_by_umount=True):
+            if not lazy:
+                raise mounts.busy_error(self.path)
+        elif not lazy:
+            mounts.unmount(self.path)
             return True
-        if not lazy:
-            raise mounts.busy_error(self.path)
+        elif mounts.unmount_unused(self.path):
+            return True
         mounts.unmount(self.path, lazy=True)
         return False
 

@@ -13,6 +13,7 @@ import errno
 import os
 import shutil
 import subprocess
+import time
 from typing import Final
 
 from vfsd.machine.dead_mounts import PROBE_TIMEOUT_S, is_dead
@@ -21,6 +22,7 @@ from vfsd.machine.mountinfo import Mount, mount_at, nested_mounts
 from vfsd.machine.runtime import no_socket, read_records
 
 UNMOUNT_TIMEOUT_S: Final = 30.0
+_BUSY_PAUSES_S: Final = (0.02, 0.1, 0.2)  # before umount(2) is called again
 
 
 # -- before mounting --------------------------------------------------------------------------------
@@ -81,9 +83,15 @@ def clear_dead_mount(path: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> Mount 
 def unmount(path: str, *, lazy: bool = False) -> None:
     """Unmount the workspace at `path`; `lazy` detaches it now and ends it when no process uses it any more.
 
+    Waits a moment for programs that look at every mount (df, a monitor, `vfsd doctor`).
+
     OSError: EINVAL if no workspace is mounted there; EBUSY, naming the processes that use it.
     """
     mountpoint = _mountpoint_of(path)
+    for pause_s in _BUSY_PAUSES_S:
+        if _detach(mountpoint, lazy=lazy):
+            return
+        time.sleep(pause_s)
     if not _detach(mountpoint, lazy=lazy):
         raise busy_error(mountpoint)
 

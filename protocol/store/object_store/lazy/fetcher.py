@@ -4,7 +4,8 @@ A push stores the blobs of a snapshot in the order of a walk, so what follows a 
 next.  A range has at least `_FIRST_WINDOW_BYTES`, and twice as much as the one before if it continues that one; then
 the next range is read ahead.  Two requests for one blob share one range.
 
-Invariant: every blob that a caller gets, or the cache, was compared with its digest after it arrived.
+Invariants: every blob that a caller gets, or the cache, was compared with its digest after it arrived.  A blob that a
+caller gets was put into the cache before.
 
 Threading: any thread; calls wait for the network.
 """
@@ -193,6 +194,14 @@ class Fetcher:
         return good
 
     def _keep(self, one: _Range, good: dict[bytes, bytes], error: BaseException | None) -> None:
+        """Keep blobs, then let the callers go on that wait for them: they may rely on the cache (`prefetch`)."""
+        try:
+            if good:
+                self._cache.put(list(good.items()))
+        finally:
+            self._publish(one, good, error)
+
+    def _publish(self, one: _Range, good: dict[bytes, bytes], error: BaseException | None) -> None:
         with self._lock:
             for digest, blob in good.items():
                 if digest not in self._recent:
@@ -208,8 +217,6 @@ class Fetcher:
                 future.set_result(good[digest])
             else:
                 future.set_exception(error if isinstance(error, OSError) else damaged_blob(digest))
-        if good:
-            self._cache.put(list(good.items()))
 
     # -- reading ahead -----------------------------------------------------------------------------
     def _read_ahead(self, kind: BlobKind, last: _Range) -> None:

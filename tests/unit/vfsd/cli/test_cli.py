@@ -24,6 +24,7 @@ from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import in_home
 from vfsd.cli.main import COMMANDS, cli
 from vfsd.client.connection import ControlClient, vanished
+from vfsd.machine.doctor import examine
 from vfsd.machine.runtime import ensure_socket_dir, read_records, write_record
 from vfsd.wire import messages as m
 from vfsd.wire import snapshot_messages as sm
@@ -803,7 +804,9 @@ def test_bash_offers_what_its_script_is_told(daemon: FakeDaemon, workdir: Path, 
 
 
 # -- doctor -----------------------------------------------------------------------------------------
-def test_doctor_says_of_each_thing_whether_it_is_there() -> None:
+def test_doctor_says_of_each_thing_whether_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = examine()  # once: workspaces of other tests come and go
+    monkeypatch.setattr("vfsd.cli.doctor.examine", lambda *, deep: found)
     result = run("doctor", "--json")
     answer = json.loads(result.stdout)
     missing = [one for one in answer["findings"] if not one["ok"] and not one["optional"]]

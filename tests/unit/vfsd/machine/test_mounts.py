@@ -340,6 +340,19 @@ def test_a_busy_unmount_names_the_holders_and_a_lazy_one_detaches(
 
 
 @pytest.mark.fuse
+def test_a_program_that_looks_at_every_mount_for_a_moment_does_not_make_unmount_fail(
+    tmp_path: Path, fuse_mount: FuseMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "m")
+    fuse_mount(tmp_path / "m")
+    looking = [os.open(path, os.O_PATH)]
+    monkeypatch.setattr("vfsd.machine.mounts.time.sleep", lambda _: [os.close(looking.pop()) for _ in looking[:]])
+    mounts.unmount(path)
+    assert mountinfo.mount_at(path) is None
+    assert looking == []
+
+
+@pytest.mark.fuse
 def test_a_workspace_without_a_record_is_unmounted_with_fusermount3_say_the_errors(
     tmp_path: Path, fuse_mount: FuseMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:

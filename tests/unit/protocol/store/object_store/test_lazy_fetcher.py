@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,9 +54,9 @@ def fetcher_of(url: str) -> Iterator[tuple[Fetcher, list[str]]]:
         storage.close()
 
 
-def new_fetcher(storage: ObstoreStorage) -> Fetcher:
+def new_fetcher(storage: ObstoreStorage, cache: BlobCache | None = None) -> Fetcher:
     index = LazyIndex(storage, RemotePacks(storage, IndexCache(None)))
-    return Fetcher(storage, index, BlobCache(None, 0), lambda work: work())
+    return Fetcher(storage, index, cache or BlobCache(None, 0), lambda work: work())
 
 
 def prefetched(url: str, top: Row, cache: BlobCache) -> str:
@@ -158,3 +159,43 @@ def test_a_prefetch_is_done_only_if_the_cache_has_everything(
 
     small = BlobCache(str(tmp_path / "small"), 1 << 20)  # perhaps of another workspace
     assert prefetched(url, top, small) == "stopped: the cache is full; a larger --cache-bytes holds more"
+
+
+class SlowCache(BlobCache):
+    """A cache on a slow disk."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory), CACHE_BYTES)
+        self.is_asked = threading.Event()
+        self.go_on = threading.Event()
+
+    def put(self, blobs: Sequence[tuple[bytes, bytes]]) -> None:
+        self.is_asked.set()
+        self.go_on.wait()
+        super().put(blobs)
+
+
+def test_a_blob_that_another_call_is_fetching_is_in_the_cache_when_it_is_there(
+    url: str, local: Store, root: Path, tmp_path: Path
+) -> None:
+    (root / "f").write_bytes(b"content")
+    top = pushed(url, local, root, "one")
+    cache = SlowCache(tmp_path / "cache")
+    storage = open_storage(url)
+    fetcher = new_fetcher(storage, cache)
+
+    def fetch_and_look() -> bool:
+        fetcher.fetch("tree", [top.content])
+        return cache.has(top.content)
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(fetch_and_look)
+            cache.is_asked.wait()
+            second = pool.submit(fetch_and_look)
+            wait([second], timeout=0.2)  # by then it would have gone on without the cache
+            cache.go_on.set()
+            assert first.result()
+            assert second.result()
+    finally:
+        storage.close()
