@@ -212,6 +212,26 @@ def test_requests_under_way_fail_with_eio_when_the_command_ends(workspace: Works
         os.stat(root / "not cached")
 
 
+def test_a_file_that_got_the_number_of_one_that_is_still_open_is_served(
+    workspace: Workspace, root: Path, end: End
+) -> None:
+    (root / "f").write_text("mine")
+    with (root / "f").open("rb", buffering=0) as before:
+        pid = command_of(workspace)
+        os.kill(pid, signal.SIGSTOP)
+        end.inside("mv f other; mkdir f")  # as if "f" was removed, and the file system gave its number to "other"
+        os.kill(pid, signal.SIGKILL)
+        served_again(workspace)
+        with (root / "other").open("r+") as after:
+            assert after.read() == "mine"
+            after.write("!")
+        assert end.inside("cat other") == b"mine!"
+        with pytest.raises(OSError, match="Stale file handle"):
+            before.read()
+        (root / "other").unlink()
+        (root / "f").rmdir()
+
+
 @pytest.fixture(scope="module")
 def shared(shared_end: End, session_dir: str) -> Iterator[Path]:
     """One mount for all tests of the contract."""

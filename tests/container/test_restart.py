@@ -44,16 +44,6 @@ def answers(path: Path) -> bool:
     return True
 
 
-def text_of(path: Path) -> str | None:
-    """The content of a file; None while the kernel knows another file of that name, which is gone."""
-    try:
-        return path.read_text()
-    except OSError as error:
-        if error.errno != errno.ESTALE:
-            raise
-        return None
-
-
 def is_served_again(workspace: Workspace, times: int = 1) -> Callable[[], bool]:
     """Whether the daemon has noticed that the container was started again, for the so manyth time."""
     log = Path(log_path(workspace.name))
@@ -176,7 +166,7 @@ def test_an_open_file_that_is_not_there_any_more_is_stale_and_never_another(
         with pytest.raises(OSError, match="Stale file handle"):
             attempt()
     assert (root / "f").is_dir()
-    eventually(lambda: text_of(root / "other") == "not yours\n")
+    eventually(lambda: (root / "other").read_text() == "not yours\n")  # made, then written
     os.close(file)
     os.close(directory)
 

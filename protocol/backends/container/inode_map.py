@@ -17,8 +17,10 @@ from typing import Final, TypeAlias
 from protocol.volume import ROOT_INODE
 
 DentryKey: TypeAlias = tuple[int, bytes]  # a directory's number and a name in it
-# Numbers that no volume uses, for files whose own number is taken by another file here.
-_FIRST_SPARE: Final = 1 << 62
+# Numbers that no file system uses, nor `protocol.linux.portable`, for files whose own number is taken by another file
+# here.  Numbers from `_END` on are those of snapshots (`protocol.adapters.snapshot_directory`).
+_FIRST_SPARE: Final = 1 << 59
+_END: Final = 1 << 62
 
 
 class File:
@@ -147,5 +149,5 @@ class InodeMap:
         named = {file.inner: file for file in self._by_number.values() if file.inner}
         assert named == self._by_inner, (named, self._by_inner)
         for number, file in self._by_number.items():
-            assert file.number == number
+            assert file.number == number < _END
             assert file.lookups > 0 or file is self.root, number

@@ -23,7 +23,7 @@ from protocol.backends.container.idmap import IDENTITY, IdMap
 from protocol.tree import TreeEntry
 from protocol.volume import ROOT_INODE, DirectoryEntry, PlainAttributes, StatFs
 
-_MOST_INODE: Final = 1 << 62  # larger numbers are those of `inode_map` and the flags of engines
+_MOST_INODE: Final = 1 << 62  # larger numbers are those of snapshots (`snapshot_directory`) and the flags of engines
 _KINDS: Final = frozenset(
     {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK}
 )
