@@ -1,4 +1,4 @@
-"""What waiting awake for the next request buys: two daemons in turn, one of which sleeps at once.
+"""What it gains to stay awake for the next request: two daemons in turn, and one of them sleeps at once.
 
     python -m bench.waiting [--rounds N] [--hogs 0,1,2,4]
 

@@ -194,7 +194,7 @@ class VolumeCapabilities(Value):
     durable: bool = True  # fsync has something to do; without, an engine need not forward it
     paths: bool = False  # NamedVolume: tells a path of an inode
     orphans: bool = False  # OrphanFindingVolume: finds an inode without a name by its number
-    # Shortcuts for engines, each of which avoids work in the most frequent requests.
+    # Shortcuts for engines.  Each avoids work in the most frequent requests.
     content_pieces: bool = False  # ContentPiecesVolume
     quiet_lookups: bool = False  # QuietLookupsVolume
     plain_entries: bool = False  # PlainEntriesVolume

@@ -1,7 +1,7 @@
 """statx(2) of all names of a directory in one call, as one run of bytes that can be compared with an earlier one.
 
 The walk over an unchanged tree is the cost of most snapshots, and most of the walk's cost is os.stat's result: twenty
-objects for each file, none of which is needed if the bytes are the same as before.
+objects for each file, and none is needed if the bytes are the same as before.
 
 Source: statx(2), include/uapi/linux/stat.h.
 """

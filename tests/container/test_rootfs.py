@@ -116,7 +116,7 @@ def test_files_replaced_inside_while_they_are_read_outside_are_never_a_mixture(
 
 # -- a hostile container ------------------------------------------------------------------------------
 def test_nothing_made_inside_leads_the_daemon_to_the_hosts_files(container: Container, root: Path) -> None:
-    """What is looked at is the container's own, or what the link says on this host to whoever follows it here."""
+    """The daemon reads only the container's files; a program on this host that follows a link gets this host's file."""
     inside(
         container,
         "cd /workspace; echo inside > /secret; ln -s /secret absolute; ln -s ../secret up;"

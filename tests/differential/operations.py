@@ -369,7 +369,7 @@ class Process:
         _checked(_libc.futimens(self.fd(slot), _TIMES.pack(*atime, *mtime)))
 
     def do_utimes_now(self, path: bytes) -> None:
-        """With no times at all: what touch(1) does, allowed to whoever may write."""
+        """With no times at all: what touch(1) does, allowed to every user who may write."""
         _checked(_libc.utimensat(_AT_FDCWD, path, None, 0))
 
     # -- extended attributes -------------------------------------------------------------------

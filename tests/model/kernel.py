@@ -47,7 +47,7 @@ class KernelCache:
         assert len(named) == len(coherence.entries), "a name twice"
         stale_attributes = {change.inode for change in coherence.inodes}
         stale_pages = {change.inode for change in coherence.inodes if change.content}
-        for change in coherence.entries:  # see vfsd.kernel.invalidation: a changed name is told of its inodes too
+        for change in coherence.entries:  # see vfsd.kernel.invalidation: the inodes of a changed name, too
             stale_attributes |= {change.parent, change.old, change.new}
         for number, old in self._cached.items():
             new = now.get(number)

@@ -36,7 +36,7 @@ SPECS: tuple[tuple[tuple[bytes, Any], ...], ...] = (
 
 
 class Met(Node):
-    """A node of which the volume must be asked for the number; its versions in snapshots share what was found out."""
+    """A node whose number only the volume knows; its versions in snapshots share what was found out."""
 
     machine: OverlayMachine
     cell: list[int]

@@ -286,7 +286,7 @@ class UndoMachine(RuleBasedStateMachine):
         assert counts.removed == len(before.keys() - now.keys())
         assert counts.modified == len(now.keys() & before.keys() - same)
         assert not outcome.problems
-        now |= self.written  # of which the counts say nothing
+        now |= self.written  # the counts do not include them
         self.written.clear()
 
     @invariant()

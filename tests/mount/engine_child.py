@@ -279,7 +279,7 @@ class _Child:
 
 
 class _Faulty:
-    """A volume of which the methods named in `faults` raise something that no engine expects."""
+    """A volume whose methods in `faults` raise something that no engine expects."""
 
     capabilities = VolumeCapabilities(acls=True)  # without shortcuts: they would bypass this class
 

@@ -141,7 +141,7 @@ def test_a_tmpfile_inherits_too(place: Path, kind: str) -> None:
     os.close(fd)
 
 
-# -- who is let in --------------------------------------------------------------------------------------
+# -- access ---------------------------------------------------------------------------------------------
 def test_an_acl_lets_in_and_keeps_out(place: Path, alice: Program) -> None:
     (place / "f").write_text("content")
     (place / "f").chmod(0o600)

@@ -35,7 +35,7 @@ class TestInTheMount(ExecSuite):
 
 
 def test_the_daemon_serves_the_mount_while_a_command_in_it_fails_to_start(mount: MountIt, workdir: Path) -> None:
-    # Nothing is cached: who looks at the directory asks the daemon.
+    # Nothing is cached: each look at the directory is a request to the daemon.
     (workdir / "below").mkdir()
     workspace = mount(backend=f"host:{workdir}/below", exec_on_host=True, cache_timeout_s=0)
     for args in (["--cwd", "missing", "--", "true"], ["--cwd", "missing/deep", "--", "no-such-program"]):
@@ -57,7 +57,7 @@ def test_each_command_is_followed_by_a_snapshot_where_that_is_asked_for(mount: M
     assert workspace.executor.run(["true"]).exit_status == 0
     assert [snapshot.name for snapshot in workspace.snapshots() if snapshot.kind == "automatic"][-1] == "exec-4"
     (root / "new").write_text("")
-    assert workspace.diff().a == "exec-4", "without a name, diff compares with the newest snapshot, whoever took it"
+    assert workspace.diff().a == "exec-4", "without a name, diff compares with the newest snapshot of all"
 
 
 def test_a_command_does_not_inherit_the_daemon_s_precise_waits(mount: MountIt) -> None:

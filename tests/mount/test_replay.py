@@ -1,4 +1,4 @@
-"""What inotify watchers of a real mount are told of a restore, and that nobody sees anything but the restored state."""
+"""The events that inotify watchers of a real mount get for a restore, and that they see only the restored state."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A line every half minute that says how far a test run is: count, share, failures and an estimate of what is left.
 
-With several workers pytest prints dots, without a count; a log that is no terminal shows nothing for minutes.
+With several workers pytest prints dots, without a count; a log file shows nothing for minutes.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class MountedVolume:
 
         `changed`: the paths that were changed, for the log; None if `invalidation` has all of them.
 
-        The change is committed and the answer must say so, so this raises nothing but Cancelled, and only after the
+        The change is committed and the answer must say so, so this raises only Cancelled, and only after the
         invalidation, which only the daemon's end interrupts.  A step that fails is logged, and the next ones are done.
         """
         calls.record(changed_paths(invalidation) if changed is None else changed)
@@ -233,7 +233,7 @@ class MountedVolume:
         await self._finish(functools.partial(self._invalidate, invalidation, open_paths, files))
 
     async def _finish(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Await `work`, which only the daemon's end interrupts; raises nothing but Cancelled, and only after it."""
+        """Await `work`, which only the daemon's end interrupts; raises only Cancelled, and only after it."""
         done = trio.Event()
 
         async def run() -> None:

@@ -403,7 +403,7 @@ _CAP_SYS_RESOURCE: Final = 1 << 24  # linux/capability.h: the right to raise har
 def _podman_limits(host: Host) -> Iterator[Finding]:
     """Find limits with which root's Podman cannot start containers: its default limits exceed them.
 
-    Does not apply to users, for whom Podman lowers its defaults itself.
+    Does not apply to users: Podman lowers its defaults itself for them.
     """
     hard = host.open_files_hard
     capabilities = re.search(r"^CapEff:\s*(\w+)", host.read("/proc/self/status"), re.MULTILINE)

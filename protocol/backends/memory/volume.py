@@ -1,6 +1,6 @@
 """MemoryVolume: a POSIX volume in memory with snapshots.
 
-The class only binds its parts, each of which has its own state and module:
+The class only binds its parts.  Each has its own state and module:
 
 - `state.MemoryState`: the inode table with its counters, undo log and memory ledger; it makes every change;
 - `limits.MemoryLimits`: checks whether a change fits;

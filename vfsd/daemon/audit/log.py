@@ -100,7 +100,7 @@ class AuditLog:
         self._open_paths: dict[bytes, int] = {}  # of the entries in `_open`: the inode
         self._open_directories: set[bytes] | None = None  # those of `_open_paths`, or more; None if some may be missing
         self._followers: list[Follower] = []
-        self._acting: dict[int, tuple[str, Process]] = {}  # by thread of this process: for whom it works
+        self._acting: dict[int, tuple[str, Process]] = {}  # by thread: the call and program that it serves
         self._last = 0
         self.bytes = 0
         self.dropped = 0

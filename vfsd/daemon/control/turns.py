@@ -33,7 +33,7 @@ _PATIENCE_S: Final = 2.0  # for which an unread answer may delay other clients
 
 
 class Turns:
-    """Work of one kind, of which `at_once` pieces run at a time, each in a worker thread."""
+    """Work of one kind: `at_once` pieces run at a time, each in a worker thread."""
 
     def __init__(self, at_once: int, *, queued_per_client: int = 256, held_bytes: int = 64 << 20) -> None:
         """`queued_per_client` bounds the waiting work of one client, `held_bytes` all unread answers."""

@@ -70,7 +70,7 @@ _PAGE_BYTES: Final = mmap.PAGESIZE
 
 
 def slack_bytes(members: int) -> int:
-    """Return what a family may take beyond its limit while nothing is freed and nothing but writing needs memory."""
+    """Return what a family may take beyond its limit while nothing is freed and only writing needs memory."""
     return INTERPRETER_BYTES + members * (DAEMON_BYTES + STEP_BYTES)
 
 

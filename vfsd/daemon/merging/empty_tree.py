@@ -14,7 +14,7 @@ _NOBODY = 0xFFFFFFFF  # no user has this number: so each real root directory dif
 
 
 class EmptyTree(LookupTree):
-    """A tree with nothing but its root."""
+    """A tree that has only its root."""
 
     def entry(self, path: bytes) -> TreeEntry:
         if path:

@@ -111,7 +111,7 @@ class PolicyRules:
         return self.has_matching_name(inode, hidden=hidden) if self.has_linked and patterns else False
 
     def has_matching_name(self, inode: int, *, hidden: bool) -> Answer[bool]:
-        """Whether a file that is no directory has a protected name, or with `hidden` a hidden one."""
+        """Whether a file other than a directory has a protected name or, with `hidden`, a hidden one."""
 
         def answer(_: None) -> bool:
             found = self._hidden if hidden else self._protected

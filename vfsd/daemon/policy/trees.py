@@ -35,7 +35,7 @@ class HiddenTree(FilteredTree):
         return entry.nlink <= 1 or entry.is_dir or entry.inode not in self._hidden_inodes()
 
     def _hidden_inodes(self) -> frozenset[int]:
-        """The files with several names of which one is hidden; the first call walks the tree."""
+        """The files with several names, at least one of them hidden; the first call walks the tree."""
         version = self._rules.version
         if self._linked is None or self._linked[0] != version:
             found = set()
@@ -69,7 +69,7 @@ def left_out_of(tree: Tree) -> int:
 
 
 def _walk(tree: Tree) -> Iterable[TreeEntry]:
-    """Walk a state, of which only `entry` and `children` may be there."""
+    """Walk a state, by `entry` and `children`: it may have no other methods."""
     waiting = [b""]
     while waiting:
         at = waiting.pop()

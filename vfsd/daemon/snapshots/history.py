@@ -160,7 +160,7 @@ class UndoHistory(Value):
 
     @classmethod
     def decoded(cls, data: bytes) -> UndoHistory | None:
-        """Decode; None for data that is no valid history."""
+        """Decode; None for data that is not a valid history."""
         try:
             written = msgspec.json.decode(data, type=_Written)
             history = cls(tuple(HistoryState(*state) for state in written.states), written.position)

@@ -1,7 +1,7 @@
 """StoreStates: the snapshots that a store holds, as `.snapshots` shows them.
 
-Threading: the serving loop.  A state is opened, read and closed in worker threads, in one at a time, because whoever
-does that holds the state's lock.  `_opening` excludes that a state is opened twice.
+Threading: the serving loop.  A state is opened, read and closed in worker threads, in one at a time: each of them
+holds the state's lock.  `_opening` excludes that a state is opened twice.
 """
 
 from __future__ import annotations

@@ -525,7 +525,7 @@ def _nothing_changed(source: str) -> Iterator[None]:
 def _compare(old: Tree, new: Tree, observer: CallObserver) -> _Change | None:
     """Compare `old` with `new`; None if that fails.  Any thread.
 
-    Raises nothing but what `observer` raises when the client disconnects: the change is made.
+    Raises only what `observer` raises when the client disconnects: the change is made.
     """
     for contents in (True, False):
         try:

@@ -1,4 +1,4 @@
-"""HostFilesystem: nothing leads outside its root, whoever changes it meanwhile."""
+"""HostFilesystem: nothing leads outside its root, also while other programs change it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def many(runs_long: bool) -> int:
 
 @pytest.fixture
 def crowded(store: Store, root: Path, many: int, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store with many snapshots of other workspaces, of which each has contents of its own."""
+    """A store with many snapshots of other workspaces.  Each has contents of its own."""
     monkeypatch.setattr(packs_module, "_MOST_IN_TABLE", many)  # most are beyond the table
     store.take("w", "first", DirectorySource(root))
     listing = store.blobs.small(next(iter(store.blobs.packs.all()[0].places()))[0])

@@ -55,7 +55,7 @@ def test_any_state_comes_back_whole_and_can_be_undone(seed: int, rounds: list[tu
             with store.tree("w", f"safety-{number}") as old, store.tree("w", f"{wanted}") as new:
                 found = {(change.path, change.kind) for change in changes(old, new)}
             told = {(change.path, change.kind) for change in done.changes}
-            # Beside what a diff names, names of which only the file behind them is another.
+            # Also names that a diff leaves out: they lead to another file with the same content.
             assert found <= told
             assert {kind for _, kind in told - found} <= {"metadata"}
             if after % 2:

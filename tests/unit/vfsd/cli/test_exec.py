@@ -123,7 +123,7 @@ def test_another_user_is_for_containers(where: Where) -> None:
         ("--",),
         (),
         ("--env", "=x", "--", "true"),
-        ("--env", "A=\udcff", "--", "true"),  # a byte that is no UTF-8
+        ("--env", "A=\udcff", "--", "true"),  # a byte that is not UTF-8
         ("--timeout", "0", "--", "true"),
         ("--json", "-t", "--", "true"),
     ],

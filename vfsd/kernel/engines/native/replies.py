@@ -55,7 +55,7 @@ class Replies:
     def __init__(self, validity: Validity) -> None:
         self._seconds = validity.seconds
         self._nanoseconds = validity.nanoseconds
-        # The kernel caches absence only if nothing but this daemon can create the name.
+        # The kernel caches absence only if no one except this daemon can create the name.
         if validity.forever:
             size, error = wire.ENTRY_REPLY.size, 0
             self._absent_body = wire.FUSE_ENTRY_OUT.pack(0, 0, validity.seconds, 0, 0, 0, *([0] * 16))

@@ -61,7 +61,7 @@ _logger = logging.getLogger(__name__)
 _SLICE_S: Final = 0.001
 _LINGER_MS: Final = 1
 _SLICES_BEFORE_RETRY: Final = 2
-# So many times `drained` lets the loop run before it sends markers, each of which costs a worker thread's wake-up.
+# How often `drained` lets the loop run before it sends markers.  Each marker wakes a worker thread.
 _PASSES_BEFORE_MARKERS: Final = 4
 _PRUNE_MINOR: Final = 45  # the protocol that has FUSE_NOTIFY_PRUNE
 _INIT_TIMEOUT_MS: Final = 10_000

@@ -134,7 +134,7 @@ class Handlers(pyfuse3.Operations):
         self.enable_acl = settings.xattrs and volume.capabilities.acls
         self._impersonator = impersonator
         self._timeout_s = min(settings.cache_timeout_s, _FOREVER_S)
-        # Absence is cached only if nothing but this daemon can create the name.
+        # Absence is cached only if no one except this daemon can create the name.
         self._absent: pyfuse3.EntryAttributes | None = None
         if settings.cache_timeout_s >= _FOREVER_S:
             self._absent = pyfuse3.EntryAttributes()

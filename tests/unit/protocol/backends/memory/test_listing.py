@@ -10,7 +10,7 @@ from protocol.directory_cookies import FIRST_COOKIE, DirectoryCookies
 
 
 class ListingMachine(RuleBasedStateMachine):
-    """One listing that changes under several scans, each of which asks for a few names at a time."""
+    """One listing that changes under several scans.  Each asks for a few names at a time."""
 
     @initialize(count=st.integers(0, 80))
     def begin(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""An apply that is killed anywhere: whoever comes next makes the directory wholly what it was or what it was to be."""
+"""An apply that is killed anywhere: the next user of the directory completes it, or undoes it."""
 
 from __future__ import annotations
 
