@@ -31,7 +31,7 @@ async def main(project: str, prompt: str) -> None:
                     succeeded = not message.is_error
                     print(message.result)
 
-            # Each call of a tool is a snapshot; `await workspace.restore("toolu_...")` returns to one.
+            # Each tool call is a snapshot; `await workspace.restore("toolu_...")` returns to one.
             for snapshot in await workspace.snapshots():
                 print(snapshot.name, snapshot.tag)
 

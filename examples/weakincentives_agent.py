@@ -53,7 +53,7 @@ def main(project: str) -> None:
 
             section.checkpoints.restore("turn-1")  # both, and what the shell did too
             risky = tool_transaction(session, prompt.resources.context, tag="risky")
-            with suppress(UnicodeDecodeError), risky:  # WINK does this for each call of a tool
+            with suppress(UnicodeDecodeError), risky:  # WINK does this for each tool call
                 section.filesystem.write("project/notes.txt", "broken")
                 b"\xff".decode()  # the tool fails
             print("dumped to", dump_session_tree(session, Path(project).parent, filesystem_section=section))

@@ -70,7 +70,7 @@ class SnapshotInfo(Value):
 
     `serial` increases with every snapshot of the volume and is never given again.  `kind` is "safety" for one that
     vfsd took before a restore or an import, so that it can be undone, and "automatic" for one that it took after a
-    command or a call of a tool.  Where memory is short, those of these two kinds are dropped.
+    command or a tool call.  Where memory is short, those of these two kinds are dropped.
     """
 
     name: str

@@ -27,7 +27,7 @@ def tool_use(identifier: str, name: str, **arguments: Any) -> Block:
 
 
 def results(request: Request) -> list[str]:
-    """The ids of the calls of tools whose results the request contains, oldest first."""
+    """The ids of the tool calls whose results the request contains, oldest first."""
     blocks = [block for each in request["messages"] if isinstance(each["content"], list) for block in each["content"]]
     return [block["tool_use_id"] for block in blocks if block["type"] == "tool_result"]
 

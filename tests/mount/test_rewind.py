@@ -31,7 +31,7 @@ def keep(workspace: Workspace, event: str, prompt_id: str, **members: object) ->
 
 
 def worked(workspace: Workspace) -> None:
-    """Two prompts with two calls of a tool each; each call changes the file `log`."""
+    """Two prompts with two tool calls each; each call changes the file `log`."""
     root = Path(workspace.path)
     for prompt in ("p1", "p2"):
         keep(workspace, "UserPromptSubmit", prompt, prompt=f"text of {prompt}")

@@ -1,13 +1,13 @@
 """The hook of Claude Code that keeps a state of the workspace: `python -I -S .../claude_hook.py`.
 
-Claude Code runs it before and after each call of a tool, at each prompt and when the agent stops, with a JSON object on
+Claude Code runs it before and after each tool call, at each prompt and when the agent stops, with a JSON object on
 standard input (https://code.claude.com/docs/en/hooks).  Before a call the hook gives the agent the call as its label in
 the workspace's log; otherwise it takes an automatic snapshot of the workspace that the agent works in.  It does nothing
 if there is none.  `vfsd rewind` goes back to these snapshots.
 
 It must not disturb the agent: it writes nothing to standard output, whose content Claude Code would add to the
 conversation; it waits for the daemon for a limited time; and its status is 0 or 1, never 2, which would block the
-agent.  Start-up: it runs before and after every call of a tool, so it imports the standard library and few small
+agent.  Start-up: it runs before and after every tool call, so it imports the standard library and few small
 modules.
 """
 
@@ -91,7 +91,7 @@ def keep_state(event: Mapping[str, Any], environ: Mapping[str, str]) -> None:
 
 
 def label_agent(event: Mapping[str, Any], environ: Mapping[str, str], agent: int) -> None:
-    """Before a call of a tool, give process `agent` its label in the log of the workspace; remove it at the end.
+    """Before a tool call, give process `agent` its label in the log of the workspace; remove it at the end.
 
     What the agent starts inherits the label.  If the workspace keeps no log, nothing is done.
     """

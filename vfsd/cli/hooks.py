@@ -39,7 +39,7 @@ def hooks_command(ctx: click.Context) -> None:
     """Take a snapshot after each step of an agent.
 
     `vfsd hooks install claude` adds hooks to the settings of Claude Code.  They keep the state of the workspace after
-    each call of a tool and at each prompt, and do nothing outside of a workspace.  `vfsd rewind` returns to any of
+    each tool call and at each prompt, and do nothing outside of a workspace.  `vfsd rewind` returns to any of
     these states.  Sub-agents that ask for a worktree get an overlay of the workspace.
 
     Without a subcommand this prints a command for the hooks of another agent.  It starts faster than `vfsd snapshot`

@@ -56,7 +56,7 @@ def log_command(app: App, paths: tuple[str, ...], follow: bool, since: str | Non
     changes, about ten thousand of them; `vfsd mount --audit FILE.jsonl` keeps all.
 
     PID is 0 for pages that the kernel wrote back, and for programs that the daemon cannot see.  BELONGS-TO is the
-    tool's call, the command of `vfsd exec`, or the container that a program belongs to.
+    tool call, the command of `vfsd exec`, or the container that a program belongs to.
 
     In a pipe the columns are separated by tabs.  --json prints one document with all of them and the ancestors of each
     process; with --follow it prints one line for each change.

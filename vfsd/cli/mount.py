@@ -167,8 +167,7 @@ _option = functools.partial(click.option, cls=_MountOption)
     "cache_timeout_s",
     type=Seconds(min=0),
     metavar="SECONDS",
-    help="Other programs can change the same files without the mount.  Show such a change after at most SECONDS; 1 by"
-    " default.",
+    help="Show changes that other programs make to the files, without the mount, after at most SECONDS; 1 by default.",
 )
 @_option(
     "--no-xattrs",
@@ -256,8 +255,8 @@ _option = functools.partial(click.option, cls=_MountOption)
     "--hide",
     multiple=True,
     metavar="PATTERN",
-    help="Show files that match to no program, and let none be made; may be repeated.  --exclude of an overlay hides"
-    " them, too.",
+    help="Hide files that match from every program, root included, and refuse to make any; may be repeated.  --exclude"
+    " of an overlay hides them, too.",
 )
 @_option(
     "--on-host",
@@ -290,7 +289,7 @@ _option = functools.partial(click.option, cls=_MountOption)
 @_option(
     "--workdir",
     metavar="DIR",
-    help="The directory in the container, or where exec:COMMAND leads; /workspace by default.",
+    help="The directory in the container, or at the other end of exec:COMMAND; /workspace by default.",
 )
 @_option(
     "--transport",
@@ -351,7 +350,7 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: b
     the background until `vfsd unmount`.  The unmount discards the content of a memory workspace, unless it was
     exported or the workspace has a journal (--persist).
 
-    Brackets after the description of an option name its default, and the backends and options that it goes with.
+    Brackets at the end of a description have the default, and the backends or options that the option needs.
     """
     if app.workspace is not None:
         raise click.UsageError("-w selects a running workspace; use --name to name a new one")

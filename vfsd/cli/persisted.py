@@ -221,5 +221,6 @@ def _directory(name: str | None, journal_dir: str | None) -> str:
     directory = journal_directory(name) if name is not None else os.path.abspath(journal_dir or "")
     if not has_journal(directory):
         close = did_you_mean(name, journal_names()) if name is not None else None
-        raise FileNotFoundError(errno.ENOENT, f"there is no journal{close or ''}", directory)
+        advice = close or " (`vfsd persisted list` shows all but those that --journal-dir put elsewhere)"
+        raise FileNotFoundError(errno.ENOENT, f"there is no journal{advice}", directory)
     return directory

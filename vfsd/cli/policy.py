@@ -27,7 +27,7 @@ _SHOWN: Final = 3
 @click.option(
     "--protect", multiple=True, metavar="PATTERN", help="From now on, let no program change files that match."
 )
-@click.option("--hide", multiple=True, metavar="PATTERN", help="From now on, show files that match to no program.")
+@click.option("--hide", multiple=True, metavar="PATTERN", help="From now on, hide files that match from every program.")
 @click.pass_obj
 def policy_command(app: App, protect: tuple[str, ...], hide: tuple[str, ...]) -> None:
     """Show which files no program may change or see, and add to them.

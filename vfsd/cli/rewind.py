@@ -32,7 +32,7 @@ class _Moment(NamedTuple):
     vfsd rewind                            # to the state at the last prompt
     vfsd rewind --list
     vfsd rewind --to 3                     # to the state at the third prompt
-    vfsd rewind --to toolu_01A09q90qw90    # to the state after this call of a tool
+    vfsd rewind --to toolu_01A09q90qw90    # to the state after this tool call
     vfsd rewind --dry-run --to 3
     """,
 )
@@ -40,7 +40,7 @@ class _Moment(NamedTuple):
     "--to",
     "to",
     metavar="PROMPT|TOOL_USE_ID",
-    help="The number or the id of a prompt, for the state when it was submitted; or the id of a call of a tool, for"
+    help="The number or the id of a prompt, for the state when it was submitted; or the id of a tool call, for"
     " the state after it.",
 )
 @click.option("--list", "list_them", is_flag=True, help="List the states, oldest first.")
@@ -113,7 +113,7 @@ def _chosen(moments: Sequence[_Moment], to: str | None) -> _Moment:
         raise FileNotFoundError(errno.ENOENT, f"{reason}; `vfsd rewind --list` lists the states")
     ids = [moment.point.tool_use_id or moment.point.prompt for moment in moments]
     advice = did_you_mean(to, dict.fromkeys(filter(None, ids))) or "; `vfsd rewind --list` lists them"
-    raise FileNotFoundError(errno.ENOENT, f"no prompt and no call of a tool has the id {to!r}{advice}")
+    raise FileNotFoundError(errno.ENOENT, f"no prompt and no tool call has the id {to!r}{advice}")
 
 
 def _describe(moment: _Moment) -> str:

@@ -55,7 +55,7 @@ def run_command(app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, 
     """Run a command on an overlay of the current directory.
 
     The command, and all that it starts, sees the overlay at the path of the current directory.  Other programs see the
-    directory itself, which does not change.  Where this user may not make a mount of his own, the command runs at
+    directory itself, which does not change.  Where this user may not make private mounts, the command runs at
     another path, and vfsd says so.
 
     When the command has ended, vfsd shows what it changed and asks: apply the changes to the directory, keep them in a

@@ -81,9 +81,9 @@ def timeline_command(app: App, number: int, no_changes: bool) -> None:
     """Show the snapshots, what each changed, and who did it.
 
     The newest state is the last one: the live state.  Each state has its changes since the state before it (+added
-    ~modified -removed), and the programs that made them.  In place of a program stands the tool's call or the command
-    of `vfsd exec` that it belongs to, if there is one.  The first snapshot is compared with an empty directory, or that
-    of an overlay with the directory below.
+    ~modified -removed), and the programs that made them.  If a program belongs to a tool call or to a command of `vfsd
+    exec`, that is shown instead.  The first snapshot is compared with an empty directory; in an overlay, with the
+    directory below.
 
     The programs come from the log (see `vfsd log`), which holds the newest changes, about ten thousand of them.  A
     remark says from which time on it is complete.

@@ -21,7 +21,7 @@ _KIND_OF_EVENT: Final = {
     "UserPromptSubmit": "prompt",
     "Stop": "stop",
 }
-# The argument that says best what a call of a tool did; the first that it has.
+# The argument that says best what a tool call did; the first that it has.
 _MAIN_ARGUMENTS: Final = ("command", "file_path", "notebook_path", "path", "pattern", "url", "query", "description")
 _ID_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 _ID_LENGTH_MAX: Final = 100
@@ -31,7 +31,7 @@ _TEXT_CHARACTERS: Final = 120  # with the ids at most 900 bytes: a tag has at mo
 class AgentPoint:
     """A moment in an agent's session.
 
-    `kind`: "prompt" (when the user's prompt was submitted), "tool" (after a call of a tool) or "stop" (the agent ended
+    `kind`: "prompt" (when the user's prompt was submitted), "tool" (after a tool call) or "stop" (the agent ended
     its turn).  `session`, `prompt` and `tool_use_id` are the agent's own ids; an empty string if it gave none, or one
     with characters that no id has.  `text`: the prompt, or the tool and its main argument, in one line.
     """
@@ -98,7 +98,7 @@ def point_of(event: Mapping[str, Any]) -> AgentPoint | None:
 
 
 def label_of(event: Mapping[str, Any]) -> str | None:
-    """Return the label of the call of a tool that is about to run; None for another event."""
+    """Return the label of the tool call that is about to run; None for another event."""
     if text_of(event, "hook_event_name") != "PreToolUse":
         return None
     point = point_of({**event, "hook_event_name": "PostToolUse"})

@@ -40,7 +40,7 @@ class LoggedChange:
     `path`: None for a file without a name, and for `count` changes at once; `paths` then has the first 100.  `links`:
     how many names the file has; `path` is one of them.  `process`: None if it is not known: the kernel wrote pages
     back, or the process is in another pid namespace.  `ancestors`: its parent, the parent of that, and so on.
-    `container`: the first 12 digits of its container's id.  `label`: what it belongs to, such as a call of a tool.
+    `container`: the first 12 digits of its container's id.  `label`: what it belongs to, such as a tool call.
     """
 
     number: int

@@ -4,7 +4,7 @@
         options = ClaudeAgentOptions(cwd=ws.path, hooks=hooks(ws))
         async for message in query(prompt="fix the tests", options=options):
             ...
-        await ws.restore("toolu_01A09q90qw90")  # the state after that call of a tool
+        await ws.restore("toolu_01A09q90qw90")  # the state after that tool call
 
 Needs the extra `claude-agent`.  Threading: the hooks run in the SDK's event loop (asyncio or trio) and do not block it.
 """
@@ -35,8 +35,8 @@ _logger = logging.getLogger(__name__)
 def hooks(workspace: Workspace | AsyncWorkspace) -> dict[Any, list[HookMatcher]]:
     """Return the `hooks` of `ClaudeAgentOptions` that keep the states of `workspace`.
 
-    An automatic snapshot follows each call of a tool, whether it succeeded or failed, each prompt, and the end of each
-    turn.  The snapshot after a call of a tool has the name of its `tool_use_id`, so `workspace.restore(tool_use_id)`
+    An automatic snapshot follows each tool call, whether it succeeded or failed, each prompt, and the end of each
+    turn.  The snapshot after a tool call has the name of its `tool_use_id`, so `workspace.restore(tool_use_id)`
     returns to it; `vfsd rewind` knows all of them.  The hooks never fail: a state that cannot be kept within 20 s is
     logged as a warning.
 

@@ -61,4 +61,7 @@ def unused_journal(name: str) -> str | None:
     """Return a sentence about a journal of this name, which this mount does not continue; None if there is none."""
     if not os.path.isdir(journal_directory(name)):
         return None
-    return f"this workspace is new, although {name} has a journal: to continue that, unmount, and mount with --persist"
+    return (
+        f"{name} has a journal of an earlier workspace, which this one does not use: to continue the earlier one,"
+        " unmount, and mount with --persist"
+    )

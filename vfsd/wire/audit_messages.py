@@ -54,7 +54,7 @@ class LogEntry(msgspec.Struct, omit_defaults=True):
     thread: int | None = None  # the thread's id, if it is not the process's first thread
     ancestors: list[ProcessRecord] = []  # the nearest first
     container: str | None = None  # the first 12 digits of the container's id
-    label: str | None = None  # the tool's call, or the command of `vfsd exec`
+    label: str | None = None  # the tool call, or the command of `vfsd exec`
 
 
 class Overflow(msgspec.Struct):

@@ -25,7 +25,7 @@ _FAILURE_BYTES_MAX: Final = 4096
 
 
 class NoPrivateMountError(OSError):
-    """This user may not make a mount of his own; the command was not started."""
+    """This user may not make private mounts; the command was not started."""
 
 
 class NotStartedError(OSError):
