@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from protocol.backends.container.podman.service import Container
+from protocol.store import Store
 from tests.container.conftest import MountContainer, StartContainer
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
@@ -17,9 +18,35 @@ from vfsd.client.workspace import Workspace
 pytestmark = pytest.mark.fuse
 
 
+def numbers_and_ctimes(root: str) -> dict[str, tuple[int, int]]:
+    """What git compares of each file."""
+    found = {path.name: path.lstat() for path in Path(root).rglob("*")}
+    return {name: (seen.st_ino, seen.st_ctime_ns) for name, seen in found.items()}
+
+
 @pytest.fixture
 def container(start_container: StartContainer, python_image: str) -> Container:
     return start_container(python_image)
+
+
+@pytest.mark.parametrize("hide", [(), ("*.hidden",)], ids=["all", "policy"])
+@pytest.mark.parametrize("transport", ["agent", "rootfs"])
+def test_snapshots_have_the_inode_numbers_and_ctimes(
+    mount_container: MountContainer, container: Container, workdir: Path, transport: str, hide: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("VFSD_STORE_DIR", str(workdir / "store"))
+    source = mount_container(container, transport=transport, hide=hide)
+    Path(source.path, "directory").mkdir()
+    Path(source.path, "directory", "file").write_text("in the container")
+    expected = numbers_and_ctimes(source.path)
+    source.snapshot("one")
+    with Store(workdir / "store") as store:
+        (key,) = store.workspaces()
+        mounted = store.mounted(key, "one")
+        rows = {**mounted.inode_rows(b""), **mounted.inode_rows(b"directory")}
+        mounted.close_lease()
+    assert {name.decode(): (row.size, row.mtime_ns) for name, row in rows.items()} == expected
 
 
 @pytest.mark.parametrize("transport", ["agent", "rootfs"])
@@ -33,6 +60,7 @@ def test_a_container_is_pushed_and_another_machine_starts_with_its_files(
     Path(source.path, "directory").mkdir()
     Path(source.path, "directory", "file").write_text("in the container")
     os.symlink("directory/file", Path(source.path, "link"))
+    expected = numbers_and_ctimes(source.path)
 
     pushed = CliRunner().invoke(cli, ["push", url, "--as", "one", "-w", source.path, "--json"])
     assert pushed.exit_code == 0, pushed.stderr
@@ -41,3 +69,4 @@ def test_a_container_is_pushed_and_another_machine_starts_with_its_files(
     assert CliRunner().invoke(cli, ["pull", f"{url}#one"]).exit_code == 0
     with Workspace.mount(workdir / "copy", backend=f"overlay:snapshot:one@{url}") as copy:
         assert Path(copy.path, "link").read_text() == "in the container"
+        assert numbers_and_ctimes(copy.path) == expected, "an index of git is not valid any more"

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -86,8 +87,8 @@ def _podman_end(podman: PodmanService, image: str) -> Iterator[End]:
 
 @pytest.fixture(scope="module", params=["python3", "podman exec", "ssh"])
 def shared_end(request: pytest.FixtureRequest, session_dir: str, no_leaks_of_the_session: None) -> Iterator[End]:
-    place = Path(session_dir, "remote")
-    place.mkdir(exist_ok=True)
+    # A selection of modules may set the fixture up more than once for a parameter.
+    place = Path(tempfile.mkdtemp(prefix="remote-", dir=session_dir))
     with ExitStack() as stack:
         if request.param == "podman exec":
             podman = request.getfixturevalue("podman")

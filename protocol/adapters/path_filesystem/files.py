@@ -17,7 +17,7 @@ from protocol.streams import SeekableContent
 
 
 class Status(NamedTuple):
-    """The stat(2) data of a node.  `birth_ns` is None if unknown."""
+    """The stat(2) data of a node.  `birth_ns` is None if unknown, and `ctime_ns` 0."""
 
     mode: int
     size: int
@@ -28,6 +28,7 @@ class Status(NamedTuple):
     inode: int
     rdev: int = 0
     birth_ns: int | None = None
+    ctime_ns: int = 0
 
 
 class OpenFile(SeekableContent, Protocol):

@@ -166,4 +166,5 @@ def _status(seen: Attributes) -> Status:
         seen.inode,
         seen.rdev,
         seen.birth_ns or None,
+        seen.ctime_ns,
     )

@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import trio
+from msgspec.structs import replace
 
+from protocol.adapters.path_filesystem.files import Status
 from protocol.adapters.path_filesystem.volume_files import VolumeFiles
 from protocol.adapters.tree import PathFilesTree
 from protocol.backends.container.agent.helper_transport import HelperTransport
@@ -49,10 +51,10 @@ class ContainerSource:
         """The source for the present run of the container."""
         transport = self._connection.transport
         if isinstance(transport, HelperTransport):
-            return TreeSource(trio.from_thread.run_sync(transport.tree))
+            return TreeSource(trio.from_thread.run_sync(transport.tree), may_change=True)
         if self._is_mount_complete:
             return DirectorySource(self._mountpoint)
-        return TreeSource(_ServedTree(self._connection.volume))
+        return TreeSource(_ServedTree(self._connection.volume), may_change=True)
 
     def scan(
         self, sink: Sink, cache: StatCache, *, unreadable: Unreadable = "fail", progress: FileProgress = no_progress
@@ -75,6 +77,9 @@ class _ServedTree(PathFilesTree):
 
     def __init__(self, volume: Volume) -> None:
         super().__init__(VolumeFiles(volume))
+
+    def _entry(self, path: bytes, node: int, seen: Status) -> TreeEntry:
+        return replace(super()._entry(path, node, seen), ctime_ns=seen.ctime_ns)
 
     def entry(self, path: bytes) -> TreeEntry:
         return trio.from_thread.run_sync(super().entry, path)

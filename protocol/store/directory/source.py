@@ -7,7 +7,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from protocol.diff.tree_diff import is_below
 from protocol.errors import os_error
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _O_READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 _NUMBERS_END: Final = 1 << 63  # listings hold numbers of 64 bits
+_Seen: TypeAlias = dict[bytes, tuple[int, int, int]]  # mode, inode number and ctime, by path
 
 
 class Source(Protocol):
@@ -96,10 +98,15 @@ class DirectorySource:
 
 
 class TreeSource:
-    """Any tree: of a container, an archive or another volume.  Every scan reads all of it."""
+    """Any tree: of a container, an archive or another volume.  Every scan reads all of it.
 
-    def __init__(self, tree: Tree) -> None:
+    `may_change`: programs may change the tree during the scan.  Then a second walk looks which entries have the inode
+    number and ctime that they had before their content was read; the snapshot has those of no other.
+    """
+
+    def __init__(self, tree: Tree, *, may_change: bool = False) -> None:
         self._tree = tree
+        self._may_change = may_change
 
     @property
     def identity(self) -> tuple[int, int] | None:
@@ -109,7 +116,11 @@ class TreeSource:
         self, sink: Sink, cache: StatCache, *, unreadable: Unreadable = "fail", progress: FileProgress = no_progress
     ) -> Scanned:
         del cache, unreadable  # a tree's entries have no stat data that shows what is unchanged
-        return _TreeScan(self._tree, sink, progress).run()
+        seen: _Seen | None = {} if self._may_change else None
+        scanned = _TreeScan(self._tree, sink, progress, seen).run()
+        if seen is None or not sink.stores:
+            return scanned
+        return replace(scanned, inodes=_unchanged(self._tree, sink, seen))
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._tree.read(path, offset, size)
@@ -118,57 +129,108 @@ class TreeSource:
         return self._tree.chunks(path, size)
 
 
-class _TreeScan:
-    """The scan of a tree in the order of `Tree.walk`, in which a directory ends at the first path outside it."""
+class _InodeListings:
+    """Gives the inode listings of a tree to `sink`, from its entries in the order of `Tree.walk`.
 
-    def __init__(self, tree: Tree, sink: Sink, progress: FileProgress) -> None:
+    Entries without a ctime have no inode row.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._open: list[tuple[TreeEntry, int, list[Row]]] = []  # with number and inode rows
+        self._root: Row | None = None
+
+    def add(self, entry: TreeEntry, number: int) -> None:
+        """Add an entry with an inode number; 0: number and ctime are unknown."""
+        while self._open and not is_below(entry.path, self._open[-1][0].path):
+            self._close()
+        if entry.is_dir:
+            self._open.append((entry, number, []))
+        elif entry.ctime_ns:
+            self._open[-1][2].append(inode_row(entry.name, entry.mode, number, entry.ctime_ns))
+
+    def finish(self) -> Row | None:
+        """The inode row of the root; None if it has no ctime."""
+        while self._open:
+            self._close()
+        return self._root
+
+    def _close(self) -> None:
+        entry, number, rows = self._open.pop()
+        if not entry.ctime_ns:
+            return
+        rows.sort(key=lambda each: each.name)
+        listing = self._sink.listing(encode_listing(rows))
+        row = inode_row(entry.name, entry.mode, number, entry.ctime_ns, listing)
+        if self._open:
+            self._open[-1][2].append(row)
+        else:
+            self._root = row
+
+
+def _unchanged(tree: Tree, sink: Sink, seen: _Seen) -> Row | None:
+    """Give the inode listings of a tree to `sink`, without numbers of what is not as in `seen`."""
+    listings = _InodeListings(sink)
+    for entry in tree.walk():
+        before = seen.get(entry.path)
+        if before is not None:  # else it was made since
+            listings.add(entry, entry.inode if before == _identity(entry) else 0)
+    return listings.finish()
+
+
+def _identity(entry: TreeEntry) -> tuple[int, int, int]:
+    return entry.mode, entry.inode, entry.ctime_ns
+
+
+class _TreeScan:
+    """The scan of a tree in the order of `Tree.walk`, in which a directory ends at the first path outside it.
+
+    With `seen` it adds the identity of each entry to that, and makes no inode listings.
+    """
+
+    def __init__(self, tree: Tree, sink: Sink, progress: FileProgress, seen: _Seen | None) -> None:
         self._tree = tree
         self._sink = sink
         self._progress = progress
-        self._open: list[tuple[TreeEntry, list[Row], list[Row]]] = []  # with its rows and inode rows
+        self._seen = seen
+        self._inodes = _InodeListings(sink)
+        self._open: list[tuple[TreeEntry, list[Row]]] = []
         self._links: dict[int, tuple[bytes, int]] = {}
         self._large_links: dict[int, int] = {}
         self._files = 0
         self._read_bytes = 0
 
     def run(self) -> Scanned:
-        closed: tuple[Row, Row | None] | None = None
+        root: Row | None = None
         for entry in self._tree.walk():
             while self._open and not is_below(entry.path, self._open[-1][0].path):
                 self._close()
-            if entry.is_dir:
-                self._open.append((entry, [], []))
+            if self._seen is None:
+                self._inodes.add(entry, entry.inode)
             else:
-                _, rows, inodes = self._open[-1]
-                rows.append(self._leaf(entry))
-                if entry.ctime_ns:
-                    inodes.append(inode_row(entry.name, entry.mode, entry.inode, entry.ctime_ns))
+                self._seen[entry.path] = _identity(entry)
+            if entry.is_dir:
+                self._open.append((entry, []))
+            else:
+                self._open[-1][1].append(self._leaf(entry))
         while self._open:
-            closed = self._close()
-        assert closed is not None
-        root, inodes_root = closed
+            root = self._close()
+        assert root is not None
         below = root.more.counts or TreeCounts()
         self._progress(self._files, self._read_bytes)
         counts = below.with_links([size for _, size in self._links.values()])
-        return Scanned(root, counts, inodes=inodes_root)
+        return Scanned(root, counts, inodes=self._inodes.finish())
 
-    def _close(self) -> tuple[Row, Row | None]:
-        entry, rows, inodes = self._open.pop()
+    def _close(self) -> Row:
+        entry, rows = self._open.pop()
         rows.sort(key=lambda row: row.name)
         counts = sum_counts(map(counts_of, rows))
         digest = self._sink.listing(encode_listing(rows))
         more = More(nlink=entry.nlink, xattrs=tuple(sorted(entry.xattrs.items())), counts=counts)
         row = Row(entry.name, entry.mode, entry.uid, entry.gid, entry.mtime_ns, 0, digest, more)
-        numbered: Row | None = None
-        if entry.ctime_ns:
-            inodes.sort(key=lambda each: each.name)
-            listing = self._sink.listing(encode_listing(inodes))
-            numbered = inode_row(entry.name, entry.mode, entry.inode, entry.ctime_ns, listing)
         if self._open:
             self._open[-1][1].append(row)
-            if numbered is not None:
-                self._open[-1][2].append(numbered)
-        return row, numbered
+        return row
 
     def _leaf(self, entry: TreeEntry) -> Row:
         self._files += 1

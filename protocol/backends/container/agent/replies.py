@@ -94,7 +94,9 @@ def tree_entries_in(blob: bytes, ids: IdMap = IDENTITY) -> Iterator[TreeEntry]:
     while at < len(blob):
         if len(blob) - at < TREE_ENTRY.size:
             raise WireError("half an entry")
-        mode, size, mtime_s, part_ns, uid, gid, nlink, inode, rdev, *lengths = TREE_ENTRY.unpack_from(blob, at)
+        (
+            mode, size, mtime_s, mtime_ns, ctime_s, ctime_ns, uid, gid, nlink, inode, rdev, *lengths,
+        ) = TREE_ENTRY.unpack_from(blob, at)  # fmt: skip
         at += TREE_ENTRY.size
         parts = []
         for length in lengths:
@@ -108,7 +110,8 @@ def tree_entries_in(blob: bytes, ids: IdMap = IDENTITY) -> Iterator[TreeEntry]:
             min(counts) < 0
             or max(counts) > _MOST_32
             or size < 0
-            or not 0 <= part_ns < SECOND_NS
+            or not 0 <= mtime_ns < SECOND_NS
+            or not 0 <= ctime_ns < SECOND_NS
             or not 0 < inode < _MOST_INODE
         ):
             raise WireError(f"entry {path!r} of {counts}, {size} bytes, inode {inode}")
@@ -117,8 +120,8 @@ def tree_entries_in(blob: bytes, ids: IdMap = IDENTITY) -> Iterator[TreeEntry]:
         if not stat.S_ISREG(mode):
             size = len(target)
         yield TreeEntry(
-            path, mode, size, mtime_s * SECOND_NS + part_ns, ids.users.outside(uid), ids.groups.outside(gid),
-            nlink, inode, rdev, target, dict(_xattrs_in(xattrs)),
+            path, mode, size, mtime_s * SECOND_NS + mtime_ns, ids.users.outside(uid), ids.groups.outside(gid),
+            nlink, inode, rdev, target, dict(_xattrs_in(xattrs)), ctime_s * SECOND_NS + ctime_ns,
         )  # fmt: skip
 
 

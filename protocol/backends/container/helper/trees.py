@@ -100,9 +100,11 @@ class Trees:
             number = self._table.number_of(seen)
         xattrs = _xattrs(handle)
         mtime_s, mtime_ns = divmod(seen.st_mtime_ns, SECOND_NS)
+        ctime_s, ctime_ns = divmod(seen.st_ctime_ns, SECOND_NS)
         return (
             TREE_ENTRY.pack(
-                seen.st_mode, size, mtime_s, mtime_ns, seen.st_uid, seen.st_gid, seen.st_nlink, number, seen.st_rdev,
+                seen.st_mode, size, mtime_s, mtime_ns, ctime_s, ctime_ns,
+                seen.st_uid, seen.st_gid, seen.st_nlink, number, seen.st_rdev,
                 len(path), len(target), len(xattrs),
             )
             + path + target + xattrs

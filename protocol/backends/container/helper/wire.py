@@ -14,7 +14,7 @@ from typing import Any, Callable, Tuple
 Reply = Tuple[Tuple[int, ...], Tuple[bytes, ...]]  # in the syntax of Python 3.6
 Operation = Callable[..., Any]  # from the numbers and strings of a request to the Reply
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"vfsd-helper 1\n"  # the helper's first bytes, so that other output of the image is not taken for a frame
 HEADER = struct.Struct("<IIH")  # bytes in the body, number of the request, Op or errno
 CHUNK_BYTES = 1024 * 1024  # the most that one request reads or writes
@@ -27,9 +27,9 @@ NAME_MAX = 255
 ATTRIBUTE_COUNT = 16
 ENTRY = struct.Struct("<q16qH")  # cookie, attributes, length of the name that follows
 FORGET = struct.Struct("<qq")  # inode, lookups
-# An entry of a walk: mode, size, mtime (seconds, nanoseconds), uid, gid, nlink, inode, rdev; lengths of path, target
-# and xattrs, which follow.
-TREE_ENTRY = struct.Struct("<9qIII")
+# An entry of a walk: mode, size, mtime (seconds, nanoseconds), ctime (likewise), uid, gid, nlink, inode, rdev; lengths
+# of path, target and xattrs, which follow.
+TREE_ENTRY = struct.Struct("<11qIII")
 XATTR = struct.Struct("<II")  # lengths of name and value, which follow
 
 

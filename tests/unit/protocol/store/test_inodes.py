@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from protocol.store import DirectorySource, Store, TreeSource
 from protocol.store.format.records import decode_record, encode_record
 from protocol.store.trees import MerkleTree
+from protocol.tree import TreeEntry
 from tests.support.trees import DictTree
 
 KEY = "host:/w"
@@ -129,3 +132,37 @@ def test_a_record_without_them_is_one_of_an_older_version(root: Path, store: Sto
 def test_a_tree_without_ctimes_has_none(store: Store) -> None:
     store.take(KEY, "tree", TreeSource(DictTree({b"file": b"1", b"directory/file": b"2"})))
     assert kept(store, "tree") == {}
+
+
+class LiveTree:
+    """A tree that a program changes after its content was read."""
+
+    def __init__(self) -> None:
+        self._tree = DictTree({b"changed": b"1", b"d/stays": b"2", b"d/removed": b"3", b"d/replaced": b"4"})
+        self._walks = 0
+
+    def walk(self) -> Iterator[TreeEntry]:
+        self._walks += 1
+        for number, entry in enumerate(self._tree.walk(), 10):
+            seen = replace(entry, inode=number, ctime_ns=1000)
+            if self._walks > 1:
+                seen = {
+                    b"changed": replace(seen, ctime_ns=1001),
+                    b"d/removed": replace(seen, path=b"d/made"),
+                    b"d/replaced": replace(seen, inode=99, ctime_ns=1001),
+                }.get(entry.path, seen)
+            yield seen
+
+    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+        return self._tree.chunks(path, size)
+
+
+def test_what_changes_during_the_scan_of_a_tree_has_none(store: Store) -> None:
+    store.take(KEY, "live", TreeSource(LiveTree(), may_change=True))  # type: ignore[arg-type]
+    found = kept(store, "live")
+    assert set(found) == {b"changed", b"d", b"d/stays", b"d/replaced"}
+    assert [path for path, (number, _) in found.items() if not number] == [b"changed", b"d/replaced"]
+    store.take(KEY, "still", TreeSource(LiveTree()))  # type: ignore[arg-type]
+    assert all(number for number, _ in kept(store, "still").values())
+    with store.tree(KEY, "live") as live, store.tree(KEY, "still") as still:
+        assert live.root == still.root

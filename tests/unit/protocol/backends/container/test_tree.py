@@ -31,14 +31,14 @@ def agent(place: Path) -> Iterator[Agent]:
         yield agent
 
 
-def walked(place: Path) -> list[tuple[bytes, int, int, int]]:
-    """Path, mode, size and mtime of all there is, as a walk has it."""
+def walked(place: Path) -> list[tuple[bytes, int, int, int, int]]:
+    """Path, mode, size, mtime and ctime of all there is, as a walk has it."""
     found = []
 
     def visit(path: bytes) -> None:
         seen = os.lstat(os.path.join(os.fsencode(place), path))
         size = 0 if stat.S_ISDIR(seen.st_mode) else seen.st_size
-        found.append((path, seen.st_mode, size, seen.st_mtime_ns))
+        found.append((path, seen.st_mode, size, seen.st_mtime_ns, seen.st_ctime_ns))
         if stat.S_ISDIR(seen.st_mode):
             for name in sorted(os.listdir(os.path.join(os.fsencode(place), path))):
                 visit(path + b"/" + name if path else name)
@@ -47,8 +47,8 @@ def walked(place: Path) -> list[tuple[bytes, int, int, int]]:
     return found
 
 
-def shape(entries: Iterator[TreeEntry]) -> list[tuple[bytes, int, int, int]]:
-    return [(entry.path, entry.mode, entry.size, entry.mtime_ns) for entry in entries]
+def shape(entries: Iterator[TreeEntry]) -> list[tuple[bytes, int, int, int, int]]:
+    return [(entry.path, entry.mode, entry.size, entry.mtime_ns, entry.ctime_ns) for entry in entries]
 
 
 def test_a_walk_shows_everything_in_order_with_what_a_snapshot_keeps(place: Path, agent: Agent) -> None:
@@ -146,7 +146,8 @@ def test_many_entries_come_in_many_pages(place: Path, agent: Agent) -> None:
 
 
 def tree_entry(path: bytes, mode: int = stat.S_IFREG | 0o644, target: bytes = b"", **values: int) -> bytes:
-    fields = {"size": 1, "mtime": 0, "mtime_ns": 0, "uid": 0, "gid": 0, "nlink": 1, "inode": 7, "rdev": 0, **values}
+    times = {"mtime": 0, "mtime_ns": 0, "ctime": 0, "ctime_ns": 0}
+    fields = {"size": 1, **times, "uid": 0, "gid": 0, "nlink": 1, "inode": 7, "rdev": 0, **values}
     head = TREE_ENTRY.pack(mode, *fields.values(), len(path), len(target), values.get("xattrs", 0))
     return head + path + target
 
@@ -163,6 +164,7 @@ LIES = {
     "names out of order": ROOT + tree_entry(b"g") + tree_entry(b"f"),
     "an empty name": ROOT + tree_entry(b""),
     "a NUL": ROOT + tree_entry(b"a\0b"),
+    "a ctime with too many nanoseconds": ROOT + tree_entry(b"f", ctime_ns=10**9),
     "a negative size": ROOT + tree_entry(b"f", size=-1),
     "no type": ROOT + tree_entry(b"f", 0o644),
     "a symlink to nothing": ROOT + tree_entry(b"l", LINK),
