@@ -248,7 +248,10 @@ def test_limits_and_forks_afterwards(workdir: Path) -> None:
     workspace = upgradable.mount()
     try:
         (upgradable.path / "f").write_bytes(bytes(range(256)) * 1000)
+        oom_score = Path(f"/proc/{workspace.status().pid}/oom_score_adj").read_text()
         upgradable.upgrade()
+        # A new daemon is the first that the kernel ends when memory runs out, until it serves.
+        assert Path(f"/proc/{workspace.status().pid}/oom_score_adj").read_text() == oom_score
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
             (upgradable.path / "large").write_bytes(os.urandom(40 << 20))
         (upgradable.path / "large").unlink()

@@ -35,6 +35,7 @@ from typing import Final
 import trio
 
 from protocol.volume_extensions import ForkableVolume
+from vfsd.machine.memory_limits import KilledFirst, free_memory
 from vfsd.machine.runtime import ensure_socket_dir
 
 SYSTEMD_VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")
@@ -49,12 +50,11 @@ def check_memory(what: str = "a fork may come to need as much memory as its sour
     """OSError (ENOMEM) if there is no memory for another process of this size.  `what` needs it: a clause."""
     with open("/proc/self/statm", encoding="ascii") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    with open("/proc/meminfo", encoding="ascii") as file:
-        available = next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")), resident)
-    if resident > available:
+    free = free_memory()
+    if free is not None and resident > free:
         raise OSError(
             errno.ENOMEM,
-            f"{what}, {resident >> 20} MiB, and {available >> 20} MiB are available",
+            f"{what}, {resident >> 20} MiB, and {free >> 20} MiB are free, of the machine or of its cgroup",
         )
 
 
@@ -78,6 +78,7 @@ def fork_writer(
     def run() -> int:
         gc.disable()
         detach(kept, mountpoint)
+        KilledFirst()  # the image can be written again
         try:
             write()
         except OSError as error:

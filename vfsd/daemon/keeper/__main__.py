@@ -5,7 +5,6 @@ LOCK_FD is the lock that excludes a second server at the path SOCKET, locked by 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
@@ -22,13 +21,13 @@ def main(lock_fd: int, path: str) -> int:
     from vfsd.daemon.keeper import child  # noqa: PLC0415
     from vfsd.daemon.keeper.loaded_files import LoadedFiles  # noqa: PLC0415
     from vfsd.daemon.keeper.server import ForkServer  # noqa: PLC0415
+    from vfsd.machine.memory_limits import KilledFirst  # noqa: PLC0415
     from vfsd.machine.process_properties import process_properties  # noqa: PLC0415
 
     preload.preload()
     preload.import_rest()
     os.umask(0o077)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")  # the kernel ends this process before any that has work to do
+    KilledFirst()  # it has no work to do
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy every page
     forked = ForkServer(path, lambda: process_properties(environment), LoadedFiles(started_ns)).serve()

@@ -4,7 +4,9 @@ Invariants:
 
 1. Before `wait_go` returns, nothing that the old daemon uses is changed: neither the mount, the socket, the record nor
    the journal.  So a new daemon that fails just ends.
-2. `wait_go` returns only if the old daemon sent `Go`, or died with everything handed over and nobody to restart it.
+2. If memory runs out before that, the kernel ends this process, or the one that writes the image, and not the old
+   daemon (`KilledFirst`).
+3. `wait_go` returns only if the old daemon sent `Go`, or died with everything handed over and nobody to restart it.
 
 Threading: the serving loop.  Worker threads read the image and the log; nothing else uses the volume meanwhile.
 """
@@ -51,6 +53,7 @@ from vfsd.daemon.upgrading.messages import (
     Serving,
     TakeOverError,
 )
+from vfsd.machine.memory_limits import KilledFirst
 from vfsd.machine.runtime import process_start_ticks, socket_path
 from vfsd.wire.handshake import Failed as FailedStart
 from vfsd.wire.options import Below, JournalOptions, MountOptions
@@ -76,6 +79,7 @@ class Successor:
         self._journal: ContinuedJournal | None = None
         self._keeper_memory: memoryview | None = None
         self._is_serving = False
+        self._killed_first: KilledFirst | None = None
         self._table: int | None = None  # of the memory of its fork family
         self.device = -1  # of the mount, as for `negotiated`
         self.negotiated = b""
@@ -111,6 +115,7 @@ class Successor:
 
         `kept`: the keeper of this daemon.  TakeOverError, OSError, ValueError.
         """
+        self._killed_first = KilledFirst()
         backend = await trio.to_thread.run_sync(open_backend, self._empty(options), _no_progress)
         if self._directory is not None:
             os.close(self._directory)
@@ -242,6 +247,8 @@ class Successor:
                 raise TakeOverError("the old daemon died, and its keeper restarts it") from None
             _logger.warning("the old daemon died during the upgrade; this one serves", extra={"operation": "upgrade"})
         self._is_serving = True
+        if self._killed_first is not None:
+            self._killed_first.end()
         if self._journal is not None:
             await self._journal.begin(lock_fd)
 

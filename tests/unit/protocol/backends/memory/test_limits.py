@@ -13,7 +13,7 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.volume import AttributeChanges, Caller
 from protocol.volume_extensions import SnapshotInfo
-from vfsd.machine.memory_limits import available_memory
+from vfsd.machine.memory_limits import available_memory, free_memory
 
 CALLER = Caller(0, 0)
 MIB = 1 << 20
@@ -258,6 +258,34 @@ def test_without_a_limit_the_machines_memory_counts(tmp_path: Path) -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert available_memory(machine(tmp_path, "0::/a\nrubbish\n", {"a/memory.max": "max\n"})) == total
     assert available_memory(str(tmp_path / "nothing")) == total
+
+
+def test_what_is_free_is_what_the_cgroup_leaves_without_file_pages_that_can_be_dropped(tmp_path: Path) -> None:
+    newer = machine(
+        tmp_path / "2",
+        "0::/a/b\n",
+        {
+            "a/memory.max": f"{500 * MIB}\n",
+            "a/memory.current": f"{420 * MIB}\n",
+            "a/memory.stat": f"anon {300 * MIB}\nactive_file {30 * MIB}\ninactive_file {90 * MIB}\n",
+            "a/b/memory.max": "max\n",
+            "a/b/memory.current": f"{400 * MIB}\n",
+        },
+    )
+    assert free_memory(newer) == 200 * MIB
+    older = machine(
+        tmp_path / "1",
+        "4:memory:/a\n",
+        {
+            "memory/a/memory.limit_in_bytes": f"{500 * MIB}\n",
+            "memory/a/memory.usage_in_bytes": f"{420 * MIB}\n",
+            "memory/a/memory.stat": f"inactive_file 1\ntotal_inactive_file {90 * MIB}\ntotal_active_file {30 * MIB}\n",
+        },
+    )
+    assert free_memory(older) == 200 * MIB
+    (tmp_path / "1" / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  102400 kB\n")
+    assert free_memory(older) == 100 * MIB
+    assert free_memory(str(tmp_path / "nothing")) is None
 
 
 def test_an_import_names_the_limit_that_it_reaches() -> None:
