@@ -27,7 +27,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal, Protocol
 
 from protocol.journal.records import (
     FRAME_BYTES,
@@ -43,7 +43,6 @@ from protocol.journal.records import (
 )
 
 FsyncPolicy = Literal["always", "everysec", "no"]
-FSYNC_POLICIES: Final[tuple[str, ...]] = get_args(FsyncPolicy)
 
 _logger = logging.getLogger(__name__)
 _EVERY_S: Final = 1.0

@@ -20,7 +20,6 @@ from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
 from protocol.values import Value
 
-FOREIGN: Final = 1 << 64  # added to the inode numbers of `theirs`
 _UNCHANGED: Final = object()
 
 

@@ -21,7 +21,6 @@ import zipfile
 from importlib import resources
 from typing import Final
 
-PYTHON_MINIMUM: Final = (3, 8)
 _SHEBANG: Final = b"#!/usr/bin/env python3\n"
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first that ZIP can express
 # Packages whose `__init__` exports names that the others import; the other packages get an empty one.
