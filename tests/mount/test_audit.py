@@ -337,7 +337,10 @@ def test_the_log_of_a_path_has_what_removed_or_moved_the_directories_above_it(wo
     os.rename(root / "d", root / "moved")
     workspace.restore("before")
     assert kinds(workspace.log("d/e/f")) == [("create", "d/e/f"), ("write", "d/e/f"), ("rename", "d")]
-    assert kinds(workspace.log("moved/e/f")) == [("rename", "d"), ("restore", "moved")]
+    assert kinds(workspace.log("moved/e/f")) == [("rename", "d"), ("restore", None)]
+    restored = workspace.log("moved/e/f")[-1]
+    assert (restored.count, set(restored.paths)) == (4, {"moved", "moved/e", "moved/e/f", "moved/other"})
+    assert workspace.log("moved/other")[-1] == restored
     workspace.undo()
     vfsd("fs", "rm", "-r", "moved", "-w", workspace.name)
     assert workspace.log("moved/e/f")[-1].change == "fs.rm"
@@ -354,6 +357,8 @@ def test_paths_programs_and_times_select_entries(workspace: Workspace, root: Pat
     assert {change.path for change in workspace.log(by="touch")} == {"src/b"}
     assert {change.path for change in workspace.log(by="sh")} == {"src/b", "srcs"}, "and what it started"
     assert workspace.log(by=os.getpid()) == workspace.log()
+    nobody = json.loads(succeeded(vfsd("log", "--json", "--by", "nobody", "-w", workspace.name)))
+    assert (nobody["entries"], nobody["logged"]) == ([], len(workspace.log())), "it looks like an empty log"
     with pytest.raises(FileNotFoundError):
         workspace.log(since="never")
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 
 from protocol.store import Store
@@ -35,6 +36,8 @@ from tests.support.policed import (
     state,
 )
 from vfsd import Workspace
+from vfsd.integrations.mcp.session import Session
+from vfsd.integrations.mcp.tools import SERVED_TOOLS
 
 PLACES = [f"{engine}-{backend}" for engine in ENGINES for backend in BACKENDS]
 
@@ -271,6 +274,8 @@ def test_a_change_by_the_daemon_respects_it_and_changes_nothing(shared: tuple[Wo
         assert [each.name for each in workspace.snapshots()] == snapshots
     assert any(each.change == "denied" and each.attempt == "import" for each in workspace.log())
     assert "(several paths, or hidden ones)" in succeeded(vfsd("log", "-w", workspace.name))
+    shown = anyio.run(SERVED_TOOLS["log"].call, {"limit": 10}, Session(workspace.name), lambda _: None)
+    assert "  denied import  (several paths, or hidden ones)  by " in shown
 
 
 def copied(name: str, root: Path, content: Path) -> Path:

@@ -494,6 +494,34 @@ def test_an_open_page_is_told_about_changes(site: Site, root: Path, monkeypatch:
     assert site.get("/events", workspace="none").status == 404
 
 
+def test_no_more_pages_than_the_limit_follow_changes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    import http.client
+
+    from vfsd.web import events
+
+    monkeypatch.setattr(events, "_MOST_OPEN", 3)
+    monkeypatch.setattr(events, "PERIOD_S", 0.02)
+    connections = [http.client.HTTPConnection("127.0.0.1", site.port, timeout=20) for _ in range(12)]
+    try:
+        for connection in connections:  # all of them before the first answer
+            connection.request("GET", "/events", headers=site.headers)
+        answers = [connection.getresponse().status for connection in connections]
+        assert sorted(answers) == [200] * 3 + [503] * 9
+    finally:
+        for connection in connections:
+            connection.close()
+
+    def open_page() -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=20)
+        connection.request("GET", "/events", headers=site.headers)
+        status = connection.getresponse().status
+        connection.close()
+        return status == 200
+
+    while not open_page():  # the server notices at its next event that the others are closed
+        time.sleep(0.01)
+
+
 def test_a_fork_is_adopted_and_own_changes_are_replaced_only_after_a_tick(
     site: Site, workdir: Path, root: Path, story: None
 ) -> None:

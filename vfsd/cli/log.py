@@ -18,7 +18,7 @@ from vfsd.cli.common.streamed import PatientOutput
 from vfsd.cli.common.times import ACCEPTED, parse_time
 from vfsd.client.connection import ControlClient, ControlError, control_error
 from vfsd.client.next_daemon import next_daemon
-from vfsd.wire.audit_messages import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams
+from vfsd.wire.audit_messages import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams, nameless
 
 _COMMAND_CHARACTERS: Final = 100  # of a command line that is shown
 _COLUMNS: Final = output.columns("TIME:time PID CHANGE PATH:path SIZE:size COMMAND BELONGS-TO")
@@ -96,7 +96,8 @@ def _show(app: App, selected: dict[str, Any]) -> None:
     with app.writing():
         if app.json:
             with PatientOutput() as out:
-                out.write(b'{"entries":[' + b",".join(lines.splitlines()) + b'],"dropped":%d' % answer.dropped)
+                out.write(b'{"entries":[' + b",".join(lines.splitlines()) + b'],"logged":%d' % answer.logged)
+                out.write(b',"dropped":%d' % answer.dropped)
                 out.write(b',"complete_since":' + msgspec.json.encode(answer.since))
                 out.write(b',"file_missing":%d' % answer.file_missing)
                 out.write(b',"file_problem":' + msgspec.json.encode(answer.file_problem) + b"}\n")
@@ -178,8 +179,7 @@ def _place(entry: LogEntry) -> str:
     if entry.count != 1 or entry.paths:
         shown = ", ".join(entry.paths[:3])
         return f"{output.counted(entry.count, 'path')}: {shown}{', ...' if entry.count > 3 else ''}"
-    unnamed = "(a file without a name)" if entry.attempt is None else "(several paths, or hidden ones)"
-    path = unnamed if entry.path is None else entry.path or "."
+    path = nameless(entry.attempt) if entry.path is None else entry.path or "."
     if entry.to is not None:
         return f"{path} -> {entry.to}"
     if entry.of is not None:

@@ -10,13 +10,14 @@ Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 import anyio
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from vfsd.client.requests import RemoteCall
 from vfsd.web.pages import given, sources_of
@@ -29,7 +30,7 @@ _MOST_OPEN: Final = 64
 
 
 class Events:
-    """The open connections of one server, at most `_MOST_OPEN`."""
+    """The open connections of one server, at most `_MOST_OPEN`.  One counts from its request to its end."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -41,21 +42,36 @@ class Events:
         key, sources = given(request, "workspace"), sources_of(request)
         if key is not None:
             sources.workspace(key)
-        return StreamingResponse(self._stream(sources, key), media_type="text/event-stream")
-
-    async def _stream(self, sources: Sources, key: str | None) -> AsyncIterator[str]:
         self._open += 1
+        return _EventResponse(_stream(sources, key), self._ended)
+
+    def _ended(self) -> None:
+        self._open -= 1
+
+
+class _EventResponse(StreamingResponse):
+    """A stream of events.  `ended` is called at its end, also if not even its beginning could be sent."""
+
+    def __init__(self, stream: AsyncIterator[str], ended: Callable[[], object]) -> None:
+        super().__init__(stream, media_type="text/event-stream")
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            before = await _state(sources, key)
-            yield "event: ready\ndata:\n\n"
-            while True:
-                await anyio.sleep(PERIOD_S)
-                now = await _state(sources, key)
-                # A comment shows a connection that has ended.
-                yield ":\n\n" if now == before else "event: change\ndata:\n\n"
-                before = now
+            await super().__call__(scope, receive, send)
         finally:
-            self._open -= 1
+            self._ended()
+
+
+async def _stream(sources: Sources, key: str | None) -> AsyncIterator[str]:
+    before = await _state(sources, key)
+    yield "event: ready\ndata:\n\n"
+    while True:
+        await anyio.sleep(PERIOD_S)
+        now = await _state(sources, key)
+        # A comment shows a connection that has ended.
+        yield ":\n\n" if now == before else "event: change\ndata:\n\n"
+        before = now
 
 
 async def _state(sources: Sources, key: str | None) -> object:

@@ -87,7 +87,8 @@ class LogResult(msgspec.Struct):
     """Result of `log`.  Before it, "output" has the entries: one LogEntry per line of JSON.
 
     `dropped` entries are older than the log reaches back, and `since` is the time from which it is complete.
-    `begins_late`: that is later than the time that the client asked for.
+    `begins_late`: that is later than the time that the client asked for.  `logged`: how many entries the log has, also
+    those that the client did not ask for.
     """
 
     entries: int
@@ -96,6 +97,12 @@ class LogResult(msgspec.Struct):
     file_missing: int = 0  # entries that --audit FILE lacks, because writing failed
     file_problem: str | None = None  # why, while it fails
     begins_late: bool = False
+    logged: int = 0
+
+
+def nameless(attempt: str | None) -> str:
+    """Return what to print in place of the path of an entry without one; `attempt` is that of the entry."""
+    return "(a file without a name)" if attempt is None else "(several paths, or hidden ones)"
 
 
 class WatchParams(LogParams):

@@ -34,7 +34,7 @@ from vfsd.wire.audit_messages import Overflow
 
 if TYPE_CHECKING:
     from protocol.volume import Volume
-    from protocol.volume_extensions import CacheInvalidation
+    from protocol.volume_extensions import CacheInvalidation, EntryChange
 
 AUDIT_BYTES: Final = 8 << 20
 FOLLOWER_BYTES: Final = 1 << 20
@@ -401,16 +401,39 @@ class AuditLog:
 
 
 def changed_paths(invalidation: CacheInvalidation) -> Iterator[bytes]:
-    """Yield the paths of the entries that were made, replaced or removed, and of the files with new content."""
+    """Yield the paths of the entries that were made, replaced or removed, and of the files with new content.
+
+    Those below a removed directory have the path that it had.
+    """
     paths = invalidation.paths
+    removed = {change.old: change for change in invalidation.entries if change.old and change.old not in paths}
+    removed_paths: dict[int, bytes | None] = {}
+
+    def path_of(directory: int) -> bytes | None:
+        below: list[EntryChange] = []
+        while directory not in paths and directory not in removed_paths:
+            found = removed.get(directory)
+            if found is None or len(below) > len(removed):
+                break
+            below.append(found)
+            directory = found.parent
+        path = paths.get(directory, removed_paths.get(directory))
+        for found in reversed(below):
+            path = None if path is None else _joined(path, found.name)
+            removed_paths[found.old] = path
+        return path
+
     for change in invalidation.entries:
-        if change.old != change.new and change.parent in paths:
-            above = paths[change.parent]
-            yield above + b"/" + change.name if above else change.name
+        if change.old != change.new and (above := path_of(change.parent)) is not None:
+            yield _joined(above, change.name)
     entered = {change.new for change in invalidation.entries}
     for changed in invalidation.inodes:
         if changed.inode in paths and changed.inode not in entered and changed.content:
             yield paths[changed.inode]
+
+
+def _joined(above: bytes, name: bytes) -> bytes:
+    return above + b"/" + name if above else name
 
 
 def _chain(process: Process) -> Sequence[Process]:

@@ -71,6 +71,7 @@ class AuditMethods:
             0 if file is None else file.missing,
             None if file is None else file.problem,
             begins_late=asked_ns is not None and asked_ns < since,
+            logged=len(entries),
         )
 
     async def _watch(self, params: WatchParams, call: CallContext) -> Empty:

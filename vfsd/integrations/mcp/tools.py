@@ -21,6 +21,7 @@ from vfsd.client.log_results import LoggedChange
 from vfsd.client.requests import OnProgress
 from vfsd.client.results import Change, Diff, Patch, Restored, Snapshot
 from vfsd.integrations.mcp.session import Session
+from vfsd.wire.audit_messages import nameless
 from vfsd.wire.messages import StatusResult
 
 __all__ = ["SERVED_TOOLS", "Hints", "ServedTool", "describe_error", "served_for"]
@@ -235,15 +236,17 @@ async def _log(params: LogToolParams, session: Session, _on_progress: OnProgress
 
 
 def _log_line(change: LoggedChange) -> str:
-    place = (
-        f"{change.count} paths" if change.path is None and change.paths else change.path or "(a file without a name)"
-    )
+    if change.path is not None:
+        place = change.path or "."
+    else:
+        place = f"{change.count} paths" if change.paths else nameless(change.attempt)
     place += f" -> {change.to}" if change.to is not None else ""
     process = change.process
     command = "(the kernel)" if process is None else " ".join(process.command) or process.name
     if len(command) > _COMMAND_CHARACTERS:
         command = command[:_COMMAND_CHARACTERS] + "..."
-    words = [change.time.isoformat(timespec="seconds"), change.change, place]
+    kind = change.change if change.attempt is None else f"denied {change.attempt}"
+    words = [change.time.isoformat(timespec="seconds"), kind, place]
     words += [] if change.bytes_written is None else [f"{change.bytes_written} bytes"]
     words += [f"by {'' if process is None else f'{process.pid} '}{command}"]
     return printable("  ".join([*words, *([f"({change.label})"] if change.label else [])]))
