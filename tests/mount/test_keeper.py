@@ -37,11 +37,13 @@ from tests.mount.programs import Program, failed, log_of, succeeded, vfsd, wait_
 from tests.support.fork_server import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.async_workspace import AsyncWorkspace
+from vfsd.client.connection import ControlClient
 from vfsd.client.log_results import LoggedChange, Missed
 from vfsd.client.workspace import Workspace
 from vfsd.daemon.keeper.kept import DEATHS_MAX
 from vfsd.kernel.engines.native.wire import Opcode
 from vfsd.machine.runtime import read_record
+from vfsd.wire.audit_messages import LabelParams
 
 
 @pytest.fixture
@@ -391,6 +393,26 @@ def test_without_resending_a_request_in_progress_fails_and_the_mount_continues(
             (kept.path / "file").write_bytes(b"content")
     assert "failed with EIO" in log_of(kept.name)
     check_invariants(Workspace.attach(kept.name))
+
+
+def test_labels_survive_a_death_and_an_upgrade(kept: Kept) -> None:
+    workspace = kept.mount()
+    with subprocess.Popen(["sh", "-c", "read line; mkdir e"], cwd=kept.path, stdin=subprocess.PIPE) as other:
+        with ControlClient(workspace.socket) as client:
+            client.call("label", LabelParams("another's", other.pid))
+        with workspace.label("turn 1"):
+            kept.kill()
+            (kept.path / "a").mkdir()
+            workspace.upgrade()
+            (kept.path / "b").mkdir()
+            kept.kill()
+            subprocess.run(["mkdir", kept.path / "c"], check=True)
+            found = {change.path: change.label for change in workspace.log()}
+            assert found == {"c": "turn 1"}
+        kept.kill()
+        (kept.path / "d").mkdir()
+        other.communicate(b"\n")
+    assert {change.path: change.label for change in workspace.log()} == {"d": None, "e": "another's"}
 
 
 def test_snapshots_that_were_read_can_be_read_and_listed_after_a_death_and_an_upgrade(kept: Kept) -> None:

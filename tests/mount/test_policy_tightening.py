@@ -272,6 +272,27 @@ def test_an_upgraded_daemon_has_the_policy_with_what_was_added(workdir: Path) ->
             fails(errno.ENOENT, (root / name).lstat)
 
 
+@pytest.mark.parametrize("is_upgraded", [False, True])
+def test_what_was_added_survives_the_daemon_of_a_host_directory(workdir: Path, is_upgraded: bool) -> None:
+    (workdir / "below").mkdir()
+    backend = f"host:{workdir / 'below'}"
+    with Workspace.mount(workdir / "k", name=f"{workdir.name}-k", backend=backend, hide=["nothing"]) as workspace:
+        root = Path(workspace.path)
+        (root / "gone").write_text("gone")
+        (root / "kept").write_text("kept")
+        workspace.policy(protect=["kept"])
+        workspace.policy(hide=["gone", os.fsdecode(b"caf\xe9")])
+        expected = workspace.policy()
+        if is_upgraded:
+            workspace.upgrade()
+        for _ in range(2):
+            os.kill(workspace.status().pid, signal.SIGKILL)
+            assert os.listdir(root) == ["kept"]  # the next daemon answers
+            fails(errno.EPERM, (root / "kept").unlink)
+            assert workspace.policy() == expected
+        assert (workdir / "below" / "gone").exists()
+
+
 def test_too_many_patterns_are_refused(mount: MountIt) -> None:
     with pytest.raises(ValueError, match="1,001 patterns"):
         mount(hide=[f"name-{number}" for number in range(1001)])

@@ -38,7 +38,17 @@ from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.memory_trim import MemoryTrim
 from vfsd.daemon.merging.records import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.opening import Served, alone, connected, engine_settings, opened, recover, resumed_mount, to_serve
+from vfsd.daemon.opening import (
+    POLICY_NOTE,
+    Served,
+    alone,
+    connected,
+    engine_settings,
+    opened,
+    recover,
+    resumed_mount,
+    to_serve,
+)
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
 from vfsd.daemon.stacks import STACKS_SIGNAL, dump_threads_on_signal, write_task_stacks
@@ -51,6 +61,7 @@ from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire.handshake import Ready
 
 if TYPE_CHECKING:
+    from vfsd.daemon.audit.processes import GivenLabel
     from vfsd.daemon.keeper.kept import Kept
     from vfsd.daemon.snapshots.base import SnapshotService
     from vfsd.daemon.upgrading.taking import Successor
@@ -64,6 +75,7 @@ _LINGER_S: Final = 5.0
 _ANSWER_S: Final = 5.0  # how long the daemon waits for the client to read the answer to its unmount
 _ANSWER_POLL_S: Final = 0.01
 _TIDY_S: Final = 1.0
+_LABELS: Final = "labels"  # in the keeper's notes
 
 
 async def run_daemon(
@@ -97,8 +109,9 @@ async def run_daemon(
     replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
         audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
+        _keep_labels(audit, kept, successor)
         stale = CacheInvalidation() if successor is not None else connected(backend, kept)
-        served = to_serve(options, backend, is_continued=resumed is not None)
+        served = to_serve(options, backend, kept, is_continued=resumed is not None)
         if resumed is not None:
             engine = resume_engine(
                 served.volume,
@@ -130,6 +143,17 @@ async def run_daemon(
         # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and reports it.
         # Without it programs would write to the empty directory, and a sync job would copy the emptiness.
         await _close(options, None if daemon.leaves_mount else engine, backend, audit, kept)
+
+
+def _keep_labels(audit: Audit, kept: Kept | None, successor: Successor | None) -> None:
+    """Continue with the labels of the daemon before, and note those of this one for the next."""
+    given: list[GivenLabel] = [] if successor is None else successor.labels
+    if kept is None:
+        audit.keep_labels(given, lambda _labels: None)
+        return
+    if successor is None:
+        given = kept.notes.get(_LABELS) or []
+    audit.keep_labels(given, functools.partial(kept.notes.set, _LABELS))
 
 
 async def _close(
@@ -191,7 +215,7 @@ class _Daemon:
         self._is_handed_over = False
         self._written: WorkspaceRecord | None = None
         self._end: Callable[[], object] = lambda: None
-        self._audit = audit
+        self._audit = self.audit = audit
         self._snapshot_directory = served.directory
         self._kept = kept
         self._stale = start.stale
@@ -327,6 +351,8 @@ class _Daemon:
         """Give forks, and a daemon that an upgrade starts, the policy that holds now."""
         self._options = self.options = replace(self._options, policy=policy)
         self.forks.use_policy(policy)
+        if self._kept is not None:
+            self._kept.notes.set(POLICY_NOTE, [policy.protect, policy.hide])
 
     async def _wait_answering(self, mounted: MountedVolume) -> None:
         """Wait for an answer of the loop, which serves already; or correct what a dead daemon left in the kernel."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vfsd.daemon.upgrading.taking import Successor
     from vfsd.wire.options import MountOptions
 
+POLICY_NOTE: Final = "policy"  # in the keeper's notes
 _LOST: Final = "the content and the snapshots of that workspace are lost"
 
 
@@ -104,14 +105,19 @@ def connected(backend: Backend, kept: Kept | None) -> CacheInvalidation:
     return CacheInvalidation() if journal is None else journal.connect(is_known=is_known)
 
 
-def _open_policy(options: MountOptions, backend: Backend, *, is_continued: bool) -> tuple[Policy | None, str | None]:
+def _open_policy(
+    options: MountOptions, backend: Backend, kept: Kept | None, *, is_continued: bool
+) -> tuple[Policy | None, str | None]:
     """Return the policy of the mount, if there is one, and a sentence for the user."""
-    if not (options.policy.protect or options.policy.hide or options.content.exclude or options.journal.persist):
+    noted = None if kept is None or kept.resumed is None else kept.notes.get(POLICY_NOTE)
+    if not (
+        noted or options.policy.protect or options.policy.hide or options.content.exclude or options.journal.persist
+    ):
         return None, None
     # Start-up: few mounts have a policy.
     from vfsd.daemon.policy.service import open_policy  # noqa: PLC0415
 
-    return open_policy(options, backend.volume, is_continued=is_continued)
+    return open_policy(options, backend.volume, noted, is_continued=is_continued)
 
 
 class Served(NamedTuple):
@@ -123,9 +129,9 @@ class Served(NamedTuple):
     note: str | None  # for the user
 
 
-def to_serve(options: MountOptions, backend: Backend, *, is_continued: bool) -> Served:
+def to_serve(options: MountOptions, backend: Backend, kept: Kept | None, *, is_continued: bool) -> Served:
     """Put the policy and `.snapshots` of the mount around the backend's volume.  OSError, ValueError."""
-    policy, note = _open_policy(options, backend, is_continued=is_continued)
+    policy, note = _open_policy(options, backend, kept, is_continued=is_continued)
     directory = _open_directory(options, backend, policy, is_continued=is_continued)
     volume = backend.volume if policy is None else policy.volume
     return Served(volume if directory is None else directory.volume, policy, directory, note)

@@ -27,13 +27,15 @@ import os
 import re
 import resource
 import select
-from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from protocol.linux.syscalls import fails_to_read
 from vfsd.machine.bounded_reads import BoundedReads, UnansweredError
+from vfsd.machine.runtime import process_start_ticks
 
 T = TypeVar("T")
+GivenLabel: TypeAlias = tuple[int, int, str]  # a process, when it was started, and the label that it was given
 COMMAND_BYTES: Final = 1024  # of a command line; the rest is cut off
 _KEPT: Final = 128
 _DESCRIPTORS_PER_KEPT: Final = 32  # of RLIMIT_NOFILE: the rest is for the volume and for clients
@@ -295,6 +297,19 @@ class Processes:
         if len(self.labels) >= _KEPT:
             self._remove_label(next(iter(self.labels)))
         self.labels[pid] = handle, label
+
+    def given_labels(self) -> list[GivenLabel]:
+        """Return the labels that processes were given."""
+        running = {pid: label for pid, (handle, label) in self.labels.items() if not _has_ended(handle)}
+        return [(pid, process_start_ticks(pid) or 0, label) for pid, label in running.items()]
+
+    def give_again(self, labels: Iterable[GivenLabel]) -> None:
+        """Give processes that still run the labels that another daemon returned as `given_labels`."""
+        for pid, start_ticks, label in labels:
+            with contextlib.suppress(OSError):
+                self.set_label(pid, label)
+                if process_start_ticks(pid) != start_ticks:
+                    self._remove_label(pid)
 
     def _remove_label(self, pid: int) -> None:
         handle, _ = self.labels.pop(pid, (-1, ""))

@@ -5,7 +5,9 @@ Threading: the serving loop.
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vfsd.daemon.audit.file import AuditFile
@@ -14,6 +16,7 @@ from vfsd.kernel.engines.base import ObservableEngine
 
 if TYPE_CHECKING:
     from protocol.volume import Volume
+    from vfsd.daemon.audit.processes import GivenLabel
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions
 
@@ -28,12 +31,36 @@ class Audit:
     def __init__(self, options: MountOptions, volume: Volume, *, starter: int, is_fork: bool) -> None:
         self.log = AuditLog(volume, starter=starter) if options.audit.audit else None
         self.file: AuditFile | None = None
+        self._note_labels: Callable[[list[GivenLabel]], object] = lambda _labels: None
         path = options.audit.audit_file
         if self.log is not None and path is not None:
             if is_fork:
                 stem, suffix = os.path.splitext(path)
                 path = f"{stem}.{options.workspace.name}{suffix}"
             self.file = AuditFile(path, self.log)
+
+    @property
+    def labels(self) -> list[GivenLabel]:
+        """The labels that processes were given."""
+        return [] if self.log is None else self.log.processes.given_labels()
+
+    def keep_labels(self, given: Iterable[GivenLabel], note: Callable[[list[GivenLabel]], object]) -> None:
+        """Begin with the labels of the daemon before; call `note` with all labels when one changes."""
+        if self.log is not None:
+            self.log.processes.give_again(given)
+        self._note_labels = note
+        note(self.labels)
+
+    def set_label(self, pid: int, label: str | None) -> None:
+        """As `Processes.set_label`.  OSError (EOPNOTSUPP) if there is no log."""
+        self.kept_log().processes.set_label(pid, label)
+        self._note_labels(self.labels)
+
+    def kept_log(self) -> AuditLog:
+        """Return the log.  OSError (EOPNOTSUPP) if there is none."""
+        if self.log is None:
+            raise OSError(errno.EOPNOTSUPP, "this workspace keeps no log: it was mounted with --no-audit")
+        return self.log
 
     def observe(self, engine: Engine) -> None:
         """Have `engine` report the changes of its mount.  An engine of another package may not be able to."""

@@ -6,7 +6,6 @@ entries, which do not change, and those of writes that go on, whose numbers may 
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -15,7 +14,6 @@ import trio
 
 from protocol.errors import SnapshotNotFoundError
 from vfsd.daemon.audit.entries import Entry, time_text
-from vfsd.daemon.audit.log import AuditLog
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import OutputPieces
@@ -32,7 +30,7 @@ class AuditMethods:
     """The methods of one workspace."""
 
     def __init__(self, audit: Audit, snapshots: SnapshotService | None) -> None:
-        self._log = audit.log
+        self._audit = audit
         self._file = audit.file
         self._snapshots = snapshots
 
@@ -40,13 +38,8 @@ class AuditMethods:
         """The handler of each method of `audit_messages.AUDIT_METHODS`."""
         return {"log": self._show, "watch": self._watch, "label": self._label}
 
-    def _kept(self) -> AuditLog:
-        if self._log is None:
-            raise OSError(errno.EOPNOTSUPP, "this workspace keeps no log: it was mounted with --no-audit")
-        return self._log
-
     async def _show(self, params: LogParams, call: CallContext) -> LogResult:
-        log = self._kept()
+        log = self._audit.kept_log()
         asked_ns = await self._since_ns(params)
         wanted = _filter(params, asked_ns)
         entries, dropped, since = list(log.entries()), log.dropped, log.complete_since_ns
@@ -75,7 +68,7 @@ class AuditMethods:
         )
 
     async def _watch(self, params: WatchParams, call: CallContext) -> Empty:
-        log = self._kept()
+        log = self._audit.kept_log()
         since_ns = await self._since_ns(params)
         wanted, has_start = _filter(params, since_ns), since_ns is not None
         # No await between the two: an entry is in one of them.  Those of writes that go on follow when they end.
@@ -116,7 +109,7 @@ class AuditMethods:
         if not isinstance(pid, int):
             raise InvalidParamsError("label: the caller is in another pid namespace; give `pid`")
         label = None if params.label is None else " ".join(params.label.split())[:_LABEL_CHARACTERS]
-        self._kept().processes.set_label(pid, label or None)
+        self._audit.set_label(pid, label or None)
         return Empty()
 
 

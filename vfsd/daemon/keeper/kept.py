@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.values import Value
+from vfsd.daemon.keeper.notes import Notes
 from vfsd.kernel.engines.base import ResumableEngine
 from vfsd.kernel.engines.native import abandoned
 from vfsd.machine import interpreter
@@ -136,7 +137,7 @@ class Kept:
 
     `resumed`: the mount to continue with; None for the first daemon.  `early_signal`: returns the signal that asked
     this process to end before it handled signals itself, or None.  `memory_fd`: the descriptor of the shared memory.
-    `log`: for what a replacement of this daemon needs.
+    `log`: for what a replacement of this daemon needs.  `notes`: what was set while the daemon ran.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Kept:
         early_signal: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.log: Final = log
+        self.notes: Final = Notes(memory_fd)
         self.resumed = resumed
         self.early_signal = early_signal
         self.why_not: str | None = None  # why this daemon is not kept

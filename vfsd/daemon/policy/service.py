@@ -189,25 +189,33 @@ def decoded(data: bytes | None) -> PolicyOptions:
     return PolicyOptions(tuple(protect), tuple(hide))
 
 
-def open_policy(options: MountOptions, volume: Volume, *, is_continued: bool) -> tuple[Policy | None, str | None]:
+def open_policy(
+    options: MountOptions, volume: Volume, kept: Sequence[Sequence[str]] | None, *, is_continued: bool
+) -> tuple[Policy | None, str | None]:
     """Return the policy that `options` ask for, and a sentence for the user.
 
-    A daemon that continues a mount has what was added at run time, from the journal.  A new mount has what its own
+    A daemon that continues a mount has what was added at run time, from the journal or from `kept`: what the daemon
+    before has protected and hidden, if a keeper knows it.  A new mount has what its own
     options say; the sentence names what the mount before it protected or hid in addition.
     """
     protect, hide = options.policy.protect, options.policy.hide
     if options.workspace.backend.kind == "overlay":
-        hide = (*hide, *options.content.exclude)
+        hide = _joined(hide, options.content.exclude)
     journal = journaled(volume)
     noted = decoded(None if journal is None else journal.notes.get(_NOTE))
     if is_continued:
-        protect = (*protect, *(each for each in noted.protect if each not in protect))
-        hide = (*hide, *(each for each in noted.hide if each not in hide))
+        for added in (noted, PolicyOptions(*map(tuple, kept or ((), ())))):
+            protect, hide = _joined(protect, added.protect), _joined(hide, added.hide)
     policy = Policy(volume, protect, hide, is_continued=is_continued) if protect or hide else None
     now = PolicyOptions() if policy is None else policy.options
     if journal is not None and not is_continued and encoded(now) != encoded(noted):
         journal.note(_NOTE, encoded(now))
     return policy, _dropped(noted, now)
+
+
+def _joined(patterns: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
+    """Return `patterns` with those of `more` that are not among them."""
+    return (*patterns, *(each for each in more if each not in patterns))
 
 
 def _dropped(before: PolicyOptions, now: PolicyOptions) -> str | None:

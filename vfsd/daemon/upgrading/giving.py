@@ -66,6 +66,7 @@ from vfsd.wire.messages import UpgradeParams, UpgradeResult, from_wire_path
 
 if TYPE_CHECKING:
     from protocol.volume_durability import GivenState
+    from vfsd.daemon.audit.service import Audit
     from vfsd.daemon.backends import Backend
     from vfsd.daemon.control.server import ControlServer
     from vfsd.daemon.exec.commands import Commands
@@ -108,6 +109,9 @@ class OldDaemon(Protocol):
 
     @property
     def backend(self) -> Backend: ...
+
+    @property
+    def audit(self) -> Audit: ...
 
     @property
     def kept(self) -> Kept | None: ...
@@ -378,7 +382,7 @@ class Upgrade:
         given = CarriedForks(list(forks.kept_bases), forks.count)
         if family is not None:
             given = CarriedForks(given.kept, given.count, True, family.limit, sorted(family.bases))
-        return Carried(history, merges, forks.instance, origin, given)
+        return Carried(history, merges, forks.instance, origin, given, self._daemon.audit.labels)
 
     async def _go(self, new: _NewDaemon, given: GivenState) -> bool:
         """Send Go; return whether the new daemon serves, or its keeper restarts it."""

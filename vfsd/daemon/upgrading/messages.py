@@ -125,7 +125,7 @@ class Carried(msgspec.Struct, frozen=True):
     """What the daemon keeps outside its volume.
 
     `history`: the undo history.  `merges`: what was merged (`MergeLog.encoded`); None if the journal has it.
-    `instance`: what identifies the workspace to its forks.  `origin`: of a fork.
+    `instance`: what identifies the workspace to its forks.  `origin`: of a fork.  `labels`: of processes, for the log.
     """
 
     history: dict[str, Any] | None
@@ -133,6 +133,7 @@ class Carried(msgspec.Struct, frozen=True):
     instance: str
     origin: CarriedOrigin | None = None
     forks: CarriedForks = CarriedForks([], 0)
+    labels: list[tuple[int, int, str]] = []
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):

@@ -61,6 +61,7 @@ from vfsd.wire.sockets import BoundSocket
 
 if TYPE_CHECKING:
     from protocol.volume_durability import HandedOverVolume, TakenState
+    from vfsd.daemon.audit.processes import GivenLabel
 
 _logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Successor:
         self.history: UndoHistory | None = None
         self.merges: MergeLog | None = None
         self.forks: GivenForks | None = None
+        self.labels: list[GivenLabel] = []
         self._carried_origin: CarriedOrigin | None = None
 
     @property
@@ -194,6 +196,7 @@ class Successor:
 
     def _carry(self, finish: Finish, backend: Backend) -> None:
         carried, forks, family = finish.carried, finish.carried.forks, None
+        self.labels = carried.labels
         if self._table is not None:
             volume = forkable(backend.volume)
             assert volume is not None, "it has forks"
