@@ -13,16 +13,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from protocol import Filesystem, HostFilesystem
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.testing import FilesystemContract, StreamingContract
 from tests.container.conftest import MAPPED, MountContainer, StartContainer, attempt, check_git_works, inside, tmpfs
+from tests.support.contracts_on_mounts import OnMount
+from tests.support.waiting import wait_until
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
 
@@ -45,13 +46,6 @@ def workspace(mount_container: MountContainer, container: Container) -> Workspac
 @pytest.fixture
 def root(workspace: Workspace) -> Path:
     return Path(workspace.path)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "never seen"
-        time.sleep(0.01)
 
 
 # -- inside and outside ------------------------------------------------------------------------------
@@ -258,7 +252,7 @@ def test_a_helper_that_is_killed_is_replaced_and_open_files_go_on(
         for times in (1, 2):
             os.kill(helper_of(container), signal.SIGKILL)
             log = Path(log_path(workspace.name))
-            eventually(lambda: log.read_text().count("is running again and served") == times)  # noqa: B023
+            wait_until(lambda: log.read_text().count("is running again and served") == times)  # noqa: B023
         assert file.read() == b"56789"
         file.write(b"!")
     assert inside(container, "cat /workspace/d/f") == b"0123456789!"
@@ -273,7 +267,7 @@ def test_while_the_helper_is_gone_all_is_eio_and_nobody_waits(
     os.kill(pid, signal.SIGSTOP)  # it does not even end
     # Until each of its threads has stopped, it answers.
     tasks = Path(f"/proc/{pid}/task")
-    eventually(lambda: all("\nState:\tT" in (task / "status").read_text() for task in tasks.iterdir()))
+    wait_until(lambda: all("\nState:\tT" in (task / "status").read_text() for task in tasks.iterdir()))
     failed: list[int] = []
 
     def ask() -> None:
@@ -292,7 +286,7 @@ def test_while_the_helper_is_gone_all_is_eio_and_nobody_waits(
 
     container.start()
     log = Path(log_path(workspace.name))
-    eventually(lambda: "is running again and served" in log.read_text())
+    wait_until(lambda: "is running again and served" in log.read_text())
     assert (root / "f").read_text() == "x"
 
 
@@ -342,7 +336,7 @@ def test_a_program_that_is_interrupted_all_the_time_sees_no_eintr(root: Path) ->
 def test_no_helper_stays_when_the_mount_ends(container: Container, workspace: Workspace, root: Path) -> None:
     pid = helper_of(container)
     workspace.unmount()
-    eventually(lambda: not Path("/proc", str(pid)).exists())
+    wait_until(lambda: not Path("/proc", str(pid)).exists())
 
 
 # -- images and helpers that are none ----------------------------------------------------------------------
@@ -398,7 +392,7 @@ def test_a_fork_bomb_at_its_limit_leaves_the_mount_served(
     root = Path(mount_container(container, transport="agent").path)
     (root / "f").write_text("x")
     inside(container, "b() { while :; do sleep 1000 & done; }; (b; b) > /dev/null 2>&1 &")
-    eventually(lambda: attempt(container, "/bin/true")[0] != 0)
+    wait_until(lambda: attempt(container, "/bin/true")[0] != 0)
 
     for number in range(50):
         (root / f"f{number}").write_text("y")
@@ -422,14 +416,6 @@ def shared(podman: PodmanService, python_image: str, session_dir: str) -> Iterat
             yield place
     finally:
         container.remove()
-
-
-class OnMount:
-    @pytest.fixture
-    def filesystem(self, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Filesystem:
-        root = shared / tmp_path_factory.mktemp("test").name
-        root.mkdir()
-        return HostFilesystem(root)
 
 
 class TestFilesystem(OnMount, FilesystemContract):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import trio
 
-from protocol import Filesystem, HostFilesystem
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
@@ -19,6 +18,7 @@ from protocol.backends.container.transports.rootfs import RootfsTransport
 from protocol.testing import Clock, FilesystemContract, MakeVolume, StreamingContract
 from protocol.volume import Volume
 from tests.contract import test_host_volume
+from tests.support.contracts_on_mounts import OnMount
 from tests.support.host_directories import HostClock
 from vfsd.client.workspace import Workspace
 
@@ -105,15 +105,6 @@ def shared(
     name = f"container-contract-{request.param}"
     with Workspace.mount(place, backend, engine=request.param, name=name, podman_url=url, workdir=f"/{name}"):
         yield place
-
-
-class OnMount:
-    @pytest.fixture
-    def filesystem(self, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Filesystem:
-        # A directory of the test's own, with a name that no other test has.
-        root = shared / tmp_path_factory.mktemp("test").name
-        root.mkdir()
-        return HostFilesystem(root)
 
 
 @pytest.mark.fuse

@@ -16,7 +16,7 @@ from protocol.backends.container.podman.service import Container, PodmanService
 from tests.container.conftest import StartContainer, inside
 from tests.mount.conftest import mounted, socket_of
 from tests.support.exec_suite import ExecSuite, Where, line_of, run, started
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from protocol.backends.container.podman.service import Container
 from tests.container.conftest import MAPPED, StartContainer, control, inside
-from tests.container.test_restart import eventually, is_served_again
+from tests.container.test_restart import is_served_again
 from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import (
     Kept,
@@ -26,6 +26,7 @@ from tests.mount.kept_workspaces import (
     facts,
 )
 from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
@@ -161,7 +162,7 @@ def test_a_container_that_is_restarted_under_a_daemon_is_served_and_has_no_keepe
     workspace = kept.mount()
     (kept.path / "file").write_bytes(b"x")
     control(kept.container, "restart", timeout=0)
-    eventually(is_served_again(workspace))
+    wait_until(is_served_again(workspace))
     assert (kept.path / "file").read_bytes() == b"x"
     assert "none any more: the container was restarted" in succeeded(vfsd("status", "-w", kept.name))
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,14 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from protocol import Filesystem, HostFilesystem
 from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.testing import FilesystemContract, StreamingContract
 from tests.container.conftest import attempt, control
 from tests.container.sshd import NoSshdError, running_sshd
 from tests.mount.conftest import check_invariants, complaints
+from tests.support.contracts_on_mounts import OnMount
 from tests.support.unmounting import unmount_when_idle
+from tests.support.waiting import wait_until
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
 
@@ -129,13 +129,6 @@ def root(workspace: Workspace) -> Path:
     return Path(workspace.path)
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "never seen"
-        time.sleep(0.01)
-
-
 def test_both_ends_see_one_directory_and_its_snapshots(end: End, workspace: Workspace, root: Path) -> None:
     status = workspace.status()
     assert (status.remote, status.connected, status.container) == ("connected", True, None)
@@ -173,7 +166,7 @@ def _children(task: Path) -> list[str]:
 
 def served_again(workspace: Workspace, times: int = 1) -> None:
     log = Path(log_path(workspace.name))
-    eventually(lambda: log.read_text().count("is running again and served") == times)
+    wait_until(lambda: log.read_text().count("is running again and served") == times)
 
 
 def test_a_command_that_ends_is_run_again_and_open_files_go_on(workspace: Workspace, root: Path) -> None:
@@ -240,14 +233,6 @@ def shared(shared_end: End, session_dir: str) -> Iterator[Path]:
         yield Path(workspace.path)
 
 
-class OnMount:
-    @pytest.fixture
-    def filesystem(self, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Filesystem:
-        root = shared / tmp_path_factory.mktemp("test").name
-        root.mkdir()
-        return HostFilesystem(root)
-
-
 class TestFilesystem(OnMount, FilesystemContract):
     pass
 
@@ -264,10 +249,10 @@ def test_while_a_container_is_stopped_all_is_eio_and_vfsd_says_why(
         container = podman.container("remote-end")
         (Path(workspace.path) / "f").write_text("kept")
         control(container, "stop", timeout=0)
-        eventually(lambda: not workspace.status().connected)
+        wait_until(lambda: not workspace.status().connected)
         with pytest.raises(OSError, check=lambda error: error.errno == errno.EIO):
             os.listdir(workspace.path)
-        eventually(lambda: "has ended with status" in (workspace.status().remote or ""))
+        wait_until(lambda: "has ended with status" in (workspace.status().remote or ""))
         assert end.command in (workspace.status().remote or "")
         with pytest.raises(OSError, match="goes on running it until it answers"):
             workspace.snapshot()

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,20 +16,13 @@ from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerMount
 from tests.container.conftest import MountContainer, StartContainer, control, inside
 from tests.mount.conftest import complaints
+from tests.support.waiting import wait_until
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
 
-PATIENCE_S = 30.0
 STOPPED = ["it has stopped"]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "never seen"
-        time.sleep(0.01)
 
 
 def answers(path: Path) -> bool:
@@ -74,7 +66,7 @@ def test_a_stopped_container_is_eio_and_comes_back_when_it_is_started_again(
     number = (root / "d" / "f").stat().st_ino
 
     container.kill()
-    eventually(lambda: not answers(root))
+    wait_until(lambda: not answers(root))
 
     for attempt in (
         lambda: os.listdir(root),
@@ -86,11 +78,11 @@ def test_a_stopped_container_is_eio_and_comes_back_when_it_is_started_again(
             attempt()
     status = workspace.status()
     assert (status.connected, status.transport) == (False, "rootfs")
-    eventually(lambda: workspace.status().container == "exited with status 137")
+    wait_until(lambda: workspace.status().container == "exited with status 137")
     assert len([line for line in complaints(workspace.name) if "it has stopped" in line]) == 1
 
     container.start()
-    eventually(is_served_again(workspace))
+    wait_until(is_served_again(workspace))
 
     assert (root / "d" / "f").read_text() == "before"
     assert (root / "d" / "f").stat().st_ino == number
@@ -112,13 +104,13 @@ def test_what_changed_while_it_was_not_served_is_seen(
     (root / "gone").write_text("old")
     assert not (root / "new").exists()
     container.kill()
-    eventually(lambda: not answers(root))
+    wait_until(lambda: not answers(root))
 
     (volume / "kept").write_text("changed")
     (volume / "gone").unlink()
     (volume / "new").mkdir()
     container.start()
-    eventually(is_served_again(workspace))
+    wait_until(is_served_again(workspace))
 
     # Each of these the kernel knew otherwise.
     assert (root / "kept").read_text() == "changed"
@@ -137,7 +129,7 @@ def test_files_and_directories_that_were_open_go_on_after_a_restart(
         assert file.read(5) == b"01234"
 
         control(container, "restart", timeout=0)
-        eventually(is_served_again(workspace))
+        wait_until(is_served_again(workspace))
 
         assert file.read() == b"56789"
         file.write(b"!")
@@ -155,18 +147,18 @@ def test_an_open_file_that_is_not_there_any_more_is_stale_and_never_another(
     directory = os.open(root / "other", os.O_RDONLY | os.O_DIRECTORY)
     name = container.name
     container.remove()
-    eventually(lambda: not answers(root))
+    wait_until(lambda: not answers(root))
 
     command = ("/bin/sh", "-c", "mkdir -p /workspace/f; echo not yours > /workspace/other; exec sleep 86400")
     start_container(name=name, command=command)
-    eventually(is_served_again(workspace))
-    eventually((root / "other").is_file)  # the kernel knows the directory of that name for a moment longer
+    wait_until(is_served_again(workspace))
+    wait_until((root / "other").is_file)  # the kernel knows the directory of that name for a moment longer
 
     for attempt in (lambda: os.pread(file, 10, 0), lambda: os.write(file, b"x"), lambda: os.listdir(directory)):
         with pytest.raises(OSError, match="Stale file handle"):
             attempt()
     assert (root / "f").is_dir()
-    eventually(lambda: (root / "other").read_text() == "not yours\n")  # made, then written
+    wait_until(lambda: (root / "other").read_text() == "not yours\n")  # made, then written
     os.close(file)
     os.close(directory)
 
@@ -176,11 +168,11 @@ def test_a_container_removed_and_made_anew_under_its_name_is_served(
 ) -> None:
     (root / "f").write_text("first")
     container.remove()
-    eventually(lambda: not answers(root))
+    wait_until(lambda: not answers(root))
     assert workspace.status().container == "removed"
 
     anew = start_container(name=container.name)
-    eventually(is_served_again(workspace))
+    wait_until(is_served_again(workspace))
 
     assert os.listdir(root) == []
     (root / "f").write_text("second")
@@ -203,7 +195,7 @@ def test_a_paused_container_is_read_and_written_through_proc(
 
 def test_it_is_unmounted_while_its_container_is_stopped(container: Container, workspace: Workspace) -> None:
     control(container, "stop", timeout=0)
-    eventually(lambda: not answers(Path(workspace.path)))
+    wait_until(lambda: not answers(Path(workspace.path)))
 
     workspace.unmount()
 
@@ -219,7 +211,7 @@ def test_an_open_file_does_not_keep_a_stopped_container_from_being_removed(
         container.remove()
         with pytest.raises(FileNotFoundError):
             podman.inspect(container.name)
-        eventually(lambda: not answers(root))
+        wait_until(lambda: not answers(root))
 
 
 def test_restarts_one_after_another_leave_a_mount_that_works(
@@ -227,7 +219,7 @@ def test_restarts_one_after_another_leave_a_mount_that_works(
 ) -> None:
     for number in range(3):
         control(container, "restart", timeout=0)
-        eventually(is_served_again(workspace, number + 1))
+        wait_until(is_served_again(workspace, number + 1))
         (root / f"f{number}").write_text("x")
 
     assert len(os.listdir(root)) == 3
@@ -236,12 +228,12 @@ def test_restarts_one_after_another_leave_a_mount_that_works(
 
 def test_a_daemon_ends_quickly_while_it_waits_for_its_container(container: Container, workspace: Workspace) -> None:
     container.remove()
-    eventually(lambda: not answers(Path(workspace.path)))
+    wait_until(lambda: not answers(Path(workspace.path)))
     pid = workspace.status().pid
 
     os.kill(pid, 15)
 
-    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
     assert subprocess.run(["mountpoint", "-q", workspace.path], check=False).returncode != 0
 
 
@@ -254,7 +246,7 @@ def test_calls_about_a_stopped_container_say_how_to_start_it(
     Path(workspace.path, "f").write_text("f")
     workspace.snapshot("s")
     container.kill()
-    eventually(lambda: not workspace.status().connected)
+    wait_until(lambda: not workspace.status().connected)
 
     def fs(*arguments: str) -> None:
         command = [sys.executable, "-m", "vfsd.cli.main", "fs", *arguments, "-w", workspace.name]

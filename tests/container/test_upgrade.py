@@ -14,11 +14,11 @@ import pytest
 
 from protocol.backends.container.podman.service import Container, PodmanService
 from tests.container.conftest import StartContainer, control, inside
-from tests.container.test_restart import eventually, is_served_again
+from tests.container.test_restart import is_served_again
 from tests.mount.conftest import check_invariants
 from tests.mount.programs import Program, failed, succeeded, vfsd
 from tests.mount.test_upgrade import Dying, Upgradable
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
@@ -149,7 +149,7 @@ def test_a_container_that_was_restarted_is_refused_and_served_on(upgradable: Cal
     (workspace.path / "file").write_bytes(b"x")
     pid = workspace.record.pid
     control(workspace.container, "restart", timeout=0)
-    eventually(is_served_again(attached))
+    wait_until(is_served_again(attached))
     assert "was restarted since the mount was made" in failed(vfsd("upgrade", workspace.name))
     assert (workspace.path / "file").read_bytes() == b"x"
     assert workspace.record.pid == pid

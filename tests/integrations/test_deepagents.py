@@ -17,7 +17,7 @@ pytest.importorskip("langchain_tests")
 
 from langchain_tests.integration_tests import SandboxIntegrationTests
 
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.integrations.deepagents import VfsdSandbox
 from vfsd.machine.runtime import process_start_ticks

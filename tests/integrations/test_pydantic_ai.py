@@ -19,7 +19,7 @@ from pydantic_ai.models.function import AgentInfo, FunctionModel
 from pydantic_ai.workspaces import WorkspaceRef, WorkspaceUnavailableError
 from pydantic_ai.workspaces.conformance import WorkspaceBackendSuite
 
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.integrations.pydantic_ai import VfsdBackend, snapshot_toolset
 from vfsd.machine.runtime import process_start_ticks

@@ -38,7 +38,7 @@ from weakincentives.runtime.transactions import CompositeSnapshot, tool_transact
 from weakincentives.serde import dump, parse
 
 from protocol.tools import DirectoryCreated, FileDeleted, FileEdited, FileWritten
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.integrations.weakincentives import (
     FilesystemSnapshotManager,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from tests.mount.conftest import check_invariants
 from tests.mount.dying_daemon import STEPS
 from tests.mount.programs import vfsd, wait_ended
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
@@ -36,13 +37,15 @@ class Kept:
         self.journal = workdir / "journal"
         self.flag = workdir / "flag"
         self.kills = 0
+        self._mounted: list[Workspace] = []  # one that is collected while it is mounted warns
 
     @property
     def options(self) -> dict[str, Any]:
         return {"persist": True, "journal_dir": self.journal}
 
     def mount(self, **options: Any) -> Workspace:
-        return Workspace.mount(self.path, name=self.name, **{**self.options, **options})
+        self._mounted.append(Workspace.mount(self.path, name=self.name, **{**self.options, **options}))
+        return self._mounted[-1]
 
     def mount_dying(self) -> None:
         """Mount with a daemon that `dying_at` kills."""
@@ -96,6 +99,37 @@ class Kept:
         vfsd("unmount", self.name, "--discard")
 
 
+class KeptOver(Kept):
+    """A workspace with a keeper that shows the directory `below`."""
+
+    below: Path
+
+    def __init__(self, workdir: Path) -> None:
+        super().__init__(workdir)
+        self.below = workdir / "below"
+        self.below.mkdir()
+
+
+class KeptHost(KeptOver):
+    """A host workspace with a keeper."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"backend": f"host:{self.below}"}
+
+
+class KeptOverlay(KeptOver):
+    """An overlay with a journal and a keeper."""
+
+    def __init__(self, workdir: Path) -> None:
+        super().__init__(workdir)
+        self.backend = f"overlay:{self.below}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "backend": self.backend}
+
+
 def end_kept(workspace: Kept) -> None:
     """Unmount, and wait until the keeper has ended."""
     keeper = read_record(workspace.name)
@@ -119,6 +153,30 @@ def facts(root: Path) -> dict[str, Any]:
             links = 0 if path.is_dir() and not path.is_symlink() else status.st_nlink
             found[str(path.relative_to(root))] = (status.st_mode, links, content)
     return found
+
+
+def insert_rows(directory: Path, mode: str, is_over: Callable[[int], bool]) -> None:
+    """Insert rows in a database in `directory`, each in a transaction, until `is_over` of their number; check them."""
+    with contextlib.closing(sqlite3.connect(directory / "base.db")) as base:
+        assert base.execute(f"pragma journal_mode={mode}").fetchone() == (mode,)
+        base.execute("create table t (n integer, data text)")
+        written = 0
+        while not is_over(written):
+            base.execute("insert into t values (?, ?)", (written, "x" * 500))
+            base.commit()
+            written += 1
+        assert base.execute("pragma integrity_check").fetchone() == ("ok",)
+        assert base.execute("select count(*), sum(n) from t").fetchone() == (written, written * (written - 1) // 2)
+
+
+def check_dead_without_keeper(kept: Kept) -> None:
+    kept.mount(keeper=False)
+    record = kept.record
+    assert record.keeper is None
+    os.kill(record.pid, signal.SIGKILL)
+    wait_ended(record.pid)
+    with pytest.raises(OSError, match="not connected"):
+        os.statvfs(kept.path)
 
 
 # -- random changes -----------------------------------------------------------------------------------

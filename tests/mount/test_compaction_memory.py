@@ -13,7 +13,7 @@ import pytest
 
 from tests.mount.conftest import check_invariants
 from tests.mount.programs import VFSD, failed, log_of, succeeded, vfsd
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.daemon.forks.family import slack_bytes
 

@@ -18,8 +18,8 @@ import pytest
 from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import change_at_random, facts
 from tests.mount.programs import Program, failed, succeeded, vfsd
-from tests.support.fork_server import wait_until
 from tests.support.service_manager import Unit
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import read_record
 

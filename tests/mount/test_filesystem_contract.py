@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import Filesystem, HostFilesystem, InMemoryFilesystem, SnapshotableFilesystem
+from protocol import Filesystem, HostFilesystem, InMemoryFilesystem
 from protocol.testing import (
     ArchiveContract,
     FilesystemContract,
@@ -16,6 +16,7 @@ from protocol.testing import (
     StreamingContract,
 )
 from protocol.testing.read_only import READ_ONLY_CONTENTS
+from tests.support.contracts_on_mounts import OnMount
 from vfsd.client.workspace import Workspace
 
 
@@ -38,15 +39,6 @@ def shared_read_only(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     name = f"contract-ro-{request.param}"
     with Workspace.mount(place, engine=request.param, name=name, archive=directory / "content.zip", read_only=True):
         yield place
-
-
-class OnMount:
-    @pytest.fixture
-    def filesystem(self, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> SnapshotableFilesystem:
-        # A directory of the test's own, with a name that no other test has.
-        root = shared / tmp_path_factory.mktemp("test").name
-        root.mkdir()
-        return HostFilesystem(root)
 
 
 class TestFilesystem(OnMount, FilesystemContract):

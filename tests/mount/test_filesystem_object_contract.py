@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol import HostFilesystem, InMemoryFilesystem, SnapshotableFilesystem
+from protocol import InMemoryFilesystem
 from protocol.paths import CallLimits
 from protocol.testing import ArchiveContract, FilesystemContract, SnapshotContract, StreamingContract
+from tests.support.contracts_on_mounts import OnMount
 from vfsd.client.workspace import Workspace
 
 
@@ -23,25 +24,17 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield place
 
 
-class OnObject:
-    @pytest.fixture
-    def filesystem(self, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> SnapshotableFilesystem:
-        root = shared / tmp_path_factory.mktemp("test").name
-        root.mkdir()
-        return HostFilesystem(root)
-
-
-class TestFilesystem(OnObject, FilesystemContract):
+class TestFilesystem(OnMount, FilesystemContract):
     pass
 
 
-class TestStreaming(OnObject, StreamingContract):
+class TestStreaming(OnMount, StreamingContract):
     pass
 
 
-class TestSnapshots(OnObject, SnapshotContract):
+class TestSnapshots(OnMount, SnapshotContract):
     pass
 
 
-class TestArchives(OnObject, ArchiveContract):
+class TestArchives(OnMount, ArchiveContract):
     pass

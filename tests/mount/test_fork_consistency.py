@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import mounted
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd import Workspace
 
 RECORD = mmap.PAGESIZE

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import check_invariants, complaints
-from tests.support.fork_server import wait_until
 from tests.support.unmounting import unmount_when_idle
+from tests.support.waiting import wait_until
 from vfsd import Workspace
 from vfsd.daemon.forks.family import slack_bytes
 

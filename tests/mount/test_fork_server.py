@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fork_server import running_fork_server, wait_until
+from tests.support.fork_server import running_fork_server
+from tests.support.waiting import wait_until
 from vfsd import Workspace
 from vfsd.client import fork_server
 from vfsd.client.fork_server import ForkedProcess

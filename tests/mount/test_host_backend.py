@@ -10,14 +10,14 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from protocol.tool_messages import GlobParams, GrepParams
 from tests.mount.conftest import MountIt, mounted, socket_of
+from tests.support.waiting import wait_until
 from vfsd.client.connection import ControlClient
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.launch import launch
@@ -26,7 +26,6 @@ from vfsd.client.workspace import Workspace
 from vfsd.wire import fs_messages as fs
 
 TIMEOUT_S = 0.2
-PATIENCE_S = 20.0
 
 
 @pytest.fixture
@@ -53,12 +52,6 @@ def run(*command: object, cwd: Path | None = None) -> str:
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "never seen"
 
 
 def tree_of(place: Path) -> dict[str, tuple[object, ...]]:
@@ -195,7 +188,7 @@ def test_a_compiled_program_runs_in_it_and_beside_it(root: Path, directory: Path
                 raise
             return False
 
-    eventually(runs)
+    wait_until(runs)
 
 
 def test_what_is_mapped_and_shared_is_written(root: Path, directory: Path) -> None:
@@ -256,19 +249,19 @@ def test_changes_beside_the_mount_are_seen(root: Path, directory: Path) -> None:
     (root / "f").write_bytes(b"old content")
     assert (root / "f").read_bytes() == b"old content"
     (directory / "f").write_bytes(b"changed")
-    eventually(lambda: (root / "f").read_bytes() == b"changed")
+    wait_until(lambda: (root / "f").read_bytes() == b"changed")
     assert (root / "f").stat().st_size == 7
     (directory / "replacement").write_bytes(b"replaced")
     os.rename(directory / "replacement", directory / "f")
-    eventually(lambda: (root / "f").read_bytes() == b"replaced")
+    wait_until(lambda: (root / "f").read_bytes() == b"replaced")
     assert not (root / "g").exists()
     (directory / "g").write_bytes(b"new")
-    eventually((root / "g").exists)
+    wait_until((root / "g").exists)
     assert sorted(os.listdir(root)) == ["f", "g"]
     os.unlink(directory / "g")
-    eventually(lambda: not (root / "g").exists())
+    wait_until(lambda: not (root / "g").exists())
     os.chmod(directory / "f", 0o600)
-    eventually(lambda: stat.S_IMODE((root / "f").stat().st_mode) == 0o600)
+    wait_until(lambda: stat.S_IMODE((root / "f").stat().st_mode) == 0o600)
 
 
 def test_a_directory_replaced_beside_the_mount_is_the_new_one(root: Path, directory: Path) -> None:
@@ -277,7 +270,7 @@ def test_a_directory_replaced_beside_the_mount_is_the_new_one(root: Path, direct
     os.rename(directory / "d", directory / "away")
     (directory / "d").mkdir()
     (directory / "d" / "new").touch()
-    eventually(lambda: os.listdir(root / "d") == ["new"])
+    wait_until(lambda: os.listdir(root / "d") == ["new"])
     (root / "d" / "made").write_bytes(b"1")
     assert sorted(os.listdir(directory / "d")) == ["made", "new"]
     assert sorted(os.listdir(root / "away")) == ["old"]

@@ -23,8 +23,9 @@ import pytest
 from tests.mount.conftest import MountIt, complaints, mounted
 from tests.mount.engine_child import Watcher
 from tests.mount.programs import Program, failed, succeeded, vfsd
-from tests.mount.test_host_backend import eventually, rich_tree, run, tree_of
+from tests.mount.test_host_backend import rich_tree, run, tree_of
 from tests.support.host_directories import mounted_tmpfs
+from tests.support.waiting import wait_until
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
@@ -325,7 +326,7 @@ def test_watchers_are_told_what_a_restore_changed(workspace: Workspace, root: Pa
             seen.update(watcher.events())
             return expected <= seen
 
-        eventually(told)
+        wait_until(told)
     finally:
         os.close(watcher.fd)
 
@@ -876,7 +877,7 @@ def test_what_dropped_snapshots_held_is_freed_in_time(mount: MountIt, directory:
     before = size()
     for number in range(19):
         workspace.drop(f"s{number}")
-    eventually(lambda: size() < before - 15 * (300 << 10))
+    wait_until(lambda: size() < before - 15 * (300 << 10))
     (directory / "large").unlink()
     workspace.restore("s19")
     assert (directory / "large").stat().st_size == 300 << 10

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import MountIt
-from tests.mount.test_host_backend import eventually
+from tests.support.waiting import wait_until
 from tests.support.zygote import starting_interpreters
 
 _FILES = 300
@@ -61,7 +61,7 @@ def test_an_export_whose_command_is_killed_leaves_no_file(mount: MountIt, workdi
     target = workdir / "out"
     target.mkdir()
     with started("export", str(target / "x.zip"), "-w", workspace.name) as command:
-        eventually(lambda: bool(os.listdir(target)))
+        wait_until(lambda: bool(os.listdir(target)))
         command.kill()
-    eventually(lambda: os.listdir(target) in ([], ["x.zip"]))
+    wait_until(lambda: os.listdir(target) in ([], ["x.zip"]))
     workspace.status()

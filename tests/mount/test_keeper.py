@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -11,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -28,13 +26,15 @@ from tests.mount.kept_workspaces import (
     CHANGES,
     Kept,
     change_at_random,
+    check_dead_without_keeper,
     check_executed_once,
     end_kept,
     facts,
+    insert_rows,
     kill_replacements,
 )
 from tests.mount.programs import Program, failed, log_of, succeeded, vfsd, wait_ended
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.connection import ControlClient
@@ -69,16 +69,8 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: Kept, workdir: Path, runs
 def test_sqlite_goes_on(kept: Kept, mode: str, runs_long: bool) -> None:
     kept.mount()
     count = 2000 if runs_long else 120
-    with kept.being_killed(2), contextlib.closing(sqlite3.connect(kept.path / "base.db")) as base:
-        assert base.execute(f"pragma journal_mode={mode}").fetchone() == (mode,)
-        base.execute("create table t (n integer, data text)")
-        written = 0
-        while written < count or kept.kills < 2:
-            base.execute("insert into t values (?, ?)", (written, "x" * 500))
-            base.commit()
-            written += 1
-        assert base.execute("pragma integrity_check").fetchone() == ("ok",)
-        assert base.execute("select count(*), sum(n) from t").fetchone() == (written, written * (written - 1) // 2)
+    with kept.being_killed(2):
+        insert_rows(kept.path, mode, lambda written: written >= count and kept.kills >= 2)
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
@@ -304,13 +296,7 @@ def test_a_change_through_the_control_socket_survives_like_any_other(kept: Kept)
 
 
 def test_no_keeper_leaves_a_dead_mount(kept: Kept) -> None:
-    kept.mount(keeper=False)
-    record = kept.record
-    assert record.keeper is None
-    os.kill(record.pid, signal.SIGKILL)
-    wait_ended(record.pid)
-    with pytest.raises(OSError, match="not connected"):
-        os.statvfs(kept.path)
+    check_dead_without_keeper(kept)
     kept.mount()
 
 

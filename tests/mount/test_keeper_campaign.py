@@ -21,7 +21,7 @@ import pytest
 from tests.mount.conftest import check_invariants
 from tests.mount.programs import VFSD, vfsd, wait_ended
 from tests.mount.surviving_programs import PROGRAMS, run_program, tree_facts
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import WorkspaceRecord, read_record

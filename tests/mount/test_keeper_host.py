@@ -10,38 +10,23 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import (
     CHANGES,
-    Kept,
+    KeptHost,
     change_at_random,
+    check_dead_without_keeper,
     check_executed_once,
     end_kept,
     facts,
     kill_replacements,
 )
-from tests.mount.programs import Program, succeeded, vfsd, wait_ended
-from tests.support.fork_server import wait_until
+from tests.mount.programs import Program, succeeded, vfsd
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
-
-
-class KeptHost(Kept):
-    """A host workspace with a keeper."""
-
-    below: Path
-
-    def __init__(self, workdir: Path) -> None:
-        super().__init__(workdir)
-        self.below = workdir / "below"
-        self.below.mkdir()
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"backend": f"host:{self.below}"}
 
 
 @pytest.fixture
@@ -151,10 +136,4 @@ def test_the_directory_that_was_mounted_is_served_wherever_it_is(kept: KeptHost)
 
 
 def test_no_keeper_leaves_a_dead_mount(kept: KeptHost) -> None:
-    kept.mount(keeper=False)
-    record = kept.record
-    assert record.keeper is None
-    os.kill(record.pid, signal.SIGKILL)
-    wait_ended(record.pid)
-    with pytest.raises(OSError, match="not connected"):
-        os.statvfs(kept.path)
+    check_dead_without_keeper(kept)

@@ -11,13 +11,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import (
-    Kept,
+    KeptOverlay,
     change_at_random,
     check_executed_once,
     end_kept,
@@ -25,24 +24,8 @@ from tests.mount.kept_workspaces import (
     kill_replacements,
 )
 from tests.mount.programs import Program, succeeded, vfsd
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
-
-
-class KeptOverlay(Kept):
-    """An overlay with a journal and a keeper."""
-
-    below: Path
-
-    def __init__(self, workdir: Path) -> None:
-        super().__init__(workdir)
-        self.below = workdir / "below"
-        self.below.mkdir()
-        self.backend = f"overlay:{self.below}"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {**super().options, "backend": self.backend}
 
 
 @pytest.fixture
@@ -119,7 +102,7 @@ def test_inode_numbers_stay(kept: KeptOverlay) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_listing_of_a_directory_that_changes_is_complete(kept: KeptOverlay) -> None:
+def test_an_interrupted_listing_of_a_directory_that_changes_is_complete(kept: KeptOverlay, runs_long: bool) -> None:
     for number in range(4000):
         (kept.below / f"a-longer-name-{number}").touch()
     kept.mount()
@@ -130,7 +113,7 @@ def test_an_interrupted_listing_of_a_directory_that_changes_is_complete(kept: Ke
         kept.kill()
         seen += [entry.name for entry in listing]
     assert len(seen) == len(set(seen)) == 4000
-    with kept.being_killed(5):
+    with kept.being_killed(5, times=None if runs_long else 16):
         for name in os.listdir(kept.path):
             (kept.path / name).unlink()
     assert not os.listdir(kept.path)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.mount.killed_fork import FORK_STEPS, NO_DESCRIPTOR, SOURCE_STEPS, WAITING
-from tests.support.fork_server import wait_until
 from tests.support.unmounting import unmount_when_idle
+from tests.support.waiting import wait_until
 from vfsd import Workspace
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options

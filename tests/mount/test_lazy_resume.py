@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ import pytest
 from protocol.store import DirectorySource, Store
 from protocol.store.object_store import RemoteStore, open_storage
 from tests.mount.conftest import MountIt, check_invariants, complaints
+from tests.mount.kept_workspaces import Kept, end_kept
 from tests.mount.programs import succeeded, vfsd
-from tests.mount.test_keeper import Kept, end_kept
 from tests.support.lower_layers import damage_inodes
 from tests.support.s3_server import BUCKET, KEYS, FaultyProxy, options, s3_server
 from tests.support.unmounting import unmount_when_idle
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
@@ -166,14 +167,6 @@ def up(_method: str, _path: str) -> None:
 
 def corrupted_data(method: str, path: str) -> str | None:
     return "corrupt" if method == "GET" and path.endswith("data.pack") else None
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("the condition did not become true within 30 s")
 
 
 def test_while_the_network_is_down_only_reads_of_what_is_not_cached_fail(

@@ -21,8 +21,8 @@ from click.testing import CliRunner
 
 from tests.mount.conftest import check_invariants, mounted
 from tests.mount.forking import Fork, forking, put, text
-from tests.support.fork_server import wait_until
 from tests.support.unmounting import unmount_when_idle
+from tests.support.waiting import wait_until
 from vfsd import AsyncWorkspace, Workspace
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient

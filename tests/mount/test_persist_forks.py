@@ -14,8 +14,8 @@ import pytest
 from tests.mount.conftest import check_invariants
 from tests.mount.programs import failed, succeeded, vfsd, wait_ended
 from tests.mount.test_persist import Persistent
-from tests.support.fork_server import wait_until
 from tests.support.unmounting import unmount_when_idle
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 Fork = Callable[..., Workspace]

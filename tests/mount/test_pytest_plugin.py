@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import read_records
 

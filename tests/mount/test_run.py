@@ -14,8 +14,8 @@ import click.testing
 import pytest
 
 from tests.mount.programs import VFSD, succeeded, vfsd, wait_ended
-from tests.support.fork_server import wait_until
 from tests.support.terminal import Shell
+from tests.support.waiting import wait_until
 from vfsd.cli import run as run_module
 from vfsd.cli.common.supervised import Ended, NoPrivateMountError, run_in_foreground
 from vfsd.cli.main import cli

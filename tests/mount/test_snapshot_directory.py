@@ -19,7 +19,8 @@ import pytest
 
 from tests.mount.conftest import MountIt
 from tests.mount.programs import succeeded, vfsd
-from tests.mount.test_host_backend import eventually, rich_tree, run, tree_of
+from tests.mount.test_host_backend import rich_tree, run, tree_of
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org")
@@ -153,7 +154,7 @@ def test_a_write_that_the_kernel_caches_is_gone_soon(workspace: Workspace, root:
     with contextlib.suppress(OSError), open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 7) as mapping:
         mapping[:] = b"changed"
         mapping.flush()
-    eventually(lambda: file.read_text() == "content")
+    wait_until(lambda: file.read_text() == "content")
 
 
 def test_what_is_copied_out_is_an_ordinary_file(workspace: Workspace, root: Path) -> None:

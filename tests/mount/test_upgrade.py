@@ -12,7 +12,6 @@ import random
 import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -26,9 +25,9 @@ import pytest
 
 from tests.mount.conftest import check_invariants
 from tests.mount.dying_upgrade import OF_NEW, OF_OLD
-from tests.mount.kept_workspaces import change_at_random, facts
+from tests.mount.kept_workspaces import change_at_random, facts, insert_rows
 from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd import __version__
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import launch, log_path
@@ -121,19 +120,8 @@ def test_sqlite_goes_on(workdir: Path, mode: str) -> None:
     upgradable = Upgradable(workdir)
     upgradable.mount()
     try:
-        with (
-            upgradable.being_upgraded() as is_over,
-            contextlib.closing(sqlite3.connect(upgradable.path / "base.db")) as base,
-        ):
-            assert base.execute(f"pragma journal_mode={mode}").fetchone() == (mode,)
-            base.execute("create table t (n integer, data text)")
-            written = 0
-            while not is_over():
-                base.execute("insert into t values (?, ?)", (written, "x" * 500))
-                base.commit()
-                written += 1
-            assert base.execute("pragma integrity_check").fetchone() == ("ok",)
-            assert base.execute("select count(*), sum(n) from t").fetchone() == (written, written * (written - 1) // 2)
+        with upgradable.being_upgraded() as is_over:
+            insert_rows(upgradable.path, mode, lambda _: is_over())
     finally:
         upgradable.end()
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from tests.mount.conftest import check_invariants
+from tests.mount.kept_workspaces import change_at_random, facts
 from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
-from tests.mount.test_keeper import change_at_random, facts
 from tests.mount.test_keeper_overlay import archive, fill, numbers, stored
 from tests.mount.test_upgrade import Dying, Upgradable
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 

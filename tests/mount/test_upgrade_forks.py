@@ -13,8 +13,8 @@ import pytest
 from tests.mount.conftest import check_invariants, mounted
 from tests.mount.forking import Fork, forking, put, text
 from tests.mount.programs import failed, succeeded, vfsd
-from tests.support.fork_server import wait_until
 from tests.support.unmounting import unmount_when_idle
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.mount.conftest import mounted
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 from vfsd.machine.mounts import is_dead

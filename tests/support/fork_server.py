@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import zygote
+from tests.support.waiting import wait_until
 from vfsd.client.fork_server import ensure_server, socket_path
 from vfsd.machine.daemon_start import daemon_environment
 from vfsd.machine.process_properties import process_properties
@@ -40,14 +40,6 @@ def running_fork_server(directory: Path) -> Iterator[int]:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, number)
             os.close(pidfd)
-
-
-def wait_until(condition: Callable[[], bool], description: str, timeout_s: float = 30.0) -> None:
-    """Wait until `condition` is true; fail with its `description` after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s: {description}"
-        time.sleep(0.01)
 
 
 def _answers(path: Path) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 
 _CLEAN: Final = frozenset({0, -signal.SIGHUP, -signal.SIGINT, -signal.SIGTERM, -signal.SIGPIPE})
 _UCRED: Final = struct.Struct("3i")

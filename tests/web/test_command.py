@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.support.fork_server import wait_until
+from tests.support.waiting import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 

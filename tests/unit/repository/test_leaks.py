@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import hang_watch
-from tests.support.fork_server import wait_until
 from tests.support.leaks import TAG, Leaks, mounts
+from tests.support.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 SLEEPER = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
