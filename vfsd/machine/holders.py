@@ -11,12 +11,12 @@ Source: proc_pid_fdinfo(5) (mnt_id), proc_pid_maps(5); ptrace(2) for the access 
 
 from __future__ import annotations
 
-import functools
 import os
 import re
+from contextlib import suppress
 from typing import Final, NamedTuple
 
-from vfsd.machine.bounded_reads import BoundedReads, UnansweredError
+from vfsd.machine.bounded_reads import BoundedReads
 from vfsd.machine.mountinfo import mount_at, mounts
 
 _LINKS: Final = (("cwd", "current directory"), ("root", "root directory"), ("exe", "program"))
@@ -52,24 +52,25 @@ def holders(mountpoint: str, *, unseen_by_umount: bool = False) -> list[Holder]:
     if unseen_by_umount:
         own -= {mount.mount_id}
     own_namespace = os.readlink("/proc/self/ns/mnt")
-    mount_ids_by_namespace = {own_namespace: own}
-    found = []
+    mount_ids = {own_namespace: own}
+    pids = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
     reads = BoundedReads(_PATIENCE_S)
-    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-        try:
-            namespace = reads.ask(functools.partial(os.readlink, f"/proc/{pid}/ns/mnt"))
-            if namespace == own_namespace and not own:
-                continue
-            if namespace not in mount_ids_by_namespace:
-                mount_ids_by_namespace[namespace] = frozenset(
-                    m.mount_id for m in mounts(pid) if m.device == mount.device
-                )
-            what = reads.ask(functools.partial(_holds, pid, mount.device, mount_ids_by_namespace[namespace]))
+    # Where one of these fails, the process has ended, or we may not inspect it, or it waits for a mount that hangs.
+    namespaces = reads.ask_each(pids, lambda pid: os.readlink(f"/proc/{pid}/ns/mnt"))
+    for pid, namespace in namespaces.items():
+        if namespace not in mount_ids:
+            with suppress(OSError):
+                mount_ids[namespace] = frozenset(m.mount_id for m in mounts(pid) if m.device == mount.device)
+    candidates = [
+        pid for pid, namespace in namespaces.items() if namespace in mount_ids and (own or namespace != own_namespace)
+    ]
+    held = reads.ask_each(candidates, lambda pid: _holds(pid, mount.device, mount_ids[namespaces[pid]]))
+    reads.close()
+    found = []
+    for pid, what in held.items():
+        with suppress(OSError):
             if what:
                 found.append(Holder(pid, _command(pid), ", ".join(what)))
-        except (OSError, UnansweredError):
-            continue  # the process ended, or we may not inspect it, or it waits for a mount that hangs
-    reads.close()
     return found
 
 
