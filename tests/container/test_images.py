@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, create_owned, remove_orphans
+from protocol.backends.container.podman.lease import Lease
+from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, create_owned, orphans, remove_orphans
 from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.workspace import open_container, open_image
 from tests.container.conftest import MountContainer, StartContainer, inside, shown
 from tests.mount.conftest import socket_of
+from tests.mount.programs import succeeded, vfsd
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.workspace import Workspace
 from vfsd.machine.mounts import clear_dead_mount
@@ -32,17 +34,21 @@ def ours(podman: PodmanService, workspace: str) -> list[str]:
 
 @pytest.fixture
 def killed(busybox_image: str, podman: PodmanService, workdir: Path) -> Iterator[str]:
-    """The name of a workspace whose daemon was killed, and whose mount is cleared away; its container is left."""
+    """The name of a workspace with the file `f`: its daemon was killed, its mount is gone, its container is left."""
     place = workdir / "killed"
-    workspace = Workspace.mount(place, f"image:{busybox_image}", podman_url=podman.address.url, name=workdir.name)
+    options = {"podman_url": podman.address.url, "name": workdir.name}
+    workspace = Workspace.mount(place, f"image:{busybox_image}", keeper=False, **options)
+    (place / "f").write_text("work")
     pid = workspace.status().pid
     with daemon_end(pid) as wait_ended:
         os.kill(pid, signal.SIGKILL)
         wait_ended()
     clear_dead_mount(str(place))
     yield workdir.name
-    os.unlink(socket_of(workspace))
-    os.unlink(socket_of(workspace).removesuffix(".sock") + ".json")
+    for left in ours(podman, workdir.name):
+        podman.container(left).remove()
+    for name in (socket_of(workspace), socket_of(workspace).removesuffix(".sock") + ".json"):
+        Path(name).unlink(missing_ok=True)
 
 
 def test_a_workspace_of_an_image_has_a_container_of_its_own_until_it_is_unmounted(
@@ -76,22 +82,59 @@ def test_a_signal_ends_the_container_too(
     assert ours(podman, workspace.name) == []
 
 
-def test_what_a_killed_daemon_left_goes_with_the_next_start_and_nothing_else_does(
-    killed: str,
-    mount_container: MountContainer,
-    start_container: StartContainer,
-    podman: PodmanService,
-    busybox_image: str,
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_only_a_mount_of_the_same_name_continues_in_the_container_that_a_killed_daemon_left(
+    killed: str, mount_container: MountContainer, podman: PodmanService, busybox_image: str, is_stopped: bool
 ) -> None:
-    users_own = start_container()
-    assert len(ours(podman, killed)) == 1
+    (left,) = ours(podman, killed)
+    if is_stopped:
+        podman.container(left).kill()
+    backend = f"image:{busybox_image}"
 
-    first = mount_container(None, backend=f"image:{busybox_image}")
+    other = mount_container(None, backend=backend)
+    assert [state.id for state in orphans(podman)] == ours(podman, killed) == [left]
+    again = mount_container(None, backend=backend, name=killed)
+
+    assert Path(again.path, "f").read_text() == "work"
+    assert ours(podman, killed) == [left] != ours(podman, other.name)
+    assert list(orphans(podman)) == []
+    again.unmount()
     assert ours(podman, killed) == []
-    second = mount_container(None, backend=f"image:{busybox_image}")
 
-    assert len(ours(podman, first.name)) == len(ours(podman, second.name)) == 1
-    assert users_own.inspect().running
+
+def test_a_start_that_fails_leaves_the_files_of_the_daemon_before(
+    killed: str, mount_container: MountContainer, podman: PodmanService, busybox_image: str, workdir: Path
+) -> None:
+    left = ours(podman, killed)
+    (workdir / "full" / "x").mkdir(parents=True)
+    with pytest.raises(OSError, match="not empty"):
+        mount_container(None, backend=f"image:{busybox_image}", name=killed, place=workdir / "full")
+    assert ours(podman, killed) == left
+
+
+def test_other_options_make_a_new_container_and_the_mount_says_where_the_files_are(
+    killed: str, mount_container: MountContainer, podman: PodmanService, busybox_image: str, workdir: Path
+) -> None:
+    (left,) = ours(podman, killed)
+    name = podman.inspect(left).name
+    image = ["--backend", f"image:{busybox_image}", "--podman-url", podman.address.url, "--name", killed]
+
+    (workdir / "m").mkdir()
+
+    mounted = vfsd("mount", str(workdir / "m"), *image, "--pids-limit", "100")
+
+    assert mounted.returncode == 0
+    assert f"earlier files of {killed} are in {name}" in mounted.stderr
+    assert os.listdir(workdir / "m") == []
+    succeeded(vfsd("unmount", killed))
+    assert ours(podman, killed) == [left]
+    # While a workspace shows the files, no other one takes the container over and removes it at its end.
+    shown = mount_container(None, backend=f"container:{name}")
+    assert Path(shown.path, "f").read_text() == "work"
+    succeeded(vfsd("mount", str(workdir / "m"), *image))
+    assert os.listdir(workdir / "m") == []
+    succeeded(vfsd("unmount", killed))
+    assert Path(shown.path, "f").read_text() == "work"
 
 
 def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
@@ -126,6 +169,44 @@ def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
     assert removed == ["w"] * (1 + (stopped.id not in left))
 
 
+@pytest.mark.parametrize("purpose", ["sandbox", "workspace"])
+def test_an_owner_is_dead_if_nobody_has_its_lease(
+    start_container: StartContainer, podman: PodmanService, purpose: str
+) -> None:
+    own = create_labels(podman)
+    assert not {"vfsd.boot", "vfsd.daemon"} & own.keys()  # earlier versions remove what these say is of the dead
+    boot, pid_namespace, network = own["vfsd.scope"].split(" ")
+    is_initial = pid_namespace == "pid:[4026531836]"  # the same in every boot
+    scopes = {
+        "this boot": (True, f"{boot} pid:[1] {network}"),  # pids say nothing
+        "another network namespace": (False, f"{boot} {pid_namespace} net:[1]"),
+        "unknown": (False, ""),
+        "an earlier boot": (is_initial and purpose == "workspace", f"another {pid_namespace} {network}"),
+        "an earlier boot, stopped": (is_initial, f"another {pid_namespace} {network}"),
+        "an earlier boot, in a container": (False, f"another pid:[1] {network}"),
+    }
+    found = {}
+    for name, (_, scope) in scopes.items():
+        labels = {**own, "vfsd.scope": scope, "vfsd.purpose": purpose}
+        found[start_container(labels=labels).id] = name
+        if name.endswith("stopped"):
+            podman.container(next(reversed(found))).kill()
+    expected = {name for name, (is_dead, _) in scopes.items() if is_dead}
+
+    held = Lease.claim(own["vfsd.lease"])
+    assert held is not None
+    assert [*orphans(podman, "workspace"), *orphans(podman, "sandbox")] == []
+    held.close()
+    assert {found[state.id] for state in orphans(podman) if state.id in found} == (
+        expected if purpose == "workspace" else set()
+    )
+    removed = remove_orphans(podman)
+
+    left = {found[state.id] for state in podman.labelled({"vfsd.lease": own["vfsd.lease"]})}
+    assert left == set(scopes) - (expected if purpose == "sandbox" else set())
+    assert len(removed) == len(scopes) - len(left)
+
+
 OWNER_ELSEWHERE = """
 import contextlib
 import sys
@@ -133,11 +214,11 @@ from protocol.backends.container.podman.ownership import create_owned
 from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 with contextlib.closing(PodmanService(sys.argv[1])) as service:
-    container = create_owned(service, ContainerSpec(sys.argv[2]), "elsewhere")
-    container.kill()
-    print(container.id, flush=True)
+    owned = create_owned(service, ContainerSpec(sys.argv[2]), "elsewhere", "sandbox")
+    owned.container.kill()
+    print(owned.container.id, flush=True)
     sys.stdin.read()
-    container.remove()
+    owned.close()
 """
 
 
@@ -161,12 +242,12 @@ def test_the_container_of_a_daemon_in_another_pid_namespace_is_left_alone(
 
 def create_labels(podman: PodmanService) -> dict[str, str]:
     """The labels of a container of this process's."""
-    container = create_owned(podman, ContainerSpec("localhost/vfsd-test-busybox:latest"), "labels")
+    owned = create_owned(podman, ContainerSpec("localhost/vfsd-test-busybox:latest"), "labels", "sandbox")
     try:
         assert remove_orphans(podman) == []  # this process lives
-        return dict(container.inspect().labels)
+        return dict(owned.container.inspect().labels)
     finally:
-        container.remove()
+        owned.close()
 
 
 def test_a_start_that_fails_leaves_no_container(

@@ -129,7 +129,7 @@ async def run_daemon(
                     origin.family.join()
                 engine = mount_engine(options.kernel.engine, served.volume, settings, replay)
     except BaseException:
-        backend.close()  # removes a container that was created for the workspace
+        backend.close()
         raise
     if kept is not None and kept.resumed is not None:
         restarter = "systemd" if kept.is_managed else "its keeper"
@@ -268,6 +268,7 @@ class _Daemon:
                 # Raises if the starter is gone.  An error up to here undoes the mount; a later one is a crash.
                 ready(self._report(socket, recovered))
                 self._answers = True
+                self._backend.keep(True)
                 nursery.start_soon(self._import_rest)
                 if self._backend.stored is not None and snapshots is not None:
                     nursery.start_soon(self.forks.attend_stored, snapshots.drop_unused_bases)
@@ -375,6 +376,7 @@ class _Daemon:
         finally:
             self._engine_ended.set()
         self._unmounted = True
+        self._backend.keep(False)
         if self._kept is not None:
             self._kept.end()
         _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.workspace.mountpoint})

@@ -6,6 +6,7 @@ a test can replace it.  A check that fails itself is reported as a finding.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import importlib.metadata
@@ -33,6 +34,7 @@ from vfsd.machine.dead_mounts import is_dead
 from vfsd.machine.foreign import foreign_protocol
 from vfsd.machine.idle_cpus import CPU_LATENCY_DEVICE, UDEV_RULE, idle_cpus
 from vfsd.machine.journals import drop_command, journal_directory, journal_names, journals_directory
+from vfsd.machine.left_containers import LeftContainer, left_containers
 from vfsd.machine.mountinfo import mounts, vfsd_mounts
 
 KERNEL_MIN: Final = (5, 15)  # for the native engine (vfsd/kernel/engines/native/negotiation.py)
@@ -91,6 +93,8 @@ class Host:
     module_version: Callable[[str], str] = field(default=lambda name: str(importlib.import_module(name).__version__))
     # The hard limit of open files for this process and its children, or RLIM_INFINITY.
     open_files_hard: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    # Lists the containers that dead daemons left on the Podman service at a URL.  ImportError, OSError.
+    left_containers: Callable[[str], list[LeftContainer]] = field(default=left_containers)
 
     def path(self, absolute: str) -> str:
         return os.path.join(self.root, absolute.lstrip("/"))
@@ -370,7 +374,10 @@ def _check_podman(host: Host) -> Iterator[Finding]:
     if not any(host.which(runtime) for runtime in _CONTAINER_RUNTIMES):
         what = f"none of {', '.join(_CONTAINER_RUNTIMES)}: containers can be created but not started"
         yield _problem("container runtime", what, _install("crun", "crun"))
-    yield _podman_service(host)
+    service = _podman_service(host)
+    yield service
+    if service.ok:
+        yield from _left_containers(host)
     yield from _podman_limits(host)
     if importlib.util.find_spec("podman") is None:
         advice = f"{shlex.quote(sys.executable)} -m pip install 'vfsd[container]'"
@@ -395,6 +402,21 @@ def _podman_service(host: Host) -> Finding:
         advice = f"systemctl {'' if host.uid == 0 else '--user '}enable --now podman.socket"
         return _problem(topic, f"{address.path}: {error.strerror or error}", advice)
     return _fine(topic, address.path)
+
+
+def _left_containers(host: Host) -> Iterator[Finding]:
+    """Find containers with files of workspaces whose daemons died."""
+    address = default_address(host.environ, host.uid)
+    if address.kind != "unix":
+        return
+    with contextlib.suppress(ImportError, OSError):  # said by other findings; or Podman does not answer
+        for left in host.left_containers(address.url):
+            what = f"{left.name} has the files of the workspace {left.workspace}, whose daemon died"
+            advice = (
+                f"mount {left.workspace} with the same options again, which continues in it; or remove the files:"
+                f" podman rm --force --volumes {left.name}"
+            )
+            yield _problem("containers", what, advice)
 
 
 _CAP_SYS_RESOURCE: Final = 1 << 24  # linux/capability.h: the right to raise hard limits

@@ -151,6 +151,8 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
             return f"its content is at the other end of `{backend.argument}`"
         if backend.kind in {"host", "container"}:
             return f"its content is in {'the container ' if backend.kind == 'container' else ''}{backend.argument}"
+        if backend.kind == "image":
+            return "its content is in its container, and a mount with the same name and options continues there"
         return "its content is lost"
 
     def continuing(self, journal: str) -> str:

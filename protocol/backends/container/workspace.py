@@ -1,5 +1,7 @@
 """open_container and open_image: the workspace of a container, over the best transport that reaches it.
 
+Invariant: a container with files of the user is removed only by `close` after `keep(False)`, which an unmount calls.
+
 Both block, for a worker thread.  They check that the container can be reached; `TransportConnection.attend` connects.
 """
 
@@ -10,13 +12,19 @@ import errno
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.connection import TransportConnection
-from protocol.backends.container.podman.ownership import create_owned
-from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.lease import Lease
+from protocol.backends.container.podman.ownership import (
+    OwnedContainer,
+    continue_with,
+    hold_lease,
+    open_owned,
+)
+from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.spec import PIDS_LIMIT, ContainerSpec
 from protocol.backends.container.podman.state import ContainerState
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR, ContainerTarget, check_running, check_workdir
@@ -33,11 +41,27 @@ TransportChoice: TypeAlias = Literal["auto", "rootfs", "agent"]
 
 @dataclass(frozen=True, slots=True)
 class ContainerWorkspace:
-    """A workspace in a container.  `close` releases its resources and removes a container of vfsd's own."""
+    """A workspace in a container.  `close` releases its resources, and removes a container that was created for it.
+
+    `lease`: of a container that vfsd created, for the next daemon of the same mount.  `owned`: if that is for this
+    workspace.
+    """
 
     target: ContainerTarget
     connection: TransportConnection[ContainerState]
     close: Callable[[], None]
+    lease: Lease | None = None
+    owned: OwnedContainer | None = None
+
+    @property
+    def note(self) -> str | None:
+        """What the user should know of the container."""
+        return None if self.owned is None else self.owned.note
+
+    def keep(self, is_kept: bool) -> None:
+        """Have `close` leave a container that was created for the workspace, or remove it."""
+        if self.owned is not None:
+            self.owned.is_kept = is_kept
 
 
 def open_container(
@@ -47,13 +71,21 @@ def open_container(
     workdir: str = DEFAULT_WORKDIR,
     transport: TransportChoice = "auto",
     read_only: bool = False,
+    passed: int | None = None,
 ) -> ContainerWorkspace:
-    """Open the directory `workdir` of the running container `name`.  ContainerNotFoundError; OSError with advice."""
+    """Open the directory `workdir` of the running container `name`.  ContainerNotFoundError; OSError with advice.
+
+    `passed`: the descriptor of the lease, from another daemon of the same mount.
+    """
     with contextlib.ExitStack() as stack:
         service = PodmanService(podman_url)
         stack.callback(service.close)
         target = ContainerTarget(service, name, check_workdir(workdir))
-        return _opened(target, check_running(target.inspect()), transport, read_only, stack)
+        state = check_running(target.inspect())
+        lease = hold_lease(state, passed)
+        if lease is not None:
+            stack.callback(lease.close)
+        return replace(_opened(target, state, transport, read_only, stack), lease=lease)
 
 
 def open_image(
@@ -67,17 +99,23 @@ def open_image(
     pids_limit: int | None = None,
     memory_bytes: int | None = None,
     read_only: bool = False,
+    passed: int | None = None,
 ) -> ContainerWorkspace:
-    """Open the directory `workdir` of a new container of `image`, which lives as long as the workspace."""
+    """Open the directory `workdir` of a container of `image`, which lives as long as the workspace.
+
+    The container is the one whose lease another daemon of the same mount has `passed`, or that dead daemons of a
+    workspace of this name left, or a new one.
+    """
     with contextlib.ExitStack() as stack:
         service = PodmanService(podman_url)
         stack.callback(service.close)
         directory = check_workdir(workdir)
         spec = ContainerSpec(image, network=network, pids_limit=pids_limit or PIDS_LIMIT, memory_bytes=memory_bytes)
-        container = create_owned(service, spec, workspace)
-        stack.callback(_remove, container)
-        target = ContainerTarget(service, container.id, directory)
-        return _opened(target, target.inspect(), transport, read_only, stack)
+        owned = open_owned(service, spec, workspace) if passed is None else continue_with(service, passed)
+        stack.callback(owned.close)
+        target = ContainerTarget(service, owned.container.id, directory)
+        opened = _opened(target, check_running(target.inspect()), transport, read_only, stack)
+        return replace(opened, lease=owned.lease, owned=owned)
 
 
 def _opened(
@@ -91,13 +129,6 @@ def _opened(
     transport = _transport(target, state, choice, read_only=read_only)
     connection = TransportConnection(target, transport, read_only=read_only)
     return ContainerWorkspace(target, connection, stack.pop_all().close)
-
-
-def _remove(container: Container) -> None:
-    try:
-        container.remove()
-    except OSError as error:  # not fatal: the next workspace that starts removes it
-        _logger.warning("container %s was not removed: %s", container.name, error, extra={"operation": "container"})
 
 
 def _transport(

@@ -26,6 +26,7 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
         raise missing_package("the container backend", error) from None
     allow_open_files()
     workdir = options.container.workdir or DEFAULT_WORKDIR
+    passed = options.held[0] if options.held else None
     if options.workspace.backend.kind == "container":
         workspace = containers.open_container(
             options.workspace.backend.argument,
@@ -33,6 +34,7 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
             workdir=workdir,
             transport=options.container.transport,
             read_only=options.workspace.read_only,
+            passed=passed,
         )
     else:
         workspace = containers.open_image(
@@ -45,9 +47,11 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
             pids_limit=options.container.pids_limit,
             memory_bytes=options.container.memory_bytes,
             read_only=options.workspace.read_only,
+            passed=passed,
         )
     try:
         stored = _stored_container(options, workspace)
+        interrupted = describe_interrupted(stored)
     except BaseException:
         workspace.close()
         raise
@@ -56,10 +60,12 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
         cache_timeout_s(options),
         tidy=workspace.connection.volume.tidy,
         close=workspace.close,
+        keep=workspace.keep,
         connection=workspace.connection,
         why_not_kept=None if workspace.connection.transport.is_recoverable else "not with the transport agent",
         container=workspace,
-        recovered=describe_interrupted(stored),
+        recovered="; ".join(filter(None, (workspace.note, interrupted))) or None,
+        held=() if workspace.lease is None else (workspace.lease.descriptor,),
         stored=stored,
     )
 

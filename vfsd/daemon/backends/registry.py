@@ -35,7 +35,7 @@ _BUILT_IN: Final = {
 
 
 # What an opener imports only when it is called, because it takes long.
-_DEFERRED: Final = {"container": "protocol.backends.container.workspace"}
+_DEFERRED: Final = dict.fromkeys(("container", "image"), "protocol.backends.container.workspace")
 
 
 def import_backend(kind: str) -> None:

@@ -142,8 +142,9 @@ class Methods:
                 return "none any more: the container was restarted; unmount and mount again when no program uses it"
             return self._start.kept.state
         kind = self._options.backend.kind
-        has_none = kind in {"image", "exec"} or (kind == "container" and self._options.keeper)
-        what = "transport or engine" if kind == "container" else "backend"
+        is_container = kind in {"container", "image"}
+        has_none = kind == "exec" or (is_container and self._options.keeper)
+        what = "transport or engine" if is_container else "backend"
         return f"none for this {what}: if the daemon dies, mount the workspace again" if has_none else None
 
     async def _status(self, _params: Empty, _call: CallContext) -> StatusResult:

@@ -30,7 +30,7 @@ import trio
 
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.errors import ContainerNotFoundError
-from protocol.backends.container.podman.ownership import create_owned
+from protocol.backends.container.podman.ownership import OwnedContainer, create_owned
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import PIDS_LIMIT, ContainerMount, ContainerSpec
 from protocol.execution.executor import Command
@@ -57,7 +57,7 @@ class Sandbox:
         self._image = image
         self._options = options
         self._service = PodmanService(options.podman_url)
-        self._container: Container | None = None
+        self._owned: OwnedContainer | None = None
         self._runner: ContainerCommandRunner | None = None
         self._lock = trio.Lock()
         self._running = 0
@@ -66,7 +66,7 @@ class Sandbox:
     @property
     def where(self) -> str:
         """See `protocol.execution.runner.CommandRunner`."""
-        name = "not created" if self._container is None else self._container.name
+        name = "not created" if self._owned is None else self._owned.container.name
         return f"in a sandbox of {self._image} (container {name})"
 
     async def begin(self) -> None:
@@ -74,9 +74,10 @@ class Sandbox:
         async with self._lock:
             if self._is_over:
                 raise OSError(errno.ESHUTDOWN, "the workspace is being unmounted")
-            if self._container is not None and not await trio.to_thread.run_sync(self._is_running, self._container):
+            owned = self._owned
+            if owned is not None and not await trio.to_thread.run_sync(self._is_running, owned.container):
                 await trio.to_thread.run_sync(self._remove)
-            if self._container is None:
+            if self._owned is None:
                 # Shielded: a container that was created must be recorded.
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(self._create)
@@ -147,13 +148,14 @@ class Sandbox:
             memory_bytes=options.memory_bytes,
             options={**_OPTIONS, "hostname": _hostname(workspace.name)},
         )
-        container = create_owned(self._service, spec, workspace.name)
+        owned = create_owned(self._service, spec, workspace.name, "sandbox")
+        container = owned.container
         try:
             self._check_sees_mount(container)
         except BaseException:
-            container.remove()
+            owned.remove()
             raise
-        self._container = container
+        self._owned = owned
         self._runner = ContainerCommandRunner(lambda: container, WORKDIR, owned=True)
         _logger.info("commands will run in the container %s", container.name, extra={"operation": "sandbox"})
 
@@ -167,11 +169,11 @@ class Sandbox:
             raise OSError(errno.ENXIO, reason)
 
     def _remove(self) -> None:
-        container = self._container
-        if container is not None:
-            container.remove()  # recorded until it is gone, so that the next attempt removes it
-            self._container = self._runner = None
-            _logger.info("removed the container %s", container.name, extra={"operation": "sandbox"})
+        owned = self._owned
+        if owned is not None:
+            owned.remove()  # recorded until it is gone, so that the next attempt removes it
+            self._owned = self._runner = None
+            _logger.info("removed the container %s", owned.container.name, extra={"operation": "sandbox"})
 
 
 def _hostname(name: str) -> str:

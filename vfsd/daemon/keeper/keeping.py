@@ -72,7 +72,7 @@ def is_wanted(options: MountOptions) -> bool:
     kind, transport = workspace.backend.kind, options.container.transport
     is_possible = (
         kind == "host"
-        or (kind == "container" and (transport == "rootfs" or (transport == "auto" and os.geteuid() == 0)))
+        or (kind in {"container", "image"} and (transport == "rootfs" or (transport == "auto" and os.geteuid() == 0)))
         or (options.journal.persist and kind in {"memory", "overlay"})
     )
     return is_possible and workspace.keeper and options.kernel.engine in {"auto", "native"}

@@ -86,11 +86,12 @@ _PAUSE_S: Final = 10.0  # the longest pause; then the old daemon goes on
 _SERVE_S: Final = 30.0  # from Go to Serving, before a new daemon that hangs is killed
 _POLL_S: Final = 0.01
 _LITTLE_BYTES: Final = 32 << 10  # of the log, which the new daemon reads in a few milliseconds
+_NO_AGENT: Final = "with the transport agent, a helper in the container holds the files, and ends with the daemon"
 # Why the volume of a backend, or of one of its transports, cannot be handed over.
 _WHY_NOT: Final = {
-    "container": "with the transport agent, a helper in the container holds the files, and ends with the daemon",
+    "container": _NO_AGENT,
+    "image": _NO_AGENT,
     "exec": "the command at the other end holds the files, and ends with the daemon",
-    "image": "its container belongs to the daemon that made it, and is removed with it",
 }
 _ROUNDS: Final = 200  # of catching up; then the pause begins, however much is missing
 
@@ -183,7 +184,7 @@ class Upgrade:
         volume, engine = handed_over(self._mounted.volume), daemon.engine
         kind = daemon.options.workspace.backend.kind
         again = "unmount it and mount it again"
-        if volume is None or kind == "image":
+        if volume is None:
             why = f" ({_WHY_NOT[kind]})" if kind in _WHY_NOT else ""
             advice = again if kind != "image" else f"take a snapshot, {again} with the same name, and restore it"
             raise _unsupported(

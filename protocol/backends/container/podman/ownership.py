@@ -1,38 +1,92 @@
-"""Containers that vfsd creates, owns and removes, with labels that identify the owning daemon.
+"""Containers that vfsd creates, owns and removes, with labels that identify the owner.
 
-A daemon removes its container when it ends.  A daemon that is killed leaves it behind.  The next daemon that uses the
-same Podman removes such a container if it can prove that the owner is dead:
+The owner is every process that holds the container's lease (`lease`): the daemon, its keeper, and a daemon that takes
+over from it.  A container whose owner is certainly dead is an orphan:
 
-- The owner is identified by machine, user, boot, pid namespace, pid and start time.  A pid means something only in its
-  pid namespace during its boot, so only a daemon in the same namespace and boot looks for the process.
-- After a reboot of this machine every earlier owner is dead.  "This machine" is proven only for daemons in the initial
-  pid namespace over a local service: images of containers share machine-ids, and a remote Podman serves several
-  machines.  Such a container is removed unless it runs (somebody has started it again).
+- The lease's name means something in its network namespace and boot only, so only a daemon in the same ones tests it.
+- After a reboot of this machine every earlier owner is dead, and who has the lease since then holds it.  "This machine"
+  is proven only for daemons in the initial pid namespace over a local service: images of containers share machine-ids,
+  and a remote Podman serves several machines.
 - All others stay; docs/containers.md says how to remove them by hand.
+
+What happens to orphans depends on what is in them:
+
+- A sandbox has nothing that outlives its mount.  The next daemon that creates a container on the same Podman removes
+  it, unless it runs since a reboot (somebody has started it again).
+- The container of an `image:` workspace has the user's files.  Nothing removes it unasked.  The next workspace of the
+  same name and options continues in it (`open_owned`), and `vfsd doctor` lists it.
+
+Earlier versions of vfsd labelled a container with the process that created it, and say nothing of its content.
+Orphans of theirs are removed.  They see no owner in the labels of this version, so they leave these containers alone.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
+from protocol.backends.container.podman.lease import Lease, is_held, network_namespace
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.podman.state import ContainerState
 
 _logger = logging.getLogger(__name__)
 
+Purpose: TypeAlias = Literal["workspace", "sandbox"]
+
 WORKSPACE_LABEL: Final = "vfsd.workspace"
 _MACHINE_LABEL: Final = "vfsd.machine"
+_PURPOSE_LABEL: Final = "vfsd.purpose"
+_SPEC_LABEL: Final = "vfsd.spec"  # what `open_owned` compares
+_LEASE_LABEL: Final = "vfsd.lease"
+_SCOPE_LABEL: Final = "vfsd.scope"  # of the lease: boot, pid namespace, network namespace
+# Of earlier versions, whose judgement needs both.
 _BOOT_LABEL: Final = "vfsd.boot"
 _DAEMON_LABEL: Final = "vfsd.daemon"
+_LEASE_NAME: Final = re.compile("[0-9a-f]{32}")
 _INITIAL_PID_NAMESPACE: Final = "pid:[4026531836]"  # PROC_PID_INIT_INO, include/linux/proc_ns.h: the same in every boot
 
 
-def create_owned(service: PodmanService, spec: ContainerSpec, workspace: str) -> Container:
-    """Create and start a container for `workspace`, with a name and labels of vfsd's; the caller removes it.
+class OwnedContainer:
+    """A container of vfsd's own, and its lease.
+
+    `is_kept`: whether `close` leaves the container, because another daemon continues with it or the user wants its
+    files.  `note`: what the user should know of it.
+    """
+
+    def __init__(self, container: Container, lease: Lease, *, is_kept: bool) -> None:
+        self.container: Final = container
+        self.lease: Final = lease
+        self.is_kept = is_kept
+        self.note: str | None = None
+
+    def remove(self) -> None:
+        """Remove the container; a no-op if it is gone.  OSError; then the lease is still held."""
+        self.container.remove()
+        self.lease.close()
+
+    def close(self) -> None:
+        """Remove the container unless it is kept, and give up the lease."""
+        try:
+            if not self.is_kept:
+                self.container.remove()
+        except OSError as error:  # not fatal
+            _logger.warning(
+                "container %s was not removed (%s): podman rm --force --volumes %s", self.container.name, error,
+                self.container.name, extra={"operation": "container"},
+            )  # fmt: skip
+        finally:
+            self.lease.close()
+
+
+def create_owned(service: PodmanService, spec: ContainerSpec, workspace: str, purpose: Purpose) -> OwnedContainer:
+    """Create and start a container for `workspace`, with a name and labels of vfsd's; the caller closes it.
 
     Pulls a missing image.  ImageNotFoundError; OSError if the container cannot be started, after removing it.
     """
@@ -41,38 +95,133 @@ def create_owned(service: PodmanService, spec: ContainerSpec, workspace: str) ->
         _logger.info("pulling %s", spec.image, extra={"operation": "container"})
         service.pull(spec.image)
     name = f"vfsd-{workspace}-{os.urandom(3).hex()}"  # for `podman ps`; the random part keeps names distinct
-    container = service.create(replace(spec, name=name, labels=_labels(workspace)))
+    lease = Lease.make()
+    try:
+        labels = _labels(workspace, spec, purpose, lease.name)
+        container = service.create(replace(spec, name=name, labels=labels))
+        try:
+            container.start()
+        except BaseException:
+            container.remove()
+            raise
+    except BaseException:
+        lease.close()
+        raise
+    return OwnedContainer(container, lease, is_kept=False)
+
+
+def continue_with(service: PodmanService, descriptor: int) -> OwnedContainer:
+    """Return the container whose lease another daemon of the same mount has passed.  FileNotFoundError; OSError."""
+    lease = Lease.of(descriptor)
+    try:
+        return OwnedContainer(_with_lease(service, lease.name), lease, is_kept=True)
+    except BaseException:
+        lease.close()
+        raise
+
+
+def _with_lease(service: PodmanService, lease: str) -> Container:
+    for state in service.labelled({_LEASE_LABEL: lease}):
+        return Container(service, state.id, state.name)
+    raise FileNotFoundError(errno.ENOENT, "the container of the workspace was removed")
+
+
+def open_owned(service: PodmanService, spec: ContainerSpec, workspace: str) -> OwnedContainer:
+    """Return a running container of `spec` for `workspace`: one that its dead daemons left, or else a new one.
+
+    Errors as for `create_owned`.
+    """
+    others = []
+    for state in orphans(service):
+        if state.labels.get(WORKSPACE_LABEL) != workspace:
+            continue
+        if state.labels.get(_SPEC_LABEL) != _spec_text(spec):
+            others.append(state.name)
+        elif (lease := Lease.claim(state.labels[_LEASE_LABEL])) is not None:  # else another daemon was faster
+            return _adopted(Container(service, state.id, state.name), state, lease)
+    made = create_owned(service, spec, workspace, "workspace")
+    if others:
+        made.note = (
+            f"earlier files of {workspace} are in {' and '.join(others)}, which a daemon that died left and which has"
+            f" other options: `vfsd mount DIRECTORY --backend container:{others[0]}` shows them, and `podman rm --force"
+            f" --volumes {others[0]}` removes them"
+        )
+    return made
+
+
+def _adopted(container: Container, state: ContainerState, lease: Lease) -> OwnedContainer:
+    try:
+        if not state.running:
+            _start_again(container)
+    except BaseException:
+        lease.close()
+        raise
+    adopted = OwnedContainer(container, lease, is_kept=True)
+    adopted.note = f"this mount continues in the container {container.name}, which a daemon that died left"
+    _logger.info("%s", adopted.note, extra={"operation": "container"})
+    return adopted
+
+
+def hold_lease(state: ContainerState, passed: int | None) -> Lease | None:
+    """Take the lease of a container that vfsd made and that has no owner, so that no workspace adopts it meanwhile.
+
+    `passed`: the lease, if another daemon of the same mount has passed it.
+    """
+    if passed is not None:
+        return Lease.of(passed)
+    name = state.labels.get(_LEASE_LABEL, "")
+    return Lease.claim(name) if _LEASE_NAME.fullmatch(name) else None
+
+
+def _start_again(container: Container) -> None:
     try:
         container.start()
-    except BaseException:
-        container.remove()
-        raise
-    return container
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the container {container.name}, which has the files of this workspace, cannot be started"
+            f" ({error.strerror}): give the workspace another --name, or give the files up with `podman rm --force"
+            f" --volumes {container.name}`",
+        ) from None
+
+
+def orphans(service: PodmanService, purpose: Purpose = "workspace") -> Iterator[ContainerState]:
+    """Yield the containers for `purpose` that dead daemons left.  Those of earlier versions count as sandboxes."""
+    for state in service.labelled({WORKSPACE_LABEL: "", _MACHINE_LABEL: _machine()}):
+        is_wanted = state.labels.get(_PURPOSE_LABEL, "sandbox") == purpose
+        if is_wanted and _is_orphan(state, is_local=service.is_local, is_removed=purpose == "sandbox"):
+            yield state
 
 
 def remove_orphans(service: PodmanService) -> list[str]:
-    """Remove the containers that dead daemons left, and return the names of their workspaces."""
+    """Remove the sandboxes that dead daemons left, and return the names of their workspaces."""
     removed = []
-    for state in service.labelled({WORKSPACE_LABEL: "", _MACHINE_LABEL: _machine()}):
-        if _is_orphan(state, is_local=service.is_local):
-            workspace = state.labels[WORKSPACE_LABEL]
-            _logger.info(
-                "removing container %s, left by the dead daemon of workspace %s", state.name, workspace,
-                extra={"operation": "container"},
-            )  # fmt: skip
-            Container(service, state.id, state.name).remove()
-            removed.append(workspace)
+    for state in orphans(service, "sandbox"):
+        workspace = state.labels[WORKSPACE_LABEL]
+        _logger.info(
+            "removing container %s, left by the dead daemon of workspace %s", state.name, workspace,
+            extra={"operation": "container"},
+        )  # fmt: skip
+        Container(service, state.id, state.name).remove()
+        removed.append(workspace)
     return removed
 
 
-def _is_orphan(state: ContainerState, *, is_local: bool) -> bool:
-    """Whether the daemon that made the container is certainly dead."""
-    boot = state.labels.get(_BOOT_LABEL, "")
-    if boot == _boot():
-        return has_died(f"{boot} {state.labels.get(_DAEMON_LABEL, '')}")
-    namespace = boot.partition(":")[2]
-    is_earlier_boot = namespace == _pid_namespace() == _INITIAL_PID_NAMESPACE
-    return is_local and is_earlier_boot and not state.running
+def _is_orphan(state: ContainerState, *, is_local: bool, is_removed: bool) -> bool:
+    """Whether the owner of the container is certainly dead.  `is_removed`: whether that ends the container."""
+    lease = state.labels.get(_LEASE_LABEL)
+    if lease is None:
+        boot, _, pid_namespace = state.labels.get(_BOOT_LABEL, "").partition(":")
+        if f"{boot}:{pid_namespace}" == _boot():
+            return has_died(f"{_boot()} {state.labels.get(_DAEMON_LABEL, '')}")
+    else:
+        boot, pid_namespace, network = (state.labels.get(_SCOPE_LABEL, "").split(" ") + 3 * [""])[:3]
+        if not network or network != network_namespace() or not _LEASE_NAME.fullmatch(lease) or is_held(lease):
+            return False
+        if boot == _boot_id():
+            return True
+    is_earlier_boot = boot != _boot_id() and pid_namespace == _pid_namespace() == _INITIAL_PID_NAMESPACE
+    return is_local and is_earlier_boot and not (is_removed and state.running)
 
 
 def this_daemon() -> str:
@@ -88,9 +237,19 @@ def has_died(daemon: str) -> bool:
     return is_known and pid.isdigit() and _start_ticks(int(pid)) != started
 
 
-def _labels(workspace: str) -> dict[str, str]:
-    boot, _, daemon = this_daemon().rpartition(" ")
-    return {WORKSPACE_LABEL: workspace, _MACHINE_LABEL: _machine(), _BOOT_LABEL: boot, _DAEMON_LABEL: daemon}
+def _labels(workspace: str, spec: ContainerSpec, purpose: Purpose, lease: str) -> dict[str, str]:
+    return {
+        WORKSPACE_LABEL: workspace,
+        _MACHINE_LABEL: _machine(),
+        _PURPOSE_LABEL: purpose,
+        _SPEC_LABEL: _spec_text(spec),
+        _LEASE_LABEL: lease,
+        _SCOPE_LABEL: f"{_boot_id()} {_pid_namespace()} {network_namespace()}",
+    }
+
+
+def _spec_text(spec: ContainerSpec) -> str:
+    return json.dumps([spec.image, spec.network, spec.pids_limit, spec.memory_bytes])
 
 
 def _machine() -> str:
@@ -100,7 +259,11 @@ def _machine() -> str:
 
 def _boot() -> str:
     """The scope of process ids: this boot, and this pid namespace."""
-    return f"{_read('/proc/sys/kernel/random/boot_id')}:{_pid_namespace()}"
+    return f"{_boot_id()}:{_pid_namespace()}"
+
+
+def _boot_id() -> str:
+    return _read("/proc/sys/kernel/random/boot_id")
 
 
 def _pid_namespace() -> str:

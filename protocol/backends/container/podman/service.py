@@ -44,10 +44,11 @@ class PodmanService:
     """A Podman service at `url`: unix:///PATH, ssh://[USER@]HOST[:PORT]/PATH or tcp://HOST[:PORT].
 
     None means $CONTAINER_HOST, else the socket of the user's own service.  The first call connects.  `close` ends the
-    ssh tunnel, if there is one.
+    ssh tunnel, if there is one.  `timeout_s`: of each call but a pull.
     """
 
-    def __init__(self, url: str | None = None) -> None:
+    def __init__(self, url: str | None = None, *, timeout_s: float = _TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self.address: Final = default_address() if url is None else parse_address(url)
         self._tunnel: Tunnel | None = None
         self._lock = threading.Lock()
@@ -83,11 +84,11 @@ class PodmanService:
             return ServiceAddress("unix", path=self._tunnel.path)
 
     @contextlib.contextmanager
-    def _client(self, doing: str, *, timeout_s: float = _TIMEOUT_S) -> Iterator[PodmanClient]:
+    def _client(self, doing: str, *, timeout_s: float | None = None) -> Iterator[PodmanClient]:
         with podman_errors(doing, self.address):
             # The client's own connection errors hide their errno and leak the socket.
             self.connect().close()
-            with PodmanClient(base_url=self._endpoint().url, timeout=timeout_s) as client:
+            with PodmanClient(base_url=self._endpoint().url, timeout=timeout_s or self._timeout_s) as client:
                 yield client
 
     # -- containers ----------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 from protocol.journal.directory import Journal
 from vfsd.machine import doctor, mountinfo, mounts
 from vfsd.machine.doctor import Finding, Host, examine
+from vfsd.machine.left_containers import LeftContainer
 from vfsd.machine.mountinfo import vfsd_mounts
 
 TINY_FUSE = Path(__file__).with_name("tiny_fuse.py")
@@ -56,7 +57,7 @@ def machine(tmp_path: Path) -> Path:
 
 def as_user(machine: Path, release: str = "6.8.0-test", uid: int = 1000) -> Host:
     environ = {"PATH": str(machine / "bin"), "XDG_RUNTIME_DIR": str(machine)}
-    return Host(root=str(machine), release=release, uid=uid, environ=environ)
+    return Host(root=str(machine), release=release, uid=uid, environ=environ, left_containers=lambda _url: [])
 
 
 def found(topic: str, host: Host) -> Finding:
@@ -265,6 +266,18 @@ def test_a_podman_of_another_machine_is_named_and_nonsense_is_told(
 
     assert (finding.ok, finding.optional) == (ok, True)
     assert what in finding.what
+
+
+def test_containers_with_files_of_dead_workspaces_are_listed(machine: Path) -> None:
+    (machine / "podman").mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(machine / "podman/podman.sock"))
+        server.listen()
+        host = dataclasses.replace(as_user(machine), left_containers=lambda _url: [LeftContainer("vfsd-w-12ab", "w")])
+        finding = found("containers", host)
+        assert "vfsd-w-12ab has the files of the workspace w" in finding.what
+        assert "podman rm --force --volumes vfsd-w-12ab" in finding.advice
+        assert finding.optional
 
 
 def test_a_podman_without_a_runtime_is_found(machine: Path) -> None:

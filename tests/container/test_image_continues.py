@@ -1,0 +1,270 @@
+"""`image:` workspaces whose daemon dies or is upgraded: the container goes on, and only an unmount removes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, orphans, remove_orphans
+from protocol.backends.container.podman.service import Container, PodmanService
+from tests.container.conftest import inside
+from tests.mount.conftest import check_invariants
+from tests.mount.kept_workspaces import (
+    Kept,
+    change_at_random,
+    check_executed_once,
+    end_kept,
+    facts,
+    kill_replacements,
+)
+from tests.mount.programs import failed, log_of, succeeded, vfsd, wait_ended
+from tests.mount.test_upgrade import Dying, Upgradable
+from tests.support.fork_server import wait_until
+from vfsd.client.workspace import Workspace
+
+pytestmark = pytest.mark.fuse
+
+
+def containers_of(podman: PodmanService, workspace: str) -> list[Container]:
+    return [Container(podman, state.id, state.name) for state in podman.labelled({WORKSPACE_LABEL: workspace})]
+
+
+def check_removed(podman: PodmanService, workspace: str) -> None:
+    """Check that an unmount has removed the container, whichever daemon made it; remove it for the next tests if not."""
+    left = containers_of(podman, workspace)
+    for container in left:
+        container.remove()
+    assert left == []
+
+
+class OneContainer:
+    """The container of a workspace, which is to stay the only one; another daemon looks for orphans all the time."""
+
+    def __init__(self, podman: PodmanService, workspace: str) -> None:
+        self._podman = podman
+        self._workspace = workspace
+        (self.container,) = containers_of(podman, workspace)
+        self._run = self.container.inspect().pid
+
+    def check(self) -> None:
+        (container,) = containers_of(self._podman, self._workspace)
+        assert (container.id, container.inspect().pid) == (self.container.id, self._run)
+
+    @contextlib.contextmanager
+    def being_searched(self) -> Iterator[None]:
+        stop, found = threading.Event(), []
+
+        def search() -> None:
+            while not stop.wait(0.01):
+                found.extend(state.name for state in orphans(self._podman))
+                found.extend(remove_orphans(self._podman))
+
+        thread = threading.Thread(target=search)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        assert found == []
+        self.check()
+
+
+class KeptImage(Kept):
+    """A container of an image with a keeper."""
+
+    def __init__(self, workdir: Path, podman: PodmanService, image: str) -> None:
+        super().__init__(workdir)
+        self.podman = podman
+        self.options_of_image: dict[str, Any] = {"backend": f"image:{image}", "podman_url": podman.address.url}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.options_of_image
+
+    def one_container(self) -> OneContainer:
+        return OneContainer(self.podman, self.name)
+
+    def kill_both(self) -> None:
+        """Kill the keeper and then the daemon."""
+        record = self.record
+        assert record.keeper is not None
+        os.kill(record.keeper, signal.SIGKILL)
+        os.kill(record.pid, signal.SIGKILL)
+        wait_until(lambda: not record.alive, "the end of the daemon")
+
+
+@pytest.fixture
+def kept(workdir: Path, podman: PodmanService, busybox_image: str) -> Iterator[KeptImage]:
+    made = KeptImage(workdir, podman, busybox_image)
+    yield made
+    end_kept(made)
+    check_removed(podman, made.name)
+
+
+@pytest.fixture
+def upgradable(workdir: Path, podman: PodmanService, busybox_image: str) -> Iterator[Callable[..., Upgradable]]:
+    made: list[Upgradable] = []
+
+    def start(**options: Any) -> Upgradable:
+        made.append(Upgradable(workdir, backend=f"image:{busybox_image}", podman_url=podman.address.url, **options))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.end()
+        check_removed(podman, each.name)
+
+
+# -- a keeper ----------------------------------------------------------------------------------------
+def test_a_random_writer_sees_what_its_twin_sees(kept: KeptImage, workdir: Path, runs_long: bool) -> None:
+    workspace = kept.mount()
+    twin = workdir / "twin"
+    twin.mkdir()
+    deadline = time.monotonic() + (300 if runs_long else 1)
+    with kept.one_container().being_searched(), kept.being_killed(1):
+        change_at_random([kept.path, twin], 1, lambda: time.monotonic() > deadline and kept.kills > 3)
+    assert facts(kept.path) == facts(twin)
+    assert "restarted the daemon" in succeeded(vfsd("status", "-w", kept.name))
+    assert succeeded(vfsd("exec", "-w", kept.name, "--", "echo", "in the container")) == "in the container\n"
+    check_invariants(workspace)
+
+
+def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptImage) -> None:
+    check_executed_once(kept, "exclusive create")
+
+
+def test_replacements_are_killed_while_they_take_the_container_over(kept: KeptImage) -> None:
+    kept.mount()
+    (kept.path / "f").write_bytes(b"x")
+    with kept.one_container().being_searched():
+        record = kept.record
+        os.kill(record.pid, signal.SIGKILL)
+        kill_replacements(kept, 3)
+        assert (kept.path / "f").read_bytes() == b"x"
+        wait_until(lambda: kept.record.alive and kept.record.pid != record.pid, "a replacement")
+
+
+def test_daemon_and_keeper_are_killed_and_the_next_mount_continues(kept: KeptImage, podman: PodmanService) -> None:
+    kept.mount()
+    (kept.path / "f").write_bytes(b"hours of work")
+    one = kept.one_container()
+    for _ in range(2):
+        kept.kill_both()
+        assert "mount with the same name and options continues" in failed(vfsd("status", "-w", kept.name))
+        assert [state.id for state in orphans(podman)] == [one.container.id]
+        assert remove_orphans(podman) == []
+        options = ["--backend", kept.options["backend"], "--podman-url", podman.address.url, "--name", kept.name]
+        again = vfsd("mount", str(kept.path), *options)
+        assert f"had died; this mount continues in the container {one.container.name}" in again.stderr
+        assert (kept.path / "f").read_bytes() == b"hours of work"
+        with one.being_searched():
+            kept.kill()
+            assert (kept.path / "f").read_bytes() == b"hours of work"
+
+
+def test_a_keeper_that_gives_up_leaves_the_container_to_the_next_mount(kept: KeptImage) -> None:
+    kept.mount()
+    (kept.path / "f").write_bytes(b"x")
+    record, one = kept.record, kept.one_container()
+    assert record.keeper is not None
+    os.kill(record.keeper, signal.SIGSTOP)
+    os.kill(record.pid, signal.SIGKILL)
+    one.container.kill()
+    os.kill(record.keeper, signal.SIGCONT)
+    wait_ended(record.keeper)
+    assert "is not running" in log_of(kept.name)
+    kept.mount()
+    assert (kept.path / "f").read_bytes() == b"x"
+    assert [each.id for each in containers_of(kept.podman, kept.name)] == [one.container.id]
+
+
+def test_a_container_that_was_removed_while_no_daemon_ran_ends_the_mount_and_the_next_one_is_new(
+    kept: KeptImage,
+) -> None:
+    kept.mount()
+    record, one = kept.record, kept.one_container()
+    assert record.keeper is not None
+    os.kill(record.keeper, signal.SIGSTOP)
+    os.kill(record.pid, signal.SIGKILL)
+    one.container.remove()
+    os.kill(record.keeper, signal.SIGCONT)
+    wait_ended(record.keeper)
+    assert "the container of the workspace was removed" in log_of(kept.name)
+    kept.mount()
+    assert os.listdir(kept.path) == []
+
+
+# -- upgrades ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options",
+    [{"protect": ("secret",), "memory_bytes": 64 << 20}, {"keeper": False}],
+    ids=["keeper", "no keeper"],
+)
+def test_an_upgrade_hands_the_container_over(
+    upgradable: Callable[..., Upgradable], podman: PodmanService, options: dict[str, Any]
+) -> None:
+    workspace = upgradable(**options)
+    attached = workspace.mount()
+    one = OneContainer(podman, workspace.name)
+    inside(one.container, "echo one > /workspace/secret")
+    attached.snapshot("one")
+    (workspace.path / "f").write_bytes(b"x")
+    with one.being_searched(), (workspace.path / "f").open("rb", buffering=0) as file:
+        for _ in range(2):
+            workspace.upgrade()
+            assert file.read(1) == b"x"
+            file.seek(0)
+            assert inside(one.container, "cat /workspace/f") == b"x"
+        if "protect" in options:
+            with pytest.raises(PermissionError):
+                (workspace.path / "secret").write_text("two")
+        if options.get("keeper", True):
+            pid = workspace.record.pid
+            os.kill(pid, signal.SIGKILL)
+            assert file.read(1) == b"x"
+            wait_until(lambda: workspace.record.pid != pid, "a replacement")
+        attached.restore("one")
+    assert os.listdir(workspace.path) == ["secret"]
+    assert succeeded(vfsd("exec", "-w", workspace.name, "--", "cat", "secret")) == "one\n"
+    check_invariants(Workspace.attach(workspace.name))
+
+
+def test_either_daemon_is_killed_at_the_last_steps_of_an_upgrade(
+    upgradable: Callable[..., Upgradable], podman: PodmanService, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = upgradable()
+    dying = Dying(workspace, workdir, monkeypatch)
+    one = OneContainer(podman, workspace.name)
+    with one.being_searched(), dying.being_written():
+        for step in ("after Begin", "after Loaded", "after Finish", "before Go", "after Go", "before Serving"):
+            dying.upgrade_at(step)
+            dying.check()
+            wait_until(lambda: workspace.record.is_kept, "a keeper")
+
+
+def test_an_upgraded_workspace_whose_processes_are_all_killed_continues(
+    upgradable: Callable[..., Upgradable], podman: PodmanService
+) -> None:
+    workspace = upgradable()
+    workspace.mount()
+    (workspace.path / "f").write_bytes(b"x")
+    one = OneContainer(podman, workspace.name)
+    workspace.upgrade()
+    record = workspace.record
+    assert record.keeper is not None
+    os.kill(record.keeper, signal.SIGKILL)
+    os.kill(record.pid, signal.SIGKILL)
+    # The daemon before the upgrade has the lease until it has ended.
+    wait_until(lambda: [state.id for state in orphans(podman)] == [one.container.id], "the end of all daemons")
+    workspace.mount()
+    assert (workspace.path / "f").read_bytes() == b"x"
+    one.check()
