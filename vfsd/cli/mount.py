@@ -95,7 +95,7 @@ _option = functools.partial(click.option, cls=_MountOption)
     metavar="BACKEND",
     help="Where the content is: memory, host:DIR, overlay:DIR, overlay:FILE.zip, overlay:snapshot:NAME[@DIR] (a"
     " snapshot on disk), container:NAME (a running Podman container), image:REF (a new container of that image, removed"
-    " with the workspace), or exec:'COMMAND' (a directory where COMMAND starts a Python, such as 'ssh HOST python3').",
+    " by the unmount), or exec:'COMMAND' (a directory where COMMAND starts a Python, such as 'ssh HOST python3').",
 )
 @_option("--name", type=NAME, help="The workspace's name; by default made from the mountpoint.")
 @_option("--engine", type=_EngineName(ENGINES), default="auto", show_default=True, help="The FUSE implementation.")
