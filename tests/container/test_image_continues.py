@@ -38,10 +38,10 @@ def containers_of(podman: PodmanService, workspace: str) -> list[Container]:
 
 
 def check_removed(podman: PodmanService, workspace: str) -> None:
-    """Check that an unmount has removed the container, whichever daemon made it; remove it for the next tests if not."""
+    """Check that an unmount has removed the container, whichever daemon made it."""
     left = containers_of(podman, workspace)
     for container in left:
-        container.remove()
+        container.remove()  # not to fail the next tests as well
     assert left == []
 
 

@@ -61,11 +61,11 @@ async def opened(
         backend = await successor.open(options, kept)
         return backend, successor.origin(backend)
     if origin is None:
-        directory = None if kept is None or kept.resumed is None else kept.resumed.directory
-        given = options if directory is None else replace(options, directory=directory)
+        anchor = None if kept is None or kept.resumed is None else kept.resumed.anchor
+        given = options if anchor is None else replace(options, anchor=anchor)
         backend = await trio.to_thread.run_sync(open_backend, given, _unless_cancelled)
-        if directory is not None:
-            os.close(directory)
+        if anchor is not None:
+            os.close(anchor)
         if options.origin is not None:
             # Start-up: few mounts are forks.
             from vfsd.daemon.forks.stored import opened_origin  # noqa: PLC0415

@@ -180,8 +180,8 @@ class Below(Value):
 class MountOptions(Value):
     """All options of one mount.
 
-    Three are no options: `origin`, which only a fork has; `below`, in an upgrade; and `directory`, the descriptor with
-    which the daemon before this one had the directory open that the backend names.
+    Three are no options: `origin`, which only a fork has; `below`, in an upgrade; and `anchor`, the
+    `vfsd.daemon.backends.base.Backend.anchor` of the daemon before this one.
     """
 
     workspace: WorkspaceOptions
@@ -197,7 +197,7 @@ class MountOptions(Value):
     policy: PolicyOptions = msgspec.field(default_factory=PolicyOptions)
     origin: StoredOrigin | None = None
     below: Below | None = None
-    directory: int | None = None
+    anchor: int | None = None
 
     @classmethod
     def of(cls, mountpoint: str, name: str, **values: Any) -> MountOptions:

@@ -71,21 +71,21 @@ def open_container(
     workdir: str = DEFAULT_WORKDIR,
     transport: TransportChoice = "auto",
     read_only: bool = False,
-    passed: int | None = None,
+    lease: int | None = None,
 ) -> ContainerWorkspace:
     """Open the directory `workdir` of the running container `name`.  ContainerNotFoundError; OSError with advice.
 
-    `passed`: the descriptor of the lease, from another daemon of the same mount.
+    `lease`: that of the container, from another daemon of the same mount.
     """
     with contextlib.ExitStack() as stack:
         service = PodmanService(podman_url)
         stack.callback(service.close)
         target = ContainerTarget(service, name, check_workdir(workdir))
         state = check_running(target.inspect())
-        lease = hold_lease(state, passed)
-        if lease is not None:
-            stack.callback(lease.close)
-        return replace(_opened(target, state, transport, read_only, stack), lease=lease)
+        held = hold_lease(state, lease)
+        if held is not None:
+            stack.callback(held.close)
+        return replace(_opened(target, state, transport, read_only, stack), lease=held)
 
 
 def open_image(
@@ -99,11 +99,11 @@ def open_image(
     pids_limit: int | None = None,
     memory_bytes: int | None = None,
     read_only: bool = False,
-    passed: int | None = None,
+    lease: int | None = None,
 ) -> ContainerWorkspace:
     """Open the directory `workdir` of a container of `image`, which lives as long as the workspace.
 
-    The container is the one whose lease another daemon of the same mount has `passed`, or that dead daemons of a
+    The container is the one whose `lease` another daemon of the same mount has passed, or one that dead daemons of a
     workspace of this name left, or a new one.
     """
     with contextlib.ExitStack() as stack:
@@ -111,7 +111,7 @@ def open_image(
         stack.callback(service.close)
         directory = check_workdir(workdir)
         spec = ContainerSpec(image, network=network, pids_limit=pids_limit or PIDS_LIMIT, memory_bytes=memory_bytes)
-        owned = open_owned(service, spec, workspace) if passed is None else continue_with(service, passed)
+        owned = open_owned(service, spec, workspace) if lease is None else continue_with(service, lease)
         stack.callback(owned.close)
         target = ContainerTarget(service, owned.container.id, directory)
         opened = _opened(target, check_running(target.inspect()), transport, read_only, stack)

@@ -31,8 +31,8 @@ class Backend(Value):
     `container`: the container that holds the volume, in which commands run.
     `recovered`: one sentence on what an interrupted apply or restore left in the directory, for the user.
     `held`: descriptors whose duplicates keep what the volume needs while no daemon runs, such as a lease.
-    `directory`: a descriptor of the directory of this machine that the volume shows, or that is below it.  Another
-    daemon that continues the workspace opens that, wherever it was moved.
+    `anchor`: a descriptor by which another daemon that continues the workspace finds the same content again: of the
+    directory that the volume shows or that is below it, wherever it was moved; or a container's lease.
     `reopening`: how another daemon opens the layer below: see `protocol.backends.overlay.lower.Lower`.
     `why_not_kept`: why another daemon could not continue, in words; None if it can.
     `stored`: the snapshots of a volume that does not keep them in memory; they are in a store.
@@ -47,7 +47,7 @@ class Backend(Value):
     container: ContainerWorkspace | None = None
     recovered: str | None = None
     held: tuple[int, ...] = ()
-    directory: int | None = None
+    anchor: int | None = None
     reopening: bytes = b""
     why_not_kept: str | None = None
     stored: Stored | None = None

@@ -26,7 +26,6 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
         raise missing_package("the container backend", error) from None
     allow_open_files()
     workdir = options.container.workdir or DEFAULT_WORKDIR
-    passed = options.held[0] if options.held else None
     if options.workspace.backend.kind == "container":
         workspace = containers.open_container(
             options.workspace.backend.argument,
@@ -34,7 +33,7 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
             workdir=workdir,
             transport=options.container.transport,
             read_only=options.workspace.read_only,
-            passed=passed,
+            lease=options.anchor,
         )
     else:
         workspace = containers.open_image(
@@ -47,7 +46,7 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
             pids_limit=options.container.pids_limit,
             memory_bytes=options.container.memory_bytes,
             read_only=options.workspace.read_only,
-            passed=passed,
+            lease=options.anchor,
         )
     try:
         stored = _stored_container(options, workspace)
@@ -65,7 +64,7 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
         why_not_kept=None if workspace.connection.transport.is_recoverable else "not with the transport agent",
         container=workspace,
         recovered="; ".join(filter(None, (workspace.note, interrupted))) or None,
-        held=() if workspace.lease is None else (workspace.lease.descriptor,),
+        anchor=None if workspace.lease is None else workspace.lease.descriptor,
         stored=stored,
     )
 

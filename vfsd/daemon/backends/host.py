@@ -42,7 +42,7 @@ def open_host(options: MountOptions, _progress: ByteProgress) -> Backend:
         volume.close,
         recovered=recovered,
         stored=stored,
-        directory=volume.root_fd,
+        anchor=volume.root_fd,
     )
 
 

@@ -70,7 +70,7 @@ def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
         close=functools.partial(_close, volume),
         recovered="; ".join(notes) or None,
         held=held,
-        directory=lower.root_fd,
+        anchor=lower.root_fd,
         reopening=lower.reopening,
     )
 

@@ -34,7 +34,7 @@ def allow_open_files() -> None:
 def directory_of(options: MountOptions) -> DirectoryReference:
     """Return the directory that the backend names: its path, or the descriptor that another daemon had of it."""
     argument = os.fsencode(options.workspace.backend.argument)
-    return argument if options.directory is None else options.directory
+    return argument if options.anchor is None else options.anchor
 
 
 def check_outside(options: MountOptions, store: Store) -> None:

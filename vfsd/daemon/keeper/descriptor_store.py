@@ -7,7 +7,7 @@ the next start (sd_listen_fds(3)).  A daemon stores at least four descriptors, w
     memory     the memory that a keeper and its daemon share (`kept`)
     log        what the kernel knows of the volume (`SharedLog`)
     saved      `_Saved`
-    directory  of the directory that the volume shows (`Backend.directory`), if there is one
+    anchor     `Backend.anchor`, if there is one
     held       any number of other descriptors, which need only stay open (`Backend.held`)
 
 Invariants:
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 FORMAT: Final = 1  # of the four descriptors; a mount with another one is not continued
 ROLES: Final = ("memory", "log", "saved", "device")  # in this order: a group with a device is complete
-_DIRECTORY: Final = "directory"
+_ANCHOR: Final = "anchor"
 _HELD: Final = "held"
 _PREFIX: Final = "vfsd-"
 _STORE_SIZE: Final = "FDSTORE"  # set by systemd 254 and newer, if the unit has FileDescriptorStoreMax=
@@ -110,11 +110,11 @@ class DescriptorStore:
     def _name(self, role: str) -> str:
         return f"{_PREFIX}{role}.{self._token}"
 
-    def hold(self, saved: bytes, device: int, directory: int | None, others: Sequence[int]) -> str | None:
+    def hold(self, saved: bytes, device: int, anchor: int | None, others: Sequence[int]) -> str | None:
         fds = {**self._fds, "saved": _saved(self._options, saved), "device": os.dup(device)}
         held = [(_HELD, os.dup(each)) for each in others]
-        if directory is not None:
-            held.append((_DIRECTORY, _readable(directory)))
+        if anchor is not None:
+            held.append((_ANCHOR, _readable(anchor)))
         if self._predecessor is None:
             return self._store(fds, held)
         threading.Thread(target=self._store_later, args=(self._predecessor, fds, held), daemon=True).start()
@@ -141,7 +141,7 @@ class DescriptorStore:
     def drop(self) -> None:
         if not self._is_over:
             self._is_over = True
-            for role in (*ROLES, _DIRECTORY, _HELD):
+            for role in (*ROLES, _ANCHOR, _HELD):
                 self._notifier.remove(self._name(role))
 
     def known(self) -> None:
@@ -155,12 +155,12 @@ class DescriptorStore:
         return "systemd, if its unit has Restart= and FileDescriptorStoreMax="
 
 
-def _readable(directory: int) -> int:
-    """Return a descriptor of the directory that can be polled, as systemd does: O_PATH cannot (EBADF)."""
+def _readable(anchor: int) -> int:
+    """Return a descriptor of the same that can be polled, as systemd does: a directory with O_PATH cannot (EBADF)."""
     try:
-        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
-    except PermissionError:
-        return os.dup(directory)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=anchor)
+    except (PermissionError, NotADirectoryError):
+        return os.dup(anchor)
 
 
 def _identity(options: MountOptions) -> str:
@@ -224,7 +224,7 @@ def _groups(passed: list[tuple[str, int]]) -> dict[str, dict[str, int]]:
         role, _, token = name.removeprefix(_PREFIX).partition(".")
         if not name.startswith(_PREFIX):
             continue
-        if role in (*ROLES, _DIRECTORY):
+        if role in (*ROLES, _ANCHOR):
             groups.setdefault(token, {})[role] = descriptor
         elif role == _HELD:
             os.close(descriptor)  # systemd still has it
@@ -259,7 +259,7 @@ def _continued(options: MountOptions, notifier: Notifier, token: str, fds: dict[
     holder.known()
     os.close(fds["saved"])
     log = SharedLog(fds["log"])
-    resumed = Resumed(device, saved.negotiated.encode(), memory[RESTARTS], fds.get(_DIRECTORY))
+    resumed = Resumed(device, saved.negotiated.encode(), memory[RESTARTS], fds.get(_ANCHOR))
     return Kept(holder, memory, fds["memory"], log, resumed, _noted_signals())
 
 

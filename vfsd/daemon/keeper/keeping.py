@@ -42,7 +42,7 @@ from vfsd.daemon.backends import registry
 from vfsd.daemon.keeper import stuck
 from vfsd.daemon.keeper.kept import (
     DEATHS_MAX,
-    HAS_DIRECTORY,
+    HAS_ANCHOR,
     KEEPS,
     MAX_BYTES,
     MAX_HELD,
@@ -87,7 +87,7 @@ class Keeper:
         self._memory_fd, self._memory = shared_memory()
         self._log = SharedLog.create()
         self._device: int | None = None
-        self._directory: int | None = None
+        self._anchor: int | None = None
         self._saved = b""
         self._child = 0
         self._end_signal: int | None = None  # that asked the daemon to end
@@ -151,7 +151,7 @@ class Keeper:
                 return 1
             return serve(Kept(KeeperProcess(channel), self._memory, self._memory_fd, self._log, None))
         # A replacement has `_forward` as its handler, with no child, until it has a handler of its own.
-        resumed = Resumed(self._device, self._saved, self._restarts, self._directory)
+        resumed = Resumed(self._device, self._saved, self._restarts, self._anchor)
         holder = KeeperProcess(channel)
         return serve(Kept(holder, self._memory, self._memory_fd, self._log, resumed, lambda: self._end_signal))
 
@@ -198,8 +198,8 @@ class Keeper:
         if message and descriptors:
             # The others stay open while this process runs.
             self._device, self._saved = descriptors[0], message[1:]
-            if message[:1] == HAS_DIRECTORY:
-                self._directory = descriptors[1]
+            if message[:1] == HAS_ANCHOR:
+                self._anchor = descriptors[1]
             self._memory[KEEPS] = 1
 
     # -- a death -----------------------------------------------------------------------------------

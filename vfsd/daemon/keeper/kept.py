@@ -3,8 +3,8 @@
 A mount exists while a process has its descriptor.  Two things can hold it while no daemon runs, and have another one
 started: a keeper process (`keeping`), or systemd (`descriptor_store`).
 
-The first message on the socket to a keeper process is `HAS_DIRECTORY` or `NO_DIRECTORY`, and the engine's saved
-negotiation, with duplicates of the mount's descriptor, of that of `Backend.directory`, and of those of `Backend.held`.
+The first message on the socket to a keeper process is `HAS_ANCHOR` or `NO_ANCHOR`, and the engine's saved
+negotiation, with duplicates of the mount's descriptor, of that of `Backend.anchor`, and of those of `Backend.held`.
 From then on it restarts the daemon if that dies.
 """
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES: Final = 4096 + 1024  # a mountpoint, and some numbers
 MAX_HELD: Final = 8  # descriptors besides that of the mount
-HAS_DIRECTORY: Final = b"D"
-NO_DIRECTORY: Final = b"-"
+HAS_ANCHOR: Final = b"A"
+NO_ANCHOR: Final = b"-"
 DEATHS_MAX: Final = 5  # in a row, of daemons that neither answered anything nor served for a minute
 _LIVED_NS: Final = 60 * 10**9
 
@@ -72,13 +72,13 @@ def deaths_in_a_row(memory: memoryview, before: int) -> int:
 class Resumed(Value):
     """A mount that another daemon made: a descriptor of its own, and the engine's saved negotiation.
 
-    `restarts`: how many daemons of this mount have died.  `directory`: a descriptor of `Backend.directory`.
+    `restarts`: how many daemons of this mount have died.  `anchor`: a duplicate of `Backend.anchor`.
     """
 
     descriptor: int
     saved: bytes
     restarts: int
-    directory: int | None = None
+    anchor: int | None = None
 
 
 class Holder(Protocol):
@@ -94,7 +94,7 @@ class Holder(Protocol):
         """Whether that is a service manager, which outlives the mount."""
         ...
 
-    def hold(self, saved: bytes, device: int, directory: int | None, others: Sequence[int]) -> str | None:
+    def hold(self, saved: bytes, device: int, anchor: int | None, others: Sequence[int]) -> str | None:
         """Hold the mount, and these other descriptors, from now on; return why, if that is impossible."""
         ...
 
@@ -116,11 +116,11 @@ class KeeperProcess:
         self.pid = os.getppid()
         self._channel = channel
 
-    def hold(self, saved: bytes, device: int, directory: int | None, others: Sequence[int]) -> str | None:
-        known = [] if directory is None else [directory]
+    def hold(self, saved: bytes, device: int, anchor: int | None, others: Sequence[int]) -> str | None:
+        known = [] if anchor is None else [anchor]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [device, *known, *others]))]
         try:
-            self._channel.sendmsg([NO_DIRECTORY if directory is None else HAS_DIRECTORY, saved], rights)
+            self._channel.sendmsg([NO_ANCHOR if anchor is None else HAS_ANCHOR, saved], rights)
         except OSError as error:
             return f"the keeper died ({error.strerror})"
         return None
@@ -198,7 +198,7 @@ class Kept:
         saved, device = engine.resumable(), engine.descriptor
         if saved is None or device is None:
             return "there is no mount"
-        return self._holder.hold(saved, device, backend.directory, backend.held)
+        return self._holder.hold(saved, device, backend.anchor, backend.held)
 
     def end(self) -> None:
         """The mount has ended, or another daemon has it."""

@@ -275,8 +275,8 @@ class Upgrade:
             if given.has_image:
                 descriptors[:0] = self._start_image(new, volume, given)
             backend, kept = self._daemon.backend, self._daemon.kept
-            if backend.directory is not None:
-                descriptors.append(os.dup(backend.directory))
+            if backend.anchor is not None:
+                descriptors.append(os.dup(backend.anchor))
             begin = Begin(
                 HANDOVER_VERSION,
                 vfsd.__version__,
@@ -288,7 +288,7 @@ class Upgrade:
                 is_foreground=self._daemon.is_foreground,
                 below=given.below,
                 reopening=backend.reopening,
-                has_directory=backend.directory is not None,
+                has_anchor=backend.anchor is not None,
                 pid=os.getpid(),
             )
             new.channel.send(begin, descriptors)

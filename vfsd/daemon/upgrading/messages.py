@@ -2,7 +2,7 @@
 
     old                                 new
                                         Hello     its version, and the formats of a handover that it can take
-    Begin    options, [image, log, directory]; no image if the state is not in memory
+    Begin    options, [image, log, anchor]; no image if the state is not in memory
                                         Loaded    the state at the beginning
     Follow   the end of the log
                                         Followed  (these two, until little is missing)
@@ -59,9 +59,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     `keeper`: the process that restarts the old daemon if it dies, and when it was started; 0 for none.  `starter`: the
     process that started the first daemon.  `is_foreground`: systemd restarts the daemon, so it has no keeper.  `below`:
     what identifies the lower layer of an overlay, or the directory of `host:`.  `reopening`: how to open that layer
-    (`vfsd.daemon.backends.Backend`).  `has_directory`: the last descriptor is of the directory, wherever it is now.
-    `pid`: of the old daemon.  `source`: of the versions before 3, the URL and name of the layer, if the options have no
-    name.
+    (`vfsd.daemon.backends.Backend`).  `has_anchor`: the last descriptor is `Backend.anchor`.  `pid`: of the old daemon.
+    `source`: of the versions before 3, the URL and name of the layer, if the options have no name.
     """
 
     format: int
@@ -75,7 +74,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     below: str = ""
     source: str = ""
     reopening: bytes = b""
-    has_directory: bool = False
+    has_anchor: bool = False
     pid: int = 0
 
 

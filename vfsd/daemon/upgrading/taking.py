@@ -74,8 +74,8 @@ class Successor:
             raise TakeOverError(f"cannot read a handover of format {begin.format}")
         self._channel = channel
         self._begin = begin
-        *image, self._log_fd = descriptors[:-1] if begin.has_directory else descriptors
-        self._directory = descriptors[-1] if begin.has_directory else None
+        *image, self._log_fd = descriptors[:-1] if begin.has_anchor else descriptors
+        self._anchor = descriptors[-1] if begin.has_anchor else None
         self._image_fd = image[0] if image else -1
         self._journal: ContinuedJournal | None = None
         self._keeper_memory: memoryview | None = None
@@ -119,8 +119,8 @@ class Successor:
         """
         self._killed_first = KilledFirst()
         backend = await trio.to_thread.run_sync(open_backend, self._empty(options), _no_progress)
-        if self._directory is not None:
-            os.close(self._directory)
+        if self._anchor is not None:
+            os.close(self._anchor)
         try:
             volume, recovered = _handed_over(backend), recoverable(backend.volume)
             if kept is not None and recovered is not None:
@@ -154,7 +154,7 @@ class Successor:
             journal=JournalOptions(),
             content=content,
             below=below,
-            directory=self._directory,
+            anchor=self._anchor,
         )
 
     def _check_below(self, state: TakenState, argument: str) -> None:
@@ -266,7 +266,7 @@ class Successor:
     def close(self) -> None:
         """Close what belongs to the daemon, in its keeper."""
         self._channel.close()
-        for each in (self._image_fd, self._log_fd, self._directory):
+        for each in (self._image_fd, self._log_fd, self._anchor):
             if each is not None and each >= 0:
                 os.close(each)
 
