@@ -155,17 +155,13 @@ def test_a_container_that_was_restarted_is_refused_and_served_on(upgradable: Cal
     assert workspace.record.pid == pid
 
 
-def test_the_agent_and_images_are_refused_with_the_reason(
-    upgradable: Callable[..., InContainer],
-    workdir: Path,
-    podman: PodmanService,
-    busybox_image: str,
-    python_image: str,
+def test_the_agent_is_refused_with_the_reason(
+    upgradable: Callable[..., InContainer], workdir: Path, podman: PodmanService, python_image: str
 ) -> None:
     workspace = upgradable(image=python_image, transport="agent")
     workspace.mount()
     assert "a helper in the container holds the files" in failed(vfsd("upgrade", workspace.name))
     (workdir / "image").mkdir()
-    options: dict[str, Any] = {"name": f"{workdir.name}-image", "podman_url": podman.address.url}
-    with Workspace.mount(workdir / "image", f"image:{busybox_image}", **options) as attached:
-        assert "its container belongs to the daemon that made it" in failed(vfsd("upgrade", attached.name))
+    name, url = f"{workdir.name}-image", podman.address.url
+    with Workspace.mount(workdir / "image", f"image:{python_image}", name=name, podman_url=url, transport="agent"):
+        assert "take a snapshot, unmount it and mount it again" in failed(vfsd("upgrade", name))
