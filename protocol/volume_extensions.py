@@ -454,6 +454,10 @@ class SharedLimit(Protocol):
         """Whether there is room for `count` more bytes.  `total` is what the volume accounts for now.  Any thread."""
         ...
 
+    def room(self, total: int) -> int | None:
+        """About how many more bytes there is room for, at least 0; None: no limit.  `total` as for `has_room`."""
+        ...
+
     def forking(self) -> AbstractContextManager[object]:
         """A block around fork(2) in which no other thread is inside a call."""
         ...

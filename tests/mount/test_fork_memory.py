@@ -60,6 +60,12 @@ def rewrite(workspace: Workspace, *, create: bool = False) -> int:
     return FILES
 
 
+def free_bytes(workspace: Workspace) -> int:
+    """What df(1) shows as available."""
+    found = os.statvfs(workspace.path)
+    return found.f_bavail * found.f_frsize
+
+
 def taken(workspaces: list[Workspace]) -> int:
     """Sum of the proportional set sizes of anonymous memory, in bytes."""
     found = 0
@@ -97,12 +103,14 @@ def test_forks_that_rewrite_everything_stay_within_the_limit(family: list[Worksp
 @pytest.mark.parametrize("family", ["memory"], indirect=True)
 @pytest.mark.parametrize("killed", [False, True], ids=["unmounted", "killed"])
 def test_a_fork_that_ends_gives_its_memory_back(family: list[Workspace], killed: bool) -> None:
-    _, first, second, _ = family
+    source, first, second, _ = family
+    assert min(free_bytes(each) for each in family) > 8 * MIB
     rewrite(first)
     assert rewrite(second) < FILES
     small = Path(second.path, "small")
     with pytest.raises(OSError, match="No space"):
         small.write_bytes(bytes(8 * MIB))
+    assert max(free_bytes(source), free_bytes(second)) < 8 * MIB, "df shows space that no write gets"
     if killed:
         os.kill(first.pid, signal.SIGKILL)
     else:
@@ -114,6 +122,7 @@ def test_a_fork_that_ends_gives_its_memory_back(family: list[Workspace], killed:
         return False
 
     wait_until(has_room, "the memory of the fork that ended can be used")
+    wait_until(lambda: free_bytes(source) > MIB, "df shows what the fork that ended has freed")
 
 
 @pytest.mark.parametrize("family", ["memory"], indirect=True)

@@ -260,6 +260,9 @@ def test_mounting_looks_at_no_file_whatever_is_below(mount: MountIt, workdir: Pa
     workspace = mount(backend=f"overlay:{place}")
     status = workspace.status()
     assert (status.files, status.directories) == (0, 1)
+    shown = run(*VFSD, "status", workspace.name, cwd=workdir)
+    assert "files\t0\n" in shown
+    assert "counted\twhat was read or changed so far;" in shown
     assert (Path(workspace.path) / "d7" / "f7").read_bytes() == b""
     status = workspace.status()
     assert (status.files, status.directories) == (1, 2)

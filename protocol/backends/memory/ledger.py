@@ -157,6 +157,13 @@ class Ledger:
         """Whether `count` more bytes fit in the limit that this volume shares with other processes, if there is one."""
         return self.shared_limit is None or self.shared_limit.has_room(self.total, count)
 
+    @property
+    def room(self) -> int:
+        """How many more bytes fit in the limits, at least 0."""
+        own = self.ceiling - self.used
+        shared = None if self.shared_limit is None else self.shared_limit.room(self.total)
+        return max(0, own if shared is None else min(own, shared))
+
     def charge_overhead(self, count: int) -> None:
         """Add `count` bytes, which may be negative, to the overhead.  Any thread."""
         with self._lock:

@@ -509,6 +509,6 @@ class MemoryVolume:
             blocks = limits.max_bytes // PAGE_BYTES
         else:
             blocks = max(os.sysconf("SC_PHYS_PAGES"), used)
-        free = min(blocks - used, (ledger.ceiling - ledger.used) // PAGE_BYTES)
+        free = min(blocks - used, ledger.room // PAGE_BYTES)
         inodes = limits.max_inodes if limits.max_inodes is not None else _UNLIMITED_INODES
         return StatFs(PAGE_BYTES, blocks, max(0, free), inodes, max(0, inodes - len(self._state.inodes)))

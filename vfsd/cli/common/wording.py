@@ -86,6 +86,9 @@ def _if_any(heading: str, kind: Kind, cell: Cell) -> list[tuple[str, Kind, Cell]
     return [(heading, kind, cell)] if cell else []
 
 
+_OVERLAY_COUNTS: Final = "what was read or changed so far; below the overlay there may be more"
+
+
 def status_rows(status: StatusResult) -> list[tuple[str, Kind, Cell]]:
     """Return heading, kind and value of each row of `vfsd status`."""
     return [
@@ -109,6 +112,7 @@ def status_rows(status: StatusResult) -> list[tuple[str, Kind, Cell]]:
         ("files", "count", status.files),
         ("directories", "count", status.directories),
         ("size", "size", status.size_bytes),
+        *_if_any("counted", "text", _OVERLAY_COUNTS if status.backend.startswith("overlay") else None),
         ("used", "size", status.used_bytes),
         ("max-bytes", "size", status.max_bytes),
         ("live", "size", status.live_bytes),

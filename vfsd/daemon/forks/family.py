@@ -58,6 +58,7 @@ _WRITER_END_S: Final = 5.0  # a killed process frees its memory
 # What the process that writes an image copies: the objects of each inode, and a page of each block of content.
 _WRITER_BYTES_OF_INODE: Final = 1024
 _WRITER_SHARE: Final = 32
+_MEASURED_BELOW: Final = 4  # statfs(2) measures if less than this part of the limit seems to be free
 STEP_BYTES: Final = 1 << 20
 # Memory of a daemon that is not its volume's: private memory of a fork, and at most that of the first process.
 DAEMON_BYTES: Final = 10 << 20
@@ -234,6 +235,17 @@ class ForkFamily:
                 room = limit - count - self.bound()
             self._is_full = room < 0
             return not self._is_full
+
+    def room(self, total: int) -> int | None:
+        limit = self.limit
+        if limit is None or self._slot < 0:
+            return None
+        with self._lock:
+            self.publish(total)
+            # What came since the last measurement counts twice, so it may look full long before it is.
+            if limit - self.bound() < limit // _MEASURED_BELOW and self._may_measure():
+                self.measure()
+            return max(0, limit - self.bound())
 
     def _may_measure(self) -> bool:
         now = time.monotonic()

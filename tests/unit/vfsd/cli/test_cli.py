@@ -656,6 +656,7 @@ def test_status_is_names_and_values(daemon: FakeDaemon) -> None:
     assert values["files"] == "2"
     assert values["size"] == "11"
     assert values["max-bytes"] == "-"
+    assert "counted" not in values
 
 
 def test_unmount_names_who_holds_a_busy_workspace(daemon: FakeDaemon) -> None:
