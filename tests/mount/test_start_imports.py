@@ -18,7 +18,7 @@ LATER = (
     "podman", "protocol.archive", "protocol.backends.container", "protocol.backends.host",
     "protocol.backends.overlay", "protocol.diff.patch", "protocol.execution", "protocol.search", "protocol.store",
     "protocol.testing", "protocol.tools", "pyfuse3", "re2", "rich", "vfsd.cli", "vfsd.client",
-    "vfsd.daemon.control.fs_methods", "vfsd.daemon.control.tree_methods", "vfsd.kernel.engines.pyfuse3", "zlib_ng",
+    "vfsd.daemon.control.handlers.fs", "vfsd.daemon.control.handlers.trees", "vfsd.kernel.engines.pyfuse3", "zlib_ng",
 )  # fmt: skip
 # What preload() is for: a process that forks daemons imports it once.
 PRELOADED = "import sys; from vfsd.daemon.preload import preload; preload(); print(*sys.modules)"
@@ -41,7 +41,7 @@ def test_a_daemon_imports_what_its_mount_needs_and_preload_imports_all_of_it(wor
     )
     assert "protocol.backends.memory.volume" in imported
     assert [module for module in imported if within(module, LATER)] == []
-    assert "vfsd.daemon.control.fs_methods" in rest
+    assert "vfsd.daemon.control.handlers.fs" in rest
 
     loaded = subprocess.run([sys.executable, "-c", PRELOADED], capture_output=True, text=True, check=True)
     ours = {module for module in imported if within(module, ("protocol", "vfsd"))}

@@ -1,6 +1,7 @@
 """Listings: the directories that programs list, with the cookies of their entries.
 
-Invariant (`check_invariants`): a node of the table is in `_read` if and only if it has `entries`.
+Invariant (`check_invariants`): a node of the table is in `_read` if and only if it has `entries`; `_read` has at most
+MOST_READ_DIRECTORIES.
 
 Threading: the serving loop only.
 """
@@ -84,6 +85,7 @@ class Listings:
 
     def check_invariants(self) -> None:
         """AssertionError if the invariant of the module's docstring does not hold."""
+        assert len(self._read) <= MOST_READ_DIRECTORIES
         assert all(node.entries is not None for node in self._read)
         assert all(node in self._read for node in self._table if node.entries is not None)
         assert all(self._table.get(node.number) is node for node in self._read), "a listing of a node that is gone"

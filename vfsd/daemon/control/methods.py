@@ -20,7 +20,7 @@ from vfsd.daemon.audit.calls import audited
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.durable_answers import synced
-from vfsd.daemon.control.lost_container import with_advice
+from vfsd.daemon.control.handlers.lost_container import with_advice
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.mounted_volume import MountedVolume

@@ -18,7 +18,7 @@ from protocol.execution.host import HostCommandRunner
 from tests.support.exec_suite import WAIT_S, ExecSuite, Where, command_line, run
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.client.connection import ControlClient, ControlError
-from vfsd.daemon.control.exec_methods import ExecMethods
+from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands
 from vfsd.wire.base import Empty

@@ -27,8 +27,8 @@ from protocol.volume_extensions import CacheInvalidation
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient, ControlError
-from vfsd.daemon.control.exec_methods import ExecMethods
-from vfsd.daemon.control.fs_methods import FsMethods
+from vfsd.daemon.control.handlers.exec import ExecMethods
+from vfsd.daemon.control.handlers.fs import FsMethods
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands
 from vfsd.wire import fs_messages as fs

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.host import HostVolume, descriptors
+from protocol.backends.host import HostVolume, descriptors, listings
 from protocol.testing import Driver
 from protocol.testing.volume.driver import fails
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, AttributeChanges, Caller
@@ -468,6 +468,23 @@ def test_a_place_a_thousand_levels_down_is_looked_at_once_more_after_a_while(
     assert [entry.name for entry in volume.readdir(at, 0)] == [b".", b".."]
     volume.check_invariants()
     subprocess.run(["rm", "-rf", inside / "d"], check=True)  # pytest's own removal is not that deep
+
+
+def test_a_reader_continues_a_listing_after_more_directories_were_listed_than_are_kept(
+    volume: HostVolume, inside: Path
+) -> None:
+    names = [b"%03d" % number for number in range(listings.MOST_READ_DIRECTORIES + 10)]
+    for name in names:
+        (inside / os.fsdecode(name)).mkdir()
+    first = volume.lookup(ROOT_INODE, names[0]).inode
+    for number in range(20):
+        (inside / os.fsdecode(names[0]) / str(number)).touch()
+    begun = [entry for entry, _ in zip(volume.readdir(first, 0), range(10), strict=False)]
+    for name in names[1:]:
+        list(volume.readdir(volume.lookup(ROOT_INODE, name).inode, 0))
+        volume.check_invariants()
+    rest = list(volume.readdir(first, begun[-1].cookie))
+    assert sorted(entry.name for entry in begun + rest) == sorted([b".", b"..", *(b"%d" % n for n in range(20))])
 
 
 def test_an_executable_that_was_written_can_be_executed_by_others_soon(

@@ -16,6 +16,7 @@ from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.lower import LowerEntry
 from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
+from protocol.linux import file_clock
 from protocol.testing.volume.driver import Clock, Driver, fails
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller
 from protocol.volume_extensions import CacheInvalidation
@@ -489,3 +490,14 @@ def test_kinds_in_a_listing_are_right_though_nobody_looked(below: Path) -> None:
     assert kinds[b"fifo"] == stat.S_IFIFO
     assert kinds[b"src"] == stat.S_IFDIR
     assert kinds[b"link"] == stat.S_IFLNK
+
+
+def test_the_first_change_of_a_file_waits_until_a_change_below_would_give_it_another_ctime(
+    below: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume, fs = over(below)
+    number = fs.stat(b"README").inode
+    ctime_ns, ticks = (below / "README").stat().st_ctime_ns, iter([0, 0, 0, 1])
+    monkeypatch.setattr(file_clock, "now_ns", lambda: ctime_ns + next(ticks))
+    volume.write(number, 0, b"R")
+    assert next(ticks, None) is None, "it is written in the tick of its last change below"

@@ -16,8 +16,8 @@ from protocol.errors import SnapshotNotFoundError
 from vfsd.daemon.audit.entries import Entry, time_text
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.changes import OutputPieces
-from vfsd.daemon.control.parameters import tree_paths
+from vfsd.daemon.control.handlers.changes import OutputPieces
+from vfsd.daemon.control.handlers.parameters import tree_paths
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.wire.audit_messages import LabelParams, LogParams, LogResult, Overflow, WatchParams
 from vfsd.wire.messages import Empty, InvalidParamsError

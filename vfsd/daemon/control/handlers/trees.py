@@ -14,7 +14,7 @@ from protocol.tree import Tree, unfiltered
 from protocol.volume_extensions import ApplyResult as Applied
 from protocol.volume_extensions import overlaid, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.changes import (
+from vfsd.daemon.control.handlers.changes import (
     Differences,
     OutputPieces,
     change_record,
@@ -25,8 +25,8 @@ from vfsd.daemon.control.changes import (
     problem_records,
     written_patch,
 )
-from vfsd.daemon.control.parameters import absolute_path, tree_paths
-from vfsd.daemon.control.snapshot_methods import required
+from vfsd.daemon.control.handlers.parameters import absolute_path, tree_paths
+from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.merging.layered_tree import LayeredTree
 from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.mounted_volume import MountedVolume

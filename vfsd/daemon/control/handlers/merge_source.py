@@ -18,8 +18,8 @@ from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.changes import OutputPieces
-from vfsd.daemon.control.snapshot_methods import required
+from vfsd.daemon.control.handlers.changes import OutputPieces
+from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.merging.delta import write_delta
 from vfsd.daemon.merging.empty_tree import EmptyTree

@@ -17,7 +17,7 @@ import trio
 from protocol.execution.executor import Command, Terminal
 from protocol.execution.runner import CommandLimits, Process, Stream
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.parameters import host_text, working_directory
+from vfsd.daemon.control.handlers.parameters import host_text, working_directory
 from vfsd.daemon.exec.commands import Commands
 from vfsd.wire.base import Empty
 from vfsd.wire.exec_messages import (

@@ -17,8 +17,8 @@ import trio
 from protocol.errors import SnapshotNotFoundError, shown
 from protocol.volume_extensions import ForkableVolume, SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext
-from vfsd.daemon.control.parameters import absolute_path
-from vfsd.daemon.control.snapshot_methods import required
+from vfsd.daemon.control.handlers.parameters import absolute_path
+from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.forks.forks import Forks, Steps
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import FORK_PREFIX, SnapshotService, fork_tag, free_name

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from protocol.store import Store, TreeSource
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.snapshot_methods import required
+from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree
 from vfsd.daemon.snapshots.base import BASE, STAGED_PREFIX, SnapshotService, free_name, in_bytes

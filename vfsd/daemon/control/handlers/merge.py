@@ -24,9 +24,9 @@ from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.values import Value
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.changes import change_record, expired_records
-from vfsd.daemon.control.merge_source import MergeSource
-from vfsd.daemon.control.parameters import tree_paths
+from vfsd.daemon.control.handlers.changes import change_record, expired_records
+from vfsd.daemon.control.handlers.merge_source import MergeSource
+from vfsd.daemon.control.handlers.parameters import tree_paths
 from vfsd.daemon.merging.delta import differences
 from vfsd.daemon.merging.layered_tree import LayeredTree
 from vfsd.daemon.merging.lineage import MergedState, with_merged
