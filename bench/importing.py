@@ -2,7 +2,8 @@
 
     python -m bench.importing [--entries N] [--rounds N] [--shapes REGEX]
 
-For each shape of archive, and each way to take it in (`vfsd import`, `vfsd restore FILE.zip`, `vfsd mount --from`):
+For each shape of archive, and each way to take it in (`vfsd import`, without and with `--persist`, `vfsd restore
+FILE.zip`, `vfsd mount --from`):
 
 - `CPU`: user and system time of the daemon, in seconds (utime and stime of /proc/PID/stat).  For `--from` that of its
   whole life so far, without that of a daemon that mounted nothing;
@@ -131,14 +132,15 @@ def asking(place: str) -> Iterator[list[float]]:
         process.join()
 
 
-def mounted(scratch: Path, archive: Path | None = None) -> Workspace:
+def mounted(scratch: Path, archive: Path | None = None, *, persist: bool = False) -> Workspace:
     """A memory workspace of its own, whatever became of the one before."""
     name = f"importing{next(_numbers)}"
-    return Workspace.mount(scratch / name, name=name, archive=archive)
+    journal = scratch / f"{name}-journal" if persist else None
+    return Workspace.mount(scratch / name, name=name, archive=archive, persist=persist, journal_dir=journal)
 
 
-def of_command(scratch: Path, archive: Path, entries: int, *command: str) -> Row:
-    with mounted(scratch) as workspace:
+def of_command(scratch: Path, archive: Path, entries: int, *command: str, persist: bool = False) -> Row:
+    with mounted(scratch, persist=persist) as workspace:
         pid = workspace.pid
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5): VmHWM begins anew
         before, base = cpu_s(pid), status_bytes(pid, "VmRSS")
@@ -164,6 +166,7 @@ def of_mount(scratch: Path, archive: Path, entries: int) -> Row:
 
 WAYS: Final[dict[str, Callable[[Path, Path, int], Row]]] = {
     "import": lambda scratch, archive, entries: of_command(scratch, archive, entries, "import"),
+    "... --persist": lambda scratch, archive, entries: of_command(scratch, archive, entries, "import", persist=True),
     "restore": lambda scratch, archive, entries: of_command(scratch, archive, entries, "restore"),
     "mount --from": of_mount,
 }

@@ -38,8 +38,9 @@ CONNECTION: Final = 21  # a new mount: requests and open files of the one before
 LISTED: Final = 22  # the names of a directory get cookies, in their order
 COOKIES: Final = 23  # the names of a directory have these cookies
 INVALIDATED: Final = 24  # the kernel caches nothing that changes without a request have made wrong
-STORE: Final = 25  # a block of content for a later STORED_BLOCK; number 0: those before are not needed any more
+STORE: Final = 25  # for a later STORED_BLOCK or STORED_EFFECTS; number 0: those before are not needed any more
 STORED_BLOCK: Final = 26  # a block of content that a STORE has
+STORED_EFFECTS: Final = 27  # the effects that a STORE has
 # Of overlays; `protocol.backends.overlay.journaling.values` describes the values.
 LOWER: Final = 40  # an inode of the lower layer, as it was before its first change
 LISTING: Final = 41  # the entries of a directory of the lower layer, as they were before its first change
@@ -195,6 +196,11 @@ def stored_block(number: int, index: int, stored: int) -> bytes:
     return _RANGE.pack(STORED_BLOCK, number, index, stored)
 
 
+def stored_effects(stored: int) -> bytes:
+    """Return the effect of all effects that the STORE effect `stored` has, once."""
+    return _NUMBER.pack(STORED_EFFECTS, stored)
+
+
 def no_block(number: int, index: int) -> bytes:
     """Return the effect that a block of a file is a hole."""
     return _NUMBER_AND_OFFSET.pack(NO_BLOCK, number, index)
@@ -268,7 +274,7 @@ _WITH_OFFSET: Final = frozenset({TRUNCATE, NO_BLOCK, REQUEST})
 _WITH_DATA: Final = frozenset({WRITE, BLOCK, SPARSE_BLOCK, STORE})
 _OF_OVERLAY: Final = frozenset(range(LOWER, KNOWN + 1))
 _WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT, COOKIES}) | _OF_OVERLAY
-_WITH_NUMBER: Final = frozenset({FREE, RESET, DROP, NEXT, CONNECTION, LISTED, INVALIDATED})
+_WITH_NUMBER: Final = frozenset({FREE, RESET, DROP, NEXT, CONNECTION, LISTED, INVALIDATED, STORED_EFFECTS})
 
 
 def decoded(payload: bytes) -> Iterator[Effect]:

@@ -15,18 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.backends.memory import MemoryVolume
-from protocol.backends.memory.journaling import stored_blocks
+from protocol.backends.memory.journaling import recorded_ahead
 from protocol.volume import ROOT_INODE, SUPERUSER
 from tests.support.journals import JournalInMemory, assert_same_volume, replayed
 
 FILE = stat.S_IFREG | 0o644
 BLOCK = 131072
 
+Place = tuple[bytes, bytes]
+Tree = dict[Place, bytes | Place]
+
 names = st.sampled_from((b"a", b"b", b"c"))
 contents = st.builds(
     lambda byte, size: bytes([byte]) * size, st.integers(1, 3), st.sampled_from((1, 5_000, BLOCK + 5, 2 * BLOCK))
 )
-trees = st.dictionaries(st.tuples(names, names), contents, max_size=4)
+places = st.tuples(names, names)
+trees = st.dictionaries(places, contents | places, max_size=5)  # a place: another name of that file
 steps = st.one_of(
     st.tuples(st.just("import"), trees, st.booleans(), st.sampled_from(("put", "put", "discard"))),
     st.tuples(st.just("write ahead"), names, contents, st.booleans()),
@@ -39,8 +43,24 @@ steps = st.one_of(
 @pytest.fixture(autouse=True, scope="module")
 def every_block_is_stored() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_blocks, "SMALLEST_BYTES", 1)
+        patch.setattr(recorded_ahead, "SMALLEST_BYTES", 1)
+        patch.setattr(recorded_ahead, "_STEP_PIECES", 2)
         yield
+
+
+def imported(tree: Tree) -> MemoryVolume:
+    """Return a volume with the files of `tree`; names of files that it lacks are left out."""
+    volume = MemoryVolume(uid=1, gid=2)
+    for (above, name), what in sorted(tree.items(), key=lambda item: isinstance(item[1], tuple)):
+        found = volume.find(ROOT_INODE, above) or volume.mkdir(ROOT_INODE, above, 0o755, SUPERUSER)
+        if isinstance(what, bytes):
+            volume.write(volume.mknod(found.inode, name, FILE, 0, SUPERUSER).inode, 0, what)
+            continue
+        directory = volume.find(ROOT_INODE, what[0])
+        file = None if directory is None else volume.find(directory.inode, what[1])
+        if file is not None:
+            volume.link(file.inode, found.inode, name)
+    return volume
 
 
 class History:
@@ -74,11 +94,8 @@ class History:
             self.write(name, data[::-1] + b"!" if is_other else data)
         self.volume.forget_stored()
 
-    def import_tree(self, tree: dict[tuple[bytes, bytes], bytes], replace: bool, end: str) -> None:
-        other = MemoryVolume(uid=1, gid=2)
-        for (above, name), data in tree.items():
-            found = other.find(ROOT_INODE, above) or other.mkdir(ROOT_INODE, above, 0o755, SUPERUSER)
-            other.write(other.mknod(found.inode, name, FILE, 0, SUPERUSER).inode, 0, data)
+    def import_tree(self, tree: Tree, replace: bool, end: str) -> None:
+        other = imported(tree)
         stage = self.volume.new_stage()
         with other.tree() as source:
             stage.fill(source, self.volume.reserve_inodes(20))

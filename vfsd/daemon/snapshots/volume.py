@@ -150,9 +150,12 @@ class VolumeSnapshots:
 
     @_last_history.setter
     def _last_history(self, history: UndoHistory) -> None:
+        self._set_history(history)
+
+    def _set_history(self, history: UndoHistory, *, with_next: bool = False) -> None:
         self._history_after_step = history
         if self._journaled is not None:
-            self._note(_HISTORY_NOTE, history.encoded(), "recording the undo history")
+            self._note(_HISTORY_NOTE, history.encoded(), "recording the undo history", with_next=with_next)
 
     @property
     def has_base(self) -> bool:
@@ -306,13 +309,15 @@ class VolumeSnapshots:
             def attempt() -> tuple[UndoHistory, SnapshotInfo, CacheInvalidation]:
                 check()
                 observer.commit()
-                return self._history(), *self._change(change, f"before {step}", source, merged)
+                before = self._history()
+                changed = self._change(change, f"before {step}", source, merged, lambda at: before.stepped(at, step))
+                return before, *changed
 
             before, safety, invalidation = await repeated(attempt)
             if not invalidation.entries and not invalidation.inodes:
                 self._drop_if_there(safety.name)
+                self._last_history = before
                 return self._outcome(source, None)
-            self._last_history = before.stepped(safety.serial, step)
             made = await self._invalidate(invalidation, safety, before, observer, made)
             if not (made.counts.total or invalidation.entries):
                 # Only times of directories, or ctimes: `protocol.diff.tree_diff` counts none of them as a change.
@@ -360,8 +365,8 @@ class VolumeSnapshots:
             tag = f"after {step}" if by < 0 else f"before {step}"
             merged = self.merges.at(self._volume.snapshot(source).serial)
             restore = functools.partial(self._volume.restore_snapshot, source)
-            safety, invalidation = await repeated(lambda: self._change(restore, tag, source, merged))
-            self._last_history = before.moved(to, safety.serial)
+            moved = functools.partial(before.moved, to)
+            safety, invalidation = await repeated(lambda: self._change(restore, tag, source, merged, moved))
             made = await self._invalidate(invalidation, safety, before, observer)
             if made.earlier is not None:
                 self._last_history = before.moved(to, None)
@@ -373,22 +378,27 @@ class VolumeSnapshots:
         tag: str,
         source: str,
         merged: Sequence[MergedState] | None,
+        history: Callable[[int], UndoHistory],
     ) -> tuple[SnapshotInfo, CacheInvalidation]:
         """Make `change` after taking a safety snapshot; if it fails, drop that again.
 
-        `merged` is what is merged into the state after the change (None: what was before).  The journal records both
-        together: else, after a crash, a merge could take what an undo removed for removed by a program, and leave it
-        out.
+        `merged` is what is merged into the state after the change (None: what was before).  `history` returns the
+        history after the change; its argument is the serial of the safety snapshot.
+
+        The journal records all of this together: else, after a crash, a merge could take what an undo removed for
+        removed by a program, and leave it out; and a safety snapshot could be there without the change.
         """
         with self._volume.keeping(source):
             safety = self._take_safety(tag)
-            before = self.merges.now
+            before, history_before = self.merges.now, self._last_history
             try:
+                self._set_history(history(safety.serial), with_next=True)
                 if merged is not None:
                     self.merges.record(safety.serial, merged, with_next=True)
                 return safety, self._allowed(change, safety)
             except BaseException:
                 self.merges.record(safety.serial, before, with_next=True)
+                self._set_history(history_before, with_next=True)
                 self._drop_if_there(safety.name)
                 raise
 

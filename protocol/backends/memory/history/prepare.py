@@ -25,7 +25,7 @@ Threading: the serving loop only.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -48,6 +48,8 @@ class ContentRecorder(Protocol):
     """The part of `TransactionRecorder` that a preparation uses."""
 
     def store(self, blocks: Iterable[Block]) -> Iterator[None]: ...
+
+    def store_inodes(self, nodes: Iterable[Inode], tops: Collection[int]) -> Iterator[None]: ...
 
     def forget_stored(self) -> None: ...
 
@@ -80,7 +82,7 @@ class Preparation(Converger):
         """Build the islands; each step yields the number of entries that it handled.  ENOSPC, ENAMETOOLONG.
 
         The loop may do other work between two steps.
-        With a journal, the content of the import is recorded, too.
+        With a journal, the content and the new inodes are recorded, too.
         """
         for scope in self._paths:
             for top in self._new_tops(scope):
@@ -95,6 +97,15 @@ class Preparation(Converger):
         if self._recorder is not None:
             for _ in self._recorder.store(self._new_blocks()):
                 yield 0
+            for _ in self._recorder.store_inodes(self._complete_inodes(), set(self._tops.values())):
+                yield 0
+
+    def _complete_inodes(self) -> Iterator[Inode]:
+        """Yield the inodes on the islands, without files that `run` may link to further names."""
+        linked = set(self._linked.values())
+        for number in chain.from_iterable(self._numbers):
+            if number not in linked:
+                yield self._inode(number)
 
     def _new_blocks(self) -> Iterator[Block]:
         """Yield the blocks that the import adds to the state."""

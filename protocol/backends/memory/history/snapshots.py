@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -66,8 +66,16 @@ class TransactionRecorder(Protocol):
         """Record blocks of the next transaction ahead of it, in small steps.  Nobody changes them before.  OSError."""
         ...
 
+    def store_inodes(self, nodes: Iterable[Inode], tops: Collection[int]) -> Iterator[None]:
+        """Record new inodes of the next transaction ahead of it, with their entries, in small steps.  OSError.
+
+        Nothing leads to them yet.  Until the transaction nobody changes them; it gives `tops` a name, and changes the
+        attributes of these only.
+        """
+        ...
+
     def forget_stored(self) -> None:
-        """Forget what `store` recorded: there will be no transaction."""
+        """Forget what was recorded ahead: there will be no transaction."""
         ...
 
 

@@ -10,7 +10,7 @@ A reference names a snapshot and an inode, not an epoch: which epoch holds a ver
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.blocks import SparseBlock
@@ -20,31 +20,51 @@ if TYPE_CHECKING:
     from protocol.backends.memory.blocks import Block
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.memory.journaling.stored_blocks import StoredBlocks
+    from protocol.backends.memory.journaling.recorded_ahead import RecordedAhead
     from protocol.backends.memory.state import MemoryState
 
 Source = tuple[int, int, int]  # the serial of a snapshot, the number of an inode in it, the index of a block
 
 
-def changes_since(state: MemoryState, epoch: Epoch, stored: StoredBlocks) -> Iterator[bytes]:
+def changes_since(state: MemoryState, epoch: Epoch, ahead: RecordedAhead) -> Iterator[bytes]:
     """Yield the effects that lead from the beginning of `epoch`, the newest, to the live state, one by one.
 
-    `stored`: the blocks that the journal has already.
+    `ahead`: what the journal has already.
     Inodes come first, then names, then inodes that are gone, so each effect refers to something that exists.
     """
-    gone = []
+    recorded = ahead.inodes_of(epoch.inodes)
+    if recorded:
+        yield from ahead.inode_effects()
+    yield from _changed_inodes(state, epoch, ahead, recorded)
+    if recorded:
+        yield from ahead.entry_effects()
+    yield from _changed_names(state, epoch, recorded)
+    for number in list(epoch.inodes):
+        if state.inodes.get(number) is None:
+            yield effects.free(number)
+
+
+def _changed_inodes(
+    state: MemoryState, epoch: Epoch, ahead: RecordedAhead, recorded: Collection[int]
+) -> Iterator[bytes]:
     for number, before in list(epoch.inodes.items()):
         live = state.inodes.get(number)
         if live is None:
-            gone.append(number)
+            continue
+        if number in recorded:
+            if number in ahead.tops:
+                yield effects.inode(live)
             continue
         yield effects.inode(live)
         if before is None:
             yield effects.reset(number)
-        yield from inode_details(before, live, functools.partial(_sources, state, epoch, number), stored)
+        yield from inode_details(before, live, functools.partial(_sources, state, epoch, number), ahead)
+
+
+def _changed_names(state: MemoryState, epoch: Epoch, recorded: Collection[int]) -> Iterator[bytes]:
     for number, before in list(epoch.inodes.items()):
         live = state.inodes.get(number)
-        if before is None and live is not None and live.children is not None:
+        if before is None and live is not None and live.children is not None and number not in recorded:
             for name, child in live.children.items():
                 yield effects.entry(number, name, child)
     for directory, names in epoch.names.items():
@@ -54,15 +74,13 @@ def changes_since(state: MemoryState, epoch: Epoch, stored: StoredBlocks) -> Ite
         children = live.children if live is not None and live.children is not None else {}
         for name in names:
             yield effects.entry(directory, name, children.get(name, 0))
-    for number in gone:
-        yield effects.free(number)
 
 
 def inode_details(
     before: Inode | None,
     now: Inode,
     sources: Mapping[int, Source] | Callable[[], Mapping[int, Source]],
-    stored: StoredBlocks | None = None,
+    ahead: RecordedAhead | None = None,
 ) -> Iterator[bytes]:
     """Yield the effects from version `before` (None: nothing) to `now`, other than attributes and entries.
 
@@ -93,7 +111,7 @@ def inode_details(
         yield effects.no_block(number, index)
     changed = {index: block for index, block in blocks.items() if old_blocks.get(index) is not block}
     if changed:
-        yield from _changed_blocks(number, changed, sources, stored)
+        yield from _changed_blocks(number, changed, sources, ahead)
     reserved = content.reserved if content is not None else ()
     if reserved != (old.reserved if old is not None else ()):
         yield effects.reservations(number, reserved)
@@ -103,13 +121,13 @@ def _changed_blocks(
     number: int,
     changed: Mapping[int, Block],
     sources: Mapping[int, Source] | Callable[[], Mapping[int, Source]],
-    stored: StoredBlocks | None,
+    ahead: RecordedAhead | None,
 ) -> Iterator[bytes]:
     """Yield the effects that set blocks: by a reference to where the journal has them, or with their content."""
-    if stored is not None:
+    if ahead is not None:
         left = {}
         for index, block in changed.items():
-            kept = stored.take(index, block)
+            kept = ahead.take(index, block)
             if kept is None:
                 left[index] = block
             else:

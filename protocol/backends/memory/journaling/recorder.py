@@ -9,8 +9,8 @@ Invariants:
 2. `Log.require` comes before the change: if there is no space on disk, the call fails and changes nothing.  A
    transaction is recorded at its end and undone if that fails.
 3. If the volume refuses a call, nothing is recorded; except for snapshots that were dropped to free memory, which
-   wait in `_pending` for the next record, as do inodes whose last user has closed them, and notes about the next
-   change.
+   wait in `_pending` for the next record, as do inodes whose last user has closed them, and safety snapshots and notes
+   that belong to the next change.
 4. A batch that a request of the kernel led to has a REQUEST effect with the result (see `answering`), so a request
    that a daemon recorded and did not answer is answered by its replacement and not executed again.
 5. The first listing of a directory is recorded before the next change of it, so a replay gives the same cookies.
@@ -25,13 +25,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.journaling.changes import changes_since
-from protocol.backends.memory.journaling.stored_blocks import StoredBlocks
+from protocol.backends.memory.journaling.recorded_ahead import RecordedAhead
 from protocol.journal import effects
 from protocol.journal.log import Batch
 from protocol.journal.records import Buffer
@@ -72,7 +72,7 @@ class Recorder:
         self._state = state
         self._inodes = state.inodes
         self._pending: list[bytes] = []
-        self._stored = StoredBlocks()
+        self._ahead = RecordedAhead()
         self._in_transaction = False
         self._request = 0  # the request of the kernel that is being executed; 0: none
         self._before_request = 0  # the end of the log when it began
@@ -213,7 +213,7 @@ class Recorder:
                 self._in_transaction = False
             self._record_epoch(epoch)
         finally:
-            self._stored.clear()
+            self._ahead.clear()
 
     def _record_epoch(self, epoch: Epoch) -> None:
         batch = Batch(self._log)
@@ -228,20 +228,24 @@ class Recorder:
 
     def _changes(self, epoch: Epoch) -> Iterator[bytes]:
         """Yield the effects of a transaction."""
-        return changes_since(self._state, epoch, self._stored)
+        return changes_since(self._state, epoch, self._ahead)
 
-    # -- content that is recorded before its transaction -------------------------------------------
+    # -- what is recorded before its transaction ---------------------------------------------------
     def store(self, blocks: Iterable[Block]) -> Iterator[None]:
         """See `TransactionRecorder`."""
-        return self._stored.store(self._log, blocks)
+        return self._ahead.store(self._log, blocks)
+
+    def store_inodes(self, nodes: Iterable[Inode], tops: Collection[int]) -> Iterator[None]:
+        """See `TransactionRecorder`."""
+        return self._ahead.store_inodes(self._log, nodes, tops)
 
     def store_content(self, data: bytes) -> Iterator[None]:
         """See `JournaledVolume`."""
-        return self._stored.store_content(self._log, data)
+        return self._ahead.store_content(self._log, data)
 
     def forget_stored(self) -> None:
         """See `TransactionRecorder`."""
-        self._stored.clear()
+        self._ahead.clear()
 
     def note(self, key: str, value: bytes, *, with_next: bool) -> None:
         """Record a value that is replayed with the state; `with_next`: in the record of the next change.  OSError."""
@@ -462,7 +466,10 @@ class Recorder:
     def take_snapshot(self, name: str, *, tag: str | None = None, kind: SnapshotKind = "user") -> SnapshotInfo:
         self._require(len(os.fsencode(name)) + len(tag or "") * 4)
         info: SnapshotInfo = self._replaced["take_snapshot"](name, tag=tag, kind=kind)
-        self._commit(effects.snapshot(info))
+        if kind == "safety":  # recorded with the change that it precedes: a crash keeps both or neither
+            self._pending.append(effects.snapshot(info))
+        else:
+            self._commit(effects.snapshot(info))
         return info
 
     def drop_snapshot(self, name: str) -> None:

@@ -84,6 +84,7 @@ class Replay:
             effects.SHARED_BLOCK: self._shared_block,
             effects.STORE: self._store,
             effects.STORED_BLOCK: self._stored_block,
+            effects.STORED_EFFECTS: self._stored_effects,
             effects.NO_BLOCK: self._no_block,
             effects.RESERVATIONS: self._reservations,
             effects.SNAPSHOT: self._snapshot,
@@ -416,6 +417,9 @@ class Replay:
 
     def _stored_block(self, number: int, index: int, stored: int) -> None:
         self._block(self._owned(number), index, self._stored.pop(stored))
+
+    def _stored_effects(self, stored: int) -> None:
+        self.apply([self._stored.pop(stored)])
 
     def _reservations(self, number: int, encoded: bytes) -> None:
         ranges = msgspec.msgpack.decode(encoded, type=_RESERVED)

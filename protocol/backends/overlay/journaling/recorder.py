@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from protocol.backends.memory.content import BLOCK_BYTES
 from protocol.backends.memory.journaling.changes import changes_since, whole_block
+from protocol.backends.memory.journaling.recorded_ahead import RecordedAhead
 from protocol.backends.memory.journaling.recorder import PUNCH_HOLE, Recorder, changed_xattrs, xattr_bytes
-from protocol.backends.memory.journaling.stored_blocks import StoredBlocks
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.journaling.introductions import (
@@ -88,7 +88,7 @@ class ApplyRecord:
         """Add the changes since the beginning of `epoch`, the newest."""
         introductions = Introductions(self._state, epoch.inodes, epoch.names)
         self._introduced.append(introductions)
-        self.add(overlay_changes(self._state, epoch, introductions, StoredBlocks()))
+        self.add(overlay_changes(self._state, epoch, introductions, RecordedAhead()))
 
     def base(self, epoch: Epoch) -> None:
         """Add the changes since the beginning of `epoch`, and that the present state is the base: the next epoch."""
@@ -114,13 +114,13 @@ class ApplyRecord:
 
 
 def overlay_changes(
-    state: OverlayState, epoch: Epoch, introductions: Introductions, stored: StoredBlocks
+    state: OverlayState, epoch: Epoch, introductions: Introductions, ahead: RecordedAhead
 ) -> Iterator[bytes]:
     """Yield the effects since the beginning of `epoch`, the newest, after the introductions that they need."""
     for number, before in list(epoch.inodes.items()):
         if isinstance(before, OverlayInode):
             yield from introductions.of(number, listing=True)
-    yield from changes_since(state, epoch, stored)
+    yield from changes_since(state, epoch, ahead)
     yield from introductions.cookies()
 
 
@@ -212,7 +212,7 @@ class OverlayRecorder(Recorder):
 
     def _changes(self, epoch: Epoch) -> Iterator[bytes]:
         yield from self._corrected()
-        yield from overlay_changes(self._overlay, epoch, self._epoch, self._stored)
+        yield from overlay_changes(self._overlay, epoch, self._epoch, self._ahead)
 
     # -- apply -----------------------------------------------------------------------------------
     @contextmanager

@@ -69,6 +69,18 @@ def test_a_note_about_the_next_change_is_recorded_with_it_or_not_at_all(volume: 
     assert assert_recorded(volume, journal).notes == {"state": b"without f"}
 
 
+def test_a_safety_snapshot_is_recorded_with_the_change_that_follows_or_not_at_all(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    file(volume, b"f")
+    before = len(journal.batches())
+    volume.take_snapshot("before", kind="safety")
+    assert not replayed(journal.batches()).snapshots()
+    with volume.changes():
+        file(volume, b"g")
+    assert len(journal.batches()) == before + 1
+    assert [info.name for info in assert_recorded(volume, journal).snapshots()] == ["before"]
+
+
 def test_a_restore_costs_no_content(volume: MemoryVolume) -> None:
     journal = journal_of(volume)
     number = file(volume, b"f", b"1" * (4 * BLOCK))
@@ -182,6 +194,74 @@ def test_the_content_of_a_prepared_import_is_recorded_before_it_and_counts_only_
         again = replayed(batches[:end])
         again.check_invariants()
         assert b"d1" not in again.getattr(ROOT_INODE).children  # type: ignore[operator]
+
+
+def many_files() -> MemoryVolume:
+    """Return a volume with 400 small files in nested directories, and one with a second name."""
+    other = MemoryVolume()
+    for at in range(20):
+        above = other.mkdir(ROOT_INODE, b"d%d" % at, 0o755, SUPERUSER).inode
+        below = other.mkdir(above, b"below", 0o700, SUPERUSER).inode
+        for each in range(20):
+            number = other.mknod(below, b"f%d" % each, FILE, 0, SUPERUSER).inode
+            other.write(number, 0, b"x" * 500)
+            other.setxattr(number, b"user.note", b"value", 0)
+    other.symlink(ROOT_INODE, b"link", b"d0/below", SUPERUSER)
+    other.link(other.lookup(below, b"f0").inode, ROOT_INODE, b"second name")
+    return other
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_the_inodes_of_a_prepared_import_are_recorded_before_it(volume: MemoryVolume, is_taken_over: bool) -> None:
+    journal = journal_of(volume)
+    volume.mkdir(ROOT_INODE, b"d3", 0o755, SUPERUSER)
+    other = many_files()
+    stage = volume.new_stage()
+    with other.tree() as tree:
+        if is_taken_over:
+            other.unlink(ROOT_INODE, b"second name")
+            with other.tree() as without_links:
+                stage.fill(without_links, volume.reserve_inodes(1000))
+        else:
+            stage.fill(tree, volume.reserve_inodes(1000))
+    with stage.tree() as tree, volume.tree():
+        preparation = volume.preparation(tree, replace=False)
+        for step, _ in enumerate(preparation.steps()):
+            if step % 50 == 0:
+                file(volume, b"meanwhile %d" % step, b"!")
+        before = len(journal.batches())
+        prepared = size(journal)
+        volume.import_prepared(preparation)
+    assert size(journal) - prepared < 20_000, "references, and the directories that were there"
+    assert len(journal.batches()) == before + 1
+    assert_recorded(volume, journal)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_import_is_complete_if_another_transaction_is_recorded_before_it(
+    volume: MemoryVolume, is_late: bool
+) -> None:
+    journal = journal_of(volume)
+
+    def change() -> None:
+        with volume.changes():
+            file(volume, b"other", b"transaction")
+        names = replayed(journal.batches()).getattr(ROOT_INODE).children
+        assert names is not None
+        assert names.keys() == {b"other"}
+
+    with many_files().tree() as tree:
+        preparation = volume.preparation(tree, replace=False)
+        before, is_changed = size(journal), False
+        for _ in preparation.steps():
+            if not (is_late or is_changed) and size(journal) > before + 50_000:
+                change()
+                is_changed = True
+        if is_late:
+            change()
+        volume.import_prepared(preparation)
+    assert is_late or is_changed
+    assert_recorded(volume, journal)
 
 
 def test_a_prepared_import_that_is_discarded_leaves_nothing_for_later_changes(volume: MemoryVolume) -> None:
