@@ -25,6 +25,10 @@ from typing import Any
 
 BUCKET = "bucket"
 REPOSITORY = Path(__file__).parents[2]
+# moto reads the service and the region, and no signature.
+AUTHORIZATION = (
+    "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=none"
+)
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}
 
 
@@ -44,9 +48,7 @@ def s3_server() -> Iterator[int]:
         assert server.stdout
         port = int(server.stdout.readline())
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        scope = "testing/20260101/us-east-1/s3/aws4_request"  # moto reads the service and the region
-        signature = f"AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders=host, Signature=none"
-        connection.request("PUT", f"/{BUCKET}", headers={"Authorization": signature})
+        connection.request("PUT", f"/{BUCKET}", headers={"Authorization": AUTHORIZATION})
         answer = connection.getresponse()
         assert answer.status == 200, answer.read()
         connection.close()
@@ -125,6 +127,10 @@ class FaultyProxy:
         self._server.server_close()
         self._thread.join()
 
+    def headers(self, received: dict[str, str]) -> dict[str, str]:
+        """The headers of a request to the server."""
+        return received
+
     def forward(self, client: BaseHTTPRequestHandler, port: int) -> None:
         method, path = client.command, client.path
         body = client.rfile.read(int(client.headers.get("Content-Length") or 0))
@@ -139,7 +145,7 @@ class FaultyProxy:
         if fault == "reset":
             return _reset(client)
         server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        server.request(method, path, body, dict(client.headers.items()))
+        server.request(method, path, body, self.headers(dict(client.headers.items())))
         answer = server.getresponse()
         data = answer.read()
         headers = [(name, value) for name, value in answer.getheaders() if name.lower() not in _HOP]

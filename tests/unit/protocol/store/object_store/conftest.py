@@ -1,4 +1,4 @@
-"""A local store, a directory, and remote stores on a real S3 server and in a directory."""
+"""A local store, a directory, and remote stores on a real S3 server, by the protocol of gs://, and in a directory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from protocol.store import DirectorySource, Store
 from protocol.store.object_store import RemoteStore, open_storage
+from tests.support.gcs_server import GcsProxy, gcs_options
 from tests.support.s3_server import BUCKET, options, s3_server
 
 PREFIXES = itertools.count()
@@ -29,18 +30,21 @@ def local(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-@pytest.fixture(params=["s3", "file"])
+@pytest.fixture(params=["s3", "gs", "file"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path, s3_port: int) -> Iterator[Open]:
     """Opens one remote store, each time as another machine would: without cached indexes.
 
     The server is started also for a directory: a session's fixture that begins during a test looks like a leak of it.
     """
-    port = s3_port if request.param == "s3" else 0
-    url = f"s3://{BUCKET}/test-{next(PREFIXES)}" if port else f"file://{tmp_path}/remote"
+    url, given = f"{request.param}://{BUCKET}/test-{next(PREFIXES)}", options(s3_port)
     with ExitStack() as stack:
+        if request.param == "file":
+            url, given = f"file://{tmp_path}/remote", {}
+        elif request.param == "gs":
+            given = gcs_options(stack.enter_context(GcsProxy(s3_port)).port)
 
-        def opened(*, through: int | None = None, patience_s: float = 5.0, grace_s: float = 3600.0) -> RemoteStore:
-            storage = open_storage(url, options(through or port) if port else {}, patience_s=patience_s)
+        def opened(*, patience_s: float = 5.0, grace_s: float = 3600.0) -> RemoteStore:
+            storage = open_storage(url, given, patience_s=patience_s)
             return stack.enter_context(RemoteStore(storage, grace_s=grace_s))
 
         yield opened
