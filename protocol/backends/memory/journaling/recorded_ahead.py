@@ -36,6 +36,7 @@ SMALLEST_BYTES: Final = 16 << 10  # recording a smaller block costs little more 
 _EFFECT_BYTES: Final = 64
 _STEP_BYTES: Final = 32 << 10
 _STEP_PIECES: Final = 64
+_STEP_BLOCKS: Final = 256  # that are not stored
 
 
 class RecordedAhead:
@@ -52,10 +53,12 @@ class RecordedAhead:
         self.tops: Collection[int] = ()  # of `inodes_of`: those whose attributes the transaction changes
 
     def store(self, log: Log, blocks: Iterable[Block]) -> Iterator[None]:
-        """Store blocks, one in each step.  Small ones are left to the transaction.  OSError."""
-        for block in blocks:
+        """Store blocks, one in each step.  Small ones are left to what refers to them.  OSError."""
+        for count, block in enumerate(blocks):
             if not isinstance(block, SparseBlock) and len(block) >= SMALLEST_BYTES and id(block) not in self._numbers:
                 self._numbers[id(block)] = self._append(log, block), block
+                yield
+            elif count % _STEP_BLOCKS == 0:
                 yield
 
     def store_content(self, log: Log, data: bytes) -> Iterator[None]:
@@ -69,23 +72,30 @@ class RecordedAhead:
 
     def store_inodes(self, log: Log, nodes: Iterable[Inode], tops: Collection[int]) -> Iterator[None]:
         """Store new inodes, which nothing else leads to and nobody changes; `tops` will get a name.  OSError."""
-        complete = list(nodes)
+        stored: set[int] = set()
+        directories: list[Inode] = []
         entries = (
-            effects.entry(node.inode, name, child) for node in complete for name, child in (node.children or {}).items()
+            effects.entry(node.inode, name, child)
+            for node in directories
+            for name, child in (node.children or {}).items()
         )
         cleared = self._cleared
         parts: tuple[list[int], list[int]] = [], []
-        for numbers, pieces in zip(parts, (self._described(complete), entries), strict=True):
+        for numbers, pieces in zip(parts, (self._described(nodes, stored, directories), entries), strict=True):
             for number in self._store_effects(log, pieces):
                 numbers.append(number)
                 yield
                 if self._cleared != cleared:
                     return  # another transaction came first: this one is recorded without what was stored
         self._inode_parts, self._entry_parts = parts
-        self._inodes, self.tops = {node.inode for node in complete}, tops
+        self._inodes, self.tops = stored, tops
 
-    def _described(self, nodes: Iterable[Inode]) -> Iterator[bytes]:
+    def _described(self, nodes: Iterable[Inode], stored: set[int], directories: list[Inode]) -> Iterator[bytes]:
+        """Yield the effects of inodes other than their entries; add them to `stored`, and to `directories`."""
         for node in nodes:
+            stored.add(node.inode)
+            if node.children:
+                directories.append(node)
             yield effects.inode(node)
             yield effects.reset(node.inode)
             yield from inode_details(None, node, {}, self)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.journaling.absent import AbsentLower
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges
@@ -143,3 +144,25 @@ def test_a_hole_over_parts_of_two_blocks_needs_no_lower_layer_later(below: Path)
     volume.fallocate(number(volume, b"large"), 3, 10_000, 131_072)
     replayed_over(AbsentLower(), journal.batches()).check_invariants()
     assert shown(replayed_over(bytes(below), journal.batches())) == shown(volume)
+
+
+def test_an_import_whose_files_are_recorded_ahead_is_there_with_its_places_in_the_lower_layer(below: Path) -> None:
+    volume = OverlayVolume(bytes(below))
+    journal = JournalInMemory()
+    journal.keep(volume)
+    other = MemoryVolume()
+    above = other.mkdir(ROOT_INODE, b"d", 0o755, SUPERUSER).inode  # is in the lower layer, and what follows is new
+    new = other.mkdir(above, b"new", 0o755, SUPERUSER).inode
+    for at in range(100):
+        other.write(other.mknod(new, b"%d" % at, 0o100644, 0, SUPERUSER).inode, 0, b"%d" % at * 30)
+    other.write(other.mknod(above, b"f", 0o100644, 0, SUPERUSER).inode, 0, b"another content")
+    before = len(journal.batches())
+    with other.tree() as tree, volume.tree():
+        preparation = volume.preparation(tree, replace=False)
+        for _ in preparation.steps():
+            pass
+        volume.import_prepared(preparation)
+    batches = journal.batches()
+    assert len(batches) == before + 1
+    replayed_over(AbsentLower(), batches).check_invariants()
+    assert shown(replayed_over(bytes(below), batches)) == shown(volume)
