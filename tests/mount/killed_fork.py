@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from vfsd.daemon import daemon, forks
+from vfsd.daemon import daemon
+from vfsd.daemon.forks import process, started
 from vfsd.daemon.main import main
 from vfsd.machine import runtime
 
@@ -43,8 +44,8 @@ def kill_at(step: str) -> None:
 
     patched: dict[str, tuple[object, str, bool]] = {
         SOURCE_STEPS[0]: (os, "fork", False),
-        SOURCE_STEPS[1]: (forks, "_let_go", False),
-        SOURCE_STEPS[2]: (forks.StartedFork, "ready", False),
+        SOURCE_STEPS[1]: (process, "_let_go", False),
+        SOURCE_STEPS[2]: (started.StartedFork, "ready", False),
         FORK_STEPS[0]: (daemon, "mount_engine", False),
         FORK_STEPS[1]: (daemon, "mount_engine", True),
         FORK_STEPS[2]: (runtime, "write_record", True),

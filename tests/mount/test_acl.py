@@ -13,6 +13,7 @@ import pytest
 
 from tests.mount.conftest import provided
 from tests.mount.programs import Program
+from tests.support.session_directories import new_directory
 from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
@@ -40,8 +41,7 @@ def facl(path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def oracle(session_dir: str) -> Iterator[Path]:
-    path = Path(session_dir, "work", "acl-oracle")
-    path.mkdir()
+    path = new_directory(session_dir, "acl-oracle")
     with provided("tmpfs", path) as root:
         yield root
 

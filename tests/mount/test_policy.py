@@ -35,6 +35,7 @@ from tests.support.policed import (
     renameat2,
     state,
 )
+from tests.support.session_directories import new_directory
 from vfsd import Workspace
 from vfsd.integrations.mcp.session import Session
 from vfsd.integrations.mcp.tools import SERVED_TOOLS
@@ -44,8 +45,7 @@ PLACES = [f"{engine}-{backend}" for engine in ENGINES for backend in BACKENDS]
 
 @pytest.fixture(scope="module", params=PLACES)
 def shared(request: pytest.FixtureRequest, session_dir: str) -> Iterator[tuple[Workspace, Path]]:
-    place = Path(session_dir, "work", f"policy-{request.param}")
-    place.mkdir()
+    place = new_directory(session_dir, f"policy-{request.param}")
     with policed(str(request.param), place) as found:
         yield found
 

@@ -32,6 +32,7 @@ from tests.support.policed import (
     policed,
     state,
 )
+from tests.support.session_directories import new_directory
 from vfsd import Workspace
 
 
@@ -51,8 +52,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module", params=ENGINES)
 def served(request: pytest.FixtureRequest, session_dir: str) -> Iterator[Workspace]:
-    place = Path(session_dir, "work", f"tightened-{request.param}")
-    place.mkdir()
+    place = new_directory(session_dir, f"tightened-{request.param}")
     with policed(f"{request.param}-memory", place, protect=("nothing",), hide=()) as (workspace, _):
         yield workspace
 

@@ -45,7 +45,7 @@ _OWNER: Final = re.compile(r"user_id=(\d+),group_id=(\d+)")
 def is_dead(mountpoint: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
     """Whether the daemon of the FUSE mount at `mountpoint` died.  A daemon that does not answer counts as alive.
 
-    False if there is no FUSE mount.  Takes at most about `timeout_s`.
+    False if there is no FUSE mount.  Takes at most about `timeout_s`; longer where a child waits for a CPU.
     """
     mount = mount_at(mountpoint)
     return mount is not None and mount.is_fuse and _probe(mount, timeout_s) in _DEAD_ERRNOS
@@ -72,10 +72,17 @@ def _probe(mount: Mount, timeout_s: float) -> int | None:
         stderr=subprocess.DEVNULL,
         cwd="/",
     )
-    try:
-        return child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
+    seen = b""
+    while True:
+        try:
+            return child.wait(timeout_s / 2)
+        except subprocess.TimeoutExpired:
+            # Where the machine is overloaded, an interpreter needs seconds to start.
+            status = _status(child.pid)
+            if status == seen and b"\nState:\tR" not in status:
+                break
+            seen = status
+    child.kill()
     try:
         child.wait(PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -83,3 +90,9 @@ def _probe(mount: Mount, timeout_s: float) -> int | None:
         # (request_wait_answer in fs/fuse/dev.c).  Init reaps the child; the return code silences Popen's warning.
         child.returncode = -1
     return None
+
+
+def _status(pid: int) -> bytes:
+    """What the kernel shows of a child that was not reaped: its state, and how often it has stopped and gone on."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        return file.read()

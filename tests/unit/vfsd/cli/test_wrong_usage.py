@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.fake_workspace import FakeDaemon
+from tests.support.session_directories import new_directory
 from vfsd.cli import main as command_line
 from vfsd.cli.main import cli
 
@@ -89,8 +90,8 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def daemon(session_dir: str) -> Iterator[FakeDaemon]:
-    place = Path(session_dir, "work", "wrong-usage")
-    (place / "mnt").mkdir(parents=True)
+    place = new_directory(session_dir, "wrong-usage")
+    (place / "mnt").mkdir()
     before = os.getcwd()
     os.chdir(place)
     with FakeDaemon("demo", str(place / "mnt"), live={b"a.txt": b"one\n"}, snapshots={"one": {}}) as fake:

@@ -169,6 +169,21 @@ def test_a_live_mount_is_not_dead_and_a_killed_ones_is(tmp_path: Path, fuse_moun
 
 
 @pytest.mark.fuse
+def test_a_dead_mount_is_recognised_although_the_machine_is_overloaded(
+    tmp_path: Path, fuse_mount: FuseMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "m")
+    kill(fuse_mount(tmp_path / "m"))
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\ni=0; while [ $i -lt 300000 ]; do i=$((i+1)); done; exec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr("vfsd.machine.dead_mounts.sys.executable", str(slow))
+    assert is_dead(path, timeout_s=0.05)
+    monkeypatch.undo()
+    mounts.clear_dead_mount(path)
+
+
+@pytest.mark.fuse
 @pytest.mark.timeout(60)  # a call that waits for the stopped daemon would never return
 def test_a_daemon_that_does_not_answer_is_alive_and_nothing_hangs_on_it(tmp_path: Path, fuse_mount: FuseMount) -> None:
     path = str(tmp_path / "m")
