@@ -52,7 +52,7 @@ class JournaledVolume(SnapshotableVolume, Protocol):
     notes: Mapping[str, bytes]
 
     def note(self, key: str, value: bytes, *, with_next: bool = False) -> None:
-        """Keep a value with the state: `notes` has it, also after a crash.  OSError if it cannot be recorded.
+        """Keep a value with the state: `notes` has it, also after a crash; b"" removes it.  OSError.
 
         `with_next`: it is recorded together with the next change, so a crash keeps both or neither.
         """

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -378,6 +379,39 @@ def test_without_resending_a_request_in_progress_fails_and_the_mount_continues(
             kept.kill()
             (kept.path / "file").write_bytes(b"content")
     assert "failed with EIO" in log_of(kept.name)
+    check_invariants(Workspace.attach(kept.name))
+
+
+@pytest.mark.parametrize("options", [{}, {"persist": False, "journal_dir": None}], ids=["persist", "memory"])
+def test_snapshots_that_were_dropped_for_lack_of_memory_are_named_by_the_next_daemon(
+    kept: Kept, options: dict[str, Any]
+) -> None:
+    workspace = kept.mount(max_memory=16 << 20, **options)
+    file = kept.path / "file"
+    file.touch()
+    workspace.snapshot("empty")
+    for number in range(3):
+        file.write_bytes(b"%d" % number + os.urandom(2 << 20))
+        workspace.restore("empty")
+
+    def go_on() -> None:
+        if options:
+            workspace.upgrade()
+        else:
+            kept.kill()
+
+    file.write_bytes(os.urandom(10 << 20))  # which makes some go
+    go_on()
+    named = list(workspace.snapshot("one").expired)
+    assert named == [f"safety-{number}" for number in range(1, len(named) + 1)]
+    assert named
+    file.write_bytes(b"")  # with which it is recorded that they were named
+    go_on()
+    assert list(workspace.snapshot("two").expired) == []
+    for _ in range(3 - len(named)):
+        assert workspace.undo().step == "restore empty"
+    with pytest.raises(OSError, match="memory"):
+        workspace.undo()
     check_invariants(Workspace.attach(kept.name))
 
 

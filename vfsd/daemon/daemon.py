@@ -147,7 +147,7 @@ async def run_daemon(
 
 def _keep_labels(audit: Audit, kept: Kept | None, successor: Successor | None) -> None:
     """Continue with the labels of the daemon before, and note those of this one for the next."""
-    given: list[GivenLabel] = [] if successor is None else successor.labels
+    given: list[GivenLabel] = [] if successor is None else successor.lists.labels
     if kept is None:
         audit.keep_labels(given, lambda _labels: None)
         return
@@ -304,7 +304,8 @@ class _Daemon:
         history, merges = (None, None) if origin is None else (origin.history, origin.merges)
         if successor is not None:
             history, merges = successor.history, successor.merges
-        snapshots = open_snapshots(mounted, self._backend.stored, history, merges)
+        pruned = () if successor is None else successor.lists.pruned
+        snapshots = open_snapshots(mounted, self._backend.stored, history, merges, pruned)
         self._commands = commands = choose_commands(options, self._backend.container, snapshots)
         start = Start(started_at, self._started_by, origin, self._kept)
         given = None if successor is None else successor.forks

@@ -362,10 +362,13 @@ class MemoryVolume:
 
     def note(self, key: str, value: bytes, *, with_next: bool = False) -> None:
         """See `JournaledVolume`."""
-        if self.notes.get(key) != value:
+        if self.notes.get(key, b"") != value:
             if self._recorder is not None:
                 self._recorder.note(key, value, with_next=with_next)
-            self.notes[key] = value
+            if value:
+                self.notes[key] = value
+            else:
+                self.notes.pop(key, None)
 
     @property
     def wants_image(self) -> bool:

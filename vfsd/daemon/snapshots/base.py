@@ -38,6 +38,7 @@ from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 from vfsd.daemon.merging.lineage import MergedState, MergeLog
 from vfsd.daemon.snapshots.archives import Origin
 from vfsd.daemon.snapshots.history import UndoHistory
+from vfsd.daemon.snapshots.pruned import PrunedRecord
 
 BASE: Final = ""  # the name of the lower layer's state; no snapshot has an empty name
 SAFETY_PREFIX: Final = "safety-"
@@ -261,6 +262,10 @@ class SnapshotService(Protocol):
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
         """Return the snapshots that the volume dropped to free memory since the last call."""
+        ...
+
+    def pruned_records(self) -> Sequence[PrunedRecord]:
+        """Return what another daemon, which takes the workspace over, needs of them."""
         ...
 
     async def restore(self, name: str, paths: Sequence[bytes], observer: CallObserver) -> Outcome:

@@ -72,6 +72,7 @@ from vfsd.daemon.snapshots.base import (
     state_at,
 )
 from vfsd.daemon.snapshots.history import UndoHistory, expired
+from vfsd.daemon.snapshots.pruned import PrunedRecord
 from vfsd.daemon.snapshots.store_restore import (
     HistoryFile,
     PlannedStep,
@@ -329,6 +330,9 @@ class StoreSnapshots:
         return await self._restore(target.name, (), observer, planned, merged=await self._merged_into(target.name))
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
+        return ()
+
+    def pruned_records(self) -> Sequence[PrunedRecord]:
         return ()
 
     async def history(self) -> UndoHistory:

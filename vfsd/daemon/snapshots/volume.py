@@ -12,8 +12,7 @@ import errno
 import functools
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +23,7 @@ from protocol.diff.tree_diff import count as count_changes
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree, TreeEntry
 from protocol.types import ChangeCounts
-from protocol.volume_durability import JournaledVolume, journaled
+from protocol.volume_durability import journaled
 from protocol.volume_extensions import (
     TAG_MAX_BYTES,
     CacheInvalidation,
@@ -63,6 +62,7 @@ from vfsd.daemon.snapshots.base import (
 )
 from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.prepared_import import PreparedImport
+from vfsd.daemon.snapshots.pruned import PrunedRecord, PrunedSnapshots, recorded
 from vfsd.daemon.snapshots.threads import checked
 from vfsd.kernel.engines.arrivals import repeated
 from vfsd.machine.logs import log_failure
@@ -70,21 +70,8 @@ from vfsd.wire.snapshot_messages import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)
 _TAG_CHARACTERS: Final = TAG_MAX_BYTES // 4
-_PRUNED_NAMED: Final = 1000  # the newest pruned snapshots that one answer names
 _HISTORY_NOTE: Final = "undo"
 _MERGES_NOTE: Final = "merges"
-
-
-def _recorded_history(journal: JournaledVolume | None, volume: SnapshotableVolume) -> UndoHistory | None:
-    """Return the history that the journal recorded; None without one.
-
-    After a crash it may name snapshots that are gone, or lack the last step.
-    """
-    data = None if journal is None else journal.notes.get(_HISTORY_NOTE)
-    if data is None:
-        return None
-    history = UndoHistory.decoded(data) or UndoHistory.of_snapshots(volume.snapshots())
-    return history.among({info.serial for info in volume.snapshots()})
 
 
 class AppliedStep:
@@ -113,18 +100,34 @@ class VolumeSnapshots:
         volume: SnapshotableVolume,
         history: UndoHistory | None = None,
         merges: MergeLog | None = None,
+        pruned: Iterable[PrunedRecord] = (),
     ) -> None:
         self._mounted = mounted
         self.needed_by_others: Callable[[Sequence[SnapshotInfo]], Collection[str]] = none_needed
         self._volume = volume
         self._overlaid = overlaid(volume)
-        volume.on_pruned = self._record_pruned
         self._journaled = journaled(volume)
+        noted = () if self._journaled is None else recorded(self._journaled.notes)
+        self._pruned = PrunedSnapshots(self._note_pruned, pruned or noted)
+        volume.on_pruned = self._pruned.add
         # After the last step; see `_history` for the drops since.
-        self._history_after_step = history or _recorded_history(self._journaled, volume) or UndoHistory()
+        self._history_after_step = history or self._recorded_history() or UndoHistory()
         self.merges = merges or self._recorded_merges()
-        self._pruned: deque[SnapshotInfo] = deque(maxlen=_PRUNED_NAMED)  # since the last answer that named them
-        self._lost: set[int] = set()  # serials of the safety snapshots pruned since the last step
+
+    def _recorded_history(self) -> UndoHistory | None:
+        """Return the history that the journal recorded; None without one.
+
+        After a crash it may name snapshots that are gone, or lack the last step.
+        """
+        data = None if self._journaled is None else self._journaled.notes.get(_HISTORY_NOTE)
+        if data is None:
+            return None
+        infos = self._volume.snapshots()
+        history = UndoHistory.decoded(data) or UndoHistory.of_snapshots(infos)
+        return history.cut(self._pruned.lost).among({info.serial for info in infos})
+
+    def _note_pruned(self, key: str, value: bytes) -> None:
+        self._note(key, value, "recording the removal of snapshots", with_next=True)
 
     def _recorded_merges(self) -> MergeLog:
         if self._journaled is None:
@@ -210,18 +213,13 @@ class VolumeSnapshots:
         return self._history()
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
-        pruned = list(self._pruned)
-        self._pruned.clear()
-        return pruned
+        return self._pruned.collect()
 
-    def _record_pruned(self, info: SnapshotInfo) -> None:
-        _logger.info("dropped %s: memory was needed (--max-memory)", info.name)
-        self._pruned.append(info)
-        if info.kind == "safety":
-            self._lost.add(info.serial)
+    def pruned_records(self) -> Sequence[PrunedRecord]:
+        return self._pruned.records()
 
     def _history(self) -> UndoHistory:
-        return self._last_history.cut(self._lost).among({info.serial for info in self._volume.snapshots()})
+        return self._last_history.cut(self._pruned.lost).among({info.serial for info in self._volume.snapshots()})
 
     # -- what changes the live state -----------------------------------------------------------------
     async def restore(self, name: str, paths: Sequence[bytes], observer: CallObserver) -> Outcome:
@@ -460,7 +458,7 @@ class VolumeSnapshots:
             self._drop_if_there(safety.name)
             safety = made.earlier
         history = self._last_history = self._history()
-        self._lost.clear()
+        self._pruned.cut()
         kept = None if safety is None else safety.name
         gone = self._drop_expired({source, kept}) if kept is not None else []
         counts, listed = (ChangeCounts(), ()) if made is None else (made.counts, made.changes)

@@ -45,6 +45,7 @@ from vfsd.daemon.upgrading.messages import (
     Begin,
     Carried,
     CarriedForks,
+    CarriedLists,
     CarriedOrigin,
     Channel,
     Finish,
@@ -347,10 +348,10 @@ class Upgrade:
         files = iter(given.files())
         while part := list(islice(files, messages.MAX_DESCRIPTORS)):
             await new.channel.send_when_ready(OpenFiles([number for number, _ in part]), [each for _, each in part])
-        rest_fd = os.memfd_create("vfsd-handover")
+        own: list[int] = []
         try:
-            with open(rest_fd, "wb", closefd=False) as file:
-                file.write(given.rest())
+            own.append(_in_memory(given.rest()))
+            own.append(_in_memory(messages.encode_lists(self._lists(is_journaled=journal is not None))))
             family = daemon.forks.family_to_give
             carried = await self._carried(family, is_journaled=journal is not None)
             finish = Finish(
@@ -360,16 +361,22 @@ class Upgrade:
                 bound.inode,
                 None if journal is None else journal.journal_status().directory,
                 carried,
+                has_lists=True,
             )
-            descriptors = [device, bound.sock.fileno(), rest_fd]
+            descriptors = [device, bound.sock.fileno(), *own]
             if daemon.kept is not None and daemon.kept.is_kept:
                 descriptors.append(daemon.kept.memory_fd)
             if family is not None:
                 descriptors.append(family.table)
             new.channel.send(finish, descriptors)
         finally:
-            os.close(rest_fd)
+            for each in own:
+                os.close(each)
         return await new.prepared(_PAUSE_S)
+
+    def _lists(self, *, is_journaled: bool) -> CarriedLists:
+        pruned = [] if self._snapshots is None or is_journaled else list(self._snapshots.pruned_records())
+        return CarriedLists(self._daemon.audit.labels, pruned)
 
     async def _carried(self, family: ForkFamily | None, *, is_journaled: bool) -> Carried:
         snapshots, forks = self._snapshots, self._daemon.forks
@@ -383,7 +390,7 @@ class Upgrade:
         given = CarriedForks(list(forks.kept_bases), forks.count)
         if family is not None:
             given = CarriedForks(given.kept, given.count, True, family.limit, sorted(family.bases))
-        return Carried(history, merges, forks.instance, origin, given, self._daemon.audit.labels)
+        return Carried(history, merges, forks.instance, origin, given)
 
     async def _go(self, new: _NewDaemon, given: GivenState) -> bool:
         """Send Go; return whether the new daemon serves, or its keeper restarts it."""
@@ -535,6 +542,18 @@ class _NewDaemon:
         os.waitpid(pid, 0)
         for each in pidfds:
             os.close(each)
+
+
+def _in_memory(data: bytes) -> int:
+    """Return a descriptor of a file in memory with `data`."""
+    descriptor = os.memfd_create("vfsd-handover")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _check_versions(hello: Hello) -> None:

@@ -37,6 +37,8 @@ import msgspec
 import trio
 
 from protocol.volume_durability import JournalEnd
+from vfsd.daemon.audit.processes import GivenLabel
+from vfsd.daemon.snapshots.pruned import PrunedRecord
 from vfsd.wire.merge_messages import AncestorRecord, StateRecord
 
 HANDOVER_VERSION: Final = 3  # of these messages, and of what they carry
@@ -124,7 +126,7 @@ class Carried(msgspec.Struct, frozen=True):
     """What the daemon keeps outside its volume.
 
     `history`: the undo history.  `merges`: what was merged (`MergeLog.encoded`); None if the journal has it.
-    `instance`: what identifies the workspace to its forks.  `origin`: of a fork.  `labels`: of processes, for the log.
+    `instance`: what identifies the workspace to its forks.  `origin`: of a fork.
     """
 
     history: dict[str, Any] | None
@@ -132,12 +134,21 @@ class Carried(msgspec.Struct, frozen=True):
     instance: str
     origin: CarriedOrigin | None = None
     forks: CarriedForks = CarriedForks([], 0)
-    labels: list[tuple[int, int, str]] = []
+
+
+class CarriedLists(msgspec.Struct, frozen=True):
+    """What is too large for a message: a file in memory has it, as JSON.
+
+    `labels`: `Audit.labels`.  `pruned`: of a volume without a journal, which has them.
+    """
+
+    labels: list[GivenLabel] = []
+    pruned: list[PrunedRecord] = []
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Nothing changes any more.  Descriptors: the device, the listening socket, the rest of the state, with
-    `Begin.keeper` the memory of the old keeper, and with forks that run their family's table.
+    """Nothing changes any more.  Descriptors: the device, the listening socket, the rest of the state, with `has_lists`
+    `CarriedLists`, with `Begin.keeper` the memory of the old keeper, and with forks that run their family's table.
 
     `journal`: the directory of the journal to continue; None without one.
     """
@@ -148,6 +159,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     socket_inode: int
     journal: str | None
     carried: Carried
+    has_lists: bool = False
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
@@ -193,6 +205,16 @@ def encode(message: Message) -> bytes:
     if len(data) > MAX_BYTES:
         raise ValueError("the options of the workspace are too long for an upgrade")
     return data
+
+
+def encode_lists(lists: CarriedLists) -> bytes:
+    """Encode what `decode_lists` returns."""
+    return json.dumps(msgspec.to_builtins(lists)).encode()
+
+
+def decode_lists(data: bytes) -> CarriedLists:
+    """Decode the result of `encode_lists`.  ValueError."""
+    return msgspec.convert(json.loads(data), CarriedLists)
 
 
 def decode(data: bytes) -> Message:

@@ -39,6 +39,7 @@ from vfsd.daemon.upgrading.messages import (
     HANDOVER_VERSION,
     OLDEST_VERSION,
     Begin,
+    CarriedLists,
     CarriedOrigin,
     Channel,
     Failed,
@@ -52,6 +53,7 @@ from vfsd.daemon.upgrading.messages import (
     Prepared,
     Serving,
     TakeOverError,
+    decode_lists,
 )
 from vfsd.machine.memory_limits import KilledFirst
 from vfsd.machine.runtime import process_start_ticks, socket_path
@@ -61,7 +63,6 @@ from vfsd.wire.sockets import BoundSocket
 
 if TYPE_CHECKING:
     from protocol.volume_durability import HandedOverVolume, TakenState
-    from vfsd.daemon.audit.processes import GivenLabel
 
 _logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Successor:
         self.history: UndoHistory | None = None
         self.merges: MergeLog | None = None
         self.forks: GivenForks | None = None
-        self.labels: list[GivenLabel] = []
+        self.lists = CarriedLists()
         self._carried_origin: CarriedOrigin | None = None
 
     @property
@@ -183,6 +184,8 @@ class Successor:
     def _handed_over(self, options: MountOptions, finish: Finish, descriptors: list[int]) -> bytes:
         """Take the descriptors of `finish`; return the rest of the state."""
         self.device, listener, rest_fd, *memory = descriptors
+        if finish.has_lists:
+            self.lists = decode_lists(_read_all(memory.pop(0)))
         self._table = memory.pop() if finish.carried.forks.has_family else None
         self.negotiated = finish.negotiated.encode()
         path = socket_path(options.workspace.name)
@@ -190,13 +193,10 @@ class Successor:
         if memory:
             _, self._keeper_memory = shared_memory(memory[0])
             os.close(memory[0])
-        with open(rest_fd, "rb") as file:
-            file.seek(0)
-            return file.read()
+        return _read_all(rest_fd)
 
     def _carry(self, finish: Finish, backend: Backend) -> None:
         carried, forks, family = finish.carried, finish.carried.forks, None
-        self.labels = carried.labels
         if self._table is not None:
             volume = forkable(backend.volume)
             assert volume is not None, "it has forks"
@@ -280,6 +280,13 @@ class Successor:
         """Tell the old daemon why this one does not take over."""
         with contextlib.suppress(PeerEndedError, OSError):
             self._channel.send(Failed(f"cannot take over: {FailedStart.of(error).message}"))
+
+
+def _read_all(descriptor: int) -> bytes:
+    """Return the content of a file in memory, and close it."""
+    with open(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read()
 
 
 def _handed_over(backend: Backend) -> HandedOverVolume:

@@ -440,4 +440,7 @@ class Replay:
         self._state.next_inode = max(self._state.next_inode, number)
 
     def _note(self, key: str, value: bytes) -> None:
-        self._notes[key] = value
+        if value:
+            self._notes[key] = value
+        else:
+            self._notes.pop(key, None)
