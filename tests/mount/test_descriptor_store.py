@@ -111,6 +111,18 @@ def test_nothing_is_stored_after_a_clean_end(workdir: Path, end: str) -> None:
         assert not os.path.ismount(service.mountpoint)
 
 
+def test_a_fork_in_the_unit_sends_the_manager_nothing(workdir: Path) -> None:
+    service = unit(workdir)
+    fork = workdir / "fork"
+    with service.managed() as manager:
+        succeeded(vfsd("fork", fork, "--name", f"{service.name}-fork", "-w", service.name))
+        try:
+            (fork / "file").write_text("content")
+        finally:
+            succeeded(vfsd("unmount", f"{service.name}-fork", "--discard"))
+        assert manager.ignored == set()
+
+
 def test_a_stop_that_comes_before_the_next_daemon_serves_unmounts(workdir: Path) -> None:
     service = unit(workdir)
     with service.managed() as manager:

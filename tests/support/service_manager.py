@@ -41,6 +41,7 @@ class ServiceManager:
         self.environment = dict(environment)
         self.store: list[tuple[str, int]] = []
         self.removed: set[str] = set()  # what the unit itself has removed from the store
+        self.ignored: set[int] = set()  # other processes than the main one that sent messages
         self.main = 0
         self.starts = 0
         self.is_paused = False
@@ -161,6 +162,8 @@ class ServiceManager:
             said = {name: value for name, _, value in lines}
             if sender == self.main:
                 self._take(said, descriptors.tolist())
+            else:
+                self.ignored.add(sender)
             for descriptor in descriptors:
                 os.close(descriptor)
 
