@@ -108,21 +108,20 @@ class RecordedAhead:
             part.append(piece)
             size += len(piece)
             if size >= _STEP_BYTES or len(part) >= _STEP_PIECES:
-                yield self._append(log, *part)
+                yield self._append(log, b"".join(part))
                 part, size = [], 0
         if part:
-            yield self._append(log, *part)
+            yield self._append(log, b"".join(part))
 
     def inodes_of(self, changed: PreInodes) -> Collection[int]:
         """Return the inodes that are stored, if they belong to the transaction that has `changed` these."""
         return self._inodes if self._inodes <= changed.keys() else ()
 
-    def _append(self, log: Log, *pieces: Buffer) -> int:
+    def _append(self, log: Log, data: Buffer) -> int:
         number = self._count
-        length = sum(map(len, pieces))
-        log.require(length + _EFFECT_BYTES)
+        log.require(len(data) + _EFFECT_BYTES)
         # A part: it is not synced, and does not count unless something after it does.
-        log.append([effects.store(number, length), *pieces], Kind.PART)
+        log.append([effects.store(number, len(data)), data], Kind.PART)
         self._count += 1
         return number
 
