@@ -92,6 +92,7 @@ def test_what_a_killed_daemon_left_in_a_container_that_stays_is_ended_by_the_nex
         following = Workspace.mount(workdir / "m", f"container:{container.name}", **options)
     with contextlib.ExitStack() as stack:
         stack.callback(following.unmount)
+        wait_until(lambda: where.running("sleep 7005") == 0, "the end of the command")
         assert run(where, "--", "true").returncode == 0
         assert (where.running("sleep 7005"), where.running("sleep 9000")) == (0, 1)
 

@@ -56,7 +56,8 @@ def choose_commands(
 
         target = container.target
         is_owned = options.workspace.backend.kind == "image"
-        return run_with(runner=ContainerCommandRunner(target.container, target.workdir, owned=is_owned))
+        runner = ContainerCommandRunner(target.container, target.workdir, owned=is_owned)
+        return run_with(runner=runner, end_abandoned=runner.end_abandoned)
     if options.commands.sandbox is not None:
         try:
             from vfsd.daemon.exec.sandbox import Sandbox  # noqa: PLC0415
@@ -70,6 +71,7 @@ class Commands:
     """Runs a workspace's commands with `runner`, or else in `sandbox`.
 
     `take_snapshot`, if given, is called after each command with a tag and returns the snapshot's name.
+    `end_abandoned` ends what the commands of dead daemons left where `runner` runs them.
     """
 
     def __init__(
@@ -79,11 +81,13 @@ class Commands:
         runner: CommandRunner | None = None,
         sandbox: Sandbox | None = None,
         take_snapshot: TakeSnapshot | None = None,
+        end_abandoned: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._workspace = workspace
         self._runner = runner or sandbox
         self._sandbox = sandbox
         self._take_snapshot = take_snapshot
+        self._end_abandoned = end_abandoned
 
     async def run(self, command: Command, limits: CommandLimits, *, on_output: OnOutput, feed: Feed) -> ExecEnded:
         """Run a command until it ends; see `protocol.execution.runner.CommandRun`.
@@ -115,11 +119,16 @@ class Commands:
         return self._sandbox is not None
 
     async def attend(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Create the sandbox, if there is one, and keep it while the mount is served.  OSError if that fails."""
+        """Create the sandbox, if there is one, and keep it while the mount is served.  OSError if that fails.
+
+        Without one, end what commands of dead daemons left.
+        """
         if self._sandbox is not None:
             await self._sandbox.attend(task_status=task_status)
-        else:
-            task_status.started()
+            return
+        task_status.started()
+        if self._end_abandoned is not None:
+            await self._end_abandoned()
 
     def check_idle(self) -> None:
         """Raise OSError (EBUSY) while commands keep the mount busy in a way that the kernel does not see."""

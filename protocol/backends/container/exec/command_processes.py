@@ -6,8 +6,8 @@ vfsd's own (`owned`), orphans without the mark are killed too; if such a contain
 at the process limit), it is restarted: its files stay, and every command in it ends.
 
 Limits: in a container that is not vfsd's, a process with a new session, a new parent *and* a new environment
-survives.  A killed daemon kills nothing: the next daemon that runs a command in the same container, on this machine,
-kills what the dead daemon's commands left (`kill_abandoned`).
+survives.  A killed daemon kills nothing: the next daemon of a workspace in the same container, on this machine, kills
+what the dead daemon's commands left (`kill_abandoned`).
 """
 
 from __future__ import annotations

@@ -76,6 +76,11 @@ class ContainerCommandRunner:
         finally:
             self._running -= 1
 
+    async def end_abandoned(self) -> None:
+        """Kill what the commands of dead daemons left in the container, if it runs."""
+        with contextlib.suppress(OSError):
+            await trio.to_thread.run_sync(self._find_container, abandon_on_cancel=True)
+
     def _find_container(self) -> Container:
         container = self._find()
         if container.id != self._cleaned_container:
