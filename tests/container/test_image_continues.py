@@ -26,8 +26,10 @@ from tests.mount.kept_workspaces import (
     kill_replacements,
 )
 from tests.mount.programs import failed, log_of, succeeded, vfsd, wait_ended
+from tests.mount.test_descriptor_store import STARTED, UNIT
 from tests.mount.test_upgrade import Dying, Upgradable
-from tests.support.fork_server import wait_until
+from tests.support.service_manager import Unit
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
@@ -268,3 +270,24 @@ def test_an_upgraded_workspace_whose_processes_are_all_killed_continues(
     workspace.mount()
     assert (workspace.path / "f").read_bytes() == b"x"
     one.check()
+
+
+# -- systemd -----------------------------------------------------------------------------------------
+def test_systemd_holds_the_container_for_the_next_start(
+    workdir: Path, podman: PodmanService, busybox_image: str
+) -> None:
+    options = f"--backend image:{busybox_image} --podman-url {podman.address.url}"
+    service = Unit(UNIT, workdir, STARTED, options)
+    with service.managed() as manager:
+        one = OneContainer(podman, service.name)
+        (service.mountpoint / "f").write_bytes(b"x")
+        with one.being_searched(), (service.mountpoint / "f").open("rb", buffering=0) as file:
+            manager.kill()
+            assert os.pread(file.fileno(), 1, 0) == b"x"
+            names = set(manager.names)
+            succeeded(vfsd("upgrade", service.name))
+            wait_until(lambda: len(set(manager.names) - names) == len(names), "what the new daemon stores")
+            manager.kill()
+            assert os.pread(file.fileno(), 1, 0) == b"x"
+        manager.stop()
+    check_removed(podman, service.name)
