@@ -5,6 +5,7 @@ A real S3 server, behind a proxy that counts requests and bytes, and injects fau
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import filecmp
 import os
@@ -29,6 +30,7 @@ from tests.mount.kept_workspaces import Kept, end_kept
 from tests.mount.programs import succeeded, vfsd
 from tests.support.lower_layers import damage_inodes
 from tests.support.s3_server import BUCKET, KEYS, FaultyProxy, options, s3_server
+from tests.support.terminal import Shell
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
@@ -204,9 +206,41 @@ def test_a_mount_ends_in_time_if_the_store_falls_silent(proxy: FaultyProxy, work
     finally:
         go.set()
     assert done.returncode == 1
-    waiting, error = done.stderr.splitlines()
-    assert waiting == f"vfsd: waiting for {URL}; --remote-timeout ends that after 3 s"
+    (error,) = done.stderr.splitlines()
     assert error.startswith("vfsd: error: the object store does not answer within --remote-timeout: ")
+
+
+def processes_with(variable: str) -> list[bytes]:
+    """The command lines of the processes that have this in their environment."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                if variable.encode() in (process / "environ").read_bytes().split(b"\0"):
+                    found.append((process / "cmdline").read_bytes())
+    return found
+
+
+def test_an_interrupted_mount_leaves_no_process_that_waits_for_the_store(proxy: FaultyProxy, workdir: Path) -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def silent(_method: str, _path: str) -> None:
+        asked.set()
+        go.wait(120)
+
+    proxy.fault = silent
+    (workdir / "here").mkdir()
+    endpoint = f"AWS_ENDPOINT_URL=http://127.0.0.1:{proxy.port}"
+    with Shell(cwd=workdir) as shell:
+        try:
+            shell.run(f"{sys.executable} -m vfsd.cli.main mount here --from '{URL}#one' --remote-timeout 100")
+            shell.expect(f"vfsd: waiting for {URL}; --remote-timeout ends that after 100 s\n")
+            assert asked.wait(60)
+            shell.type("\x03")
+            assert shell.status() == 130
+            wait_until(lambda: not any(b"lazy.helper" in command for command in processes_with(endpoint)))
+        finally:
+            go.set()
 
 
 def test_the_mount_answers_while_a_read_waits_for_the_network(mount: MountIt, proxy: FaultyProxy) -> None:

@@ -100,7 +100,8 @@ def test_a_restore_of_a_pulled_snapshot_says_which_option_it_needs(
         refused = run({}, "restore", "turn-3", "-w", work.path)
         assert refused.returncode == 1
         assert (
-            f"no such snapshot of this workspace, but the store has one of {url}: `{command}`" in refused.stderr
+            f"no such snapshot of this workspace: turn-3, but the store has one of {url}: `{command}`\n"
+            in refused.stderr
         ) == (directory is None)
         restored = run({}, *shlex.split(command)[1:], "-w", work.path)
         assert restored.returncode == 0, restored.stderr

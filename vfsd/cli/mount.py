@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -28,8 +28,6 @@ from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
 from vfsd.wire.options import CACHES, DEFAULTS, FSYNCS, SNAPSHOT_DIRS, TRANSPORTS, WAKEUPS, MountOptions
-
-_SILENCE_S: Final = 2.0
 
 
 class _MountOption(click.Option):
@@ -383,7 +381,7 @@ def _naming_the_store(options: MountOptions) -> Iterator[None]:
         yield
         return
     what = f"waiting for {remote[0]}; --remote-timeout ends that after {options.remote.remote_timeout_s:g} s"
-    saying = threading.Timer(_SILENCE_S, output.note, [what])
+    saying = threading.Timer(output.silence_s(), output.note, [what])
     saying.start()
     try:
         yield

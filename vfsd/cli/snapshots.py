@@ -259,7 +259,7 @@ def _explained(
         return _not_of(error, name, params.of, store)
     stored = _stored_elsewhere(name)
     if stored is not None:
-        return FileNotFoundError(errno.ENOENT, f"no such snapshot of this workspace, but {stored}", name)
+        return FileNotFoundError(errno.ENOENT, f"no such snapshot of this workspace: {name}, but {stored}")
     if error.filename == name and _may_be_archive(name):
         return FileNotFoundError(errno.ENOENT, "neither a snapshot nor an archive", name)
     return error

@@ -52,7 +52,7 @@ _CLIENT_OPTIONS: Final = frozenset({
 _NAMES_OF_A_STORE: Final = frozenset({layout.FORMAT, layout.NAMES, layout.PACKS, layout.CONDEMNED, layout.REPAIRED})
 _PATH_STYLE: Final = "path_style"
 _ENDPOINT: Final = re.compile(r"(.*_)?endpoint(_url)?(_s3)?")
-_SILENCE_S: Final = 1.5  # after which the caller is told what it waits for
+_SILENCE_S: Final = 3.0
 _REFUSED_S: Final = 4.0
 
 
@@ -104,15 +104,16 @@ class Storage(Protocol):
 
 def open_storage(
     url: str, options: Mapping[str, str] = MappingProxyType({}), *, patience_s: float = _PATIENCE_S,
-    refused_s: float = _REFUSED_S, waiting: Waiting = lambda _cause, _left_s: None, makes_directory: bool = True,
+    refused_s: float = _REFUSED_S, silence_s: float = _SILENCE_S,
+    waiting: Waiting = lambda _cause, _left_s: None, makes_directory: bool = True,
 ) -> ObstoreStorage:  # fmt: skip
     """Open the objects below `url`: s3://BUCKET/PREFIX, gs://, az:// or file:///DIRECTORY.
 
     `options` are those of `obstore`, for the store or the connection; and "path_style", "true" for S3 servers that are
     not reached as BUCKET.HOST.  Credentials come from the environment.  `patience_s` and `refused_s`: for how long
     requests are repeated; see the module's docstring.  `waiting` is called once, from another thread, when a request
-    has failed for more than a second, or the first one has no answer: with the cause, and for how many seconds it will
-    be repeated.
+    has failed for `silence_s`, or the first one has no answer: with the cause, and for how many seconds it will be
+    repeated.
     `makes_directory`: make the directory of file:///, if there is none; otherwise FileNotFoundError.
 
     ImportError without `obstore`; OSError (EINVAL).
@@ -149,7 +150,7 @@ def open_storage(
         store = from_url(url, **arguments)
     except Exception as error:  # noqa: BLE001 (those of `obstore` have no other common base)
         raise OSError(errno.EINVAL, f"cannot open the store: {first_line(error)}", url) from None
-    return ObstoreStorage(url, store, patience_s, min(refused_s, patience_s), waiting)
+    return ObstoreStorage(url, store, patience_s, min(refused_s, patience_s), silence_s, waiting)
 
 
 def _negated(path_style: str, url: str) -> str:
@@ -202,11 +203,14 @@ def _check_endpoint(url: str, options: Mapping[str, str]) -> None:
 class ObstoreStorage:
     """Implements `Storage`."""
 
-    def __init__(self, url: str, store: ObjectStore, patience_s: float, refused_s: float, waiting: Waiting) -> None:
+    def __init__(
+        self, url: str, store: ObjectStore, patience_s: float, refused_s: float, silence_s: float, waiting: Waiting
+    ) -> None:
         self.url = url
         self._store = store
         self._patience_s = patience_s
         self._refused_s = refused_s
+        self._silence_s = silence_s
         self._waiting: Waiting | None = waiting
         self._is_known = False  # whether the server has answered anything; on the loop, as the next
         self._bounds: set[asyncio.Timeout] = set()  # of attempts, while the server is unknown
@@ -316,7 +320,7 @@ class ObstoreStorage:
             left_s = (self._refused_s if is_refused else self._patience_s) - passed_s
             if delay_s >= left_s:
                 raise self._gave_up(cause, is_refused=is_refused)
-            if passed_s >= _SILENCE_S:
+            if passed_s >= self._silence_s:
                 self._say_waiting(cause, left_s)
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 (jitter)
             delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
@@ -340,7 +344,7 @@ class ObstoreStorage:
             return await attempt()
         left_s = max(0.0, began + self._patience_s - time.monotonic())
         loop = asyncio.get_running_loop()
-        saying = loop.call_later(_SILENCE_S, self._say_waiting, "no answer yet", left_s - _SILENCE_S)
+        saying = loop.call_later(self._silence_s, self._say_waiting, "no answer yet", left_s - self._silence_s)
         try:
             async with asyncio.timeout(left_s) as bound:
                 self._bounds.add(bound)

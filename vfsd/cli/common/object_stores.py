@@ -77,7 +77,9 @@ def open_remote(url: str, options: Sequence[str], *, makes_directory: bool = Fal
 
     try:
         place = url.rstrip("/") if url != "file:///" else url
-        storage = open_storage(place, values, waiting=_note_waiting, makes_directory=makes_directory)
+        storage = open_storage(
+            place, values, silence_s=output.silence_s(), waiting=_note_waiting, makes_directory=makes_directory
+        )
     except ImportError as error:
         raise missing_package("an object store", error, "remote") from None
     return RemoteStore(storage, cache_directory=os.path.join(cache_directory(), "indexes"))

@@ -52,6 +52,11 @@ def on_terminal(*, err: bool = False) -> bool:
     return (sys.stderr if err else sys.stdout).isatty()
 
 
+def silence_s() -> float:
+    """Return after how many seconds a command that waits for another machine says so: a person waits at a terminal."""
+    return 1.5 if on_terminal(err=True) else 10.0
+
+
 def has_colours() -> bool:
     """Return whether a terminal supports colours, and NO_COLOR (https://no-color.org) does not forbid them."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") not in {"", "dumb"}

@@ -13,6 +13,7 @@ import errno
 import functools
 import math
 import os
+import select
 import signal
 import socket
 import threading
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 _THREADS: Final = 16
 _REPORT_S: Final = 0.25
 _LEAST_TIMEOUT_S: Final = 5
-_CAUSE_S: Final = 0.5  # the error of a request that was given up in time says more
+_TICK_MS: Final = 100
+_CAUSE_S: Final = 2.0  # the error of a request that was given up in time says more
 
 
 class Counted:
@@ -150,9 +152,8 @@ class Helper:
         name, named = start.name or "", start.record
         # With a record, the snapshot is opened whether the store is there or not.
         storage = opening() if named is None else LateStorage(start.url, lambda: opening(refused_s=start.timeout_s))
-        late = threading.Timer(start.timeout_s + _CAUSE_S, self._give_up)
-        late.daemon = True
-        late.start()
+        until = time.monotonic() + start.timeout_s + _CAUSE_S
+        threading.Thread(target=self._watch_opening, args=(until,), name="vfsd-opening", daemon=True).start()
         self._storage = counted = Counted(storage)
         self._index = LazyIndex(counted, RemotePacks(counted, IndexCache(start.index_directory)))
         self._index.begin()
@@ -166,14 +167,20 @@ class Helper:
             named = encode_named(record)
         record = decode_named(named, start.url)
         self._index.near_s = start.created_s or record.created_ns / 1e9
-        late.cancel()
         if not self._opened_or_late.acquire(blocking=False):
-            threading.Event().wait()  # `_give_up` ends the process
+            threading.Event().wait()  # `_watch_opening` ends the process
         self._send(Opened(name, named, self._index.near_s))
         return record
 
-    def _give_up(self) -> None:
-        """End the helper, because the snapshot was not opened in time."""
+    def _watch_opening(self, until: float) -> None:
+        """End the helper if the daemon ends, or the time comes, before the snapshot was opened."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLRDHUP)
+        while time.monotonic() < until:
+            if poll.poll(_TICK_MS):
+                os._exit(0)  # the daemon is gone
+            if self._opened_or_late.locked():
+                return
         if not self._opened_or_late.acquire(blocking=False):
             return
         what = "the object store does not answer within --remote-timeout: repeat the command later, or set a longer one"
