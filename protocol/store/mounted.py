@@ -97,7 +97,8 @@ class MountedSnapshot:
         except DamagedError as error:
             if self.inode_failure is None:
                 self.inode_failure = inodes_lost(path, error.damage)
-                _logger.warning("the snapshot below the overlay: %s", self.inode_failure)
+                text = "the snapshot below the overlay: %s; `vfsd store check` says how to mend it"
+                _logger.warning(text, self.inode_failure)
             return None
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:

@@ -185,7 +185,8 @@ class LazyLower(Lower):
         """Log the first damaged inode listing."""
         if damage is not None:
             self.inode_failure = inodes_lost(path, damage)
-            _logger.warning("%s: %s; `vfsd store check` names all", self.name, self.inode_failure)
+            text = "%s: %s; `vfsd store check --store %s` says how to mend it"
+            _logger.warning(text, self.name, self.inode_failure, self.name.partition("#")[0])
 
     # -- Lower -----------------------------------------------------------------------------------------
     def stat(self, path: bytes) -> TreeStat:

@@ -134,6 +134,7 @@ class Push:
         current = newest_of(objects).get(self._name)
         there = self._there(current)
         if there is not None:
+            self._published()
             self._mend(there, objects)
             return self._report(there.generation.number, is_new=False)
         markers = self._start.markers.result()
