@@ -22,6 +22,7 @@ import pytest
 from protocol.tools.events import FileEvent, FileWritten
 from tests.mount.conftest import ENGINES, MountIt
 from tests.mount.programs import failed, succeeded, vfsd
+from tests.support.waiting import wait_until
 from vfsd.cli.claude_settings import hook_commands
 from vfsd.client.connection import ControlClient
 from vfsd.client.log_results import LoggedChange, Missed, watched_changes
@@ -674,17 +675,19 @@ def test_a_file_that_is_rotated_or_torn_is_continued_with_whole_lines(
     workspace = alone(audit_file=file)
     root = Path(workspace.path)
     (root / "first").mkdir()
-    deadline = time.monotonic() + 20
-    while "first" not in file.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: "first" in file.read_text(), "the first entry")
     file.rename(workdir / "old.jsonl")
     (root / "second").mkdir()
+    wait_until(lambda: file.exists() and "second" in file.read_text(), "another file")
+    file.rename(workdir / "older.jsonl")
+    file.touch(mode=0o600)  # as the option `create` of logrotate does
+    (root / "third").mkdir()
     workspace.unmount()
     torn, *lines = (workdir / "old.jsonl").read_text().splitlines()
     assert torn == '{"number":'
     assert [json.loads(line)["path"] for line in lines] == ["first"]
-    assert [json.loads(line)["path"] for line in file.read_text().splitlines()] == ["second"]
+    assert [json.loads(line)["path"] for line in (workdir / "older.jsonl").read_text().splitlines()] == ["second"]
+    assert [json.loads(line)["path"] for line in file.read_text().splitlines()] == ["third"]
 
 
 def test_the_log_says_that_it_begins_later_than_asked(mount: MountIt) -> None:
