@@ -210,6 +210,31 @@ def test_a_workspace_that_is_used_over_its_socket_only_is_not_given_up(kept: Kep
     assert len(os.listdir(kept.path)) == DEATHS_MAX + 1
 
 
+def test_a_daemon_that_only_refuses_requests_has_done_its_work(kept: Kept) -> None:
+    kept.mount()
+    for number in range(DEATHS_MAX + 1):
+        with pytest.raises(FileNotFoundError):
+            (kept.path / f"missing{number}").stat()
+        kept.kill()
+    assert os.listdir(kept.path) == []
+
+
+def test_reads_that_the_kernel_answers_do_not_count_as_work_of_the_daemon(kept: Kept) -> None:
+    kept.mount()
+    (kept.path / "f").write_bytes(b"cached")
+    with (kept.path / "f").open("rb", buffering=0) as file:
+        assert file.read() == b"cached"
+        keeper = kept.record.keeper
+        assert keeper is not None
+        kept.kill()
+        for _ in range(DEATHS_MAX - 1):
+            assert os.pread(file.fileno(), 6, 0) == b"cached"
+            kept.kill()
+        assert os.pread(file.fileno(), 6, 0) == b"cached"
+        os.kill(kept.record.pid, signal.SIGKILL)
+        wait_ended(keeper)
+
+
 def test_keeper_and_daemon_killed_together_lose_nothing_that_was_answered(kept: Kept) -> None:
     kept.mount()
     (kept.path / "f").write_bytes(b"kept")
