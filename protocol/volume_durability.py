@@ -130,6 +130,10 @@ class JournaledVolume(SnapshotableVolume, Protocol):
         """Have the image replace the journal before it, or remove the incomplete image.  Any thread.  OSError."""
         ...
 
+    def keep_room(self) -> None:
+        """Keep space on the disk for calls that remove something, if there is room.  Call it after `finish_image`."""
+        ...
+
 
 class JournalEnd(Value):
     """Where the next record comes: the number of the log, an offset in it, and the record's sequence number.

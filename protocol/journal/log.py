@@ -176,6 +176,11 @@ class Log:
         if needed > self._allocated:
             self._allocate(needed)
 
+    def keep_room(self) -> None:
+        """Allocate the space that is for removals only, if there is room; otherwise the next change asks for it."""
+        with contextlib.suppress(OSError):
+            self.require(0)
+
     def _allocate(self, needed: int) -> None:
         """Allocate up to `needed` at least; more at a time if there is room."""
         missing = needed - self._allocated

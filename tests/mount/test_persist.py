@@ -308,6 +308,43 @@ def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+@pytest.mark.parametrize("event", ["compaction", "death"])
+def test_files_can_be_removed_on_a_disk_that_another_program_fills(
+    persistent: Persistent, workdir: Path, event: str
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a tmpfs")
+    disk = workdir / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
+    try:
+        persistent.journal = disk / "journal"
+        options = {"keeper": True} if event == "death" else {}
+        workspace, root = persistent.mount(**options), persistent.path
+        (root / "f").write_bytes(b"content")
+        if event == "compaction":
+            succeeded(vfsd("compact", "-w", workspace.name))
+        else:
+            pid = workspace.status().pid
+            os.kill(pid, signal.SIGKILL)
+            assert (root / "f").read_bytes() == b"content"
+            assert workspace.status().pid != pid
+        with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+        assert until_refused(lambda number: (root / f"new{number}").write_bytes(os.urandom(100_000))) == errno.ENOSPC
+        for name in os.listdir(root):
+            (root / name).unlink()
+        (disk / "filler").unlink()
+        (root / "new").touch()
+        workspace.unmount()
+        persistent.mount()
+        assert os.listdir(root) == ["new"]
+    finally:
+        persistent.end()
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 def test_a_disk_that_only_the_journal_fills_is_usable_again_after_removing_files_and_compacting(
     persistent: Persistent, workdir: Path
 ) -> None:

@@ -91,6 +91,7 @@ class Compaction:
             status = await _ended(pid, pidfds)
             finish = functools.partial(self._volume.finish_image, number, is_complete=status == 0)
             await trio.to_thread.run_sync(finish)
+            self._volume.keep_room()
         is_killed = limit is not None and limit.writers_killed > killed
         self._forks.leave_family(forked)
         if status:

@@ -325,6 +325,7 @@ class MemoryVolume:
         recorder = self._recorder
         assert recorder is not None
         if is_known and replay is not None:
+            self.keep_room()  # which the daemon before had
             recorder.reconnect(replay.requests)
             return replay.invalidation()
         if replay is not None:
@@ -401,6 +402,11 @@ class MemoryVolume:
                 journal.finish_image(number)
             else:
                 journal.abandon_image(number)
+
+    def keep_room(self) -> None:
+        """See `JournaledVolume`."""
+        if self.journal is not None:
+            self.journal.log.keep_room()
 
     def flush_journal(self) -> None:
         """Record what waits for the next record.  OSError."""
