@@ -249,6 +249,7 @@ def _load() -> None:
 
     preload.preload(("memory", "overlay", "host", "container"), ("native", "pyfuse3"))
     preload.import_rest()
+    preload.build_decoders()
     for module, _ in COMMANDS.values():
         importlib.import_module(f"vfsd.cli.{module}")
     for name in ("vfsd.cli.main", "vfsd.daemon.main"):

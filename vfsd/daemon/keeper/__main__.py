@@ -26,6 +26,7 @@ def main(lock_fd: int, path: str) -> int:
 
     preload.preload()
     preload.import_rest()
+    preload.build_decoders()
     os.umask(0o077)
     KilledFirst()  # it has no work to do
     gc.collect()

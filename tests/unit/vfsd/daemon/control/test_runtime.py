@@ -319,12 +319,12 @@ def test_errors_say_what_there_is_and_what_to_type() -> None:
     running = r"a \(/mnt/a\), b \(/mnt/b\)"
     with pytest.raises(WorkspaceNotFoundError, match=f"several workspaces are running, .*-w NAME.*: {running}"):
         find(None)
-    with pytest.raises(WorkspaceNotFoundError, match=f"'c' is not the name of a workspace.*running: {running}"):
-        find("c")
+    with pytest.raises(WorkspaceNotFoundError, match=f"'no-such' is not the name of a workspace.*running: {running}"):
+        find("no-such")
     with pytest.raises(WorkspaceNotFoundError, match=f"'/mnt' is in no workspace; running: {running}"):
         find("/mnt")
-    with pytest.raises(WorkspaceNotFoundError, match=r"'c' \(from \$VFSD_WORKSPACE\)"):
-        find(None, VFSD_WORKSPACE="c")
+    with pytest.raises(WorkspaceNotFoundError, match=r"'no-such' \(from \$VFSD_WORKSPACE\)"):
+        find(None, VFSD_WORKSPACE="no-such")
     assert issubclass(WorkspaceNotFoundError, LookupError)
 
 
