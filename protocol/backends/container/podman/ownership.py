@@ -7,6 +7,8 @@ over from it.  A container whose owner is certainly dead is an orphan:
 - After a reboot of this machine every earlier owner is dead, and who has the lease since then holds it.  "This machine"
   is proven only for daemons in the initial pid namespace over a local service: images of containers share machine-ids,
   and a remote Podman serves several machines.
+- Images that are committed from a container have its labels, and so have their containers.  So a label has the name of
+  the container: one with another name is the user's own.
 - All others stay; docs/containers.md says how to remove them by hand.
 
 What happens to orphans depends on what is in them:
@@ -44,6 +46,7 @@ WORKSPACE_LABEL: Final = "vfsd.workspace"
 _MACHINE_LABEL: Final = "vfsd.machine"
 _PURPOSE_LABEL: Final = "vfsd.purpose"
 _SPEC_LABEL: Final = "vfsd.spec"  # what `open_owned` compares
+_NAME_LABEL: Final = "vfsd.container"
 _LEASE_LABEL: Final = "vfsd.lease"
 _SCOPE_LABEL: Final = "vfsd.scope"  # of the lease: boot, pid namespace, network namespace
 # Of earlier versions, whose judgement needs both.
@@ -97,7 +100,7 @@ def create_owned(service: PodmanService, spec: ContainerSpec, workspace: str, pu
     name = f"vfsd-{workspace}-{os.urandom(3).hex()}"  # for `podman ps`; the random part keeps names distinct
     lease = Lease.make()
     try:
-        labels = _labels(workspace, spec, purpose, lease.name)
+        labels = {**_labels(workspace, spec, purpose), _NAME_LABEL: name, _LEASE_LABEL: lease.name}
         container = service.create(replace(spec, name=name, labels=labels))
         try:
             container.start()
@@ -122,8 +125,9 @@ def continue_with(service: PodmanService, descriptor: int) -> OwnedContainer:
 
 def _with_lease(service: PodmanService, lease: str) -> Container:
     for state in service.labelled({_LEASE_LABEL: lease}):
-        return Container(service, state.id, state.name)
-    raise FileNotFoundError(errno.ENOENT, "the container of the workspace was removed")
+        if _is_labelled(state):
+            return Container(service, state.id, state.name)
+    raise FileNotFoundError(errno.ENOENT, "the container of the workspace was removed or renamed")
 
 
 def open_owned(service: PodmanService, spec: ContainerSpec, workspace: str) -> OwnedContainer:
@@ -169,8 +173,7 @@ def hold_lease(state: ContainerState, passed: int | None) -> Lease | None:
     """
     if passed is not None:
         return Lease.of(passed)
-    name = state.labels.get(_LEASE_LABEL, "")
-    return Lease.claim(name) if _LEASE_NAME.fullmatch(name) else None
+    return Lease.claim(state.labels[_LEASE_LABEL]) if _is_labelled(state) else None
 
 
 def _start_again(container: Container) -> None:
@@ -216,7 +219,7 @@ def _is_orphan(state: ContainerState, *, is_local: bool, is_removed: bool) -> bo
             return has_died(f"{_boot()} {state.labels.get(_DAEMON_LABEL, '')}")
     else:
         boot, pid_namespace, network = (state.labels.get(_SCOPE_LABEL, "").split(" ") + 3 * [""])[:3]
-        if not network or network != network_namespace() or not _LEASE_NAME.fullmatch(lease) or is_held(lease):
+        if not _is_labelled(state) or not network or network != network_namespace() or is_held(lease):
             return False
         if boot == _boot_id():
             return True
@@ -237,13 +240,18 @@ def has_died(daemon: str) -> bool:
     return is_known and pid.isdigit() and _start_ticks(int(pid)) != started
 
 
-def _labels(workspace: str, spec: ContainerSpec, purpose: Purpose, lease: str) -> dict[str, str]:
+def _is_labelled(state: ContainerState) -> bool:
+    """Whether the container is the one that vfsd labelled with a lease."""
+    labels = state.labels
+    return labels.get(_NAME_LABEL) == state.name and _LEASE_NAME.fullmatch(labels.get(_LEASE_LABEL, "")) is not None
+
+
+def _labels(workspace: str, spec: ContainerSpec, purpose: Purpose) -> dict[str, str]:
     return {
         WORKSPACE_LABEL: workspace,
         _MACHINE_LABEL: _machine(),
         _PURPOSE_LABEL: purpose,
         _SPEC_LABEL: _spec_text(spec),
-        _LEASE_LABEL: lease,
         _SCOPE_LABEL: f"{_boot_id()} {_pid_namespace()} {network_namespace()}",
     }
 
