@@ -161,7 +161,7 @@ def test_daemon_and_keeper_are_killed_and_the_next_mount_continues(kept: KeptIma
     one = kept.one_container()
     for _ in range(2):
         kept.kill_both()
-        assert "mount with the same name and options continues" in failed(vfsd("status", "-w", kept.name))
+        assert "in its container, where the same `vfsd mount` continues" in failed(vfsd("status", "-w", kept.name))
         assert [state.id for state in orphans(podman)] == [one.container.id]
         assert remove_orphans(podman) == []
         options = ["--backend", kept.options["backend"], "--podman-url", podman.address.url, "--name", kept.name]

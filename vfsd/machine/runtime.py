@@ -152,7 +152,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
         if backend.kind in {"host", "container"}:
             return f"its content is in {'the container ' if backend.kind == 'container' else ''}{backend.argument}"
         if backend.kind == "image":
-            return "its content is in its container, and a mount with the same name and options continues there"
+            return "its content is in its container, where the same `vfsd mount` continues"
         return "its content is lost"
 
     def continuing(self, journal: str) -> str:
