@@ -43,7 +43,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, s3_port: int) -> Iter
         elif request.param == "gs":
             given = gcs_options(stack.enter_context(GcsProxy(s3_port)).port)
 
-        def opened(*, patience_s: float = 5.0, grace_s: float = 3600.0) -> RemoteStore:
+        def opened(*, patience_s: float = 30.0, grace_s: float = 3600.0) -> RemoteStore:
             storage = open_storage(url, given, patience_s=patience_s)
             return stack.enter_context(RemoteStore(storage, grace_s=grace_s))
 
