@@ -15,6 +15,7 @@ import pytest
 from protocol.store import DirectorySource, Store
 from protocol.store.format.packs import DamagedError
 from protocol.store.object_store import RemoteStore, collect, open_storage
+from protocol.store.object_store.needed import needed_blobs
 from protocol.store.object_store.push import Push
 from tests.support.lower_layers import damage_inodes
 from tests.unit.protocol.store.object_store import worker
@@ -98,6 +99,39 @@ def test_a_young_pack_is_not_condemned(url: str, local: Store, root: Path) -> No
         remote.push(local, KEY, "state0")
         remote.drop(KEY, "state0")
         assert remote.collect_garbage().condemned_packs == 0
+
+
+def test_a_snapshot_that_was_dropped_within_the_grace_period_can_still_be_read(
+    url: str, local: Store, root: Path
+) -> None:
+    grace_s = 3600.0
+    place = Path(url.removeprefix("file://"))
+
+    def grow_old(*kinds: str) -> None:
+        for each in (file for kind in kinds for file in (place / kind).iterdir()):
+            os.utime(each, (time.time() - 2 * grace_s,) * 2)
+
+    (root / "kept").write_bytes(b"kept")
+    (root / "waste").write_bytes(random.Random(1).randbytes(4000))
+    local.take(KEY, "both", DirectorySource(root))
+    (root / "waste").unlink()
+    local.take(KEY, "part", DirectorySource(root))
+    with RemoteStore(open_storage(url), grace_s=grace_s) as remote:
+        remote.push(local, KEY, "both")
+        remote.push(local, KEY, "part")
+        remote.drop(KEY, "both")
+        grow_old("packs")
+        assert remote.collect_garbage().condemned_packs > 0
+        grow_old("condemned")
+        roots = list(remote.get("part").record.roots)
+        remote.drop(KEY, "part")
+        assert remote.collect_garbage().freed_packs > 0
+    with RemoteStore(open_storage(url), grace_s=grace_s) as remote:
+        view = remote.packs.view()
+        needed = needed_blobs(remote.packs, view, roots)
+        found = dict(remote.packs.blobs(map(view.located, needed)))
+        assert found.keys() == needed
+        assert b"kept" in found.values()
 
 
 def test_a_push_does_not_rely_on_a_condemned_pack(url: str, local: Store, root: Path) -> None:
