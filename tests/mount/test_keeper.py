@@ -407,6 +407,27 @@ def test_without_resending_a_request_in_progress_fails_and_the_mount_continues(
     check_invariants(Workspace.attach(kept.name))
 
 
+def test_without_its_journal_a_workspace_is_not_continued_as_an_empty_one(kept: Kept) -> None:
+    kept.mount()
+    (kept.path / "f").write_bytes(b"content")
+    record = kept.record
+    assert record.keeper is not None
+    away = kept.journal.with_name("away")
+    kept.journal.rename(away)
+    (kept.path / "g").write_bytes(b"later")
+    assert "the journal cannot be compacted (its files were removed" in failed(vfsd("compact", "-w", kept.name))
+    os.kill(record.pid, signal.SIGKILL)
+    wait_ended(record.keeper)
+    with pytest.raises(OSError, match="not connected") as raised:
+        os.listdir(kept.path)
+    assert raised.value.errno == errno.ENOTCONN
+    assert "put it back, and mount the workspace again" in log_of(kept.name)
+    assert not kept.journal.exists()
+    away.rename(kept.journal)
+    kept.mount()
+    assert (kept.path / "f").read_bytes() + (kept.path / "g").read_bytes() == b"contentlater"
+
+
 @pytest.mark.parametrize("options", [{}, {"persist": False, "journal_dir": None}], ids=["persist", "memory"])
 def test_snapshots_that_were_dropped_for_lack_of_memory_are_named_by_the_next_daemon(
     kept: Kept, options: dict[str, Any]

@@ -77,7 +77,11 @@ class Compaction:
 
     async def _compact(self) -> tuple[int, int]:
         """Do what `compact` does, with the lock held."""
-        before = self._volume.journal_status().size_bytes
+        status = self._volume.journal_status()
+        if status.failure is not None:
+            reason = f"the journal cannot be compacted ({status.failure}): export the content, and mount it again"
+            raise OSError(errno.EIO, reason, status.directory)
+        before = status.size_bytes
         async with self._mounted.change_lock:  # no import is in preparation
             forked = cast(ForkableVolume, self._volume)
             limit = self._limit(forked)
@@ -88,14 +92,14 @@ class Compaction:
             killed = 0 if limit is None else limit.writers_killed
             pid, pidfds = fork_writer(forked, write, self._mounted.mountpoint, started)
         with trio.CancelScope(shield=True):  # a process that is not waited for stays as a zombie
-            status = await _ended(pid, pidfds)
-            finish = functools.partial(self._volume.finish_image, number, is_complete=status == 0)
+            ended = await _ended(pid, pidfds)
+            finish = functools.partial(self._volume.finish_image, number, is_complete=ended == 0)
             await trio.to_thread.run_sync(finish)
             self._volume.keep_room()
         is_killed = limit is not None and limit.writers_killed > killed
         self._forks.leave_family(forked)
-        if status:
-            raise self._out_of_memory() if is_killed else self._failure(os.waitstatus_to_exitcode(status))
+        if ended:
+            raise self._out_of_memory() if is_killed else self._failure(os.waitstatus_to_exitcode(ended))
         return before, self._volume.journal_status().size_bytes
 
     def _limit(self, volume: ForkableVolume) -> ForkFamily | None:

@@ -62,6 +62,11 @@ async def opened(
         return backend, successor.origin(backend)
     if origin is None:
         anchor = None if kept is None or kept.resumed is None else kept.resumed.anchor
+        if kept is not None and kept.resumed is not None:
+            # Start-up: few daemons continue a mount.
+            from vfsd.daemon.backends.persistence import check_continued  # noqa: PLC0415
+
+            await trio.to_thread.run_sync(check_continued, options)
         given = options if anchor is None else replace(options, anchor=anchor)
         backend = await trio.to_thread.run_sync(open_backend, given, _unless_cancelled)
         if anchor is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
@@ -88,6 +89,17 @@ def keep_journal(
         found = _describe(volume, files.report(), has_archive=options.content.archive is not None)
     _sync_in_thread(volume)
     return found
+
+
+def check_continued(options: MountOptions) -> None:
+    """Raise FileNotFoundError if a daemon that continues a mount has no journal, and would serve an empty workspace."""
+    directory = options.journal.journal_dir or journal_directory(options.workspace.name)
+    if options.journal.persist and not has_journal(directory):
+        reason = (
+            "the journal of the workspace was removed or moved, so no daemon can continue the mount: put it back, and"
+            " mount the workspace again"
+        )
+        raise FileNotFoundError(errno.ENOENT, reason, directory)
 
 
 class Recorded(NamedTuple):
