@@ -29,7 +29,7 @@ from tests.support.waiting import readable
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
-from vfsd.kernel.inotify import Replay
+from vfsd.kernel.inotify import Replay, calls
 from vfsd.kernel.invalidation import invalidate_kernel_caches
 
 EVENTS = {
@@ -109,8 +109,8 @@ class Served:
 def served(directory: str, user: int = 0, **settings: Any) -> Iterator[Served]:
     """A mount at `directory`/mnt, gone at the end; `settings` for EngineSettings and MemoryVolume, and `engine`.
 
-    `user`: what the child runs as, once it has mounted.  `withdraws`: the child can `withdraw`.  `expected_log`: a part
-    of its log, which is empty otherwise."""
+    `user`: what the child runs as, once it has mounted.  `replay_limit`: the number of changes that a replay shows.
+    `withdraws`: the child can `withdraw`.  `expected_log`: a part of its log, which is empty otherwise."""
     path = os.path.join(directory, "mnt")
     os.mkdir(path)
     log = os.path.join(directory, "log")
@@ -160,6 +160,7 @@ class _Child:
         self.user = settings.pop("user")
         faults = settings.pop("faults", None)
         self.withdraws = settings.pop("withdraws", False)
+        vars(calls)["_MAX_CHANGES"] = settings.pop("replay_limit", vars(calls)["_MAX_CHANGES"])
         self.victim: int | None = None
         self.found_empty: bool | None = None
         kind = {"pyfuse3": Pyfuse3Engine, "native": NativeEngine}[settings.pop("engine", "pyfuse3")]

@@ -597,12 +597,13 @@ def test_the_mount_can_be_closed_while_changes_are_being_replayed(either):
     either.call("start_replay")
 
 
-@pytest.mark.slow
-def test_a_replay_of_more_than_the_limit_is_cut_and_says_so(tmp_path):
-    with served(str(tmp_path), expected_log="of 10050 changes 10000 were shown") as child:
+def test_a_replay_of_more_than_the_limit_is_cut_and_says_so(tmp_path, runs_long):
+    limit = 10_000 if runs_long else 1000
+    settings = {} if runs_long else {"replay_limit": limit}
+    with served(str(tmp_path), expected_log=f"of {limit + 50} changes {limit} were shown", **settings) as child:
         child.call("snapshot", name="s")
         descriptor = os.open(child.path, os.O_DIRECTORY)
-        for number in range(10_050):
+        for number in range(limit + 50):
             os.mknod(str(number), dir_fd=descriptor)
         os.close(descriptor)
         child.call("restore", name="s", replay=True)
