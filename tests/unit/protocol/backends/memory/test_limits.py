@@ -101,6 +101,24 @@ def test_automatic_snapshots_go_first_and_oldest_first_and_named_ones_stay(volum
     limited.check_invariants()
 
 
+def test_no_automatic_snapshot_is_dropped_while_a_state_is_read_because_that_frees_nothing(volume: MakeVolume) -> None:
+    limited = volume(8 * MIB)
+    inode = file(limited, b"f", os.urandom(3 * MIB))
+    limited.take_snapshot("exec-1", kind="automatic")
+    file(limited, b"g", os.urandom(MIB))
+    limited.take_snapshot("exec-2", kind="automatic")
+    limited.write(inode, 0, os.urandom(2 * MIB))
+    with limited.tree("exec-1") as tree:
+        before = tree.read(b"f", 0, BLOCK)
+        with pytest.raises(OSError, match="No space left"):
+            file(limited, b"h", os.urandom(4 * MIB))
+        assert names(limited) == ["exec-1", "exec-2"]
+        assert tree.read(b"f", 0, BLOCK) == before
+    file(limited, b"i", os.urandom(MIB))
+    assert names(limited) != ["exec-1", "exec-2"]
+    limited.check_invariants()
+
+
 def test_changes_under_a_snapshot_fail_at_the_limit_and_removing_does_not(volume: MakeVolume) -> None:
     limited = volume(4 * MIB)
     kept = [file(limited, b"kept%d" % number, os.urandom(1000)) for number in range(300)]
