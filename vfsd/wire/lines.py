@@ -39,6 +39,12 @@ class LineBuffer:
         self._searched = 0
         return line
 
+    def skip_empty_lines(self) -> None:
+        """Drop the empty lines at the start of the buffer."""
+        if self._buffer.startswith(b"\n"):
+            self._buffer = self._buffer.lstrip(b"\n")
+            self._searched = 0
+
     def take_rest(self) -> bytes:
         """Return and remove the incomplete line at the end of a stream."""
         rest = bytes(self._buffer)

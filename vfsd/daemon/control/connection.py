@@ -199,7 +199,7 @@ class ClientConnection:
         async with trio.open_nursery() as calls:
             try:
                 while (line := await self._read_line()) is not None:
-                    # For each line, so that a flood of blank lines does not block other clients; and it raises after
+                    # For each line, so that a flood of them does not block other clients; and it raises after
                     # `drop_idle`, before a request is run that the client may send again.
                     await trio.lowlevel.checkpoint()
                     self._has_request = True
@@ -224,9 +224,11 @@ class ClientConnection:
                 # A request without a newline: complete, as `printf | nc` sends it, or truncated.  Both are answered.
                 return self._lines.take_rest() or None
             self._lines.feed(data)
+            self._lines.skip_empty_lines()
             if not self._account():
                 await self._send(busy_line(None))
                 return None
+        self._lines.skip_empty_lines()
         self._account()
         self._line_deadline = None
         if len(line) > self._limits.request_bytes:
