@@ -206,8 +206,10 @@ def test_a_mount_ends_in_time_if_the_store_falls_silent(proxy: FaultyProxy, work
     finally:
         go.set()
     assert done.returncode == 1
-    (error,) = done.stderr.splitlines()
-    assert error.startswith("vfsd: error: the object store does not answer within --remote-timeout: ")
+    *notes, error = done.stderr.splitlines()
+    assert error.startswith("vfsd: error: the object store does not answer ")
+    # A busy machine may take long to start the daemon.
+    assert notes in ([], [f"vfsd: waiting for {URL}; --remote-timeout ends that after 3 s"])
 
 
 def processes_with(variable: str) -> list[bytes]:
@@ -589,7 +591,9 @@ def test_errors_are_one_line_that_says_what_to_do(
         command = [sys.executable, "-m", "vfsd.cli.main", "mount", str(workdir / "m"), *words]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert done.returncode in {1, 2}
-        assert done.stderr.count("\n") == 1, done.stderr
+        # A busy machine may take long to start the daemon.
+        lines = [line for line in done.stderr.splitlines() if not line.startswith(f"vfsd: waiting for {URL}")]
+        assert len(lines) == 1, done.stderr
         return done.stderr
 
     (workdir / "m").mkdir()
