@@ -49,6 +49,9 @@ class _Pipe:
     def truncate(self, length: int) -> None:
         pass
 
+    def overwrites_in_place(self) -> bool:
+        return False
+
     def sync(self) -> None:
         pass
 

@@ -16,6 +16,10 @@ that appends, or leaves it to a caller that does not answer before `sync` has re
 a thread that calls it a second after the first record that is not synced; "no" leaves it to the kernel.  `sync` does it
 at any time, on the thread that calls it.
 
+The space after the end reads as zeros.  Before small records the zeros are written, 128 KiB at a time: the records then
+overwrite pages and extents that exist, so appending and syncing them changes no metadata of the file.  A file system
+that copies on write needs new space for that, which `require` has not allocated, so there no zeros are written.
+
 Threading: one thread calls `require` and `append`.  Any thread may call `sync`.
 """
 
@@ -41,6 +45,7 @@ from protocol.journal.records import (
     frame,
     padding,
 )
+from protocol.linux.syscalls import filesystem_type
 
 FsyncPolicy = Literal["always", "everysec", "no"]
 
@@ -53,6 +58,13 @@ _MARGIN_BYTES: Final = 256 << 10
 _SMALLEST_BYTES: Final = 64 << 10
 _MARK_BYTES: Final = 4096  # allocated beyond every grant, for marks
 _PART_BYTES: Final = 1 << 20
+# With zeros written before, a record of 4 KB on ext4 takes 1.6 instead of 4.2 us, and its sync 0.17 instead of 0.34 ms.
+# Larger records would only be written twice.
+_SMALL_BYTES: Final = 16 << 10
+_ZEROED_AFTER: Final = 4  # small records in a row
+_ZEROS: Final = bytes(128 << 10)
+_PAGE_BYTES: Final = 4096
+_IN_PLACE: Final = frozenset({0xEF53, 0x58465342})  # EXT4_SUPER_MAGIC, XFS_SUPER_MAGIC: linux/magic.h
 _MAX_PIECES: Final = 512  # pwritev(2) takes 1,024
 _JOINED_BYTES: Final = 8192  # copying less costs less than a CRC and an iovec for each piece
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -75,6 +87,10 @@ class LogFile(Protocol):
         """As fdatasync(2)."""
         ...
 
+    def overwrites_in_place(self) -> bool:
+        """Whether a write to space that has content already needs no other space."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -95,6 +111,9 @@ class DescriptorFile:
 
     def sync(self) -> None:
         os.fdatasync(self._descriptor)
+
+    def overwrites_in_place(self) -> bool:
+        return filesystem_type(self._descriptor) in _IN_PLACE
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -144,10 +163,13 @@ class Log:
         self._policy = policy
         # An image is complete when it is written: nothing that frees space is appended to it.
         self._margin = _MARGIN_BYTES if header.kind == "log" else 0
+        self._writes_zeros = file.overwrites_in_place()
         self.end = extent.end
         self.sequence = extent.sequence
         self.synced = extent.end
         self._allocated = extent.end
+        self._zeroed = extent.end  # zeros are written up to here, if that is beyond the end
+        self._small = 0  # so many small records were the last ones
         self._sealed_end = extent.end if extent.is_closed else -1
         self._failure: OSError | None = None
         self._sync_lock = threading.Lock()
@@ -237,7 +259,10 @@ class Log:
         if pad:
             pieces.append(pad)
             size += len(pad)
+        self._small = self._small + 1 if size <= _SMALL_BYTES else 0
         try:
+            if self.end + size > self._zeroed and self._small >= _ZEROED_AFTER and self._writes_zeros:
+                self._write_zeros()
             written = self._file.write(pieces, self.end)
             if written < size:
                 self._write_rest(b"".join(pieces), written)
@@ -253,6 +278,13 @@ class Log:
                     self._start_thread()
         elif self._policy == "always" and kind != Kind.PART and not self.defers_syncs:
             self.sync()
+
+    def _write_zeros(self) -> None:
+        """Write zeros to the next pages of the space that is allocated."""
+        start = max(self._zeroed, -(-self.end // _PAGE_BYTES) * _PAGE_BYTES)
+        zeros = _ZEROS[: max(0, self._allocated - start)]
+        if zeros:
+            self._zeroed = start + self._file.write([zeros], start)
 
     def _write_rest(self, record: bytes, written: int) -> None:
         """Complete a short write: a signal, a limit, or a write of 2 GiB ends one."""
@@ -322,7 +354,7 @@ class Log:
             self._allocate(self.end + FRAME_BYTES)
         self.append([], Kind.MARK)
         self._file.truncate(self.end)
-        self._allocated = self.end
+        self._allocated = self._zeroed = self.end
         self.sync()
         self._sealed_end = self.end
 

@@ -1,4 +1,4 @@
-"""System calls that Python's os module lacks: openat2, syncfs, mount.  (See also `statx` and `portable`.)
+"""System calls that Python's os module lacks: openat2, syncfs, fstatfs, mount.  (See also `statx` and `portable`.)
 
 Source: the man pages of section 2; include/uapi/linux/openat2.h.  The numbers of system calls
 above 424 are the same on every architecture (arch/*/kernel/syscalls: "common").
@@ -24,6 +24,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _SYS_OPENAT2: Final = 437
 _OPEN_HOW: Final = struct.Struct("=QQQ")  # flags, mode, resolve
 _OFFSET_MAX: Final = (1 << 63) - 1
+_STATFS_BYTES: Final = 512  # struct statfs takes 120 on 64 bits; f_type is its first field
 
 _syscall = ctypes.CFUNCTYPE(
     ctypes.c_long,
@@ -87,3 +88,11 @@ def syncfs(descriptor: int) -> None:
     while _LIBC.syncfs(descriptor):
         if ctypes.get_errno() != errno.EINTR:
             raise os_error(ctypes.get_errno())
+
+
+def filesystem_type(descriptor: int) -> int:
+    """Return f_type of fstatfs(2): the number of the file system's type (include/uapi/linux/magic.h); 0 if unknown."""
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _LIBC.fstatfs(descriptor, buffer):
+        return 0
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF

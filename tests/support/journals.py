@@ -36,6 +36,7 @@ class FileInMemory(LogFile):
 
     def write(self, buffers: Sequence[Buffer], offset: int) -> int:
         data = b"".join(buffers)
+        self.content.extend(bytes(max(0, offset - len(self.content))))
         self.content[offset : offset + len(data)] = data
         return len(data)
 
@@ -45,6 +46,9 @@ class FileInMemory(LogFile):
 
     def truncate(self, length: int) -> None:
         del self.content[length:]
+
+    def overwrites_in_place(self) -> bool:
+        return True
 
     def sync(self) -> None:
         pass

@@ -30,6 +30,9 @@ class UnreliableFile(LogFile):
     def truncate(self, length: int) -> None:
         del self.present[length:]
 
+    def overwrites_in_place(self) -> bool:
+        return True
+
     def sync(self) -> None:
         if self.fails:
             raise OSError(5, "Input/output error")

@@ -28,7 +28,7 @@ from protocol.journal.records import (
     read_records,
     verify,
 )
-from tests.support.journals import JournalInMemory
+from tests.support.journals import FileInMemory, JournalInMemory
 from tests.unit.protocol.journal.power import UnreliableFile
 
 IDENTITY = {"kind": "memory", "name": "w"}
@@ -235,6 +235,25 @@ def test_a_journal_that_ends_on_a_full_disk_says_that_its_end_is_clean() -> None
     extent = verify(file, read_header(file, "log"), "log")
     assert extent.is_closed
     assert not extent.cut_bytes
+
+
+@pytest.mark.parametrize("overwrites_in_place", [True, False])
+def test_what_follows_the_last_record_is_zeros_until_a_clean_end(
+    overwrites_in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileInMemory, "overwrites_in_place", lambda _: overwrites_in_place)
+    journal = JournalInMemory()
+    choice = random.Random(1)
+    payloads = [b"x" * choice.choice((1, 500, 5_000, 20_000, 200_000)) for _ in range(300)]
+    for payload in payloads:
+        journal.log.require(len(payload))
+        journal.log.append([payload])
+        rest = journal.file.content[journal.log.end :]
+        assert not any(rest)
+        assert overwrites_in_place or not rest, "space that was allocated is written once only"
+    assert journal.batches() == [[payload] for payload in payloads]
+    journal.close()
+    assert len(journal.file.content) == journal.log.end
 
 
 # -- power failures and failed syncs ----------------------------------------------------------------

@@ -33,6 +33,9 @@ class SlowFile(FileInMemory):
         self.durable = len(self.content)
         self.fails = False
 
+    def overwrites_in_place(self) -> bool:
+        return False  # `durable` is the end of the last record
+
     def sync(self) -> None:
         end = len(self.content)
         assert self.opened.wait(20)
