@@ -31,6 +31,7 @@ from tests.support.waiting import wait_until
 from vfsd import __version__
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import launch, log_path
+from vfsd.client.log_results import Missed
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import WorkspaceRecord, read_record
@@ -387,6 +388,22 @@ def test_followers_of_the_log_follow_the_new_daemon(workdir: Path) -> None:
             wait_until(lambda: is_seen("second"), "an entry of the new daemon")
             follower.send_signal(signal.SIGINT)
             reader.join()
+    finally:
+        upgradable.end()
+
+
+def test_follow_in_python_goes_on_with_the_new_daemon(workdir: Path) -> None:
+    upgradable = Upgradable(workdir)
+    workspace = upgradable.mount()
+    try:
+        with workspace.follow() as changes:
+            (upgradable.path / "first").mkdir()
+            found = [next(changes)]
+            upgradable.upgrade()
+            found.append(next(changes))
+            (upgradable.path / "second").mkdir()
+            found.append(next(changes))
+            assert [getattr(each, "path", each) for each in found] == ["first", Missed(0), "second"]
     finally:
         upgradable.end()
 

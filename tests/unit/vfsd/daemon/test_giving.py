@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import trio
 
-from vfsd.daemon.upgrading.giving import _NewDaemon
 from vfsd.daemon.upgrading.messages import Channel, Failed
+from vfsd.daemon.upgrading.new_daemon import NewDaemon
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_a_new_daemon_that_does_not_serve_and_has_no_keeper_is_ended(end: Callab
 async def _wait_for_serving(end: Callable[[Channel], None]) -> None:
     ours, theirs = (Channel(each) for each in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     process = subprocess.Popen(["sleep", "600"])
-    new = _NewDaemon(process, ours)
+    new = NewDaemon(process, ours)
     new._pidfd = os.pidfd_open(process.pid)
     end(theirs)
     try:
