@@ -8,7 +8,8 @@ Threading: as in `protocol.volume`; what other threads may do says so.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from protocol.values import Value
 from protocol.volume import Volume
@@ -18,14 +19,17 @@ if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
 
 __all__ = [
+    "UNIQUE_RESEND",
     "AnsweringVolume",
     "GivenState",
     "HandedOverVolume",
     "JournalEnd",
     "JournalStatus",
     "JournaledVolume",
+    "KernelRequest",
     "RecoverableVolume",
     "TakenState",
+    "current_request",
     "handed_over",
     "journaled",
     "recoverable",
@@ -241,6 +245,26 @@ class HandedOverVolume(Volume, Protocol):
 def handed_over(volume: Volume) -> HandedOverVolume | None:
     """Return `volume` if it declares `handover`, else None."""
     return cast(HandedOverVolume, volume) if volume.capabilities.handover else None
+
+
+UNIQUE_RESEND: Final = 1 << 63  # linux/fuse.h: set in the number of a request that the kernel sends again
+
+
+class KernelRequest:
+    """A request of the kernel that a task answers: its number `unique`, without UNIQUE_RESEND.
+
+    `answered`: to be called with that number when the kernel has the reply, if a volume sets it.
+    """
+
+    __slots__ = ("answered", "unique")
+
+    def __init__(self, unique: int) -> None:
+        self.unique = unique
+        self.answered: Callable[[int], None] | None = None
+
+
+# The request that the running task answers, for volumes that answer later; None: the task answers none.
+current_request: Final[ContextVar[KernelRequest | None]] = ContextVar("current_request", default=None)
 
 
 class AnsweringVolume(Volume, Protocol):

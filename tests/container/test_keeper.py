@@ -35,21 +35,26 @@ pytestmark = pytest.mark.fuse
 class KeptContainer(Kept):
     """A container's directory with a keeper."""
 
-    def __init__(self, workdir: Path, container: Container) -> None:
+    def __init__(self, workdir: Path, container: Container, transport: str) -> None:
         super().__init__(workdir)
         self.container = container
+        self.transport = transport
+
+    def wait_answered(self) -> None:
+        (self.path / f"missing{self.kills}").exists()
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"backend": f"container:{self.container.name}", "podman_url": self.container.service.address.url}
+        url = self.container.service.address.url
+        return {"backend": f"container:{self.container.name}", "podman_url": url, "transport": self.transport}
 
 
 @pytest.fixture
 def keep(workdir: Path, start_container: StartContainer) -> Iterator[Callable[..., KeptContainer]]:
     made: list[KeptContainer] = []
 
-    def start(**options: Any) -> KeptContainer:
-        made.append(KeptContainer(workdir, start_container(**options)))
+    def start(transport: str = "rootfs", **options: Any) -> KeptContainer:
+        made.append(KeptContainer(workdir, start_container(**options), transport))
         return made[-1]
 
     yield start
@@ -57,9 +62,9 @@ def keep(workdir: Path, start_container: StartContainer) -> Iterator[Callable[..
         end_kept(each)
 
 
-@pytest.fixture
-def kept(keep: Callable[..., KeptContainer]) -> KeptContainer:
-    return keep()
+@pytest.fixture(params=["rootfs", "agent"])
+def kept(keep: Callable[..., KeptContainer], python_image: str, request: pytest.FixtureRequest) -> KeptContainer:
+    return keep(request.param, image=python_image)
 
 
 def test_open_files_mappings_directories_and_locks_continue(kept: KeptContainer) -> None:
@@ -119,7 +124,8 @@ def test_an_owner_is_mapped_also_by_the_next_daemon(keep: Callable[..., KeptCont
     assert {path.stat().st_uid for path in kept.path.rglob("*")} == {0}
 
 
-def test_files_that_the_container_removed_or_that_have_no_name_are_stale(kept: KeptContainer) -> None:
+def test_files_that_the_container_removed_or_that_have_no_name_are_stale(keep: Callable[..., KeptContainer]) -> None:
+    kept = keep()
     kept.mount()
     for name in ("nameless", "removed", "kept"):
         (kept.path / name).write_bytes(b"x")
@@ -155,7 +161,10 @@ def test_a_container_that_ended_while_no_daemon_ran_ends_the_mount(kept: KeptCon
     wait_ended(record.keeper)
     with pytest.raises(OSError, match="not connected"):
         os.statvfs(kept.path)
-    assert ("was restarted since" if is_running else "is not running") in log_of(kept.name)
+    restarted = {"rootfs": "was restarted since", "agent": "the helper that has the files open has ended"}[
+        kept.transport
+    ]
+    assert (restarted if is_running else "is not running") in log_of(kept.name)
 
 
 def test_a_container_that_is_restarted_under_a_daemon_is_served_and_has_no_keeper_any_more(kept: KeptContainer) -> None:
@@ -167,8 +176,19 @@ def test_a_container_that_is_restarted_under_a_daemon_is_served_and_has_no_keepe
     assert "none any more: the container was restarted" in succeeded(vfsd("status", "-w", kept.name))
 
 
-def test_the_agent_has_no_keeper_and_says_so(keep: Callable[..., KeptContainer], python_image: str) -> None:
-    kept = keep(image=python_image)
-    kept.mount(transport="agent")
-    assert kept.record.keeper is None
-    assert "none for this transport" in succeeded(vfsd("status", "-w", kept.name))
+def test_the_helper_keeps_files_that_the_container_removed_or_that_have_no_name(
+    keep: Callable[..., KeptContainer], python_image: str
+) -> None:
+    kept = keep("agent", image=python_image)
+    kept.mount()
+    for name in ("nameless", "removed"):
+        (kept.path / name).write_bytes(b"x")
+    with (kept.path / "nameless").open("r+b", buffering=0) as nameless, (kept.path / "removed").open("rb") as removed:
+        (kept.path / "nameless").unlink()
+        kept.kill()
+        inside(kept.container, "rm /workspace/removed")
+        nameless.write(b"y")
+        kept.kill()
+        assert (os.pread(nameless.fileno(), 9, 0), os.pread(removed.fileno(), 9, 0)) == (b"y", b"x")
+    assert os.listdir(kept.path) == []
+    check_invariants(Workspace.attach(kept.name))

@@ -20,6 +20,7 @@ from tests.mount.programs import Program, failed, succeeded, vfsd
 from tests.mount.test_upgrade import Dying, Upgradable
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
+from vfsd.machine.runtime import read_record
 
 pytestmark = pytest.mark.fuse
 
@@ -48,8 +49,11 @@ def upgradable(workdir: Path, start_container: StartContainer) -> Iterator[Calla
 
 
 @pytest.mark.parametrize("keeper", [True, False], ids=["keeper", "no keeper"])
-def test_programs_snapshots_and_the_container_go_on(upgradable: Callable[..., InContainer], keeper: bool) -> None:
-    workspace = upgradable(keeper=keeper)
+@pytest.mark.parametrize("transport", ["rootfs", "agent"])
+def test_programs_snapshots_and_the_container_go_on(
+    upgradable: Callable[..., InContainer], python_image: str, transport: str, keeper: bool
+) -> None:
+    workspace = upgradable(image=python_image, transport=transport, keeper=keeper)
     root, run = workspace.path, workspace.container.inspect().pid
     inside(workspace.container, "mkdir -p /workspace/dir/below; echo one > /workspace/changed")
     attached = workspace.mount()
@@ -126,11 +130,16 @@ def test_tar_goes_on(upgradable: Callable[..., InContainer], workdir: Path) -> N
     check_invariants(Workspace.attach(workspace.name))
 
 
+@pytest.mark.parametrize("transport", ["rootfs", "agent"])
 def test_either_daemon_is_killed_at_the_last_steps(
-    upgradable: Callable[..., InContainer], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    upgradable: Callable[..., InContainer],
+    workdir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    python_image: str,
+    transport: str,
 ) -> None:
     """The other steps do not depend on the backend: see `tests.mount.test_upgrade`."""
-    workspace = upgradable()
+    workspace = upgradable(image=python_image, transport=transport)
     inside(workspace.container, "mkdir /workspace; echo held > /workspace/held")
     run = workspace.container.inspect().pid
     dying = Dying(workspace, workdir, monkeypatch)
@@ -155,13 +164,20 @@ def test_a_container_that_was_restarted_is_refused_and_served_on(upgradable: Cal
     assert workspace.record.pid == pid
 
 
-def test_the_agent_is_refused_with_the_reason(
-    upgradable: Callable[..., InContainer], workdir: Path, podman: PodmanService, python_image: str
-) -> None:
-    workspace = upgradable(image=python_image, transport="agent")
-    workspace.mount()
-    assert "a helper in the container holds the files" in failed(vfsd("upgrade", workspace.name))
-    (workdir / "image").mkdir()
-    name, url = f"{workdir.name}-image", podman.address.url
-    with Workspace.mount(workdir / "image", f"image:{python_image}", name=name, podman_url=url, transport="agent"):
-        assert "take a snapshot, unmount it and mount it again" in failed(vfsd("upgrade", name))
+def test_an_image_with_the_agent_goes_on(workdir: Path, podman: PodmanService, python_image: str) -> None:
+    root, name, url = workdir / "image", f"{workdir.name}-image", podman.address.url
+    root.mkdir()
+    with Workspace.mount(root, f"image:{python_image}", name=name, podman_url=url, transport="agent") as attached:
+        with (root / "file").open("w+b", buffering=0) as file:
+            file.write(b"one")
+            (root / "file").unlink()
+            record = read_record(name)
+            assert record is not None
+            os.kill(record.pid, 9)
+            assert os.pread(file.fileno(), 9, 0) == b"one"
+            wait_until(lambda: read_record(name) not in {record, None}, "a replacement")
+            succeeded(vfsd("upgrade", name))
+            assert os.pread(file.fileno(), 9, 0) == b"one"
+        (root / "new").write_text("new")
+        assert succeeded(vfsd("exec", "-w", name, "--", "cat", "new")) == "new"
+        check_invariants(attached)

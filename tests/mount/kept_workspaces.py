@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.engines.native.wire import Opcode
-from vfsd.machine.runtime import WorkspaceRecord, read_record
+from vfsd.machine.runtime import WorkspaceRecord, process_start_ticks, read_record
 
 
 class Kept:
@@ -77,6 +78,9 @@ class Kept:
         self.kills += 1
         wait_until(lambda: self.record.pid != record.pid, "a replacement")
 
+    def wait_answered(self) -> None:
+        """Wait until the daemon has answered a request, if that may take longer than the pauses between its deaths."""
+
     @contextlib.contextmanager
     def being_killed(self, seed: int, times: int | None = None) -> Iterator[None]:
         """Kill the daemon again and again at random moments, inside the block, or `times` times."""
@@ -84,6 +88,7 @@ class Kept:
 
         def run() -> None:
             while not stop.wait(choice.random() * 0.15) and (times is None or self.kills < times):
+                self.wait_answered()
                 self.kill()
 
         thread = threading.Thread(target=run)
@@ -116,6 +121,32 @@ class KeptHost(KeptOver):
     @property
     def options(self) -> dict[str, Any]:
         return {"backend": f"host:{self.below}"}
+
+
+class KeptCommand(KeptOver):
+    """The directory at the other end of a command, with a keeper."""
+
+    def __init__(self, workdir: Path) -> None:
+        super().__init__(workdir)
+        self.python = workdir / "python"
+        self.python.symlink_to(os.path.realpath(sys.executable))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"backend": f"exec:{self.python}", "workdir": str(self.below)}
+
+    def wait_answered(self) -> None:
+        (self.path / f"missing{self.kills}").exists()
+
+    def processes(self) -> list[int]:
+        """The processes of the command, the oldest first: that of the helper, and relays to it."""
+        found = []
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
+                if words[0] == os.fsencode(self.python):
+                    found.append(int(name))
+        return sorted(found, key=lambda pid: process_start_ticks(pid) or 0)
 
 
 class KeptOverlay(KeptOver):

@@ -43,7 +43,7 @@ REPOSITORY = Path(__file__).parents[2]
 class Upgradable:
     """A workspace that is upgraded, with options of its own."""
 
-    def __init__(self, workdir: Path, **options: Any) -> None:
+    def __init__(self, workdir: Path, /, **options: Any) -> None:
         self.path = workdir / "mount"
         self.path.mkdir()
         self.name = f"{workdir.name}-up"

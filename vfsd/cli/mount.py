@@ -150,9 +150,9 @@ _option = functools.partial(click.option, cls=_MountOption)
     "keeper",
     flag_value=False,
     default=True,
-    help="With --persist, or for a host directory or a container: leave a dead mount if the daemon dies.  By default a"
-    " keeper starts another one; programs in the workspace wait meanwhile, and continue with their open files and"
-    " locks.",
+    help="With --persist, or for a host directory, a container or a command: leave a dead mount if the daemon dies.  By"
+    " default a keeper starts another one; programs in the workspace wait meanwhile, and continue with their open files"
+    " and locks.",
 )
 @_option("--read-only", is_flag=True, help="Refuse all changes, including restore and import.")
 @_option(

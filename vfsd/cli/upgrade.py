@@ -40,8 +40,7 @@ def upgrade_command(app: App, workspace_argument: str | None, *, every: bool) ->
 
     If the new daemon does not come up, the old one serves on, and the command says why.  Running commands of
     `vfsd exec` prevent an upgrade; other calls are waited for.  Forks and their sources are upgraded one by one; an
-    upgraded one shares no memory with the others any more.  Workspaces of
-    `exec:`, and containers without the transport `rootfs`, cannot be upgraded: mount them again.
+    upgraded one shares no memory with the others any more.
     """
     if every and (workspace_argument or app.workspace):
         raise click.UsageError("give --all or a workspace, not both")

@@ -283,6 +283,7 @@ class _Daemon:
     async def _mounted(self, nursery: trio.Nursery) -> MountedVolume:
         container = self._backend.connection
         if container is not None:
+            container.transport.is_left = lambda: self.leaves_mount
             await nursery.start(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
         return MountedVolume(
             self._backend.volume,

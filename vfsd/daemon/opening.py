@@ -102,8 +102,6 @@ def engine_settings(options: MountOptions, backend: Backend) -> EngineSettings:
 def connected(backend: Backend, kept: Kept | None) -> CacheInvalidation:
     """Have the volume serve the kernel; return what the caches of a kernel that it served before may have wrong."""
     is_known = kept is not None and kept.resumed is not None
-    if is_known and backend.why_not_kept is not None:
-        raise OSError(errno.EOPNOTSUPP, f"the mount cannot be continued: {backend.why_not_kept}")
     volume, journal = recoverable(backend.volume), journaled(backend.volume)
     if kept is not None and volume is not None:
         volume.keep_log(kept.log, is_known=is_known)

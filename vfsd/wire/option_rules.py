@@ -111,7 +111,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "persist": Scope(_IN_MEMORY, "the other backends store their content"),
     "journal_dir": _JOURNAL,
     "fsync": _JOURNAL,
-    "keeper": Scope(("host", "container", "image"), "without a journal nothing brings the content back", ("persist",)),
+    "keeper": Scope(_ON_DISK, "without a journal nothing brings the content back", ("persist",)),
     "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes what is in memory, so it is cached without a time limit"),
     "cache": Scope(_IN_MEMORY, "other programs see the files of the other backends, so a write there must not wait"),
     "store": Scope((*_ON_DISK, _OVER_SNAPSHOT), "the other backends keep snapshots in memory"),

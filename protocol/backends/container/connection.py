@@ -77,7 +77,7 @@ class TransportConnection(Generic[S]):
         self.volume: Final = ReconnectingVolume(
             read_only=read_only,
             supports_acl=transport.supports_acl,
-            recoverable=transport.is_recoverable,
+            keep=lambda log, is_known: transport.keep_log(log, is_known=is_known),
             prepare=self._prepare,
         )
         self._prepared: S | None = None  # the state whose volume `transport` has opened already

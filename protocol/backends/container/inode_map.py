@@ -74,12 +74,12 @@ class InodeMap:
         file.held += 1
         return file
 
-    def resume(self, number: int, kind: int, lookups: int) -> File:
+    def resume(self, number: int, kind: int, lookups: int, held: int) -> File:
         """The file that the kernel knows by `number` from another process, which the present volume numbers alike."""
         file = self._by_number.get(number)
         if file is None:
             file = self._by_number[number] = self._by_inner[number] = File(number, number, kind)
-            file.lookups = file.held = lookups
+            file.lookups, file.held = lookups, held
         return file
 
     def _free_number(self, inner: int) -> int:

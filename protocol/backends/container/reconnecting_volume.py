@@ -67,8 +67,11 @@ _IS_TRANSLATED: Final = 401  # 1: the kernel has numbers of an earlier run
 class ContinuedVolume(RecoverableVolume, HandedOverVolume, Protocol):
     """A connected volume that declares `recoverable`: its numbers mean the same in the next process."""
 
-    def known_inodes(self) -> Iterator[tuple[int, int, int, Sequence[DentryKey]]]:
-        """Yield number, type bits, lookups and names (the last seen one last) of each inode that the kernel knows."""
+    def known_inodes(self) -> Iterator[tuple[int, int, int, int, Sequence[DentryKey]]]:
+        """Yield the inodes that the kernel knows: number, type bits, the kernel's lookups, the volume's lookups, names.
+
+        The name that was seen last is the last one.
+        """
         ...
 
     def tidy(self) -> None:
@@ -101,7 +104,7 @@ class ReconnectingVolume:
         *,
         read_only: bool = False,
         supports_acl: bool = False,
-        recoverable: bool = False,
+        keep: Callable[[SharedLog, bool], None] | None = None,
         prepare: Prepare | None = None,
     ) -> None:
         self.read_only = read_only
@@ -110,9 +113,10 @@ class ReconnectingVolume:
             self_check=True,
             acls=supports_acl,
             paths=True,
-            recoverable=recoverable,
-            handover=recoverable and prepare is not None,
+            recoverable=keep is not None,
+            handover=prepare is not None,
         )
+        self._keep_below = keep
         self._prepare = prepare
         self._taken: ContinuedVolume | None = None  # what `prepare` opened, until it is connected
         self._run_name = ""  # of the connected volume
@@ -136,6 +140,8 @@ class ReconnectingVolume:
     # -- a kernel that several processes serve -----------------------------------------------
     def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
         """See `protocol.volume_durability.RecoverableVolume`; the volumes that are connected keep the log."""
+        assert self._keep_below is not None, "the capability recoverable"
+        self._keep_below(log, is_known)
         self._log, self._is_resumed = log, is_known
         self.capabilities = replace(self.capabilities, answers_once=True)
 
@@ -162,22 +168,23 @@ class ReconnectingVolume:
                 " unmount the workspace and mount it again",
             )
         given = cast("ContinuedVolume", volume).handing_over()
-        return ContainerGiving(given, self._run_name, lambda: self._volume is volume)
+        return ContainerGiving(given, self._run_name, self._map, lambda: self._volume is volume)
 
     def taking_over(self) -> TakenState:
-        from protocol.backends.container.handover import in_run  # noqa: PLC0415 (start-up: upgrades are rare)
+        # Start-up: upgrades are rare.
+        from protocol.backends.container.handover import ContainerTaking  # noqa: PLC0415
 
         assert self._prepare is not None, "the capability handover"
         opened, run = self._prepare()
         self._taken = volume = cast("ContinuedVolume", opened)
         if self._log is not None:
             self._keep(volume, self._log, run)
-        state = volume.taking_over()
-        state.below = in_run(run, state.below)
-        return state
+        return ContainerTaking(volume.taking_over(), run, self._map, lambda: self._resume(volume))
 
     def discard_journal(self) -> None:
-        """There is none."""
+        """There is none; another process has what it was given."""
+        if self._volume is not None:
+            cast("ContinuedVolume", self._volume).discard_journal()
 
     def _keep(self, volume: ContinuedVolume, log: SharedLog, run: str) -> None:
         """Have `volume` continue the log, or begin it.  OSError (ESTALE) if it cannot continue it."""
@@ -196,8 +203,8 @@ class ReconnectingVolume:
 
     def _resume(self, volume: ContinuedVolume) -> None:
         """Enter what the kernel knows from another process."""
-        for inode, kind, lookups, dentries in volume.known_inodes():
-            file = self._map.resume(inode, kind, lookups)
+        for inode, kind, lookups, held, dentries in volume.known_inodes():
+            file = self._map.resume(inode, kind, lookups, held)
             for dentry in dentries:
                 self._map.put(file, dentry)
 
@@ -220,7 +227,6 @@ class ReconnectingVolume:
         is_continued = self._is_resumed or self._taken is not None
         try:
             if self._taken is not None:
-                self._resume(self._taken)
                 self._taken = None
             elif self._log is not None and kept is not None:
                 self._keep(cast("ContinuedVolume", kept), self._log, run)

@@ -32,13 +32,13 @@ from protocol.linux import file_clock, portable
 from protocol.linux.beneath import open_beneath
 from protocol.values import Value
 from protocol.volume import RENAME_EXCHANGE, RENAME_WHITEOUT, SUPERUSER, AttributeChanges, Caller
+from protocol.volume_durability import UNIQUE_RESEND
 
 if TYPE_CHECKING:
     from protocol.backends.host.attributes import HostAttributes
     from protocol.backends.host.volume import HostVolume
     from protocol.volume import Buffer
 
-UNIQUE_RESEND: Final = 1 << 63  # linux/fuse.h: set in the number of a request that the kernel sends again
 _XATTR_CREATE: Final = 1  # linux/xattr.h
 _WRAPPED: Final = (
     "mknod", "mkdir", "symlink", "link", "unlink", "rmdir", "rename", "setattr", "setxattr", "removexattr", "write",

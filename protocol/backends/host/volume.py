@@ -132,12 +132,12 @@ class HostVolume:
     def discard_journal(self) -> None:
         """There is none."""
 
-    def known_inodes(self) -> Iterator[tuple[int, int, int, list[tuple[int, bytes]]]]:
+    def known_inodes(self) -> Iterator[tuple[int, int, int, int, list[tuple[int, bytes]]]]:
         """See `protocol.backends.container.reconnecting_volume.ContinuedVolume`."""
         for node in self._table:
             if node.lookups:
                 names = [(parent.number, name) for parent, name in node.dentries()]
-                yield node.number, node.kind, node.lookups, names[::-1]
+                yield node.number, node.kind, node.lookups, node.lookups, names[::-1]
 
     def directory(self, inode: int) -> int:
         """Return an O_PATH descriptor of a directory, which is valid until the next call."""

@@ -42,6 +42,7 @@ class CommandStream:
         self._stderr_ended = trio.Event()
         self._told_stderr = False
         self._ends_with_input = False
+        self._is_detached = False
 
     async def send(self, data: bytes) -> None:
         try:
@@ -95,8 +96,16 @@ class CommandStream:
         await self._guard.stdin.aclose()
         await self._guard.wait()
 
+    async def detach(self) -> None:
+        """Close the streams of a command that goes on for another daemon."""
+        self._is_detached = True
+        await trio.aclose_forcefully(self._stdin)
+        await trio.aclose_forcefully(self._stdout)
+
     async def aclose(self) -> None:
         """End the command: its input first, then with SIGTERM, then with SIGKILL."""
+        if self._is_detached:
+            return
         with trio.CancelScope(shield=True):
             await self._stdin.aclose()
             for number in (signal.SIGTERM, signal.SIGKILL):

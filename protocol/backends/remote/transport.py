@@ -71,26 +71,27 @@ class RemoteTransport(HelperTransport[RemoteCommand]):
     def __init__(
         self, directory: str, *, read_only: bool = False, timeout_s: float = TIMEOUT_S, start_s: float = _START_S
     ) -> None:
-        super().__init__(read_only=read_only)
-        self._program = helper_program(directory)
+        super().__init__(helper_program(directory), read_only=read_only)
         self._timeout_s = timeout_s
         self._start_s = start_s
 
     @asynccontextmanager
-    async def _started(self, state: RemoteCommand) -> AsyncIterator[AgentLink]:
+    async def _started(self, state: RemoteCommand, program: bytes, magic: bytes) -> AsyncIterator[AgentLink]:
         try:
             async with running_command(state.argv) as stream:
                 link = AgentLink(stream, timeout_s=self._timeout_s, start_s=self._start_s)
-                await self._start(state, stream, link)
+                await self._start(state, stream, link, program, magic)
                 await stream.has_started()
                 async with link.running():
                     yield link
         except BaseExceptionGroup as group:
             raise only_error(group) from None
 
-    async def _start(self, command: RemoteCommand, stream: CommandStream, link: AgentLink) -> None:
+    async def _start(
+        self, command: RemoteCommand, stream: CommandStream, link: AgentLink, program: bytes, magic: bytes
+    ) -> None:
         marker = secrets.token_hex(16)
-        loader = _LOADER.format(reversed_marker=marker[::-1], length=len(self._program))
+        loader = _LOADER.format(reversed_marker=marker[::-1], length=len(program))
         printed = b""
         try:
             with trio.fail_after(self._start_s):
@@ -103,7 +104,7 @@ class RemoteTransport(HelperTransport[RemoteCommand]):
                         printed += output.data
                     if len(printed) > _GREETING_BYTES:
                         raise OSError(errno.EPROTO, f"{command.label} prints much and starts no Python")
-            await link.start(self._program)
+            await link.start(program, magic)
         except trio.TooSlowError:
             last = stream.last_line or _last_line(printed)
             said = f"; it printed: {last}" if last else ""

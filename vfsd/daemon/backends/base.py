@@ -34,7 +34,6 @@ class Backend(Value):
     `anchor`: a descriptor by which another daemon that continues the workspace finds the same content again: of the
     directory that the volume shows or that is below it, wherever it was moved; or a container's lease.
     `reopening`: how another daemon opens the layer below: see `protocol.backends.overlay.lower.Lower`.
-    `why_not_kept`: why another daemon could not continue, in words; None if it can.
     `stored`: the snapshots of a volume that does not keep them in memory; they are in a store.
     """
 
@@ -49,7 +48,6 @@ class Backend(Value):
     held: tuple[int, ...] = ()
     anchor: int | None = None
     reopening: bytes = b""
-    why_not_kept: str | None = None
     stored: Stored | None = None
 
 

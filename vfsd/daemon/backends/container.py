@@ -61,7 +61,6 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
         close=workspace.close,
         keep=workspace.keep,
         connection=workspace.connection,
-        why_not_kept=None if workspace.connection.transport.is_recoverable else "not with the transport agent",
         container=workspace,
         recovered="; ".join(filter(None, (workspace.note, interrupted))) or None,
         anchor=None if workspace.lease is None else workspace.lease.descriptor,

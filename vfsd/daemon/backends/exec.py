@@ -30,6 +30,7 @@ def open_exec(options: MountOptions, progress: ByteProgress) -> Backend:
     return Backend(
         connection.volume,
         cache_timeout_s(options),
+        tidy=connection.volume.tidy,
         connection=connection,
         recovered=describe_interrupted(stored),
         stored=stored,

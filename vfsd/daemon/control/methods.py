@@ -139,13 +139,16 @@ class Methods:
         container = self._mounted.container
         if self._start.kept is not None:
             if container is not None and container.was_restarted:
-                return "none any more: the container was restarted; unmount and mount again when no program uses it"
+                ended = (
+                    "command ended and runs again"
+                    if self._options.backend.kind == "exec"
+                    else "container was restarted"
+                )
+                return f"none any more: the {ended}; unmount and mount again when no program uses it"
             return self._start.kept.state
         kind = self._options.backend.kind
-        is_container = kind in {"container", "image"}
-        has_none = kind == "exec" or (is_container and self._options.keeper)
-        what = "transport or engine" if is_container else "backend"
-        return f"none for this {what}: if the daemon dies, mount the workspace again" if has_none else None
+        has_none = kind in {"container", "image", "exec"} and self._options.keeper
+        return "none for this engine: if the daemon dies, mount the workspace again" if has_none else None
 
     async def _status(self, _params: Empty, _call: CallContext) -> StatusResult:
         options, engine, snapshots = self._options, self._mounted.engine, self._snapshots

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _PAUSES_S: Final = (0.0, 0.0, 0.05, 0.2, 0.5)  # before a replacement, by the deaths in a row before it
 _STUCK_CHECK_S: Final = 1.0
+_WITHOUT_JOURNAL: Final = frozenset({"host", "container", "image", "exec"})  # the state is where the files are
 TO_END: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Serve = Callable[[Kept], int]  # serves the workspace in the new process; returns its exit status
@@ -69,12 +70,8 @@ Serve = Callable[[Kept], int]  # serves the workspace in the new process; return
 def is_wanted(options: MountOptions) -> bool:
     """Whether a daemon with these options has a keeper."""
     workspace = options.workspace
-    kind, transport = workspace.backend.kind, options.container.transport
-    is_possible = (
-        kind == "host"
-        or (kind in {"container", "image"} and (transport == "rootfs" or (transport == "auto" and os.geteuid() == 0)))
-        or (options.journal.persist and kind in {"memory", "overlay"})
-    )
+    kind = workspace.backend.kind
+    is_possible = kind in _WITHOUT_JOURNAL or (options.journal.persist and kind in {"memory", "overlay"})
     return is_possible and workspace.keeper and options.kernel.engine in {"auto", "native"}
 
 

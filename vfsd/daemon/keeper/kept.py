@@ -185,7 +185,7 @@ class Kept:
         """Have the keeper keep the mount from now on, with what `backend` needs; `self.why_not` says why not."""
         self._memory[DAEMON] = os.getpid()
         self._memory[SERVING_NS] = time.monotonic_ns()
-        self.why_not = backend.why_not_kept or self._begin(engine, backend)
+        self.why_not = self._begin(engine, backend)
         self.is_kept = self.why_not is None
         interpreter.end_with_parent(0)
 

@@ -78,13 +78,6 @@ _QUIET_S: Final = 2.0  # the same, once new calls wait
 _PAUSE_S: Final = 10.0  # the longest pause; then the old daemon goes on
 _POLL_S: Final = 0.01
 _LITTLE_BYTES: Final = 32 << 10  # of the log, which the new daemon reads in a few milliseconds
-_NO_AGENT: Final = "with the transport agent, a helper in the container holds the files, and ends with the daemon"
-# Why the volume of a backend, or of one of its transports, cannot be handed over.
-_WHY_NOT: Final = {
-    "container": _NO_AGENT,
-    "image": _NO_AGENT,
-    "exec": "the command at the other end holds the files, and ends with the daemon",
-}
 _ROUNDS: Final = 200  # of catching up; then the pause begins, however much is missing
 
 
@@ -177,11 +170,7 @@ class Upgrade:
         kind = daemon.options.workspace.backend.kind
         again = "unmount it and mount it again"
         if volume is None:
-            why = f" ({_WHY_NOT[kind]})" if kind in _WHY_NOT else ""
-            advice = again if kind != "image" else f"take a snapshot, {again} with the same name, and restore it"
-            raise _unsupported(
-                f"a workspace with the backend {kind} cannot be upgraded while programs use it{why}: {advice}"
-            )
+            raise _unsupported(f"a workspace with the backend {kind} cannot be upgraded while programs use it: {again}")
         if not isinstance(engine, HandedOverEngine):
             raise _unsupported(f"the engine {engine.name} cannot hand a mount over: {again}")
         family, shared = daemon.forks.family_to_give, forkable(self._mounted.volume)

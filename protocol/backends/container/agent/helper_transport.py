@@ -2,57 +2,89 @@
 
 Ids: a root daemon shows those of the other end.  For another daemon its own user is the helper's, and vice versa.  So
 an unprivileged user owns the files that the helper's user owns: with rootless Podman, those of the container's root.
+
+A helper outlives its daemon if that has a keeper: it holds for HOLD_S when its stream ends, so that the next daemon
+can join it over a stream of its own (`protocol.backends.container.helper.sessions`).  Without a keeper it ends with its
+stream, but another daemon can join it in an upgrade.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import trio
+from msgspec.structs import replace
 
+from protocol.backends.container.agent import handover
+from protocol.backends.container.agent.handover import HeldHelper
 from protocol.backends.container.agent.link import AgentLink
+from protocol.backends.container.agent.replies import KnownInode, known_in, number_in, string_in
+from protocol.backends.container.agent.start import relay_program
 from protocol.backends.container.agent.tree import AgentTree
 from protocol.backends.container.agent.volume import AgentVolume
-from protocol.backends.container.helper.wire import VERSION, Op
+from protocol.backends.container.helper.wire import CHUNK_BYTES, MAGIC, RELAY_MAGIC, VERSION, Op, WireError
 from protocol.backends.container.idmap import IDENTITY, IdMap, swapped
 from protocol.errors import only_error, os_error
-from protocol.volume import Volume
 
+if TYPE_CHECKING:
+    from protocol.linux.shared_log import SharedLog
+
+_logger = logging.getLogger(__name__)
 S = TypeVar("S")
 _WATCH_S: Final = 0.1
+HOLD_S: Final = 120
 
 
 class HelperTransport(ABC, Generic[S]):
     """Implements `protocol.backends.container.transports.transport.Transport`, except for starting the helper.
 
-    `place` says where the helper runs, for messages: " in it".
+    `place` says where the helper runs, for messages: " in it".  `program` is the helper's.
     """
 
     name: Final = "agent"
-    is_recoverable: Final = False
-    run: Final = ""
+    run: Final = "of a helper"
 
-    def __init__(self, *, place: str = "", read_only: bool = False) -> None:
+    def __init__(self, program: bytes, *, place: str = "", read_only: bool = False) -> None:
         self.supports_acl = False
+        self._program = program
         self._place = place
         self._read_only = read_only
+        self._log: SharedLog | None = None
+        self._is_resumed = False  # the log is of another process, whose helper `open` joins
+        self._taken: tuple[AgentVolume, HeldHelper] | None = None  # in an upgrade: what `open` joins
+        self._held: HeldHelper | None = None
+        self.is_left: Callable[[], bool] = lambda: False
         self._link: AgentLink | None = None
         self._ids = IDENTITY
         self._ended = trio.Event()
         self._serving = trio.CancelScope()
 
     @abstractmethod
-    def _started(self, state: S) -> AbstractAsyncContextManager[AgentLink]:
-        """Start a helper for the length of a block.  OSError with advice."""
+    def _started(self, state: S, program: bytes, magic: bytes) -> AbstractAsyncContextManager[AgentLink]:
+        """Start a program, whose output begins with `magic`, for the length of a block.  OSError with advice."""
 
-    def prepare(self, state: S) -> Volume:  # noqa: ARG002
-        """See `Transport`: files that the helper has open cannot be handed over."""
-        raise OSError(errno.EOPNOTSUPP, "the helper cannot be handed over")
+    def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
+        """See `Transport`."""
+        self._log, self._is_resumed = log, is_known
+
+    def prepare(self, state: S) -> AgentVolume:  # noqa: ARG002 (`open` joins the helper)
+        """See `Transport`: the volume has no helper yet, which the other process names."""
+        volume = self._volume()
+
+        def take(held: HeldHelper) -> None:
+            self._taken = volume, held
+
+        volume.on_taken = take
+        return volume
+
+    def _volume(self) -> AgentVolume:
+        return AgentVolume(read_only=self._read_only, supports_acl=self.supports_acl)
 
     def probe(self, state: S, keep_going: Callable[[], None] = lambda: None) -> None:
         """Raise OSError with advice if this transport cannot reach the directory; blocks, for a worker thread.
@@ -73,8 +105,8 @@ class HelperTransport(ABC, Generic[S]):
         async def start_once() -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(watch, nursery.cancel_scope)
-                async with self._started(state) as link:
-                    ids, _, has_acls = await _hello(link)
+                async with self._started(state, self._program, MAGIC) as link:
+                    ids, _, has_acls = _met(await _hello(link))
                     self.supports_acl = has_acls and ids.is_identity
                 nursery.cancel_scope.cancel()
 
@@ -89,16 +121,56 @@ class HelperTransport(ABC, Generic[S]):
         """See `Transport`, as for all that follow."""
         self._ended = trio.Event()
         self._serving = trio.CancelScope()
-        link: AgentLink = await nursery.start(self._serve, state)
+        if self._taken is not None:
+            (volume, held), self._taken = self._taken, None
+            link = await self._joined(state, nursery, held)
+        elif self._is_resumed and self._log is not None:
+            volume, held = self._volume(), handover.load(self._log)
+            held.check()
+            link = await self._joined(state, nursery, held)
+            held = replace(held, hello=await _hello(link))
+            volume.known = await _known(link)
+            self._is_resumed = False
+        else:
+            volume = self._volume()
+            link = self._link = await nursery.start(self._serve, state, self._program, MAGIC)
+            held = await self._hold(link)
+        self._ids, user, _ = _met(held.hello)
+        self._held = held if held.name else None
+        if self._log is not None:
+            handover.save(self._log, self._held)
+        link.executes_once = link.holds = self._log is not None and self._held is not None
+        link.is_left = self.is_left
+        volume.serve(link, self._ids, user, self._held)
+        return volume
+
+    @property
+    def _hold_s(self) -> int:
+        return 0 if self._log is None else HOLD_S
+
+    async def _joined(self, state: S, nursery: trio.Nursery, held: HeldHelper) -> AgentLink:
+        """A link to a helper that another process has started, which serves it from the first request on."""
+        program = relay_program(held.name, held.secret, self._hold_s)
+        try:
+            link: AgentLink = await nursery.start(self._serve, state, program, RELAY_MAGIC)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OSError(error.errno, f"the helper{self._place} cannot be continued: {reason}") from None
+        link.join()
         self._link = link
-        self._ids, user, _ = await _hello(link)
-        return AgentVolume(
-            link,
-            read_only=self._read_only,
-            ids=self._ids,
-            user=user,
-            supports_acl=self.supports_acl,
-        )
+        return link
+
+    async def _hold(self, link: AgentLink) -> HeldHelper:
+        """Have a new helper wait for other daemons; the result has no name if it cannot."""
+        held = replace(HeldHelper.new(), hello=await _hello(link))
+        try:
+            await link.call(Op.HOLD, (self._hold_s,), (held.name, held.secret))
+        except OSError as error:
+            if link.lost.is_set():
+                raise
+            _logger.warning("no other daemon can continue with the helper%s: %s", self._place, error)
+            return replace(held, name=b"")
+        return held
 
     def tree(self) -> AgentTree:
         """The live state as a tree, for use in another thread than the serving one.  EIO while nothing is open."""
@@ -108,31 +180,52 @@ class HelperTransport(ABC, Generic[S]):
 
     async def wait_lost(self) -> str:
         assert self._link is not None
-        await self._link.lost.wait()
+        await self._link.wait_lost()
         return f"the helper{self._place} is lost: {self._link.reason}"
 
     async def close(self) -> None:
         link, self._link = self._link, None
         if link is not None:
-            link.lose("closed")
             self._serving.cancel()
             await self._ended.wait()
+            link.lose("closed")
 
-    async def _serve(self, state: S, *, task_status: trio.TaskStatus[AgentLink]) -> None:
+    async def _serve(self, state: S, program: bytes, magic: bytes, *, task_status: trio.TaskStatus[AgentLink]) -> None:
         try:
             with self._serving:
-                async with self._started(state) as link:
+                async with self._started(state, program, magic) as link:
                     task_status.started(link)
                     await link.lost.wait()
         finally:
             self._ended.set()
 
 
-async def _hello(link: AgentLink) -> tuple[IdMap, tuple[int, int], bool]:
-    """The ids to show, user and group of the first process there, and whether the directory has ACLs."""
+async def _hello(link: AgentLink) -> tuple[int, ...]:
+    """What the helper replies to HELLO, checked."""
     numbers, _ = await link.call(Op.HELLO)
     if len(numbers) != 6 or numbers[0] != VERSION or min(numbers) < 0:
         raise OSError(errno.EPROTO, f"the helper is not compatible: {numbers}")
-    _, uid, gid, has_acls, user, group = numbers
+    return numbers
+
+
+def _met(hello: tuple[int, ...]) -> tuple[IdMap, tuple[int, int], bool]:
+    """The ids to show, user and group of the first process there, and whether the directory has ACLs."""
+    _, uid, gid, has_acls, user, group = hello
     ids = IdMap(swapped(uid, os.geteuid()), swapped(gid, os.getegid()))
     return IDENTITY if os.geteuid() == 0 or ids.is_identity else ids, (user, group), bool(has_acls)
+
+
+async def _known(link: AgentLink) -> list[KnownInode]:
+    """The inodes of which the helper has lookups."""
+    found: list[KnownInode] = []
+    more = True
+    while more:
+        after = found[-1].number if found else 0
+        numbers, strings = await link.call(Op.KNOWN, (after,), most_bytes=CHUNK_BYTES)
+        try:
+            more = bool(number_in(numbers, 1))
+            found += known_in(string_in(strings, CHUNK_BYTES), after)
+        except WireError as error:
+            link.lose(f"invalid reply: {error}")
+            raise os_error(errno.EIO) from None
+    return found

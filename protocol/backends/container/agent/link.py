@@ -7,6 +7,13 @@ bounded by the requests.
 If a caller is interrupted, the link still waits a moment for its reply: many programs get signals all the time, and
 would see EINTR where no local file system returns it.  After that the caller is cancelled, and a reply that arrives
 later is undone.
+
+With `executes_once` a change tells the helper which request of the kernel it belongs to, so that it is executed once
+even if another daemon repeats it (`protocol.backends.container.helper.answers`).  The helper keeps its reply until the
+kernel has it, which `_answered` notes and a later frame says.
+
+A link to a helper that another daemon has started begins with `join`: the stream is one to a relay, and the helper
+serves it from the first request on.  Until then the other daemon's link is not disturbed.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeAlias
 
 import trio
@@ -22,8 +29,11 @@ import trio
 from protocol.backends.container.agent.frames import Frame, FrameDecoder
 from protocol.backends.container.agent.stream import STDERR, HelperStream
 from protocol.backends.container.helper.wire import (
+    CHANGES,
     CHUNK_BYTES,
     FORGET,
+    GO,
+    KEY,
     MAGIC,
     SLOW,
     Op,
@@ -32,6 +42,7 @@ from protocol.backends.container.helper.wire import (
     unpack,
 )
 from protocol.errors import os_error
+from protocol.volume_durability import current_request
 
 Reply: TypeAlias = tuple[tuple[int, ...], list[bytes]]
 
@@ -43,10 +54,12 @@ _START_S: Final = 30.0
 _GRACE_S: Final = 1.0  # for the answer to an interrupted request
 _MOST_IN_FLIGHT: Final = 256
 _MOST_QUEUED_BYTES: Final = 16 * CHUNK_BYTES
+_END_S: Final = 2.0
 _REPLY_BYTES: Final = 4096  # for most operations; others pass `most_bytes`
 _STDERR_BYTES: Final = 2000
 _RECEIVE_BYTES: Final = 256 * 1024
 _MOST_FORGETS: Final = CHUNK_BYTES // FORGET.size
+_ANSWERED_TOGETHER: Final = 64  # requests whose replies the helper keeps until it is told that the kernel has them
 # Errnos with which a kernel does more than fail the request.
 _REPLACED_ERRNOS: Final = {errno.ENOSYS: errno.EOPNOTSUPP, errno.EINTR: errno.EIO}
 
@@ -67,7 +80,11 @@ class Pending:
 
 
 class AgentLink:
-    """One helper.  Call `start`, then enter `running`; `call` and `forget` are for tasks of the same loop."""
+    """One helper.  Call `start`, then enter `running`; `call` and `forget` are for tasks of the same loop.
+
+    `executes_once`: see the module.  `holds`: the helper waits for another daemon when its stream ends.  `is_left`
+    returns, at the end of `running`, whether another daemon continues with the helper.
+    """
 
     def __init__(self, stream: HelperStream, *, timeout_s: float = TIMEOUT_S, start_s: float = _START_S) -> None:
         self.lost: Final = trio.Event()
@@ -85,6 +102,12 @@ class AgentLink:
         self._work = trio.Event()
         self._callers_waiting = trio.lowlevel.ParkingLot()
         self._stderr = b""
+        self.executes_once = self.holds = False
+        self.is_left: Callable[[], bool] = lambda: False
+        self._answered_keys: list[int] = []
+        self._go = b""  # to be sent before the first frame
+        self._awaited = b""  # of the output, before the first frame
+        self._given: trio.Event | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -97,29 +120,65 @@ class AgentLink:
                 self.lose("closed")
                 nursery.cancel_scope.cancel()
         finally:
+            is_left = self._given is not None or (not self.lost.is_set() and self.is_left())
+            has_to_end = self.holds and not self.lost.is_set()
             self.lose("closed")
-            await self._stream.aclose()
+            if is_left:
+                await self._stream.detach()
+            else:
+                if has_to_end:
+                    await self._end()
+                await self._stream.aclose()
 
-    async def start(self, program: bytes) -> None:
-        """Start the helper by sending `program`.  OSError if it does not start; the caller closes the stream."""
-        magic = b""
+    async def _end(self) -> None:
+        """Have a helper end that would wait for another daemon."""
+        with trio.CancelScope(shield=True), trio.move_on_after(_END_S), suppress(OSError):
+            await self._stream.send(self._take_go() + pack(0, Op.END))
+            while await self._stream.receive(_RECEIVE_BYTES) is not None:
+                pass
+
+    async def start(self, program: bytes, magic: bytes = MAGIC) -> None:
+        """Start the helper, or a relay, by sending `program`, whose output begins with `magic`.
+
+        OSError if it does not start; the caller closes the stream.
+        """
+        printed = b""
         try:
             with trio.fail_after(self._start_s):
                 await self._stream.send(program)
-                while len(magic) < len(MAGIC):
-                    output = await self._stream.receive(len(MAGIC) - len(magic))
+                while len(printed) < len(magic):
+                    output = await self._stream.receive(len(magic) - len(printed))
                     if output is None:
                         raise OSError(errno.EIO, f"the helper does not start: {self.stderr or 'no output'}")
                     if output.channel == STDERR:
                         self._keep_stderr(output.data)
                     else:
-                        magic += output.data
+                        printed += output.data
         except trio.TooSlowError:
             raise TimeoutError(errno.ETIMEDOUT, "the helper does not start in time") from None
         except BrokenPipeError:
             raise OSError(errno.EIO, f"the helper does not start: {await self._rest_of_stderr()}") from None
-        if magic != MAGIC:
-            raise OSError(errno.EPROTO, f"this is not a helper: its output begins with {magic!r}")
+        if printed != magic:
+            raise OSError(errno.EPROTO, f"this is not a helper: its output begins with {printed!r}")
+
+    def join(self) -> None:
+        """Have the helper serve this stream, to the relay that `start` has started, from the first request on."""
+        self._go, self._awaited = GO, MAGIC
+
+    # -- another daemon --------------------------------------------------------------------------
+    def give(self, *, is_given: bool) -> None:
+        """Note that another daemon may have the helper from now on; or that it does not take it."""
+        if is_given:
+            self._given = trio.Event() if self._given is None else self._given
+        elif self._given is not None:
+            given, self._given = self._given, None
+            given.set()
+
+    async def wait_lost(self) -> None:
+        """Wait until the helper is lost.  If another daemon has it, that is for ever."""
+        await self.lost.wait()
+        while self._given is not None:
+            await self._given.wait()
 
     async def _rest_of_stderr(self) -> str:
         with trio.move_on_after(1):
@@ -168,7 +227,14 @@ class AgentLink:
         number = self._last = (self._last + 1) & 0xFFFFFFFF
         timeout_s = self._timeout_s * _SLOW_TIMES if op in SLOW else self._timeout_s
         pending = Pending(op, trio.current_time() + timeout_s, _REPLY_BYTES + most_bytes, undo)
-        frame = pack(number, op, numbers, strings)
+        request = current_request.get() if self.executes_once and op in CHANGES else None
+        if request is None:
+            frame = pack(number, op, numbers, strings)
+        else:
+            request.answered = self._answered
+            frame = self._confirmations() + pack(number, op, numbers, strings, request.unique)
+        if self._go:
+            frame = self._take_go() + frame
         self._pending[number] = pending
         if not self._outgoing and not self._is_sending:
             # Usually there is room: a switch of tasks costs more than the system call.
@@ -178,6 +244,21 @@ class AgentLink:
             self._outgoing.append(frame)
             self._work.set()
         return pending
+
+    def _answered(self, key: int) -> None:
+        """The kernel has the reply to a request."""
+        self._answered_keys.append(key)
+
+    def _confirmations(self) -> bytes:
+        """A frame that lets the helper forget replies, if there are enough of them."""
+        if len(self._answered_keys) < _ANSWERED_TOGETHER:
+            return b""
+        keys, self._answered_keys = self._answered_keys, []
+        return pack(0, Op.ANSWERED, (), (b"".join(map(KEY.pack, keys)),))
+
+    def _take_go(self) -> bytes:
+        go, self._go = self._go, b""
+        return go
 
     async def answer(self, pending: Pending) -> Reply:
         """Wait for the reply to a posted request.  OSErrors as for `call`."""
@@ -225,9 +306,10 @@ class AgentLink:
 
     async def _send(self) -> None:
         while not self.lost.is_set():
-            if not self._outgoing and not self._forgets:
+            if self._go or (not self._outgoing and not self._forgets):
                 self._work = trio.Event()
                 await self._work.wait()
+                continue
             frames, self._outgoing = self._outgoing, []
             if self._forgets:
                 # Last: the first may be the rest of a frame whose start was sent already.
@@ -250,9 +332,17 @@ class AgentLink:
                 self._keep_stderr(output.data)
                 logger.debug("standard error of the helper: %s", output.data.decode("utf-8", "replace").rstrip())
                 continue
-            for frame in self._decoder.feed(output.data):
+            data = self._after_magic(output.data) if self._awaited else output.data
+            for frame in self._decoder.feed(data):
                 self._deliver(frame)
         self.lose(f"it has ended{': ' + self.stderr if self.stderr else ''}")
+
+    def _after_magic(self, data: bytes) -> bytes:
+        """The output after what a helper that was joined begins with."""
+        awaited, self._awaited = self._awaited, self._awaited[len(data) :]
+        if not data.startswith(awaited[: len(data)]):
+            raise WireError(f"its output begins with {data[:20]!r}")
+        return data[len(awaited) :]
 
     def _limit(self, number: int) -> int:
         pending = self._pending.get(number)

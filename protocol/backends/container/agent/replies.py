@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from protocol.backends.container.helper.wire import (
     ATTRIBUTE_COUNT,
     ENTRY,
+    KNOWN,
     NAME_MAX,
     SECOND_NS,
     TREE_ENTRY,
@@ -86,6 +87,33 @@ def entries_in(blob: bytes, cookie: int, ids: IdMap = IDENTITY) -> Iterator[List
             raise WireError(f"name {name!r}")
         seen = attributes_in(tuple(fields), ids)
         yield Listed(DirectoryEntry(name, seen.inode, seen.mode, cookie), seen)
+
+
+class KnownInode(NamedTuple):
+    """An inode of which the helper has lookups.  `parent` is 0 for one without a name."""
+
+    number: int
+    kind: int
+    lookups: int
+    parent: int
+    name: bytes
+
+
+def known_in(blob: bytes, after: int) -> Iterator[KnownInode]:
+    """Parse a page of the inodes with numbers beyond `after`."""
+    at = 0
+    while at < len(blob):
+        if len(blob) - at < KNOWN.size:
+            raise WireError("half an inode")
+        number, kind, lookups, parent, length = KNOWN.unpack_from(blob, at)
+        name = blob[at + KNOWN.size : at + KNOWN.size + length]
+        at += KNOWN.size + length
+        if not max(after, ROOT_INODE) < number < _MOST_INODE or kind not in _KINDS or lookups <= 0:
+            raise WireError(f"inode {number} of type {kind:o} with {lookups} lookups after {after}")
+        if len(name) != length or parent < 0 or bool(parent) != (0 < length <= NAME_MAX) or b"/" in name:
+            raise WireError(f"inode {number} at {name!r} in {parent}")
+        after = number
+        yield KnownInode(number, kind, lookups, parent, name)
 
 
 def tree_entries_in(blob: bytes, ids: IdMap = IDENTITY) -> Iterator[TreeEntry]:

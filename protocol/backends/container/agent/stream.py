@@ -33,3 +33,7 @@ class HelperStream(Protocol):
     async def aclose(self) -> None:
         """End the helper and close the stream."""
         ...
+
+    async def detach(self) -> None:
+        """Close the stream, and leave the process at its other end."""
+        ...

@@ -33,21 +33,20 @@ class AgentTransport(HelperTransport[ContainerState]):
     def __init__(
         self, service: PodmanService, workdir: str, *, read_only: bool = False, timeout_s: float = TIMEOUT_S
     ) -> None:
-        super().__init__(place=" in it", read_only=read_only)
+        super().__init__(helper_program(workdir), place=" in it", read_only=read_only)
         self._service = service
-        self._program = helper_program(workdir)
         self._timeout_s = timeout_s
         self._python = ""
 
     @asynccontextmanager
-    async def _started(self, state: ContainerState) -> AsyncIterator[AgentLink]:
-        """Start a helper in the container with the first Python that exists there."""
+    async def _started(self, state: ContainerState, program: bytes, magic: bytes) -> AsyncIterator[AgentLink]:
+        """Start a program in the container with the first Python that exists there."""
         for python in [self._python] if self._python else PYTHONS:
-            command = helper_command(self._program, python)
+            command = helper_command(program, python)
             stream = await open_exec(self._service, state.id, command, user=_ROOT, cwd="/")
             link = AgentLink(stream, timeout_s=self._timeout_s)
             try:
-                await link.start(self._program)
+                await link.start(program, magic)
             except OSError as error:
                 status = await _status(stream)
                 await stream.aclose()

@@ -8,6 +8,9 @@ Each request of the kernel is one request to the helper; any number may be in fl
 
 The helper's replies are checked (`agent.replies`); an invalid reply ends the link.
 
+Another process can continue with the helper (`agent.handover`), which has the state.  What this process has in `_pages`
+when it dies is lost: the helper keeps the lookups of these entries, at most those of the last second's pages.
+
 Threading: the serving loop.
 """
 
@@ -17,12 +20,14 @@ import errno
 import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 
+from protocol.backends.container.agent.handover import HeldHelper, HelperGiving, HelperTaking
 from protocol.backends.container.agent.link import AgentLink, Reply
 from protocol.backends.container.agent.replies import (
+    KnownInode,
     Listed,
     attributes_in,
     entries_in,
@@ -47,6 +52,9 @@ from protocol.volume import (
     VolumeCapabilities,
 )
 
+if TYPE_CHECKING:
+    from protocol.linux.shared_log import SharedLog
+
 T = TypeVar("T")
 Answer = Coroutine[Any, Any, T]
 
@@ -60,6 +68,7 @@ _PAGES_KEPT: Final = 16
 _CAPABILITY: Final = b"security.capability"
 _NEW_S: Final = 0.2
 _NEW_KEPT: Final = 256
+_GIVEN_S: Final = 60  # how long a helper waits for the process that it is given to
 _MOST_XATTR_BYTES: Final = 64 * 1024  # XATTR_SIZE_MAX and XATTR_LIST_MAX, linux/limits.h
 _PATH_MAX: Final = 4096
 _DOTS: Final = frozenset({b".", b".."})
@@ -86,7 +95,7 @@ class AgentVolume:
 
     def __init__(
         self,
-        link: AgentLink,
+        link: AgentLink | None = None,
         *,
         read_only: bool = False,
         ids: IdMap = IDENTITY,
@@ -94,14 +103,63 @@ class AgentVolume:
         supports_acl: bool = False,
     ) -> None:
         self.read_only = read_only
-        self.capabilities: Final = VolumeCapabilities(acls=supports_acl)
-        self._link = link
-        self._ids = ids
-        self._user = user
+        self.capabilities: Final = VolumeCapabilities(
+            acls=supports_acl, recoverable=True, handover=True, answers_once=True
+        )
+        self.known: list[KnownInode] = []  # of the process before
+        self.on_taken: Callable[[HeldHelper], None] = lambda _: None
+        if link is not None:
+            self.serve(link, ids, user)
         self._pages: dict[int, _Page] = {}
         self._new: dict[int, float] = {}  # new files, and until when they count as new
         self._change_count = 0  # grows at the start and at the end of each change
         self._changes_in_flight = 0
+
+    def serve(self, link: AgentLink, ids: IdMap, user: tuple[int, int], held: HeldHelper | None = None) -> None:
+        """Answer with the helper of `link` from now on.  `held`: how another process can reach it."""
+        self._link, self._ids, self._user, self._held = link, ids, user, held
+
+    # -- other processes: see `protocol.volume_durability` -----------------------------------------
+    def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
+        """Nothing: the transport has written to the log which helper has the state."""
+
+    def answering(self, unique: int) -> None:
+        """Nothing: `protocol.volume_durability.current_request` says it, also after the first step of an answer."""
+
+    def known_inodes(self) -> Iterator[tuple[int, int, int, int, list[tuple[int, bytes]]]]:
+        """See `protocol.backends.container.reconnecting_volume.ContinuedVolume`.
+
+        How many lookups the kernel has is not known.  It returns all together, and then the helper's go as well.
+        """
+        known, self.known = self.known, []
+        for each in known:
+            yield each.number, each.kind, 1, each.lookups, [(each.parent, each.name)] if each.parent else []
+
+    def handing_over(self) -> HelperGiving:
+        if self._held is None:
+            raise OSError(errno.EOPNOTSUPP, "the helper cannot wait for another daemon: unmount it and mount it again")
+        self._drop_pages()
+        return HelperGiving(self._held, self._give)
+
+    def _give(self, is_given: bool) -> None:
+        """Have the helper wait for the process that it is given to, also if it would end with this one."""
+        link, held = self._link, self._held
+        assert held is not None
+        link.give(is_given=is_given)
+        if not link.holds and not link.lost.is_set():
+            link.post(Op.HOLD, (_GIVEN_S if is_given else 0,), (held.name, held.secret))
+
+    def taking_over(self) -> HelperTaking:
+        return HelperTaking(self.on_taken)
+
+    def discard_journal(self) -> None:
+        """The other process has the helper."""
+        self._link.give(is_given=True)
+
+    def tidy(self) -> None:
+        """Return the lookups of pages that are out of date."""
+        for parent in tuple(self._pages):
+            self._fresh_page(parent)
 
     # -- requests --------------------------------------------------------------------------------
     def _checked(self, read: Callable[[], T]) -> T:

@@ -14,9 +14,13 @@ from bisect import bisect_right
 
 from protocol.backends.container.helper.inode_table import AgentInode, AgentInodeTable
 from protocol.backends.container.helper.wire import (
+    CHUNK_BYTES,
     ENTRY,
     FORGET,
+    HEADER,
     KILL_PRIVILEGES,
+    KNOWN,
+    NAME_MAX,
     SECOND_NS,
     SET_ATIME,
     SET_CTIME,
@@ -29,6 +33,7 @@ from protocol.backends.container.helper.wire import (
     Op,
     Operation,
     Reply,
+    unpack,
 )
 from protocol.linux.portable import (
     Handle,
@@ -100,6 +105,7 @@ class Files:
             Op.FALLOCATE: self.fallocate, Op.SEEK: self.seek, Op.COPY: self.copy, Op.FSYNC: self.fsync,
             Op.STATFS: self.statfs, Op.GETXATTR: self.getxattr, Op.SETXATTR: self.setxattr,
             Op.LISTXATTR: self.listxattr, Op.REMOVEXATTR: self.removexattr, Op.TMPFILE: self.tmpfile,
+            Op.KNOWN: self.known,
         }  # fmt: skip
 
     # -- inodes --------------------------------------------------------------------------------
@@ -125,6 +131,32 @@ class Files:
         with self.table.lock:
             node = self.table.enter(parent, name, seen)
         return _attributes(node, seen), ()
+
+    def look_up_again(self, reply: bytes) -> None:
+        """Add a lookup of the inode in the reply of an operation that made one."""
+        numbers, _ = unpack(reply[HEADER.size :])
+        if not numbers:
+            return  # it failed
+        with self.table.lock:
+            node = self.table.by_number.get(numbers[0])
+            if node is not None:
+                self.table.look_up(node)
+
+    def known(self, after: int) -> Reply:
+        """The inodes with lookups, by number."""
+        with self.table.lock:
+            numbers = sorted(number for number in self.table.by_number if number > after)
+            parts, size = [], 0
+            for number in numbers:
+                node = self.table.by_number[number]
+                if node.lookups <= 0 or node is self.table.root:
+                    continue
+                parent, name = (node.parent.number, node.name) if node.parent is not None else (0, b"")
+                parts.append(KNOWN.pack(number, node.kind, node.lookups, parent, len(name)) + name)
+                size += len(parts[-1])
+                if size > CHUNK_BYTES - KNOWN.size - NAME_MAX:
+                    return (1,), (b"".join(parts),)
+        return (0,), (b"".join(parts),)
 
     def forget(self, lookups: bytes) -> Reply:
         with self.table.lock:

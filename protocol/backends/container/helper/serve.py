@@ -5,25 +5,30 @@ slow disk, a network file system), another thread becomes the leader: at once fo
 (`wire.SLOW`), else when `_watch` has seen the leader busy with the same request for _PATIENCE_S.  The former leader
 replies when its operation is done, and ends.  So fast requests cost no thread switch, and do not wait for slow ones.
 
-The program ends when its standard input ends.
+The program ends when its standard input ends, or, if it holds, when no other stream follows in time (`sessions`).
 """
 
 import errno
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 
+from protocol.backends.container.helper.answers import Answers, renumbered
 from protocol.backends.container.helper.files import Files, first_process
+from protocol.backends.container.helper.sessions import Listener, Session, SessionEndError, first_session, use_stderr
 from protocol.backends.container.helper.trees import Trees
 from protocol.backends.container.helper.wire import (
-    HEADER,
+    KEY,
     MAGIC,
-    MAX_BODY_BYTES,
+    MAKES,
+    SILENT,
     SLOW,
     Op,
     Operation,
+    Reply,
     WireError,
     pack,
     unpack,
@@ -32,7 +37,6 @@ from protocol.backends.container.helper.wire import (
 _PATIENCE_S = 0.005
 _IDLE_ROUNDS = 200  # rounds without a request before `_watch` sleeps
 _MOST_THREADS = 64
-_READ_BYTES = 256 * 1024
 _REASONS = {
     errno.EROFS: "does not exist, and the root there is read-only; name a volume's place with --workdir",
     errno.EEXIST: "is not a directory there, or is a dangling symlink",
@@ -41,20 +45,23 @@ _REASONS = {
 
 
 class Server:
-    """Serves the requests from `source` and replies on `target`."""
+    """Serves the requests of `session`, and of those that follow it."""
 
-    def __init__(self, files: Files, source: int, target: int) -> None:
+    def __init__(self, files: Files, session: Session) -> None:
+        self._files = files
         self._operations: "dict[int, Operation]" = {
             **files.operations,
             **Trees(files).operations,
+            Op.HOLD: self._hold,
+            Op.ANSWERED: self._answered,
+            Op.END: self._end,
         }
-        self._source = source
-        self._target = target
-        self._buffer = bytearray()
-        # One buffer for all reads: allocating this much each time would map and unmap memory each time.
-        self._read = memoryview(bytearray(_READ_BYTES))
+        self._session: "Session | None" = session
+        self._listener: "Listener | None" = None
+        self._hold_s = 0
+        self._joined = 0  # sessions that followed the first one
+        self._answers = Answers()
         self._lock = threading.Lock()
-        self._writing = threading.Lock()
         self._awake = threading.Event()
         self._term = 0  # the leader has this number; threads with others end after their reply
         self._served = 0
@@ -63,17 +70,18 @@ class Server:
 
     def run(self) -> None:
         """Serve until the process ends."""
-        self._write(MAGIC)
+        assert self._session is not None
+        self._session.write(MAGIC)
         with self._lock:
-            self._elect()
+            self._elect(self._session)
             if not self._term:
                 os._exit(5)
         self._watch()
 
-    def _elect(self) -> None:
+    def _elect(self, session: Session) -> None:
         """Start a thread that leads from now on, unless the process limit is reached (by a fork bomb, say)."""
         try:
-            threading.Thread(target=self._lead, args=(self._term + 1,), daemon=True).start()
+            threading.Thread(target=self._lead, args=(self._term + 1, session), daemon=True).start()
         except RuntimeError:
             return
         self._term += 1
@@ -85,8 +93,8 @@ class Server:
         while True:
             time.sleep(_PATIENCE_S)
             with self._lock:
-                if self._busy and self._served == last and self._threads < _MOST_THREADS:
-                    self._elect()
+                if self._busy and self._served == last and self._threads < _MOST_THREADS and self._session:
+                    self._elect(self._session)
                 idle = idle + 1 if self._served == last else 0
                 last = self._served
                 if idle <= _IDLE_ROUNDS or self._busy:
@@ -95,29 +103,36 @@ class Server:
             # A request that arrived in between has set it again.
             self._awake.wait()
 
-    def _lead(self, term: int) -> None:
+    def _lead(self, term: int, session: Session) -> None:
         with self._lock:
             pass  # `_elect` is called with the lock held: wait until it has recorded the new term
         try:
             while True:
-                number, op, body = self._request()
+                try:
+                    number, op, key, body = session.request()
+                except SessionEndError:
+                    self._ended(session)
+                    return
                 with self._lock:
+                    if session is not self._session:
+                        self._threads -= 1  # another stream has followed: this request comes again there
+                        return
                     self._served += 1
                     self._busy = True
                     if op in SLOW and self._threads < _MOST_THREADS:
-                        self._elect()
+                        self._elect(session)
                 if not self._awake.is_set():
                     self._awake.set()
-                reply = self._serve(number, op, body)
-                if reply:
-                    self._write(reply)
+                reply = self._serve_once(session, number, op, key, body) if key else self._serve(number, op, body)
+                if reply and session is self._session:
+                    session.write(reply)
                 with self._lock:
-                    if self._term != term:
+                    if self._term != term or session is not self._session:
                         self._threads -= 1
                         return
                     self._busy = False
         except BaseException:  # noqa: BLE001 (without a leader no request would be answered)
-            traceback.print_exc()
+            _print_error()
             os._exit(3)
 
     def _serve(self, number: int, op: int, body: bytes) -> bytes:
@@ -127,7 +142,7 @@ class Server:
         try:
             given, names = unpack(body)
             numbers, strings = operation(*given, *names)
-            return b"" if op == Op.FORGET else pack(number, 0, numbers, strings)
+            return b"" if op in SILENT else pack(number, 0, numbers, strings)
         except OSError as error:
             return pack(number, error.errno or errno.EIO)
         except WireError:
@@ -135,35 +150,91 @@ class Server:
         except (TypeError, ValueError, OverflowError):  # not the numbers and strings that the operation takes
             return pack(number, errno.EINVAL)
         except Exception:  # noqa: BLE001 (the failure of one request)
-            traceback.print_exc()
+            _print_error()
             return pack(number, errno.EIO)
 
-    def _request(self) -> "tuple[int, int, bytes]":
-        self._fill(HEADER.size)
-        length, number, op = HEADER.unpack_from(self._buffer)
-        if length > MAX_BODY_BYTES:
-            os._exit(4)
-        end = HEADER.size + length
-        self._fill(end)
-        body = bytes(memoryview(self._buffer)[HEADER.size : end])
-        del self._buffer[:end]
-        return number, op, body
+    # -- requests that come again ----------------------------------------------------------------
+    def _serve_once(self, session: Session, number: int, op: int, key: int, body: bytes) -> bytes:
+        """As `_serve`; b"" for a call that is still being executed for an earlier stream, which replies later."""
+        with self._lock:
+            call = self._answers.find(session, key, op, body)
+            if call is not None and not call.reply:
+                call.waiting.append((session, number))
+                return b""
+            if call is not None:
+                return self._repeated(call.reply, number, op)
+            call = self._answers.begin(session, key, op, body)
+        reply = self._serve(number, op, body)
+        with self._lock:
+            waiting = [(other, self._repeated(reply, its, op)) for other, its in self._answers.finish(call, reply)]
+        for other, repeated in waiting:
+            other.write(repeated)
+        return reply
 
-    def _fill(self, length: int) -> None:
-        while len(self._buffer) < length:
-            count = os.readv(self._source, [self._read])
-            if not count:
+    def _repeated(self, reply: bytes, number: int, op: int) -> bytes:
+        """The reply, for another daemon, with a lookup of its own."""
+        reply = renumbered(reply, number)
+        if op in MAKES:
+            self._files.look_up_again(reply)
+        return reply
+
+    def _answered(self, keys: bytes) -> Reply:
+        with self._lock:
+            for (key,) in KEY.iter_unpack(keys):
+                self._answers.forget(key)
+        return (), ()
+
+    # -- streams that follow ----------------------------------------------------------------------
+    def _hold(self, seconds: int, name: bytes, secret: bytes) -> Reply:
+        if self._listener is None:
+            self._listener = Listener(name, secret, self._join)
+        self._hold_s = seconds
+        return (), ()
+
+    def _join(self, session: Session, seconds: int) -> None:
+        """Serve `session` instead of the one before."""
+        session.write(MAGIC)
+        with self._lock:
+            before, self._session = self._session, session
+            self._hold_s = seconds
+            self._joined += 1
+            term = self._term
+            self._elect(session)
+            self._busy = self._term == term  # no thread could be started: `_watch` tries again
+        self._awake.set()
+        if before is not None:
+            before.close()
+
+    def _ended(self, session: Session) -> None:
+        """In the leader, which ends: the stream has ended."""
+        with self._lock:
+            self._threads -= 1
+            if session is not self._session:
+                return
+            if not self._hold_s:
                 os._exit(0)
-            self._buffer += self._read[:count]
+            self._session = None
+            joined = self._joined
+        session.close()
+        use_stderr(None)
+        timer = threading.Timer(self._hold_s, self._give_up, [joined])
+        timer.daemon = True
+        timer.start()
 
-    def _write(self, data: bytes) -> None:
-        with self._writing:
-            view = memoryview(data)
-            while view:
-                try:
-                    view = view[os.write(self._target, view) :]
-                except OSError:
-                    os._exit(0)  # the other end is closed
+    def _give_up(self, joined: int) -> None:
+        with self._lock:
+            if self._session is None and self._joined == joined:
+                os._exit(0)
+
+    def _end(self) -> Reply:
+        os._exit(0)
+
+
+def _print_error() -> None:
+    try:
+        traceback.print_exc()
+    except OSError:
+        pass  # nobody reads it any more
 
 
 def make_directories(path: bytes) -> None:
@@ -188,8 +259,5 @@ def main(arguments: "list[str]") -> None:
             % _REASONS.get(error.errno or 0, "cannot be used: %s; name another with --workdir" % error.strerror)
         )
         sys.exit(2)
-    # Printed text must not mix with frames.
-    target = os.dup(1)
-    os.dup2(2, 1)
-    os.set_inheritable(target, False)
-    Server(files, 0, target).run()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of its terminal or connection is not that of its files
+    Server(files, first_session()).run()

@@ -4,6 +4,9 @@ A frame is a header (length of the body, number of the request, code) and a body
 and of byte strings; the strings' lengths come first.  A request's code is an `Op`.  A reply's code is 0, or an errno
 with an empty body.  The comments of `Op` list each operation's numbers and strings.
 
+A request that must be executed once, also if another daemon repeats it, has the flag ONCE in its code, and after the
+header the number (KEY) of the kernel's request that it belongs to.
+
 Neither side trusts the other: a body whose length does not match its content is refused (WireError).  A body longer
 than MAX_BODY_BYTES is refused before any of it is kept.
 """
@@ -14,9 +17,11 @@ from typing import Any, Callable, Tuple
 Reply = Tuple[Tuple[int, ...], Tuple[bytes, ...]]  # in the syntax of Python 3.6
 Operation = Callable[..., Any]  # from the numbers and strings of a request to the Reply
 
-VERSION = 2
-MAGIC = b"vfsd-helper 1\n"  # the helper's first bytes, so that other output of the image is not taken for a frame
+VERSION = 3
+MAGIC = b"vfsd-helper 3\n"  # the helper's first bytes, so that other output of the image is not taken for a frame
 HEADER = struct.Struct("<IIH")  # bytes in the body, number of the request, Op or errno
+ONCE = 0x4000
+KEY = struct.Struct("<Q")
 CHUNK_BYTES = 1024 * 1024  # the most that one request reads or writes
 MAX_BODY_BYTES = CHUNK_BYTES + 128 * 1024
 MAX_STRINGS = 4096
@@ -31,7 +36,13 @@ FORGET = struct.Struct("<qq")  # inode, lookups
 # of path, target and xattrs, which follow.
 TREE_ENTRY = struct.Struct("<11qIII")
 XATTR = struct.Struct("<II")  # lengths of name and value, which follow
+# An inode with lookups: number, type bits, lookups, number of its parent (0: no name); length of the name that follows
+KNOWN = struct.Struct("<qqqqH")
 
+# What a relay sends to the helper that it hands its standard streams to (see `sessions`).
+JOIN = struct.Struct("<16sI")  # the secret of HOLD, and its seconds
+RELAY_MAGIC = b"vfsd-relay 3\n"  # the relay's first bytes: the helper runs, and the relay waits for GO
+GO = b"\n"
 
 SECOND_NS = 1000000000
 
@@ -75,10 +86,24 @@ class Op:
     TREE_WALK = 30  # ; path -> walk
     TREE_NEXT = 31  # walk, most bytes -> whether there is more; TREE_ENTRY...
     TREE_END = 32  # walk
+    HOLD = 33  # seconds; name, secret: wait so long for another stream when this ends; again: only the seconds count
+    ANSWERED = 34  # ; KEY... -> no reply; the kernel has the replies to these requests
+    KNOWN = 35  # after which inode -> whether there are more; KNOWN...
+    END = 36  # -> no reply; end the helper
 
 
 # Operations that wait for a disk or move much data: another thread serves the next request at once.
 SLOW = frozenset({Op.FALLOCATE, Op.COPY, Op.FSYNC, Op.TREE_NEXT})
+
+# Operations that change something: repeated, they would fail, or undo what was changed since.
+CHANGES = frozenset(
+    {
+        Op.SETATTR, Op.MKNOD, Op.MKDIR, Op.SYMLINK, Op.LINK, Op.UNLINK, Op.RMDIR, Op.RENAME, Op.WRITE, Op.FALLOCATE,
+        Op.COPY, Op.SETXATTR, Op.REMOVEXATTR, Op.TMPFILE,
+    }
+)  # fmt: skip
+MAKES = frozenset({Op.MKNOD, Op.MKDIR, Op.SYMLINK, Op.LINK, Op.TMPFILE})  # whose replies have a lookup
+SILENT = frozenset({Op.FORGET, Op.ANSWERED, Op.END})  # without a reply
 
 SET_MODE = 1
 SET_UID = 2
@@ -90,11 +115,15 @@ SET_CTIME = 64
 KILL_PRIVILEGES = 128
 
 
-def pack(number: int, code: int, numbers: "tuple[int, ...]" = (), strings: "tuple[bytes, ...]" = ()) -> bytes:
-    """A frame.  struct.error where a number has no room in 64 bits."""
+def pack(
+    number: int, code: int, numbers: "tuple[int, ...]" = (), strings: "tuple[bytes, ...]" = (), key: int = 0
+) -> bytes:
+    """A frame; a request with `key` is executed once.  struct.error where a number has no room in 64 bits."""
     count, lengths = len(numbers), tuple(map(len, strings))
     head = struct.pack("<HH%dq%dI" % (count, len(lengths)), count, len(lengths), *numbers, *lengths)
     body = b"".join((head, *strings))
+    if key:
+        return b"".join((HEADER.pack(len(body), number, code | ONCE), KEY.pack(key), body))
     return HEADER.pack(len(body), number, code) + body
 
 

@@ -186,6 +186,11 @@ class ExecStream:
             trio.lowlevel.start_thread_soon(lambda: release_monitor(self.id), lambda _: None)
         await trio.aclose_forcefully(self._stream)
 
+    async def detach(self) -> None:
+        """Close the connection to a process that goes on for another daemon."""
+        self._is_over = True
+        await trio.aclose_forcefully(self._stream)
+
     async def aclose(self) -> None:
         """Kill the process and close the connection, within _KILL_S even if cancelled.  Raises no OSError."""
         with trio.CancelScope(shield=True), trio.move_on_after(_KILL_S):

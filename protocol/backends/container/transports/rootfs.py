@@ -14,7 +14,8 @@ container's root, and the kernel checks permissions by the ids that the mount sh
 from __future__ import annotations
 
 import os
-from typing import Final, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Literal
 
 import trio
 
@@ -23,14 +24,15 @@ from protocol.backends.container.podman.state import ContainerState
 from protocol.backends.container.transports.init_process import ContainerInit
 from protocol.backends.container.transports.root_volume import RootVolume
 from protocol.backends.container.transports.workdir import open_workdir
-from protocol.volume import Volume
+
+if TYPE_CHECKING:
+    from protocol.linux.shared_log import SharedLog
 
 
 class RootfsTransport:
     """Implements `protocol.backends.container.transports.transport.Transport`."""
 
     name: Final[Literal["rootfs"]] = "rootfs"
-    is_recoverable: Final = True
 
     def __init__(self, workdir: str, *, read_only: bool = False) -> None:
         self.supports_acl = False
@@ -40,6 +42,7 @@ class RootfsTransport:
         self._volume: RootVolume | None = None
         self._wrote = trio.Event()
         self.run = ""
+        self.is_left: Callable[[], bool] = lambda: False
 
     def probe(self, state: ContainerState) -> None:
         """Raise OSError if this transport cannot reach the container; create a missing directory."""
@@ -48,13 +51,16 @@ class RootfsTransport:
         volume.close()
         process.close()
 
+    def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
+        """Nothing: the volume keeps it."""
+
     def prepare(self, state: ContainerState) -> RootVolume:
         """See `Transport`, as for all that follow."""
         process, volume = self._opened(state)
         self._process, self._volume, self.run = process, volume, process.identity
         return volume
 
-    async def open(self, state: ContainerState, nursery: trio.Nursery) -> Volume:
+    async def open(self, state: ContainerState, nursery: trio.Nursery) -> RootVolume:
         volume = self._volume
         if volume is None:
             volume = await trio.to_thread.run_sync(self.prepare, state)

@@ -9,11 +9,15 @@ A transport serves one run of the container (or command) at a time.  `TransportC
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import trio
 
-from protocol.volume import Volume
+from protocol.backends.container.reconnecting_volume import ContinuedVolume
+
+if TYPE_CHECKING:
+    from protocol.linux.shared_log import SharedLog
 
 S_contra = TypeVar("S_contra", contravariant=True)
 
@@ -30,23 +34,25 @@ class Transport(Protocol[S_contra]):
         ...
 
     @property
-    def is_recoverable(self) -> bool:
-        """Whether another process can continue: the open volume declares `recoverable`.  Known before `open`."""
-        ...
-
-    @property
     def run(self) -> str:
-        """Identifies the run of what `open` reached; "" if `is_recoverable` is False."""
+        """Identifies the run of what `open` reached, for another process."""
         ...
 
-    def prepare(self, state: S_contra) -> Volume:
-        """Open the volume that the next `open` returns, for what another process hands over; blocks.
+    is_left: Callable[[], bool]
+    """Returns whether another process continues with what `open` reached, when the nursery of `open` is cancelled."""
 
-        OSError, also if `is_recoverable` is False.
+    def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
+        """Have another process be able to continue, by what is in `log`; call it before `open`.
+
+        `is_known`: the first `open` continues with what the process before reached.
         """
         ...
 
-    async def open(self, state: S_contra, nursery: trio.Nursery) -> Volume:
+    def prepare(self, state: S_contra) -> ContinuedVolume:
+        """Make the volume that the next `open` returns, for what another process hands over; blocks.  OSError."""
+        ...
+
+    async def open(self, state: S_contra, nursery: trio.Nursery) -> ContinuedVolume:
         """Open a volume of the workspace directory of the running container (or command) `state`.
 
         Creates a missing directory.

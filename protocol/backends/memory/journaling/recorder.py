@@ -36,7 +36,7 @@ from protocol.journal import effects
 from protocol.journal.log import Batch
 from protocol.journal.records import Buffer
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges, Caller, PlainEntry
-from protocol.volume_durability import JournalStatus
+from protocol.volume_durability import UNIQUE_RESEND, JournalStatus
 
 if TYPE_CHECKING:
     from protocol.backends.memory.blocks import Block
@@ -60,7 +60,6 @@ _RECORDED: Final = (
 # Of these calls a recorded result is returned.
 _ANSWERED_ONCE: Final = frozenset(_RECORDED) - {"forget", "take_snapshot", "drop_snapshot", "entries"}
 _ANSWERED_WITH_INODE: Final = frozenset({"mknod", "mkdir", "symlink", "tmpfile", "link", "setattr"})
-UNIQUE_RESEND: Final = 1 << 63  # linux/fuse.h: set in the number of a request that the kernel sends again
 
 
 class Recorder:

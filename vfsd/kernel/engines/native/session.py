@@ -33,7 +33,7 @@ import trio
 from protocol.errors import NotReadyError
 from protocol.values import Value
 from protocol.volume import Volume
-from protocol.volume_durability import journaled
+from protocol.volume_durability import UNIQUE_RESEND, KernelRequest, current_request, journaled
 from vfsd.kernel.engines import base, policy
 from vfsd.kernel.engines.arrivals import repeated
 from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator
@@ -89,7 +89,7 @@ class _Saved(Value):
     device: int
 
 
-class _PendingRequest:
+class _PendingRequest(KernelRequest):
     """A request for which the volume returned an awaitable.
 
     `has_begun` is False while it waits for the network and has changed nothing.
@@ -97,7 +97,8 @@ class _PendingRequest:
 
     __slots__ = ("done", "has_begun", "scope")
 
-    def __init__(self, *, has_begun: bool) -> None:
+    def __init__(self, unique: int, *, has_begun: bool) -> None:
+        super().__init__(unique & ~UNIQUE_RESEND)
         self.scope = trio.CancelScope()
         self.done = trio.Event()
         self.has_begun = has_begun
@@ -134,6 +135,7 @@ class NativeEngine:
         self._mount: mounting.FuseMount | None = None
         self._notifications = Notifications()
         self._counter: memoryview | None = None
+        self._counted = 0
         # The numbers of requests that wait for an answer, for a kernel that does not send them again (`abandoned`).
         self._ring: memoryview | None = None
         self._noted: Iterator[int] = iter(())
@@ -340,8 +342,7 @@ class NativeEngine:
                     self._retry_postponed(descriptor)
                     slices = 0
             patience_s = wakeups.answered(self._requests - seen)
-            if self._counter is not None and self._requests != seen:
-                self._counter[0] += self._requests - seen
+            self._count_answered()
             seen = self._requests
             if empty:
                 self._empty_count += 1
@@ -354,6 +355,13 @@ class NativeEngine:
                 await trio.lowlevel.wait_readable(device)
             else:
                 await trio.lowlevel.checkpoint()
+
+    def _count_answered(self) -> None:
+        """Count in the shared memory what was answered; not what the volume has yet to answer."""
+        answered = self._requests - len(self._pending)
+        if self._counter is not None and answered > self._counted:
+            self._counter[0] += answered - self._counted
+            self._counted = answered
 
     def _answer_slice(self, read: Callable[[Request], int | None], descriptor: int, poller: Poller) -> bool:
         """Answer requests until the device is empty (True) or the slice is over (False).  OSError only from reading."""
@@ -469,7 +477,7 @@ class NativeEngine:
             # The data stays in this buffer until the volume has stored it, so the loop gets another buffer.
             self._buffer = _new_buffer()
         self._note(unique)
-        self._pending[unique] = pending = _PendingRequest(has_begun=has_begun)
+        self._pending[unique] = pending = _PendingRequest(unique, has_begun=has_begun)
         self._nursery.start_soon(self._finish, pending, descriptor, operations, opcode, unique, answer)
 
     async def _finish(
@@ -482,6 +490,7 @@ class NativeEngine:
         answer: Awaitable[Any],
     ) -> None:
         message: Message = wire.error_reply(unique, errno.EINTR)
+        current_request.set(pending)
         try:
             with pending.scope:
                 result = await answer
@@ -495,8 +504,11 @@ class NativeEngine:
         finally:
             # Also if `serve` is being stopped, so that no caller is left waiting.
             send_reply(descriptor, unique, message)
+            if pending.answered is not None:
+                pending.answered(pending.unique)
             self._pending.pop(unique, None)
             pending.done.set()
+            self._count_answered()
 
     def _send_synced(self, descriptor: int, operations: Operations, opcode: int, unique: int, message: Message) -> None:
         """Send `message` when what the request changed is on disk.  Nothing cancels that: the change is made."""
@@ -505,7 +517,7 @@ class NativeEngine:
             return
         assert self._nursery is not None
         self._note(unique)
-        self._pending[unique] = pending = _PendingRequest(has_begun=True)
+        self._pending[unique] = pending = _PendingRequest(unique, has_begun=True)
 
         async def send() -> None:
             sent = message

@@ -15,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.backends.container.agent.frames import Frame, FrameDecoder
-from protocol.backends.container.agent.start import HELPER_MODULES, helper_command, helper_program, helper_source
+from protocol.backends.container.agent.start import (
+    HELPER_MODULES,
+    RELAY_MODULES,
+    helper_command,
+    helper_program,
+    helper_source,
+)
 from protocol.backends.container.helper.wire import HEADER, MAGIC, MAX_BODY_BYTES, Op, WireError, pack, unpack
 
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(tuple)
@@ -79,19 +85,22 @@ def test_a_frame_larger_than_was_asked_for_is_refused_by_its_header() -> None:
 
 
 # -- the helper's side -------------------------------------------------------------------------
+_SENT = {*HELPER_MODULES, *RELAY_MODULES}
+
+
 def test_the_helper_is_written_in_the_language_of_python_3_6() -> None:
-    for module in HELPER_MODULES:
+    for module in _SENT:
         ast.parse(helper_source(module), module, feature_version=(3, 6))
 
 
 def test_the_helper_uses_the_standard_library_and_itself_only() -> None:
-    for module in HELPER_MODULES:
+    for module in _SENT:
         for node in ast.walk(ast.parse(helper_source(module))):
             names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [str(node.module)]
             for name in names:
-                assert name in HELPER_MODULES or name.partition(".")[0] in sys.stdlib_module_names, (module, name)
+                assert name in _SENT or name.partition(".")[0] in sys.stdlib_module_names, (module, name)
 
 
 class Helper:

@@ -31,7 +31,7 @@ class Processes:
         return self._opened[-1]
 
     def _made(self) -> ReconnectingVolume:
-        volume = ReconnectingVolume(recoverable=True, prepare=lambda: (self._open(), self.run))
+        volume = ReconnectingVolume(keep=lambda _log, _is_known: None, prepare=lambda: (self._open(), self.run))
         if self.is_kept:
             self.log = SharedLog.create()
             volume.keep_log(self.log, is_known=False)
@@ -62,7 +62,7 @@ class Processes:
 
     def die(self) -> ReconnectingVolume:
         """The process dies, and its keeper starts another one."""
-        self.volume = ReconnectingVolume(recoverable=True, prepare=lambda: (self._open(), self.run))
+        self.volume = ReconnectingVolume(keep=lambda _log, _is_known: None, prepare=lambda: (self._open(), self.run))
         self.volume.keep_log(self.log, is_known=True)
         self._connect(self._open())
         return self.volume

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from protocol.backends.memory import MemoryVolume
-from protocol.backends.memory.journaling.recorder import UNIQUE_RESEND
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges
+from protocol.volume_durability import UNIQUE_RESEND
 from tests.support.journals import JournalInMemory, assert_same_volume, replayed
 
 FILE = stat.S_IFREG | 0o644

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from protocol.backends.container.helper.wire import Op
+from protocol.backends.container.agent.start import helper_program
+from protocol.backends.container.helper.wire import MAGIC, Op
 from protocol.backends.remote.command import RemoteCommand
 from protocol.backends.remote.transport import RemoteTransport
 from protocol.backends.remote.workspace import open_remote
@@ -176,7 +177,8 @@ def test_the_helper_ends_with_its_input(tmp_path: Path) -> None:
 
     async def pid_of_an_ended_helper() -> int:
         transport = RemoteTransport(str(tmp_path))
-        async with transport._started(RemoteCommand(script(f'echo $$ > {tmp_path}/pid; exec {PYTHON} "$@"'))) as link:
+        command = RemoteCommand(script(f'echo $$ > {tmp_path}/pid; exec {PYTHON} "$@"'))
+        async with transport._started(command, helper_program(str(tmp_path)), MAGIC) as link:
             await link.call(Op.STATFS)
             stream = link._stream
             await stream._stdin.aclose()  # type: ignore[attr-defined]

@@ -1,0 +1,197 @@
+"""The keeper of `exec:` workspaces: the helper at the other end outlives the daemon, and the next one continues."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import check_invariants
+from tests.mount.kept_workspaces import (
+    CHANGES,
+    KeptCommand,
+    change_at_random,
+    check_dead_without_keeper,
+    check_executed_once,
+    end_kept,
+    facts,
+    insert_rows,
+    kill_replacements,
+)
+from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
+from tests.support.waiting import wait_until
+from vfsd.client.workspace import Workspace
+
+
+@pytest.fixture
+def kept(workdir: Path) -> Iterator[KeptCommand]:
+    workspace = KeptCommand(workdir)
+    yield workspace
+    end_kept(workspace)
+    wait_until(lambda: not workspace.processes(), "the end of the helper")
+
+
+def test_open_files_mappings_directories_and_locks_continue(kept: KeptCommand) -> None:
+    below, root = kept.below, kept.path
+    (below / "dir" / "below").mkdir(parents=True)
+    for number in range(3000):
+        (below / "dir" / f"f{number}").touch()
+    (below / "file").write_bytes(b"a" * 300_000)
+    for name in ("nameless", "removed"):
+        (below / name).write_bytes(name.encode())
+    kept.mount()
+    before = (root / "file").stat().st_ino
+    with (
+        Program() as program,
+        (root / "file").open("r+b") as file,
+        (root / "nameless").open("r+b", buffering=0) as nameless,
+        (root / "removed").open("rb", buffering=0) as removed,
+        os.scandir(root / "dir") as listing,
+    ):
+        temporary = os.open(root, os.O_TMPFILE | os.O_RDWR)
+        os.write(temporary, b"temporary")
+        (root / "nameless").unlink()
+        program(f"os.chdir({str(root / 'dir' / 'below')!r})")
+        program(f"held = open({str(root / 'file')!r}, 'r+b')")
+        program("fcntl.flock(held, fcntl.LOCK_EX)")
+        seen = [next(listing).name for _ in range(100)]
+        for name in seen:
+            if name != "below":
+                (root / "dir" / name).unlink()
+        assert removed.read(7) == b"removed"
+        with mmap.mmap(file.fileno(), 0) as mapping:
+            mapping[0:1] = b"b"
+            kept.kill()
+            (below / "removed").unlink()
+            (root / "dir").rename(root / "moved")
+            kept.kill()
+            mapping[200_000:200_001] = b"c"
+            mapping.flush()
+            data = (root / "file").read_bytes()
+            assert (data[0:2], data[199_999:200_002]) == (b"ba", b"aca")
+        assert program("os.getcwd()") == str(root / "moved" / "below")
+        program("open('new', 'w').close()")
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert (root / "file").stat().st_ino == os.fstat(file.fileno()).st_ino == before
+        nameless.write(b"NAME")
+        assert os.pread(nameless.fileno(), 8, 0) == b"NAMEless"
+        assert os.pread(removed.fileno(), 7, 0) == b"removed"
+        assert os.pread(temporary, 9, 0) == b"temporary"
+        os.close(temporary)
+        seen += [entry.name for entry in listing]
+        assert len(seen) == len(set(seen)) == 3001
+    assert (below / "moved" / "below" / "new").exists()
+    check_invariants(Workspace.attach(kept.name))
+
+
+def test_a_random_writer_sees_what_its_twin_sees(kept: KeptCommand, workdir: Path, runs_long: bool) -> None:
+    workspace = kept.mount()
+    twin = workdir / "twin"
+    twin.mkdir()
+    deadline = time.monotonic() + (600 if runs_long else 3)
+    with kept.being_killed(1):
+        change_at_random([kept.path, twin], 1, lambda: time.monotonic() > deadline and kept.kills > 4)
+    assert facts(kept.path) == facts(twin) == facts(kept.below)
+    check_invariants(workspace)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptCommand, change: str) -> None:
+    check_executed_once(kept, change)
+    assert facts(kept.path) == facts(kept.below)
+
+
+def test_many_writers_at_once_lose_nothing_and_see_no_error(kept: KeptCommand, workdir: Path, runs_long: bool) -> None:
+    """Appends, mkdir loops, tar, git and a database: many requests are in flight at each death."""
+    workspace = kept.mount()
+    stop = workdir / "stop"
+    source = workdir / "source"
+    for number in range(60):
+        (source / f"d{number % 7}").mkdir(parents=True, exist_ok=True)
+        (source / f"d{number % 7}" / f"f{number}").write_bytes(os.urandom(3000))
+    subprocess.run(["tar", "cf", workdir / "a.tar", "-C", source, "."], check=True)
+    scripts = [
+        f"for n in $(seq 100000); do test -e {stop} && break; echo $n >> log{at}; mkdir m{at}.$n; rmdir m{at}.$n; done"
+        for at in range(4)
+    ]
+    scripts.append(
+        f"while ! test -e {stop}; do mkdir t; tar xf {workdir}/a.tar -C t; diff -r {source} t; rm -r t; done"
+    )
+    scripts.append(
+        "git init -q g; cd g; git config user.email a@b; git config user.name a; git config gc.auto 0; "
+        f"for n in $(seq 10000); do test -e {stop} && break; echo $n > f$n; git add .; git commit -qm $n; done; "
+        "git fsck"
+    )
+    programs = [subprocess.Popen(["sh", "-ec", script], cwd=kept.path) for script in scripts]
+    times = 100 if runs_long else 4
+    try:
+        with kept.being_killed(2, times):
+            insert_rows(kept.path, "wal", lambda rows: rows > 3 and kept.kills == times)
+    finally:
+        stop.touch()
+        statuses = [program.wait(120) for program in programs]
+    assert statuses == [0] * len(programs)
+    for at in range(4):
+        numbers = (kept.below / f"log{at}").read_text().split()
+        assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
+    check_invariants(workspace)
+
+
+def test_deaths_in_a_row_are_survived(kept: KeptCommand) -> None:
+    kept.mount()
+    for number in range(500):
+        (kept.path / f"f{number}").write_bytes(b"x")
+    with (kept.path / "f7").open("rb") as file:
+        kill_replacements(kept, 4)
+        assert file.read() == b"x"
+    assert len(os.listdir(kept.path)) == 500
+    assert "keeper\tpid" in succeeded(vfsd("status", "-w", kept.name))
+
+
+def test_a_helper_that_ends_while_no_daemon_runs_ends_the_mount(kept: KeptCommand) -> None:
+    kept.mount()
+    record = kept.record
+    assert record.keeper is not None
+    (helper,) = kept.processes()
+    os.kill(record.keeper, signal.SIGSTOP)
+    os.kill(record.pid, signal.SIGKILL)
+    os.kill(helper, signal.SIGKILL)
+    os.kill(record.keeper, signal.SIGCONT)
+    wait_ended(record.keeper)
+    with pytest.raises(OSError, match="not connected"):
+        os.statvfs(kept.path)
+    assert "the helper that has the files open has ended" in log_of(kept.name)
+
+
+def test_a_helper_that_ends_under_a_daemon_is_started_again_without_a_keeper(kept: KeptCommand) -> None:
+    kept.mount()
+    (kept.path / "file").write_bytes(b"x")
+    kept.kill()
+    os.kill(kept.processes()[0], signal.SIGKILL)
+
+    def is_served() -> bool:
+        try:
+            return (kept.path / "file").read_bytes() == b"x" and (kept.path / "new").write_bytes(b"new") == 3
+        except OSError:
+            return False
+
+    wait_until(is_served, "the next helper")
+    assert "none any more: the command ended and runs again" in succeeded(vfsd("status", "-w", kept.name))
+
+
+def test_the_helper_ends_with_an_unmount_and_with_a_mount_without_a_keeper(kept: KeptCommand) -> None:
+    kept.mount()
+    kept.kill()
+    assert len(kept.processes()) == 2
+    succeeded(vfsd("unmount", kept.name))
+    wait_until(lambda: not kept.processes(), "the end of the helper")
+    check_dead_without_keeper(kept)
+    wait_until(lambda: not kept.processes(), "the end of the helper")
