@@ -69,6 +69,42 @@ def test_a_workspace_of_an_image_has_a_container_of_its_own_until_it_is_unmounte
     assert ours(podman, workspace.name) == []
 
 
+def test_the_command_removes_no_container_with_files_that_no_snapshot_has(
+    mount_container: MountContainer, podman: PodmanService, busybox_image: str
+) -> None:
+    workspace = mount_container(
+        None, backend=f"image:{busybox_image}", complaints=["it has stopped", "cannot be compared"]
+    )
+    (made,) = ours(podman, workspace.name)
+
+    def refused(advice: str) -> str:
+        ended = vfsd("unmount", workspace.name)
+        assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
+        assert f"`vfsd unmount {workspace.name} {advice}" in ended.stderr
+        return ended.stderr
+
+    Path(workspace.path, "f").write_text("x")
+    assert "there is no snapshot of its files" in refused("--export FILE.zip`")
+    workspace.snapshot("one")
+    inside(podman.container(made), "rm /workspace/f; echo y > /workspace/g; echo z > /workspace/h")
+    assert "differs from the newest snapshot: 2 added, 1 removed" in refused("--export FILE.zip`")
+    podman.container(made).kill()
+    assert "cannot be compared with a snapshot now" in refused("--discard`")
+    assert ours(podman, workspace.name) == [made]
+    succeeded(vfsd("unmount", workspace.name, "--discard"))
+    assert ours(podman, workspace.name) == []
+
+
+def test_the_command_asks_nothing_if_the_newest_snapshot_has_all_files(
+    mount_container: MountContainer, podman: PodmanService, busybox_image: str
+) -> None:
+    workspace = mount_container(None, backend=f"image:{busybox_image}")
+    Path(workspace.path, "f").write_text("x")
+    workspace.snapshot("one")
+    succeeded(vfsd("unmount", workspace.name))
+    assert ours(podman, workspace.name) == []
+
+
 def test_a_signal_ends_the_container_too(
     mount_container: MountContainer, podman: PodmanService, busybox_image: str
 ) -> None:

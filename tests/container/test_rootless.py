@@ -106,7 +106,7 @@ def test_rootfs_reaches_what_the_users_own_ids_may_change(user: Rootless, place:
     shell(user, f"echo outside > {place}/f")
     assert inside(user, place, "cat f; stat -c %u f") == "outside\n0\n"
     assert shell(user, f"stat -c %u {place}/f").split() == [str(user.uid)]
-    user.vfsd("-w", place, "unmount")
+    user.vfsd("-w", place, "unmount", "--discard")
 
     refused = user.vfsd("mount", place, "--name", place, *options, "--workdir", "/in/the/images/root", check=False)
 

@@ -25,7 +25,7 @@ from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import clear_dead_mount
 from vfsd.machine.own_places import remove_place
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
-from vfsd.wire import messages, snapshot_messages
+from vfsd.wire import fs_messages, messages, snapshot_messages
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import wire_path
 from vfsd.wire.sockets import remove_dead_socket
@@ -70,6 +70,7 @@ def unmount_command(
     An unmount discards changes of a memory workspace that were not exported, and changes of an overlay that were
     neither applied nor exported.  If there are any, the command asks on a terminal; without one it fails, unless
     --discard or --export is given.  An earlier export of the same state is sufficient; it does not contain snapshots.
+    So it does if files of image:REF, which end with its container, are not in the newest snapshot.
 
     WORKSPACE is a name, or a path in the workspace.  A workspace that programs use is not unmounted; the error names
     them.  The mount of a dead daemon is removed.  A workspace with a journal (--persist) loses nothing, and --discard
@@ -135,19 +136,67 @@ def _unmount(app: App, record: WorkspaceRecord, params: messages.UnmountParams) 
         if record.is_kept:
             record.check_alive()  # raises: the mount waits for the next daemon
         return clear_away(record)
-    may_ask = not app.json and sys.stdin.isatty() and output.on_terminal(err=True)
+    if not params.discard and BackendSpec.split(record.backend).kind == "image":
+        _agree_to_remove_container(app, record)
     while True:
         try:
             return unmount_running(app, record, params)
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
-        found: messages.UnsavedResult = app.call(RemoteCall("unsaved"), record)
+        found = app.call(RemoteCall("unsaved"), record)
         if found.unsaved:
-            if not may_ask:
-                raise _UnsavedError(f"{_holds(record, found)}; {_advice(record, found)}", found)
-            _ask(app, record, found)
+            _agree(app, record, found, _holds(record, found), _advice(record, found))
         params.token = found.token
+
+
+def _agree_to_remove_container(app: App, record: WorkspaceRecord) -> None:
+    """Ask, or raise _UnsavedError, if the container of an image has files that the newest snapshot lacks.
+
+    Snapshots are on disk and stay.  What a program writes between this check and the unmount is not found.
+    """
+    unmount = f"vfsd unmount {record.name}"
+    removes = f"`{unmount} --discard` removes it with its files"
+    advice = f"`vfsd snapshot -w {record.name}` keeps them, `{unmount} --export FILE.zip` saves them, {removes}"
+    found = messages.UnsavedResult(unsaved=True, token="")
+    try:
+        if _is_empty(app, record):
+            return
+        since = _since_newest_snapshot(app, record)
+        if since is None:
+            what = "and there is no snapshot of its files"
+        elif since.changes:
+            found, what = since, f"which differs from the newest snapshot: {count_words(since.changes)}"
+        else:
+            return
+    except ConnectionError:
+        raise
+    except OSError as error:  # such as EIO: the container does not run
+        what, advice = f"whose files cannot be compared with a snapshot now ({describe(error)})", removes
+    _agree(app, record, found, f"an unmount removes the container of {record.name}, {what}", advice)
+
+
+def _is_empty(app: App, record: WorkspaceRecord) -> bool:
+    """Whether the workspace has no files, hidden ones included as far as a client can tell."""
+    listed: fs_messages.FsLsResult = app.call(RemoteCall("fs.ls", fs_messages.FsLsParams("")), record)
+    if any(entry.path != ".snapshots" for entry in listed.entries):
+        return False
+    policy: messages.PolicyResult = app.call(RemoteCall("policy", messages.PolicyParams()), record)
+    return not policy.hide
+
+
+def _since_newest_snapshot(app: App, record: WorkspaceRecord) -> messages.UnsavedResult | None:
+    """Compare the workspace with its newest snapshot; None if there is none."""
+    answer: snapshot_messages.SnapshotsResult = app.call(
+        RemoteCall("snapshots", snapshot_messages.SnapshotsParams(changes=False)), record
+    )
+    if not answer.snapshots:
+        return None
+    newest = answer.snapshots[-1]
+    compare: RemoteCall[snapshot_messages.DiffResult] = RemoteCall("diff", snapshot_messages.DiffParams(newest.name))
+    counts = app.call(compare, record, label="comparing with the newest snapshot").counts
+    changed = None if counts == messages.ChangeCounts() else counts
+    return messages.UnsavedResult(changed is not None, token="", changes=changed, saved_at=newest.created_at)
 
 
 def _export_and_unmount(
@@ -240,10 +289,15 @@ def clear_away(record: WorkspaceRecord) -> messages.UnmountResult:
 
 
 # -- the question -----------------------------------------------------------------------------------
-def _ask(app: App, record: WorkspaceRecord, found: messages.UnsavedResult) -> None:
-    """Return if the user agrees to lose the changes; else OSError (ECANCELED) or KeyboardInterrupt."""
+def _agree(app: App, record: WorkspaceRecord, found: messages.UnsavedResult, holds: str, advice: str) -> None:
+    """Ask whether to lose what `holds` describes.
+
+    _UnsavedError without a terminal; OSError (ECANCELED) or KeyboardInterrupt if the user does not agree.
+    """
+    if app.json or not sys.stdin.isatty() or not output.on_terminal(err=True):
+        raise _UnsavedError(f"{holds}; {advice}", found)
     before, app.interrupted = app.interrupted, f"interrupted: {record.name} is still mounted"
-    if not output.confirm(f"{_holds(record, found)}.  Unmount it and lose them?"):
+    if not output.confirm(f"{holds}.  Unmount it and lose them?"):
         raise OSError(
             errno.ECANCELED,
             f"{record.name} is still mounted; `vfsd unmount {record.name} --export FILE.zip` saves it first",

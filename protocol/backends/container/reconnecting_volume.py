@@ -165,7 +165,7 @@ class ReconnectingVolume:
             raise OSError(
                 errno.ESTALE,
                 "the container was restarted since the mount was made, so a new daemon cannot find its files again:"
-                " unmount the workspace and mount it again",
+                " unmount the workspace and mount it again (of an image, take a snapshot before, and restore it after)",
             )
         given = cast("ContinuedVolume", volume).handing_over()
         return ContainerGiving(given, self._run_name, self._map, lambda: self._volume is volume)

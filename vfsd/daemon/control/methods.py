@@ -139,12 +139,12 @@ class Methods:
         container = self._mounted.container
         if self._start.kept is not None:
             if container is not None and container.was_restarted:
-                ended = (
-                    "command ended and runs again"
-                    if self._options.backend.kind == "exec"
-                    else "container was restarted"
-                )
-                return f"none any more: the {ended}; unmount and mount again when no program uses it"
+                kind = self._options.backend.kind
+                ended = "command ended and runs again" if kind == "exec" else "container was restarted"
+                again = "unmount and mount again when no program uses it"
+                if kind == "image":  # whose container the unmount removes
+                    again = "take a snapshot, unmount and mount again, and restore it"
+                return f"none any more: the {ended}; {again}"
             return self._start.kept.state
         kind = self._options.backend.kind
         has_none = kind in {"container", "image", "exec"} and self._options.keeper
