@@ -84,6 +84,21 @@ def test_a_container_of_the_users_is_mounted_by_name(user: Rootless, place: str)
 
 
 @pytest.mark.fuse
+def test_programs_go_on_when_the_daemon_is_killed_and_when_it_is_upgraded(user: Rootless, place: str) -> None:
+    user.vfsd("mount", place, "--name", place, "--backend", f"image:{PYTHON}", "--podman-url", user.url)
+    status = json.loads(user.vfsd("-w", place, "status", "--json").stdout)
+    assert (status["transport"], status["keeper"].partition(" ")[0]) == ("agent", "pid")
+    shell(user, f"touch {place}/open")
+    script = (
+        f"exec 5<>{place}/open; rm {place}/open; echo one >&5; kill -9 {status['pid']}; mkdir {place}/made; "
+        "echo two >&5; cat /proc/self/fd/5"
+    )
+    assert shell(user, script) == "one\ntwo\n"
+    user.vfsd("upgrade", place)
+    assert inside(user, place, "ls") == "made\n"
+
+
+@pytest.mark.fuse
 @pytest.mark.slow
 def test_a_sandbox_sees_the_mount_and_leaves_nothing_running(user: Rootless, place: str) -> None:
     user.vfsd("mount", place, "--name", place, "--sandbox", f"image:{PYTHON}", "--podman-url", user.url)

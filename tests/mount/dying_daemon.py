@@ -23,14 +23,14 @@ from vfsd.kernel.engines.native.wire import Opcode
 STEPS = ("read", "recorded", "replied")
 
 
-def die_if(engine: NativeEngine, step: str) -> None:
+def die_if(opcode: int, step: str) -> None:
     path = Path(os.environ["VFSD_TEST_FLAG"])
     try:
         name, at = path.read_text().split()
     except FileNotFoundError:
         return
     opcodes = {Opcode[name]} | ({Opcode.COPY_FILE_RANGE_64} if name == "COPY_FILE_RANGE" else set())
-    if at == step and struct.unpack_from("=I", engine._buffer, 4)[0] in opcodes:
+    if at == step and opcode in opcodes:
         path.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -38,18 +38,19 @@ def die_if(engine: NativeEngine, step: str) -> None:
 def die_at_steps() -> None:
     """Have the engine look for its step at each request."""
     respond, send = NativeEngine._respond, vars(session)["send_reply"]
-    engines: list[NativeEngine] = []  # the one that answers a request; a daemon has one
+    asked: dict[int, int] = {}  # the opcodes of the requests that are not answered, by `unique`
 
     def dying_respond(engine: NativeEngine, *arguments: Any) -> None:
-        engines[:] = [engine]
-        die_if(engine, "read")
+        opcode, unique = struct.unpack_from("=IQ", engine._buffer, 4)
+        asked[unique] = opcode
+        die_if(opcode, "read")
         respond(engine, *arguments)
 
-    def dying_send(*arguments: Any) -> None:
-        (engine,) = engines
-        die_if(engine, "recorded")
-        send(*arguments)
-        die_if(engine, "replied")
+    def dying_send(descriptor: int, unique: int, message: Any) -> None:
+        opcode = asked.pop(unique, 0)
+        die_if(opcode, "recorded")
+        send(descriptor, unique, message)
+        die_if(opcode, "replied")
 
     for place, name, dying in ((NativeEngine, "_respond", dying_respond), (session, "send_reply", dying_send)):
         setattr(place, name, dying)
