@@ -146,6 +146,24 @@ def test_files_that_the_container_removed_or_that_have_no_name_are_stale(keep: C
     assert os.listdir(kept.path) == ["moved"]
 
 
+def test_programs_wait_for_a_podman_service_that_is_restarted_when_the_daemon_dies(
+    keep: Callable[..., KeptContainer], workdir: Path
+) -> None:
+    kept = keep()
+    service, address = kept.container.service.address.path, workdir / "podman.sock"
+    address.symlink_to(service)
+    mounted = kept.mount(podman_url=f"unix://{address}")
+    with (kept.path / "file").open("wb", buffering=0) as file:
+        address.unlink()
+        assert "no Podman service is there" in (mounted.status().container or "")
+        os.kill(kept.record.pid, signal.SIGKILL)
+        wait_until(lambda: "waiting for Podman" in log_of(kept.name), "a daemon that waits")
+        address.symlink_to(service)
+        file.write(b"x")
+    assert inside(kept.container, "cat /workspace/file") == b"x"
+    assert mounted.status().container == "running"
+
+
 @pytest.mark.parametrize("is_running", [False, True], ids=["stopped", "restarted"])
 def test_a_container_that_ended_while_no_daemon_ran_ends_the_mount(kept: KeptContainer, is_running: bool) -> None:
     kept.mount()

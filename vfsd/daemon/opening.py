@@ -67,6 +67,10 @@ async def opened(
             from vfsd.daemon.backends.persistence import check_continued  # noqa: PLC0415
 
             await trio.to_thread.run_sync(check_continued, options)
+            if options.workspace.backend.kind in {"container", "image"}:
+                from vfsd.daemon.backends.container import wait_for_service  # noqa: PLC0415
+
+                await wait_for_service(options.container.podman_url)
         given = options if anchor is None else replace(options, anchor=anchor)
         backend = await trio.to_thread.run_sync(open_backend, given, _unless_cancelled)
         if anchor is not None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import errno
+import logging
+from typing import TYPE_CHECKING, Final
+
+import trio
 
 from protocol.store import Store
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.backends.shared import allow_open_files, cache_timeout_s, check_outside, describe_interrupted
 from vfsd.daemon.snapshots.stored import Stored
+from vfsd.machine.logs import log_failure
 from vfsd.machine.optional_dependencies import missing_package
 
 if TYPE_CHECKING:
     from protocol.backends.container.workspace import ContainerWorkspace
     from vfsd.wire.options import MountOptions
+
+_logger = logging.getLogger(__name__)
+_SERVICE_S: Final = 30.0
+_SERVICE_POLL_S: Final = 0.2
 
 
 def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
@@ -66,6 +75,30 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
         anchor=None if workspace.lease is None else workspace.lease.descriptor,
         stored=stored,
     )
+
+
+async def wait_for_service(url: str | None) -> None:
+    """Wait for up to half a minute until a Podman service of this machine listens: it may be restarting.
+
+    For a mount that goes on, whose programs wait meanwhile.  What else is wrong with the service, opening reports.
+    """
+    from protocol.backends.container.podman.service import PodmanService  # noqa: PLC0415 (as above)
+
+    service = PodmanService(url)
+    is_logged = False
+    with trio.move_on_after(_SERVICE_S):
+        while service.is_local:
+            try:
+                (await trio.to_thread.run_sync(service.connect, abandon_on_cancel=True)).close()
+            except OSError as error:
+                if error.errno not in {errno.ENOENT, errno.ECONNREFUSED}:
+                    return
+                if not is_logged:
+                    log_failure(_logger, "waiting for Podman", error, level=logging.WARNING)
+                    is_logged = True
+                await trio.sleep(_SERVICE_POLL_S)
+            else:
+                return
 
 
 def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> Stored:

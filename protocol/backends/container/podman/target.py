@@ -7,6 +7,7 @@ import posixpath
 from dataclasses import dataclass
 from typing import Final
 
+from protocol.backends.container.podman.errors import ContainerNotFoundError
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.state import ContainerState
 
@@ -44,13 +45,13 @@ class ContainerTarget:
     def describe(self) -> str:
         try:
             return self.inspect().describe()
-        except FileNotFoundError:
+        except ContainerNotFoundError:
             return "removed"
 
     def advice(self, reason: str) -> str:  # noqa: ARG002 (Podman's answer says more)
         try:
             self.check()
-        except FileNotFoundError:
+        except ContainerNotFoundError:
             return f"the container {self.name} was removed: `vfsd unmount`, or create it again under this name"
         return "the container is running, but is not connected yet: try again"
 
