@@ -87,7 +87,7 @@ def test_the_command_removes_no_container_with_files_that_no_snapshot_has(
     assert "there is no snapshot of its files" in refused("--export FILE.zip`")
     workspace.snapshot("one")
     inside(podman.container(made), "rm /workspace/f; echo y > /workspace/g; echo z > /workspace/h")
-    assert "differs from the newest snapshot: 2 added, 1 removed" in refused("--export FILE.zip`")
+    assert "differs from the snapshot one: 2 added, 1 removed" in refused("--export FILE.zip`")
     podman.container(made).kill()
     assert "cannot be compared with a snapshot now" in refused("--discard`")
     assert ours(podman, workspace.name) == [made]
@@ -95,12 +95,14 @@ def test_the_command_removes_no_container_with_files_that_no_snapshot_has(
     assert ours(podman, workspace.name) == []
 
 
-def test_the_command_asks_nothing_if_the_newest_snapshot_has_all_files(
+def test_the_command_asks_nothing_if_a_snapshot_has_all_files(
     mount_container: MountContainer, podman: PodmanService, busybox_image: str
 ) -> None:
     workspace = mount_container(None, backend=f"image:{busybox_image}")
     Path(workspace.path, "f").write_text("x")
     workspace.snapshot("one")
+    inside(podman.container(ours(podman, workspace.name)[0]), "echo y > /workspace/f")
+    workspace.restore("one")  # the newest snapshot is that of the state before
     succeeded(vfsd("unmount", workspace.name))
     assert ours(podman, workspace.name) == []
 

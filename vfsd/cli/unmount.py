@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import sys
+from operator import itemgetter
 from typing import Any, Final
 
 import click
@@ -70,7 +71,8 @@ def unmount_command(
     An unmount discards changes of a memory workspace that were not exported, and changes of an overlay that were
     neither applied nor exported.  If there are any, the command asks on a terminal; without one it fails, unless
     --discard or --export is given.  An earlier export of the same state is sufficient; it does not contain snapshots.
-    So it does if files of image:REF, which end with its container, are not in the newest snapshot.
+    It also asks if the container of image:REF, which ends with it, has files that neither the newest snapshot has nor
+    the newest one that you took.
 
     WORKSPACE is a name, or a path in the workspace.  A workspace that programs use is not unmounted; the error names
     them.  The mount of a dead daemon is removed.  A workspace with a journal (--persist) loses nothing, and --discard
@@ -151,7 +153,7 @@ def _unmount(app: App, record: WorkspaceRecord, params: messages.UnmountParams) 
 
 
 def _agree_to_remove_container(app: App, record: WorkspaceRecord) -> None:
-    """Ask, or raise _UnsavedError, if the container of an image has files that the newest snapshot lacks.
+    """Ask, or raise _UnsavedError, if the container of an image has files that no snapshot has.
 
     Snapshots are on disk and stay.  What a program writes between this check and the unmount is not found.
     """
@@ -162,11 +164,11 @@ def _agree_to_remove_container(app: App, record: WorkspaceRecord) -> None:
     try:
         if _is_empty(app, record):
             return
-        since = _since_newest_snapshot(app, record)
+        since = _since_snapshot(app, record)
         if since is None:
             what = "and there is no snapshot of its files"
-        elif since.changes:
-            found, what = since, f"which differs from the newest snapshot: {count_words(since.changes)}"
+        elif (changes := since[1].changes) is not None:
+            found, what = since[1], f"which differs from the snapshot {since[0]}: {count_words(changes)}"
         else:
             return
     except ConnectionError:
@@ -185,18 +187,22 @@ def _is_empty(app: App, record: WorkspaceRecord) -> bool:
     return not policy.hide
 
 
-def _since_newest_snapshot(app: App, record: WorkspaceRecord) -> messages.UnsavedResult | None:
-    """Compare the workspace with its newest snapshot; None if there is none."""
+def _since_snapshot(app: App, record: WorkspaceRecord) -> tuple[str, messages.UnsavedResult] | None:
+    """Compare the workspace with the newest snapshot of each kind; None if there is none.
+
+    Return the name of the snapshot that differs least, and the differences.
+    """
     answer: snapshot_messages.SnapshotsResult = app.call(
         RemoteCall("snapshots", snapshot_messages.SnapshotsParams(changes=False)), record
     )
-    if not answer.snapshots:
-        return None
-    newest = answer.snapshots[-1]
-    compare: RemoteCall[snapshot_messages.DiffResult] = RemoteCall("diff", snapshot_messages.DiffParams(newest.name))
-    counts = app.call(compare, record, label="comparing with the newest snapshot").counts
-    changed = None if counts == messages.ChangeCounts() else counts
-    return messages.UnsavedResult(changed is not None, token="", changes=changed, saved_at=newest.created_at)
+    found: list[tuple[int, str, messages.UnsavedResult]] = []
+    for base in {info.kind: info for info in answer.snapshots}.values():  # after a restore the newest is what it left
+        compare: RemoteCall[snapshot_messages.DiffResult] = RemoteCall("diff", snapshot_messages.DiffParams(base.name))
+        counts = app.call(compare, record, label=f"comparing with {base.name}").counts
+        number = counts.added + counts.modified + counts.removed
+        unsaved = messages.UnsavedResult(bool(number), "", changes=counts if number else None, saved_at=base.created_at)
+        found.append((number, base.name, unsaved))
+    return min(found, key=itemgetter(0))[1:] if found else None
 
 
 def _export_and_unmount(
