@@ -156,6 +156,19 @@ def test_deaths_in_a_row_are_survived(kept: KeptCommand) -> None:
     assert "keeper\tpid" in succeeded(vfsd("status", "-w", kept.name))
 
 
+def test_a_command_in_a_shell_does_not_wait_for_the_mount(kept: KeptCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell looks at the directories in these variables when it starts."""
+    for name in ("PWD", "OLDPWD"):
+        monkeypatch.setenv(name, str(kept.path))
+    wrapper = kept.path.with_name("wrapper")
+    wrapper.write_text(f'#!/bin/bash\nexec {kept.python} "$@"\n')
+    wrapper.chmod(0o755)
+    kept.mount(backend=f"exec:{wrapper}")
+    (kept.path / "file").touch()
+    kept.kill()
+    assert os.listdir(kept.path) == ["file"]
+
+
 def test_a_helper_that_ends_while_no_daemon_runs_ends_the_mount(kept: KeptCommand) -> None:
     kept.mount()
     record = kept.record

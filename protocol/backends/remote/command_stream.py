@@ -143,8 +143,9 @@ async def running_command(argv: Sequence[str]) -> AsyncIterator[CommandStream]:
     """
     try:
         process = await trio.lowlevel.open_process(
-            list(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
+            list(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            env=_environment(),
+        )  # fmt: skip
     except OSError as error:
         raise _not_started(argv[0], error) from None
     with trio.CancelScope(shield=True):
@@ -164,12 +165,21 @@ async def _guard(process: trio.Process) -> trio.Process:
     command = ["/bin/sh", "-c", _GUARD, "sh", str(process.pid)]
     try:
         return await trio.lowlevel.open_process(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True, env=_environment(),
+        )  # fmt: skip
     except BaseException:
         process.kill()
         await process.wait()
         raise
+
+
+def _environment() -> dict[str, str]:
+    """The environment without the directories of the shell that mounted: a shell looks at them when it starts.
+
+    They may be in the mount, which answers only when the command has.
+    """
+    return {name: value for name, value in os.environ.items() if name not in {"PWD", "OLDPWD"}}
 
 
 def _not_started(program: str, error: OSError) -> OSError:
