@@ -109,7 +109,8 @@ def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: Kept
     assert facts(kept.path) == facts(kept.below)
 
 
-def test_many_writers_at_once_lose_nothing_and_see_no_error(kept: KeptCommand, workdir: Path, runs_long: bool) -> None:
+@pytest.mark.long
+def test_many_writers_at_once_lose_nothing_and_see_no_error(kept: KeptCommand, workdir: Path) -> None:
     """Appends, mkdir loops, tar, git and a database: many requests are in flight at each death."""
     workspace = kept.mount()
     stop = workdir / "stop"
@@ -131,7 +132,7 @@ def test_many_writers_at_once_lose_nothing_and_see_no_error(kept: KeptCommand, w
         "git fsck"
     )
     programs = [subprocess.Popen(["sh", "-ec", script], cwd=kept.path) for script in scripts]
-    times = 100 if runs_long else 4
+    times = 100
     try:
         with kept.being_killed(2, times):
             insert_rows(kept.path, "wal", lambda rows: rows > 3 and kept.kills == times)
