@@ -28,6 +28,7 @@ from tests.mount.kept_workspaces import (
 from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
+from vfsd.kernel.engines.native.wire import Opcode
 
 
 @pytest.fixture
@@ -107,6 +108,18 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: KeptCommand, workdir: Pat
 def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptCommand, change: str) -> None:
     check_executed_once(kept, change)
     assert facts(kept.path) == facts(kept.below)
+
+
+def test_without_resending_a_request_that_was_read_after_a_write_fails(
+    kept: KeptCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VFSD_TEST_NO_RESEND", "1")  # as before Linux 6.9
+    kept.mount_dying()
+    (kept.path / "file").write_bytes(b"content")  # answered by the helper, so later than it is read
+    with kept.dying_at(Opcode.MKDIR, "read"), pytest.raises(OSError, match="Input/output error"):
+        (kept.path / "new").mkdir()
+    assert (kept.path / "file").read_bytes() == b"content"
+    check_invariants(Workspace.attach(kept.name))
 
 
 @pytest.mark.long

@@ -33,13 +33,14 @@ import trio
 from protocol.errors import NotReadyError
 from protocol.values import Value
 from protocol.volume import Volume
-from protocol.volume_durability import UNIQUE_RESEND, KernelRequest, current_request, journaled
+from protocol.volume_durability import current_request, journaled
 from vfsd.kernel.engines import base, policy
 from vfsd.kernel.engines.arrivals import repeated
 from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator
 from vfsd.kernel.engines.markers import Markers
 from vfsd.kernel.engines.native import abandoned, mounting, observation, wire
 from vfsd.kernel.engines.native.answers import error_answer, send_reply
+from vfsd.kernel.engines.native.buffers import BufferPool
 from vfsd.kernel.engines.native.handler import Handler, Request
 from vfsd.kernel.engines.native.negotiation import (
     MAX_BACKGROUND,
@@ -50,6 +51,7 @@ from vfsd.kernel.engines.native.negotiation import (
 )
 from vfsd.kernel.engines.native.notifications import Notifications
 from vfsd.kernel.engines.native.operations import Operations
+from vfsd.kernel.engines.native.pending import PendingRequest
 from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
 from vfsd.kernel.engines.native.wakeups import Wakeups, make_wakeups
@@ -89,21 +91,6 @@ class _Saved(Value):
     device: int
 
 
-class _PendingRequest(KernelRequest):
-    """A request for which the volume returned an awaitable.
-
-    `has_begun` is False while it waits for the network and has changed nothing.
-    """
-
-    __slots__ = ("done", "has_begun", "scope")
-
-    def __init__(self, unique: int, *, has_begun: bool) -> None:
-        super().__init__(unique & ~UNIQUE_RESEND)
-        self.scope = trio.CancelScope()
-        self.done = trio.Event()
-        self.has_begun = has_begun
-
-
 class NativeEngine:
     """Serves a volume over the kernel's own protocol.  See `vfsd.kernel.engines.base.Engine` for its methods."""
 
@@ -122,13 +109,14 @@ class NativeEngine:
         write_out = functools.partial(self.invalidate_inode, content=True)
         self._barrier = Barrier(settings.mountpoint, write_out) if is_cached else None
         self._operations = self._operations_over(volume, self._replies)
-        self._buffer = _new_buffer()
+        self._buffers = BufferPool()
+        self._buffer: mmap.mmap = self._buffers.take()
         self._requests = 0
         self._wakeups = Wakeups(None, why_off="the workspace is not served")
         self._warning: str | None = None
         self._empty_count = 0  # how often the loop found the device empty
         self._postponed: list[bytes] = []  # requests that failed with ENOSPC, to be tried once more
-        self._pending: dict[int, _PendingRequest] = {}  # by `unique`
+        self._pending: dict[int, PendingRequest] = {}  # by `unique`
         self._nursery: trio.Nursery | None = None
         self._stopped = trio.CancelScope()
         self._device: io.FileIO | None = None
@@ -258,9 +246,8 @@ class NativeEngine:
             self._ring = memoryview(ring).cast("Q")
             self._buffer = mmap.mmap(memory_fd, MAX_REQUEST_BYTES, offset=abandoned.BUFFER_AT)
             return  # which the next daemon reads: see `abandoned`
-        # If this process is killed while the kernel copies a request into pages that do not exist yet, the kernel ends
-        # that request with EIO (fuse_dev_do_read, fs/fuse/dev.c).
-        self._buffer[:] = bytes(len(self._buffer))
+        self._buffers = BufferPool(is_kept=True)
+        self._buffer = self._buffers.take()
 
     def _operations_over(self, volume: Volume, replies: Replies) -> Operations:
         operations = Operations(
@@ -385,9 +372,11 @@ class NativeEngine:
 
     def _respond(self, descriptor: int, length: int, may_postpone: bool = True) -> None:
         """Answer the request in the buffer; never raises."""
-        buffer = self._buffer
+        buffer: Request = self._buffer
         opcode, unique, node, pid = wire.IN_HEADER_ROUTE.unpack_from(buffer, 0)
         self._requests += 1
+        if self._ring is not None and opcode == _WRITE:
+            buffer = bytearray(buffer[:length])  # the loop goes on with this buffer, also if the answer comes later
         operations = self._operations
         impersonator = self._impersonator
         try:
@@ -473,16 +462,18 @@ class NativeEngine:
         has_begun: bool = True,
     ) -> None:
         assert self._nursery is not None
-        if opcode == Opcode.WRITE and has_begun:
+        pending = PendingRequest(unique, has_begun=has_begun)
+        if opcode == Opcode.WRITE and has_begun and self._ring is None:
             # The data stays in this buffer until the volume has stored it, so the loop gets another buffer.
-            self._buffer = _new_buffer()
+            pending.give_back = functools.partial(self._buffers.give_back, self._buffer)
+            self._buffer = self._buffers.take()
         self._note(unique)
-        self._pending[unique] = pending = _PendingRequest(unique, has_begun=has_begun)
+        self._pending[unique] = pending
         self._nursery.start_soon(self._finish, pending, descriptor, operations, opcode, unique, answer)
 
     async def _finish(
         self,
-        pending: _PendingRequest,
+        pending: PendingRequest,
         descriptor: int,
         operations: Operations,
         opcode: int,
@@ -494,6 +485,7 @@ class NativeEngine:
         try:
             with pending.scope:
                 result = await answer
+                pending.give_back()  # after a failure something may use the data still
                 operations.unsynced = None  # part of everything
                 message = operations.table[opcode].reply(unique, result)
                 wait = operations.everything_unsynced(opcode)
@@ -517,7 +509,7 @@ class NativeEngine:
             return
         assert self._nursery is not None
         self._note(unique)
-        self._pending[unique] = pending = _PendingRequest(unique, has_begun=True)
+        self._pending[unique] = pending = PendingRequest(unique)
 
         async def send() -> None:
             sent = message
@@ -600,8 +592,3 @@ class NativeEngine:
             return False
         self._notifications.prune(inodes)
         return True
-
-
-def _new_buffer() -> Request:
-    """A buffer for the largest request.  The pages of a mapping exist once they are used: most requests use one."""
-    return mmap.mmap(-1, MAX_REQUEST_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
