@@ -196,17 +196,19 @@ class Log:
         if not removes:
             needed += self._margin
         if needed > self._allocated:
-            self._allocate(needed)
+            self._allocate(needed, ahead=min(max(_ALLOCATION_BYTES, self.end // 8), _MAX_ALLOCATION_BYTES))
 
     def keep_room(self) -> None:
         """Allocate the space that is for removals only, if there is room; otherwise the next change asks for it."""
-        with contextlib.suppress(OSError):
-            self.require(0)
+        needed = self.end + self._margin
+        if needed > self._allocated and self._failure is None:
+            with contextlib.suppress(OSError):
+                self._allocate(needed)
 
-    def _allocate(self, needed: int) -> None:
-        """Allocate up to `needed` at least; more at a time if there is room."""
+    def _allocate(self, needed: int, *, ahead: int = 0) -> None:
+        """Allocate up to `needed` at least, and if there is room `ahead` more, for later records."""
         missing = needed - self._allocated
-        size = missing + min(max(_ALLOCATION_BYTES, self.end // 8), _MAX_ALLOCATION_BYTES)
+        size = missing + ahead
         while True:
             try:
                 self._file.allocate(self._allocated, size)

@@ -50,6 +50,11 @@ def test_programs_use_it_as_any_file_system(workspace: Workspace) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["b", "c", "d"]
 
 
+def test_it_cannot_be_upgraded(workspace: Workspace) -> None:
+    assert "the backend third cannot be upgraded" in failed(vfsd("upgrade", workspace.name))
+    assert list(Path(workspace.path).iterdir()) == []
+
+
 def test_a_restore_an_undo_and_a_redo_go_between_its_states(workspace: Workspace) -> None:
     root = Path(workspace.path)
     (root / "kept").write_text("same")
