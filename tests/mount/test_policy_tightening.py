@@ -272,24 +272,29 @@ def test_an_upgraded_daemon_has_the_policy_with_what_was_added(workdir: Path) ->
             fails(errno.ENOENT, (root / name).lstat)
 
 
-@pytest.mark.parametrize("is_upgraded", [False, True])
-def test_what_was_added_survives_the_daemon_of_a_host_directory(workdir: Path, is_upgraded: bool) -> None:
+@pytest.mark.parametrize(
+    "steps", [("kill", "kill"), ("upgrade", "kill", "kill"), ("kill", "upgrade", "kill")], ids="-".join
+)
+def test_what_was_added_survives_the_daemon_of_a_host_directory(workdir: Path, steps: tuple[str, ...]) -> None:
     (workdir / "below").mkdir()
-    backend = f"host:{workdir / 'below'}"
-    with Workspace.mount(workdir / "k", name=f"{workdir.name}-k", backend=backend, hide=["nothing"]) as workspace:
+    options: dict[str, Any] = {"backend": f"host:{workdir / 'below'}", "store": workdir / "store", "hide": ["nothing"]}
+    with Workspace.mount(workdir / "k", name=f"{workdir.name}-k", **options) as workspace:
         root = Path(workspace.path)
         (root / "gone").write_text("gone")
         (root / "kept").write_text("kept")
         workspace.policy(protect=["kept"])
         workspace.policy(hide=["gone", os.fsdecode(b"caf\xe9")])
         expected = workspace.policy()
-        if is_upgraded:
-            workspace.upgrade()
-        for _ in range(2):
-            os.kill(workspace.status().pid, signal.SIGKILL)
+        for step in steps:
+            if step == "upgrade":
+                workspace.upgrade()
+            else:
+                os.kill(workspace.status().pid, signal.SIGKILL)
             assert os.listdir(root) == ["kept"]  # the next daemon answers
             fails(errno.EPERM, (root / "kept").unlink)
             assert workspace.policy() == expected
+        with workspace.fork(workdir / "fork") as fork:
+            assert fork.policy() == expected
         assert (workdir / "below" / "gone").exists()
 
 

@@ -205,6 +205,9 @@ class _Daemon:
         kept, successor = start.kept, start.successor
         self._policy = served.policy
         self._run_fork = functools.partial(run_daemon, starter=start.starter)
+        if served.policy is not None:
+            # What was added at run time too: the daemon of an upgrade, and forks, start from these options.
+            options = replace(options, policy=served.policy.options)
         self._options = self.options = options
         self.engine = engine
         self.kept = kept
