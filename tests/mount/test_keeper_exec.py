@@ -25,7 +25,7 @@ from tests.mount.kept_workspaces import (
     insert_rows,
     kill_replacements,
 )
-from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
+from tests.mount.programs import Program, failed, log_of, succeeded, vfsd, wait_ended
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.engines.native.wire import Opcode
@@ -212,6 +212,9 @@ def test_a_helper_that_ends_under_a_daemon_is_started_again_without_a_keeper(kep
 
     wait_until(is_served, "the next helper")
     assert "none any more: the command ended and runs again" in succeeded(vfsd("status", "-w", kept.name))
+    refused = failed(vfsd("upgrade", kept.name))
+    assert "the helper of the command `" in refused, "there is no container to name"
+    assert "was restarted since the mount was made" in refused
 
 
 def test_the_helper_ends_with_an_unmount_and_with_a_mount_without_a_keeper(kept: KeptCommand) -> None:

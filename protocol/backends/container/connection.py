@@ -79,6 +79,7 @@ class TransportConnection(Generic[S]):
             supports_acl=transport.supports_acl,
             keep=lambda log, is_known: transport.keep_log(log, is_known=is_known),
             prepare=self._prepare,
+            label=target.label if transport.name == "rootfs" else f"the helper of {target.label}",
         )
         self._prepared: S | None = None  # the state whose volume `transport` has opened already
         self._last_error = ""

@@ -106,8 +106,11 @@ class ReconnectingVolume:
         supports_acl: bool = False,
         keep: Callable[[SharedLog, bool], None] | None = None,
         prepare: Prepare | None = None,
+        label: str = "the container",
     ) -> None:
+        """`label`: what runs at the other end, in words."""
         self.read_only = read_only
+        self._label = label
         self.capabilities = VolumeCapabilities(
             external_changes=True,
             self_check=True,
@@ -160,11 +163,15 @@ class ReconnectingVolume:
 
         volume = self._volume
         if volume is None:
-            raise OSError(errno.EIO, "the container does not run, so its files cannot be handed over: start it first")
+            raise OSError(
+                errno.EIO,
+                f"{self._label} does not run, so its files cannot be handed over: start it first, or wait until"
+                " `vfsd status` says that it runs or is connected",
+            )
         if self._run > 1:
             raise OSError(
                 errno.ESTALE,
-                "the container was restarted since the mount was made, so a new daemon cannot find its files again:"
+                f"{self._label} was restarted since the mount was made, so a new daemon cannot find its files again:"
                 " unmount the workspace and mount it again (of an image, take a snapshot before, and restore it after)",
             )
         given = cast("ContinuedVolume", volume).handing_over()
@@ -191,7 +198,7 @@ class ReconnectingVolume:
         number = int.from_bytes(blake2b(run.encode(), digest_size=8).digest())
         if self._is_resumed:
             if log.slot[_RUN] != number or log.slot[_IS_TRANSLATED]:
-                raise OSError(errno.ESTALE, "the container was restarted since the mount was made, so it cannot go on")
+                raise OSError(errno.ESTALE, f"{self._label} was restarted since the mount was made, so it cannot go on")
             volume.keep_log(log, is_known=True)
             self._resume(volume)
             self._is_resumed = False

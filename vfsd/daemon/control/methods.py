@@ -141,6 +141,8 @@ class Methods:
             if container is not None and container.was_restarted:
                 kind = self._options.backend.kind
                 ended = "command ended and runs again" if kind == "exec" else "container was restarted"
+                if kind != "exec" and container.transport_name == "agent":
+                    ended += ", or the helper in it"
                 again = "unmount and mount again when no program uses it"
                 if kind == "image":  # whose container the unmount removes
                     again = "take a snapshot, unmount and mount again, and restore it"
