@@ -90,6 +90,26 @@ def test_programs_and_snapshots_go_on(upgradable: Callable[..., OverCommand], ke
     check_invariants(attached)
 
 
+def test_a_workspace_that_nobody_uses_after_an_upgrade_keeps_its_helper(upgradable: Callable[..., OverCommand]) -> None:
+    """A helper that no daemon has joined ends after two minutes, so the next daemon joins before any request comes."""
+    workspace = upgradable()
+    workspace.mount()
+    with (workspace.path / "gone").open("w+b", buffering=0) as gone:
+        (workspace.path / "gone").unlink()
+        workspace.upgrade()
+        helper, relay = workspace.command.processes()
+
+        def has_joined() -> bool:
+            """Whether the relay has a connection to the helper, besides its standard streams."""
+            descriptors = Path(f"/proc/{relay}/fd").iterdir()
+            return any(int(each.name) > 2 and os.readlink(each).startswith("socket:") for each in descriptors)
+
+        wait_until(has_joined, "the relay to join")
+        gone.write(b"written")
+        assert os.pread(gone.fileno(), 9, 0) == b"written"
+        assert workspace.command.processes() == [helper, relay]
+
+
 def test_tar_goes_on(upgradable: Callable[..., OverCommand], workdir: Path) -> None:
     workspace = upgradable()
     attached = workspace.mount()

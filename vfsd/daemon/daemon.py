@@ -256,6 +256,8 @@ class _Daemon:
                     await successor.wait_go(self._kept)
                     record = self._written_record(socket, started_at)
                     successor.serving()
+                    if self._backend.connection is not None:
+                        self._backend.connection.transport.begin()
                     await self._take_over_snapshots(nursery)
                     nursery.start_soon(self._serve, methods, nursery)
                 await nursery.start(self.server.serve)

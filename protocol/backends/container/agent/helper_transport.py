@@ -178,6 +178,11 @@ class HelperTransport(ABC, Generic[S]):
             raise os_error(errno.EIO)
         return AgentTree(self._link, trio.lowlevel.current_trio_token(), self._ids)
 
+    def begin(self) -> None:
+        """See `Transport`: a helper that no daemon has joined ends after HOLD_S."""
+        if self._link is not None:
+            self._link.begin()
+
     async def wait_lost(self) -> str:
         assert self._link is not None
         await self._link.wait_lost()

@@ -13,7 +13,7 @@ even if another daemon repeats it (`protocol.backends.container.helper.answers`)
 kernel has it, which `_answered` notes and a later frame says.
 
 A link to a helper that another daemon has started begins with `join`: the stream is one to a relay, and the helper
-serves it from the first request on.  Until then the other daemon's link is not disturbed.
+serves it from the first request on, or from `begin`.  Until then the other daemon's link is not disturbed.
 """
 
 from __future__ import annotations
@@ -164,6 +164,11 @@ class AgentLink:
     def join(self) -> None:
         """Have the helper serve this stream, to the relay that `start` has started, from the first request on."""
         self._go, self._awaited = GO, MAGIC
+
+    def begin(self) -> None:
+        """Have the helper serve this stream now, also if no program sends a request."""
+        if self._go and not self.lost.is_set():
+            self.post(Op.HELLO)
 
     # -- another daemon --------------------------------------------------------------------------
     def give(self, *, is_given: bool) -> None:

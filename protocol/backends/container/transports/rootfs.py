@@ -93,6 +93,9 @@ class RootfsTransport:
             process.close()
             raise
 
+    def begin(self) -> None:
+        """See `Transport`: the descriptors are this process's own already."""
+
     async def wait_lost(self) -> str:
         assert self._process is not None
         await trio.lowlevel.wait_readable(self._process.pidfd)

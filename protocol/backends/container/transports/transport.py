@@ -63,6 +63,10 @@ class Transport(Protocol[S_contra]):
         """
         ...
 
+    def begin(self) -> None:
+        """In an upgrade: take what `open` reached from the process before, which does not serve any more."""
+        ...
+
     async def wait_lost(self) -> str:
         """Wait until the open volume is lost, and return the reason in words."""
         ...
