@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import mounted
+from tests.mount.kept_workspaces import Kept, KeptCommand, KeptHost, KeptOverlay
 from tests.support.zygote import starting_interpreters
 from vfsd.client.launch import log_path
 
@@ -28,6 +29,11 @@ def within(module: str, names: tuple[str, ...]) -> bool:
     return any(module == name or module.startswith(name + ".") for name in names)
 
 
+def imports(log: str) -> list[str]:
+    """The modules that were imported, by PYTHONPROFILEIMPORTTIME."""
+    return [line.rsplit("|", 1)[1].strip() for line in log.splitlines() if line.startswith("import time:")]
+
+
 def test_a_daemon_imports_what_its_mount_needs_and_preload_imports_all_of_it(workdir: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, starting_interpreters():
         patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
@@ -35,10 +41,7 @@ def test_a_daemon_imports_what_its_mount_needs_and_preload_imports_all_of_it(wor
             workspace.snapshot("s")  # answered after everything is imported
             log = Path(log_path(workspace.name)).read_text()
     before, _, after = log.partition(": mounted, served by")
-    imported, rest = (
-        [line.rsplit("|", 1)[1].strip() for line in part.splitlines() if line.startswith("import time:")]
-        for part in (before, after)
-    )
+    imported, rest = imports(before), imports(after)
     assert "protocol.backends.memory.volume" in imported
     assert [module for module in imported if within(module, LATER)] == []
     assert "vfsd.daemon.control.handlers.fs" in rest
@@ -46,3 +49,21 @@ def test_a_daemon_imports_what_its_mount_needs_and_preload_imports_all_of_it(wor
     loaded = subprocess.run([sys.executable, "-c", PRELOADED], capture_output=True, text=True, check=True)
     ours = {module for module in imported if within(module, ("protocol", "vfsd"))}
     assert ours - set(loaded.stdout.split()) <= {"vfsd.daemon.main"}
+
+
+@pytest.mark.parametrize("kind", [Kept, KeptOverlay, KeptHost, KeptCommand])
+def test_a_replacement_imports_nothing_before_it_serves(workdir: Path, kind: type[Kept]) -> None:
+    """The files of vfsd may have been replaced since the first daemon started (`pip install --upgrade`)."""
+    with pytest.MonkeyPatch.context() as patch, starting_interpreters():
+        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        kept = kind(workdir)
+        kept.mount().snapshot("s")  # answered after everything is imported
+        (kept.path / "file").write_bytes(b"content")
+        kept.kill()
+        assert (kept.path / "file").read_bytes() == b"content"
+        log = Path(log_path(kept.name)).read_text()
+        kept.end()
+    _, _, after = log.partition("was killed by SIGKILL")
+    before, found, _ = after.partition("continued the mount")
+    assert found
+    assert imports(before) == []

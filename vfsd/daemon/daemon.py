@@ -372,7 +372,7 @@ class _Daemon:
     async def _import_rest(self) -> None:
         """Import in a thread what the mount did not need to answer; the methods of the control socket wait for it."""
         # The daemon's end waits for the thread: an interpreter that ends within an import of C++ code can abort.
-        await trio.to_thread.run_sync(preload.import_rest)
+        await trio.to_thread.run_sync(preload.import_rest, self._options.workspace.backend.kind)
         gc.freeze()  # as `interpreter.set_up` does with the modules that were imported before the mount
         self._imported.set()
 

@@ -1,8 +1,12 @@
 """The imports of a daemon, in two parts: what the mount needs before it answers, and the rest.
 
 A daemon that is started directly imports the first part as it starts.  It imports the rest in a thread after it has
-reported that the mount answers (`import_rest`).  A process that forks daemons imports both parts once (`preload`,
-`import_rest`), so that the daemons share the modules' memory.
+reported that the mount answers (`import_rest`), and so does its keeper, for the daemons that it starts later.  A
+process that forks daemons imports both parts once (`preload`, `import_rest`), so that the daemons share the modules'
+memory.
+
+Nothing of vfsd is imported later than that, except for what few workspaces use, such as sandboxes and object stores:
+`pip install --upgrade` replaces the files under a running daemon, and modules of two versions do not fit together.
 
 Threading: while `import_rest` runs, no other thread imports these modules; two threads that import one package from
 different ends can deadlock.
@@ -18,6 +22,7 @@ from typing import Final
 
 import msgspec
 
+from vfsd.daemon.backends import registry
 from vfsd.machine.logs import log_failure
 from vfsd.wire.options import MountOptions
 
@@ -26,11 +31,57 @@ _logger = logging.getLogger(__name__)
 # The order is that of use: a snapshot or a diff is usually the first call.
 _REST: Final = (
     "vfsd.daemon.control.method_groups",
+    "vfsd.daemon.backends.persistence",
+    "vfsd.daemon.snapshots.volume",
+    "vfsd.daemon.policy.service",
+    "vfsd.daemon.upgrading.giving",
+    "protocol.merge.file_names",
+    "protocol.merge.three_way",
+    "encodings.ascii",
     "protocol.archive",
     "protocol.store",
     "protocol.execution.host",
     "protocol.execution.runner",
 )
+
+_OF_JOURNALS: Final = (
+    "protocol.backends.memory.journaling.handover",
+    "protocol.backends.memory.journaling.image",
+    "protocol.backends.memory.journaling.recorder",
+    "protocol.backends.memory.journaling.replay",
+)
+_OF_DIRECTORIES: Final = (
+    "protocol.backends.host.handover",
+    "protocol.backends.host.known_inodes",
+    "protocol.backends.host.repeated_requests",
+    "vfsd.daemon.forks.stored",
+    "vfsd.daemon.snapshots.stored",
+    "vfsd.daemon.snapshots.stored_states",
+)
+_OF_CONTAINERS: Final = (
+    *_OF_DIRECTORIES,
+    "protocol.backends.container.exec.runner",
+    "protocol.backends.container.handover",
+    "protocol.backends.container.snapshot_files",
+)
+_OF_KIND: Final = {
+    "memory": _OF_JOURNALS,
+    "overlay": (
+        *_OF_JOURNALS,
+        "protocol.backends.overlay.journaling.handover",
+        "protocol.backends.overlay.journaling.image",
+        "protocol.backends.overlay.journaling.recorder",
+        "protocol.backends.overlay.journaling.replay",
+        "protocol.backends.overlay.known_inodes",
+        "vfsd.daemon.backends.lower_archive",
+        "vfsd.daemon.backends.lower_remote",
+        "vfsd.daemon.backends.lower_snapshot",
+    ),
+    "host": _OF_DIRECTORIES,
+    "container": _OF_CONTAINERS,
+    "image": _OF_CONTAINERS,
+    "exec": (*_OF_DIRECTORIES, "protocol.backends.container.handover"),
+}
 
 
 def preload(backends: Iterable[str] = ("memory",), engines: Iterable[str] = ("native",)) -> None:
@@ -46,13 +97,14 @@ def preload(backends: Iterable[str] = ("memory",), engines: Iterable[str] = ("na
     _import("vfsd.daemon.snapshots.volume")
 
 
-def import_rest() -> None:
-    """Import what only calls on the control socket need.
+def import_rest(kind: str = "memory") -> None:
+    """Import what a daemon with a backend of `kind` needs later: for calls on the control socket, to continue a mount.
 
     A module that cannot be imported is logged: the calls that need it fail with the same error.
     """
-    for module in _REST:
+    for module in (*_REST, *_OF_KIND.get(kind, ())):
         _import(module)
+    registry.read_sources(kind)
 
 
 def build_decoders() -> None:

@@ -49,6 +49,14 @@ def import_backend(kind: str) -> None:
             import_module(_DEFERRED[kind])
 
 
+def read_sources(kind: str) -> None:
+    """Read the programs that a backend of `kind` starts at the other end, which have to fit this process's modules."""
+    if kind in {"container", "image", "exec"}:
+        from protocol.backends.container.agent import start  # noqa: PLC0415 (start-up: no other kind needs it)
+
+        start.read_sources()
+
+
 def open_backend(options: MountOptions, progress: ByteProgress = no_progress) -> Backend:
     """Open the backend that `options` name.  OSError, ValueError, ArchiveError.  Runs in a worker thread.
 

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from protocol.linux.shared_log import SharedLog
+from vfsd.daemon import preload
 from vfsd.daemon.backends import registry
 from vfsd.daemon.keeper import stuck
 from vfsd.daemon.keeper.kept import (
@@ -106,6 +107,7 @@ class Keeper:
             return status
         close()
         logs.configure(self._options.log.log_level, self._options.log.log_format)
+        self._import()
         interpreter.set_name(f"vfsd-keep:{self._name}")
         while True:
             ended = self._wait()
@@ -198,6 +200,12 @@ class Keeper:
             if message[:1] == HAS_ANCHOR:
                 self._anchor = descriptors[1]
             self._memory[KEEPS] = 1
+
+    def _import(self) -> None:
+        """Import what replacements need: later the files may be those of another version of vfsd."""
+        preload.import_rest(self._options.workspace.backend.kind)
+        gc.collect()
+        gc.freeze()
 
     # -- a death -----------------------------------------------------------------------------------
     def _may_restart(self, ended: int) -> bool:

@@ -7,6 +7,7 @@ relay to a helper that runs already (`protocol.backends.container.helper.relay`)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from importlib import resources
 from typing import Final
@@ -44,10 +45,17 @@ module.main({arguments!r})
 """
 
 
+@functools.cache
 def helper_source(module: str) -> str:
-    """The source of one of HELPER_MODULES, or RELAY_MODULES."""
+    """The source of one of HELPER_MODULES, or RELAY_MODULES, as it was when it was first asked for."""
     package, _, name = module.rpartition(".")
     return resources.files(package).joinpath(f"{name}.py").read_text("utf-8")
+
+
+def read_sources() -> None:
+    """Read all sources now: later the files may be those of another version of vfsd."""
+    for module in {*HELPER_MODULES, *RELAY_MODULES}:
+        helper_source(module)
 
 
 def helper_program(directory: str) -> bytes:
