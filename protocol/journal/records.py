@@ -141,7 +141,7 @@ Begun = tuple[bytes, int]  # a record without its last bytes: what follows the C
 
 
 def begun(magic: int, sequence: int, synced: int, length: int, start: bytes, data: Buffer) -> Begun:
-    """Begin a COMMIT whose payload has `length` bytes, the first of which are `start` and `data`."""
+    """Begin a COMMIT whose payload has `length` bytes and begins with `start` and `data`."""
     checked = _CHECKED.pack(length, _COMMIT, sequence, synced) + start
     return checked, zlib_ng.crc32(data, zlib_ng.crc32(checked, magic))
 

@@ -1,4 +1,4 @@
-"""PrunedSnapshots: the automatic snapshots that a volume dropped to free memory, until somebody was told of them.
+"""PrunedSnapshots: the automatic snapshots that a volume dropped to free memory, until a command has named them.
 
 Each has a note in the journal, which is recorded together with its removal, so that the next daemon names it, too, and
 cuts the undo history there.

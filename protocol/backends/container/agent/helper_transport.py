@@ -221,7 +221,7 @@ def _met(hello: tuple[int, ...]) -> tuple[IdMap, tuple[int, int], bool]:
 
 
 async def _known(link: AgentLink) -> list[KnownInode]:
-    """The inodes of which the helper has lookups."""
+    """The inodes that the helper counts lookups of."""
     found: list[KnownInode] = []
     more = True
     while more:

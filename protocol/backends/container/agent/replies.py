@@ -90,7 +90,7 @@ def entries_in(blob: bytes, cookie: int, ids: IdMap = IDENTITY) -> Iterator[List
 
 
 class KnownInode(NamedTuple):
-    """An inode of which the helper has lookups.  `parent` is 0 for one without a name."""
+    """An inode that the helper counts lookups of.  `parent` is 0 for one without a name."""
 
     number: int
     kind: int

@@ -4,9 +4,9 @@ The owner is every process that holds the container's lease (`lease`): the daemo
 over from it.  A container whose owner is certainly dead is an orphan:
 
 - The lease's name means something in its network namespace and boot only, so only a daemon in the same ones tests it.
-- After a reboot of this machine every earlier owner is dead, and who has the lease since then holds it.  "This machine"
-  is proven only for daemons in the initial pid namespace over a local service: images of containers share machine-ids,
-  and a remote Podman serves several machines.
+- After a reboot of this machine every earlier owner is dead; a process that took the lease since then holds it.
+  "This machine" is proven only for daemons in the initial pid namespace over a local service: images of containers
+  share machine-ids, and a remote Podman serves several machines.
 - Images that are committed from a container have its labels, and so have their containers.  So a label has the name of
   the container: one with another name is the user's own.
 - All others stay; docs/containers.md says how to remove them by hand.
