@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -23,6 +26,18 @@ LATER = (
 )  # fmt: skip
 # What preload() is for: a process that forks daemons imports it once.
 PRELOADED = "import sys; from vfsd.daemon.preload import preload; preload(); print(*sys.modules)"
+
+EVERYTHING: Final = """
+import sys
+from vfsd.daemon import preload
+from vfsd.daemon.backends import registry
+preload.preload(registry._BUILT_IN)
+for kind in registry._BUILT_IN:
+    preload.import_rest(kind)
+print(*sys.modules)
+"""
+# Few workspaces have a sandbox; an engine is imported before its mount is made; the last is for an error of the import.
+NOT_AT_THE_START = {"vfsd.daemon.exec.sandbox", "vfsd.kernel.engines.pyfuse3", "vfsd.machine.foreign"}
 
 
 def within(module: str, names: tuple[str, ...]) -> bool:
@@ -49,6 +64,27 @@ def test_a_daemon_imports_what_its_mount_needs_and_preload_imports_all_of_it(wor
     loaded = subprocess.run([sys.executable, "-c", PRELOADED], capture_output=True, text=True, check=True)
     ours = {module for module in imported if within(module, ("protocol", "vfsd"))}
     assert ours - set(loaded.stdout.split()) <= {"vfsd.daemon.main"}
+
+
+def imported_in_functions(module: str) -> set[str]:
+    """The modules of vfsd that functions of `module` import."""
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    functions = [
+        node for node in ast.walk(ast.parse(Path(found.origin).read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]  # fmt: skip
+    imports = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+    return {node.module for node in imports if node.module and within(node.module, ("protocol", "vfsd"))}
+
+
+def test_a_daemon_imports_nothing_later(workdir: Path) -> None:
+    """The files of vfsd may have been replaced since it started (`pip install --upgrade`)."""
+    done = subprocess.run([sys.executable, "-c", EVERYTHING], capture_output=True, text=True, check=True, cwd=workdir)
+    loaded = {module for module in done.stdout.split() if within(module, ("protocol", "vfsd"))}
+    later = {name for module in loaded for name in imported_in_functions(module)} - loaded
+    assert later == NOT_AT_THE_START
 
 
 @pytest.mark.parametrize("kind", [Kept, KeptOverlay, KeptHost, KeptCommand])

@@ -5,8 +5,8 @@ reported that the mount answers (`import_rest`), and so does its keeper, for the
 process that forks daemons imports both parts once (`preload`, `import_rest`), so that the daemons share the modules'
 memory.
 
-Nothing of vfsd is imported later than that, except for what few workspaces use, such as sandboxes and object stores:
-`pip install --upgrade` replaces the files under a running daemon, and modules of two versions do not fit together.
+Nothing of vfsd is imported later than that, except for sandboxes: `pip install --upgrade` replaces the files under a
+running daemon, and modules of two versions do not fit together.
 
 Threading: while `import_rest` runs, no other thread imports these modules; two threads that import one package from
 different ends can deadlock.
@@ -40,6 +40,10 @@ _REST: Final = (
     "encodings.ascii",
     "protocol.archive",
     "protocol.store",
+    "protocol.store.object_store.check",
+    "protocol.store.object_store.collect",
+    "protocol.store.object_store.pull",
+    "protocol.store.object_store.push",
     "protocol.execution.host",
     "protocol.execution.runner",
 )
