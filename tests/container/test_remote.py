@@ -24,6 +24,7 @@ from tests.container.conftest import attempt, control
 from tests.container.sshd import NoSshdError, running_sshd
 from tests.mount.conftest import check_invariants, complaints
 from tests.support.contracts_on_mounts import OnMount
+from tests.support.processes import children
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
 from vfsd.client.launch import log_path
@@ -153,15 +154,8 @@ def test_both_ends_see_one_directory_and_its_snapshots(end: End, workspace: Work
 def command_of(workspace: Workspace) -> int:
     """The process that the daemon runs for its command."""
     pid = workspace.status().pid
-    (child,) = [int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in _children(task)]
+    (child,) = children(pid)
     return child
-
-
-def _children(task: Path) -> list[str]:
-    try:
-        return (task / "children").read_text().split()
-    except OSError:  # the thread has ended
-        return []
 
 
 def served_again(workspace: Workspace, times: int = 1) -> None:

@@ -18,6 +18,7 @@ import pytest
 from tests.mount.conftest import check_invariants
 from tests.mount.dying_daemon import STEPS
 from tests.mount.programs import vfsd, wait_ended
+from tests.support.processes import children
 from tests.support.waiting import wait_until
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
@@ -258,10 +259,6 @@ def random_call(choice: random.Random) -> Callable[[Path], Any]:
         lambda root: sorted(os.listdir(root)),
         lambda root: (root / one).read_bytes(),
     ][what]
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def kill_replacements(kept: Kept, count: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.mount.conftest import check_invariants
 from tests.mount.programs import VFSD, failed, log_of, succeeded, vfsd
+from tests.support.processes import children
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.daemon.forks.family import slack_bytes
@@ -27,11 +28,6 @@ def workspace(workdir: Path) -> Iterator[Workspace]:
     with Workspace.mount(root, persist=True, journal_dir=workdir / "journal", max_memory=LIMIT, keeper=False) as made:
         yield made
         check_invariants(made)
-
-
-def children(pid: int) -> list[int]:
-    found = (task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children"))
-    return [int(child) for some in found for child in some]
 
 
 def private_bytes(*pids: int) -> int:

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from protocol.tool_messages import EditFileParams, GlobParams, GrepParams, RmParams
 from tests.mount.conftest import MountIt, check_invariants, socket_of
 from tests.mount.engine_child import Watcher
+from tests.support.processes import is_running
 from tests.support.waiting import readable
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient
@@ -575,14 +576,6 @@ def answered_during_search(workspace: Workspace, root: Path) -> int:
         answered += 1
     thread.join()
     return answered
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 @pytest.mark.parametrize("backend", ["memory", "overlay", "host"])

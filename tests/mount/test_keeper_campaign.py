@@ -21,6 +21,7 @@ import pytest
 from tests.mount.conftest import check_invariants
 from tests.mount.programs import VFSD, vfsd, wait_ended
 from tests.mount.surviving_programs import PROGRAMS, run_program, tree_facts
+from tests.support.processes import children
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.machine.mountinfo import mount_at
@@ -98,8 +99,7 @@ class Killer:
 
     def _replacement(self) -> int:
         """Return the daemon that is not the killed one, recovered or not; 0 before there is one."""
-        children = Path(f"/proc/{self._keeper}/task/{self._keeper}/children").read_text().split()
-        return next((int(child) for child in children if int(child) != self._killed), 0)
+        return next((child for child in children(self._keeper) if child != self._killed), 0)
 
 
 @pytest.fixture(params=["memory", "overlay"])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.killed_fork import FORK_STEPS, NO_DESCRIPTOR, SOURCE_STEPS, WAITING
+from tests.support.processes import children
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
 from vfsd import Workspace
@@ -51,10 +52,6 @@ def daemons(mountpoint: Path) -> list[str]:
             if comm == f"vfsd:{mountpoint.name}":
                 found.append(f"{name} {state}")
     return found
-
-
-def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def nothing_is_left(place: Path) -> bool:

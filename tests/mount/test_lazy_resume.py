@@ -29,6 +29,7 @@ from tests.mount.conftest import MountIt, check_invariants, complaints
 from tests.mount.kept_workspaces import Kept, end_kept
 from tests.mount.programs import succeeded, vfsd
 from tests.support.lower_layers import damage_inodes
+from tests.support.processes import children, is_running
 from tests.support.s3_server import BUCKET, KEYS, FaultyProxy, options, s3_server
 from tests.support.terminal import Shell
 from tests.support.unmounting import unmount_when_idle
@@ -308,26 +309,12 @@ def test_lost_inode_numbers_are_named_and_the_contents_are_there(
     assert "lost: .\n" not in checked.stderr
 
 
-def helpers(pid: int) -> list[int]:
-    """The child processes of a daemon."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-
-
 def is_served_by_another(workspace: Workspace, pid: int) -> bool:
     """Whether the keeper's daemon answers, after the daemon `pid` was killed."""
     try:
         return workspace.status().pid != pid
     except OSError:
         return False
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or waits for its parent to ask."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @pytest.mark.parametrize("engine", ["native"])
@@ -337,10 +324,10 @@ def test_a_killed_helper_is_replaced_and_a_killed_daemon_leaves_none(
     with complaining(workdir, engine) as (workspace, root):
         assert len((root / "d0" / "f0").read_bytes()) == 2000
         pid = workspace.status().pid
-        (first,) = helpers(pid)
+        (first,) = children(pid)
         os.kill(first, signal.SIGKILL)
         assert (root / "big").read_bytes() == BIG
-        (second,) = helpers(pid)
+        (second,) = children(pid)
         assert second != first
     _, root = resume(mount)
     proxy.requests.clear()
@@ -369,9 +356,9 @@ def test_changes_persist_and_a_killed_daemon_leaves_no_helper(
     replaced = [sys.executable, "-m", "vfsd.cli.main", "push", url, "--as", "one", "--replace", "-w", workspace.path]
     subprocess.run(replaced, check=True, capture_output=True)
     pid = workspace.status().pid
-    (helper,) = helpers(pid)
+    (helper,) = children(pid)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: has_ended(helper))
+    wait_until(lambda: not is_running(helper))
     wait_until(lambda: is_served_by_another(workspace, pid))  # an unmount meanwhile would be refused
     unmount_when_idle(workspace)
     with Workspace.mount(place, backend=f"overlay:{url}#one", engine=engine, **given) as workspace:

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from tests.mount.conftest import check_invariants, mounted
 from tests.mount.forking import Fork, forking, put, text
+from tests.support.processes import is_running
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
 from vfsd import AsyncWorkspace, Workspace
@@ -719,14 +720,7 @@ def test_a_cancelled_merge_leaves_both_as_they_were(target: Workspace, fork: For
 
 def kill(workspace: Workspace) -> None:
     os.kill(workspace.pid, signal.SIGKILL)
-    wait_until(lambda: not running(workspace.pid), "the daemon ended")
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not is_running(workspace.pid), "the daemon ended")
 
 
 def forget(workspace: Workspace) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from protocol.execution.executor import Command, Executor
 from protocol.execution.host import HostExecutor
+from tests.support.processes import is_running
 from tests.support.waiting import readable
 
 
@@ -24,14 +25,6 @@ def executor(tmp_path: Path) -> HostExecutor:
 
 def pid_in(path: Path) -> int:
     return int(path.read_text())
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_it_is_an_executor(executor: HostExecutor) -> None:

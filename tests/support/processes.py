@@ -1,0 +1,30 @@
+"""Processes that a test watches from outside.
+
+A file of /proc that was opened while its process lived is read with ESRCH once the process has been reaped.
+"""
+
+from pathlib import Path
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended. One that nobody has reaped yet (a zombie) has."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    # After the command's name, which may contain anything (proc_pid_stat(5)).
+    return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def children(pid: int) -> list[int]:
+    """The child processes of all threads of a process; none if it has ended."""
+    found = []
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            try:
+                found += [int(child) for child in (task / "children").read_text().split()]
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # a thread that has ended
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return found
