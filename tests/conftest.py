@@ -29,6 +29,7 @@ from tests.support.hang_watch import HangWatch
 from tests.support.leaks import TAG, Leaks, descriptors, mounts, open_files
 from tests.support.progress import ProgressPlugin
 from tests.support.schedule import slow_first
+from vfsd.machine import selection
 
 _NO_SKIP = os.environ.get("VFSD_NO_SKIP", "") not in ("", "0")
 _FAILED_SKIP = "skipped, and VFSD_NO_SKIP is set: {}"
@@ -193,6 +194,21 @@ def _check(leaks: Leaks) -> None:
         pytest.fail("left behind (and now cleaned up):\n  " + "\n  ".join(left), pytrace=False)
 
 
+def _records() -> set[str]:
+    try:
+        return set(selection.record_paths())
+    except OSError:  # none yet
+        return set()
+
+
+def _forget_dead(records: set[str]) -> None:
+    """Remove the records of daemons that a test killed: `vfsd list` would show them in later tests."""
+    for path in records:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a test's own, which are no records
+            if not selection.read_record(path).alive:
+                os.unlink(path)
+
+
 @pytest.fixture(scope="session")
 def session_dir(request: pytest.FixtureRequest) -> str:
     """This session's own directory, with a short path; gone after the session."""
@@ -242,9 +258,10 @@ def no_leaks(session_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     earlier and may outlive the test.
     """
     leaks = Leaks(session_dir, [session_dir, str(tmp_path_factory.getbasetemp())])
-    before = descriptors()
+    before, recorded = descriptors(), _records()
     yield
     _check(leaks)
+    _forget_dead(_records() - recorded)
     if len(descriptors()) > len(before) + _FILES_LEFT:
         gc.collect()
         # Connections of a client that is gone are closed by a thread of its own.

@@ -13,6 +13,7 @@ import msgspec
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import INTERRUPTED, App, Command
+from vfsd.cli.common.interrupts import waking
 from vfsd.cli.common.names import complete_path, complete_snapshot, with_similar_snapshots
 from vfsd.cli.common.streamed import PatientOutput
 from vfsd.cli.common.times import ACCEPTED, parse_time
@@ -144,7 +145,8 @@ def _print_changes(app: App, socket: str, params: WatchParams) -> None:
     from vfsd.client.log_results import WatchedLines, decode_watched  # noqa: PLC0415 start-up
     from vfsd.client.requests import RemoteCall  # noqa: PLC0415
 
-    with closing(ControlClient(socket).stream(RemoteCall("watch", params))) as pieces:
+    client = ControlClient(socket)
+    with waking(client), closing(client.stream(RemoteCall("watch", params))) as pieces:
         lines = WatchedLines()
         for line in itertools.chain.from_iterable(map(lines.feed, pieces)):
             if app.json:

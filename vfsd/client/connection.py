@@ -11,6 +11,7 @@ import errno as errno_numbers
 import functools
 import json
 import os
+import select
 import socket
 from collections.abc import Callable, Generator
 from types import TracebackType
@@ -260,6 +261,8 @@ class ControlClient:
         self._is_sent = False  # all of its request
         self._is_cancel_wanted = False
         self.on_cancel_state: Callable[[CancelState], object] | None = None
+        # Readable after a signal (signal.set_wakeup_fd): whatever waits for the daemon lets the signal's handler run.
+        self.wakeup: socket.socket | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -398,6 +401,8 @@ class ControlClient:
 
     def _next_line(self, sock: socket.socket, exchange: Exchange) -> bytes:
         while (line := self._lines.next_line()) is None:
+            if self.wakeup is not None:
+                self._wait(sock, self.wakeup, exchange)
             try:
                 data = sock.recv(RECEIVE_BYTES)
             except TimeoutError:
@@ -408,3 +413,22 @@ class ControlClient:
                 raise vanished(self._path, exchange.method)
             self._lines.feed(data)
         return line
+
+    def _wait(self, sock: socket.socket, wakeup: socket.socket, exchange: Exchange) -> None:
+        """Wait until `sock` is readable; the handlers of signals run meanwhile.
+
+        A signal interrupts recv(2) only if it arrives during the call and in this thread.  If it arrives after Python
+        has looked for signals and before the call, its handler would run only when the daemon has answered.
+        """
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        poll.register(wakeup, select.POLLIN)
+        timeout_ms = None if self._timeout_s is None else self._timeout_s * 1000
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll(timeout_ms)}
+            if not ready:
+                raise timed_out(self._path, exchange.method, self._timeout_s)
+            if wakeup.fileno() in ready:
+                wakeup.recv(RECEIVE_BYTES)
+            if sock.fileno() in ready:
+                return

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import errno
 import signal
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -72,10 +73,10 @@ def interruptible(client: ControlClient, method: str) -> Iterator[Signalled]:
     If the daemon does not answer the request to stop within some seconds, the command ends.
     """
     signalled = Signalled(method)
-    if method not in WORDS or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield signalled
         return
-    with _handling(client, signalled):
+    with waking(client), _handling(client, signalled) if method in WORDS else nullcontext():
         try:
             yield signalled
             signalled.is_completed = signalled.number is not None
@@ -83,6 +84,21 @@ def interruptible(client: ControlClient, method: str) -> Iterator[Signalled]:
             if signalled.number is None or error.errno != errno.ECANCELED:
                 raise
             raise Interrupted(f"stopped: {WORDS[method].stopped}", signalled.number, errno.ECANCELED) from None
+
+
+@contextmanager
+def waking(client: ControlClient) -> Iterator[None]:
+    """Have `client` stop waiting when a signal arrives, at whatever moment.  Main thread."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        client.wakeup = ours
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            client.wakeup = None
 
 
 @contextmanager
