@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
-__all__ = ["readable", "wait_until"]
+__all__ = ["longer_limits", "readable", "wait_until"]
 
 
 class _HasFileno(Protocol):
@@ -28,3 +28,12 @@ def wait_until(condition: Callable[[], bool], description: str = "the condition"
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s: {description}"
         time.sleep(0.01)
+
+
+def longer_limits(first_s: int) -> Iterator[int]:
+    """Time limits for a program that must come somewhere within its limit: the caller stops at the first that sufficed.
+
+    On a busy machine a program may not even have started when a second has passed.
+    """
+    for factor in (1, 4, 16, 64):
+        yield first_s * factor
