@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,8 @@ from tests.support.waiting import wait_until
 
 _CLEAN: Final = frozenset({0, -signal.SIGHUP, -signal.SIGINT, -signal.SIGTERM, -signal.SIGPIPE})
 _UCRED: Final = struct.Struct("3i")
-_ABOVE_PASSED: Final = 60  # a shell moves them to 3 and the following numbers
+_ABOVE_PASSED: Final = 60  # `passed_descriptors` moves them to 3 and the following numbers
+_PASSING: Final = "tests.support.passed_descriptors"
 _POLL_S: Final = 0.02
 
 
@@ -127,15 +129,14 @@ class ServiceManager:
 
     def _start(self) -> None:
         passed = [descriptor for _, descriptor in self.store]
-        moves = " ".join(f"{at}<&{descriptor} {descriptor}<&-" for at, descriptor in enumerate(passed, 3))
         variables = {"NOTIFY_SOCKET": self._address}
         if passed:
             variables |= {"LISTEN_FDS": str(len(passed)), "LISTEN_FDNAMES": ":".join(self.names)}
-        script = f"exec {moves}\n" * bool(moves) + "export LISTEN_PID=$$\n" * bool(passed) + 'exec "$@"'
+        numbers = ",".join(map(str, passed)) or "-"
         self._is_ready = False
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                ["bash", "-c", script, "start", *self.command],
+                [sys.executable, "-m", _PASSING, numbers, *self.command],
                 env={**self.environment, **variables},
                 stdin=subprocess.DEVNULL,
                 stderr=log,
