@@ -18,7 +18,7 @@ import pytest
 from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import change_at_random, facts
 from tests.mount.programs import Program, failed, succeeded, vfsd
-from tests.support.service_manager import Unit
+from tests.support.service_manager import ServiceManager, Unit
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import read_record
@@ -219,3 +219,31 @@ def test_an_upgraded_daemon_is_kept(workdir: Path) -> None:
         assert not set(manager.names) & names
         manager.kill()
         assert program("os.read(held, 9)") == b"content"
+
+
+@pytest.mark.parametrize(("backend", "upgrades", "options"), [("host", 2, ()), ("overlay", 1, ("--exclude", "left"))])
+def test_a_tightened_policy_holds_after_an_upgrade_and_a_death(
+    workdir: Path, backend: str, upgrades: int, options: tuple[str, ...]
+) -> None:
+    service = unit(workdir, backend, "--hide", "nothing", *options)
+    root = service.mountpoint
+    with service.managed() as manager, Program() as program:
+        (root / "secret").write_text("secret")
+        (root / "file").write_bytes(b"content")
+        program(f"held = os.open({str(root / 'file')!r}, os.O_RDONLY)")
+        succeeded(vfsd("policy", "-w", service.name, "--hide", "secret"))
+        for _ in range(upgrades):
+            names, main = set(manager.names), manager.main
+            succeeded(vfsd("upgrade", service.name))
+            wait_until(lambda: manager.main != main and _has_device(manager, names), "what the new daemon stores")  # noqa: B023
+            manager.kill()
+            assert keeper(service.name) == "systemd, restarted the daemon 1 time"
+            assert program("os.pread(held, 9, 0)") == b"content"
+            assert os.listdir(root) == ["file"]
+            with pytest.raises(FileNotFoundError):
+                (root / "secret").lstat()
+
+
+def _has_device(manager: ServiceManager, before: set[str]) -> bool:
+    """Whether a new mount is stored.  Its device is the last thing that a daemon stores."""
+    return any(name.startswith("vfsd-device.") for name in set(manager.names) - before)

@@ -112,6 +112,8 @@ async def run_daemon(
         _keep_labels(audit, kept, successor)
         stale = CacheInvalidation() if successor is not None else connected(backend, kept)
         served = to_serve(options, backend, kept, is_continued=resumed is not None)
+        if successor is not None and served.policy is not None:
+            _note_policy(kept, served.policy.options)  # the notes of the daemon before are not passed on
         if resumed is not None:
             engine = resume_engine(
                 served.volume,
@@ -154,6 +156,12 @@ def _keep_labels(audit: Audit, kept: Kept | None, successor: Successor | None) -
     if successor is None:
         given = kept.notes.get(_LABELS) or []
     audit.keep_labels(given, functools.partial(kept.notes.set, _LABELS))
+
+
+def _note_policy(kept: Kept | None, policy: PolicyOptions) -> None:
+    """Note for the next daemon of this mount what may have been added at run time."""
+    if kept is not None:
+        kept.notes.set(POLICY_NOTE, [policy.protect, policy.hide])
 
 
 async def _close(
@@ -205,6 +213,8 @@ class _Daemon:
         kept, successor = start.kept, start.successor
         self._policy = served.policy
         self._run_fork = functools.partial(run_daemon, starter=start.starter)
+        given = None if successor is None else successor.mounted_policy
+        self.mounted_policy = given or options.policy
         if served.policy is not None:
             # What was added at run time too: the daemon of an upgrade, and forks, start from these options.
             options = replace(options, policy=served.policy.options)
@@ -359,8 +369,7 @@ class _Daemon:
         """Give forks, and a daemon that an upgrade starts, the policy that holds now."""
         self._options = self.options = replace(self._options, policy=policy)
         self.forks.use_policy(policy)
-        if self._kept is not None:
-            self._kept.notes.set(POLICY_NOTE, [policy.protect, policy.hide])
+        _note_policy(self._kept, policy)
 
     async def _wait_answering(self, mounted: MountedVolume) -> None:
         """Wait for an answer of the loop, which serves already; or correct what a dead daemon left in the kernel."""

@@ -13,6 +13,8 @@ import select
 import socket
 import sys
 
+from msgspec.structs import replace
+
 import vfsd
 from vfsd.daemon import preload
 from vfsd.daemon.daemon import run_daemon
@@ -69,7 +71,9 @@ def main(channel_fd: int) -> int:
         return 0
 
     if begin.is_foreground:
-        return start(new_kept(options, predecessor=os.getppid()))
+        # The next start of the unit has the policy of its settings, and none that was added at run time.
+        mounted = replace(options, policy=successor.mounted_policy or options.policy)
+        return start(new_kept(mounted, predecessor=os.getppid()))
     if not keeping.is_wanted(options):
         return start(None)
     run_again = functools.partial(run_daemon, started_by=successor.started_by, starter=successor.starter)

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from vfsd.daemon.forks.family import ForkFamily
     from vfsd.daemon.forks.forks import Forks
     from vfsd.kernel.engines.base import Engine
-    from vfsd.wire.options import MountOptions
+    from vfsd.wire.options import MountOptions, PolicyOptions
 
 _logger = logging.getLogger(__name__)
 _START_S: Final = 60.0
@@ -86,6 +86,11 @@ class OldDaemon(Protocol):
 
     @property
     def options(self) -> MountOptions: ...
+
+    @property
+    def mounted_policy(self) -> PolicyOptions:
+        """The policy that the mount was made with; `options` has the one that holds now."""
+        ...
 
     @property
     def engine(self) -> Engine: ...
@@ -255,22 +260,23 @@ class Upgrade:
         try:
             if given.has_image:
                 descriptors[:0] = self._start_image(new, volume, given)
-            backend, kept = self._daemon.backend, self._daemon.kept
+            daemon, backend, kept = self._daemon, self._daemon.backend, self._daemon.kept
             if backend.anchor is not None:
                 descriptors.append(os.dup(backend.anchor))
             begin = Begin(
                 HANDOVER_VERSION,
                 vfsd.__version__,
-                encode_options(self._daemon.options).decode(),
+                encode_options(daemon.options).decode(),
                 given.start,
                 kept.pid if kept is not None and kept.is_kept else 0,
                 kept.start_ticks if kept is not None else 0,
-                self._daemon.starter,
-                is_foreground=self._daemon.is_foreground,
+                daemon.starter,
+                is_foreground=daemon.is_foreground,
                 below=given.below,
                 reopening=backend.reopening,
                 has_anchor=backend.anchor is not None,
                 pid=os.getpid(),
+                mounted_policy=None if daemon.mounted_policy == daemon.options.policy else daemon.mounted_policy,
             )
             new.channel.send(begin, descriptors)
         finally:

@@ -40,6 +40,7 @@ from protocol.volume_durability import JournalEnd
 from vfsd.daemon.audit.processes import GivenLabel
 from vfsd.daemon.snapshots.pruned import PrunedRecord
 from vfsd.wire.merge_messages import AncestorRecord, StateRecord
+from vfsd.wire.options import PolicyOptions
 
 HANDOVER_VERSION: Final = 3  # of these messages, and of what they carry
 OLDEST_VERSION: Final = 1  # that this version can take over
@@ -62,6 +63,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     process that started the first daemon.  `is_foreground`: systemd restarts the daemon, so it has no keeper.  `below`:
     what identifies the lower layer of an overlay, or the directory of `host:`.  `reopening`: how to open that layer
     (`vfsd.daemon.backends.Backend`).  `has_anchor`: the last descriptor is `Backend.anchor`.  `pid`: of the old daemon.
+    `mounted_policy`: the policy that the mount was made with, if `options` has a tighter one.
     `source`: of the versions before 3, the URL and name of the layer, if the options have no name.
     """
 
@@ -78,6 +80,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     reopening: bytes = b""
     has_anchor: bool = False
     pid: int = 0
+    mounted_policy: PolicyOptions | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

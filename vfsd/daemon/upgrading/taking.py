@@ -63,6 +63,7 @@ from vfsd.wire.sockets import BoundSocket
 
 if TYPE_CHECKING:
     from protocol.volume_durability import HandedOverVolume, TakenState
+    from vfsd.wire.options import PolicyOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -101,6 +102,11 @@ class Successor:
     def version(self) -> str:
         """The version of the old daemon."""
         return self._begin.version
+
+    @property
+    def mounted_policy(self) -> PolicyOptions | None:
+        """The policy that the mount was made with; None if the daemon's options have it."""
+        return self._begin.mounted_policy
 
     @property
     def replaces(self) -> int:
