@@ -185,13 +185,33 @@ def test_a_container_that_ended_while_no_daemon_ran_ends_the_mount(kept: KeptCon
     assert (restarted if is_running else "is not running") in log_of(kept.name)
 
 
-def test_a_container_that_is_restarted_under_a_daemon_is_served_and_has_no_keeper_any_more(kept: KeptContainer) -> None:
+def test_a_container_that_is_restarted_under_a_daemon_is_served_and_has_no_keeper_any_more(
+    keep: Callable[..., KeptContainer],
+) -> None:
+    kept = keep()
     workspace = kept.mount()
     (kept.path / "file").write_bytes(b"x")
     control(kept.container, "restart", timeout=0)
     wait_until(is_served_again(workspace))
     assert (kept.path / "file").read_bytes() == b"x"
     assert "none any more: the container was restarted" in succeeded(vfsd("status", "-w", kept.name))
+
+
+def test_a_container_that_is_restarted_is_served_and_the_helper_in_it_has_a_keeper_as_before(
+    keep: Callable[..., KeptContainer], python_image: str
+) -> None:
+    kept = keep("agent", image=python_image)
+    workspace = kept.mount()
+    (kept.path / "file").write_bytes(b"x")
+    with (kept.path / "file").open("r+b", buffering=0) as file:
+        control(kept.container, "restart", timeout=0)
+        wait_until(is_served_again(workspace))
+        kept.kill()
+        file.write(b"y")
+        succeeded(vfsd("upgrade", kept.name))
+        assert os.pread(file.fileno(), 9, 0) == b"y"
+    assert inside(kept.container, "cat /workspace/file") == b"y"
+    check_invariants(Workspace.attach(kept.name))
 
 
 def test_the_helper_keeps_files_that_the_container_removed_or_that_have_no_name(

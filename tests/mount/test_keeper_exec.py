@@ -25,7 +25,7 @@ from tests.mount.kept_workspaces import (
     insert_rows,
     kill_replacements,
 )
-from tests.mount.programs import Program, failed, log_of, succeeded, vfsd, wait_ended
+from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.engines.native.wire import Opcode
@@ -198,7 +198,7 @@ def test_a_helper_that_ends_while_no_daemon_runs_ends_the_mount(kept: KeptComman
     assert "the helper that has the files open has ended" in log_of(kept.name)
 
 
-def test_a_helper_that_ends_under_a_daemon_is_started_again_without_a_keeper(kept: KeptCommand) -> None:
+def test_a_helper_that_ends_under_a_daemon_is_started_again_and_the_keeper_goes_on(kept: KeptCommand) -> None:
     kept.mount()
     (kept.path / "file").write_bytes(b"x")
     kept.kill()
@@ -211,10 +211,12 @@ def test_a_helper_that_ends_under_a_daemon_is_started_again_without_a_keeper(kep
             return False
 
     wait_until(is_served, "the next helper")
-    assert "none any more: the command ended and runs again" in succeeded(vfsd("status", "-w", kept.name))
-    refused = failed(vfsd("upgrade", kept.name))
-    assert "the helper of the command `" in refused, "there is no container to name"
-    assert "was restarted since the mount was made" in refused
+    assert "keeper\tpid" in succeeded(vfsd("status", "-w", kept.name))
+    with (kept.path / "new").open("r+b", buffering=0) as file:
+        kept.kill()
+        succeeded(vfsd("upgrade", kept.name))
+        file.write(b"N")
+    assert (kept.below / "new").read_bytes() == b"New"
 
 
 def test_the_helper_ends_with_an_unmount_and_with_a_mount_without_a_keeper(kept: KeptCommand) -> None:

@@ -145,12 +145,25 @@ def test_either_daemon_is_killed_at_the_last_steps(
             assert os.pread(held.fileno(), 9, 0) == b"held\n"
 
 
-def test_a_command_that_was_run_again_is_refused_and_served_on(upgradable: Callable[..., OverCommand]) -> None:
+def test_while_a_file_is_open_that_ended_with_its_helper_an_upgrade_is_refused_and_the_rest_served_on(
+    upgradable: Callable[..., OverCommand],
+) -> None:
     workspace = upgradable()
     workspace.mount()
     (workspace.path / "file").write_bytes(b"x")
     pid = workspace.record.pid
-    os.kill(workspace.command.processes()[0], signal.SIGKILL)
+    with (workspace.path / "gone").open("w+b", buffering=0):
+        (workspace.path / "gone").unlink()
+        os.kill(workspace.command.processes()[0], signal.SIGKILL)
+        check_refused(workspace)
+        assert workspace.record.pid == pid
+    wait_until(lambda: "keeper\tpid" in succeeded(vfsd("status", "-w", workspace.name)), "the end of the file")
+    workspace.upgrade()
+    assert (workspace.path / "file").read_bytes() == b"x"
+
+
+def check_refused(workspace: OverCommand) -> None:
+    """Wait for the next helper; an upgrade is refused, and the files are served."""
 
     def is_served() -> bool:
         try:
@@ -161,4 +174,3 @@ def test_a_command_that_was_run_again_is_refused_and_served_on(upgradable: Calla
     wait_until(is_served, "the next helper")
     assert "since the mount was made" in failed(vfsd("upgrade", workspace.name))
     assert (workspace.path / "file").read_bytes() == b"x"
-    assert workspace.record.pid == pid

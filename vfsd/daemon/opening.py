@@ -61,7 +61,7 @@ async def opened(
         backend = await successor.open(options, kept)
         return backend, successor.origin(backend)
     if origin is None:
-        anchor = None if kept is None or kept.resumed is None else kept.resumed.anchor
+        anchor, given = None, options
         if kept is not None and kept.resumed is not None:
             # Start-up: few daemons continue a mount.
             from vfsd.daemon.backends.persistence import check_continued  # noqa: PLC0415
@@ -71,7 +71,8 @@ async def opened(
                 from vfsd.daemon.backends.container import wait_for_service  # noqa: PLC0415
 
                 await wait_for_service(options.container.podman_url)
-        given = options if anchor is None else replace(options, anchor=anchor)
+            anchor = kept.resumed.anchor
+            given = replace(options, anchor=anchor, is_continued=True)
         backend = await trio.to_thread.run_sync(open_backend, given, _unless_cancelled)
         if anchor is not None:
             os.close(anchor)

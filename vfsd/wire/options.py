@@ -180,8 +180,8 @@ class Below(Value):
 class MountOptions(Value):
     """All options of one mount.
 
-    Three are no options: `origin`, which only a fork has; `below`, in an upgrade; and `anchor`, the
-    `vfsd.daemon.backends.base.Backend.anchor` of the daemon before this one.
+    Four are no options: `origin`, which only a fork has; `below`, in an upgrade; `anchor`, the
+    `vfsd.daemon.backends.base.Backend.anchor` of the daemon before this one; and `is_continued`, whether there was one.
     """
 
     workspace: WorkspaceOptions
@@ -198,6 +198,7 @@ class MountOptions(Value):
     origin: StoredOrigin | None = None
     below: Below | None = None
     anchor: int | None = None
+    is_continued: bool = False
 
     @classmethod
     def of(cls, mountpoint: str, name: str, **values: Any) -> MountOptions:

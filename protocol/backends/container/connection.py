@@ -79,12 +79,14 @@ class TransportConnection(Generic[S]):
             supports_acl=transport.supports_acl,
             keep=lambda log, is_known: transport.keep_log(log, is_known=is_known),
             prepare=self._prepare,
+            keeps_numbers=transport.keeps_numbers,
             label=target.label if transport.name == "rootfs" else f"the helper of {target.label}",
         )
         self._prepared: S | None = None  # the state whose volume `transport` has opened already
         self._last_error = ""
         self._reason = ""
         self._invalidate: InvalidateCaches | None = None
+        self._has_misnumbered = trio.Event()
 
     async def attend(
         self, invalidate: InvalidateCaches, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -120,6 +122,12 @@ class TransportConnection(Generic[S]):
         """Invalidate the kernel's caches, because the container changes files without notice."""
         if self._invalidate is not None:
             await self._invalidate(self.volume.cached_by_kernel())
+
+    def tidy(self) -> None:
+        """Do the upkeep of the volume.  To be called every second."""
+        self.volume.tidy()
+        if self.volume.misnumbered().entries:
+            self._has_misnumbered.set()
 
     @property
     def transport_name(self) -> Literal["rootfs", "agent"]:
@@ -169,7 +177,8 @@ class TransportConnection(Generic[S]):
         try:
             async with trio.open_nursery() as nursery:
                 volume = await self.transport.open(state, nursery)
-                await connected(await self.volume.connect(volume, self.transport.run))
+                await connected(await self.volume.connect(volume, self.transport.run, self.transport.helper))
+                nursery.start_soon(self._renumber, invalidate)
                 reason = await self.transport.wait_lost()
                 nursery.cancel_scope.cancel()
         except* Exception as group:
@@ -189,6 +198,13 @@ class TransportConnection(Generic[S]):
             extra={"operation": "container"},
         )  # fmt: skip
         await invalidate(stale)
+
+    async def _renumber(self, invalidate: InvalidateCaches) -> None:
+        """Have the kernel ask again for files that can have their own numbers now, so that a keeper can go on."""
+        while True:
+            await self._has_misnumbered.wait()
+            self._has_misnumbered = trio.Event()
+            await invalidate(self.volume.misnumbered())
 
     def _log_once(self, error: OSError) -> None:
         """Log an error unless it is the same as the last one."""

@@ -4,8 +4,9 @@ A `File` has a number, which the kernel keeps while it holds the inode, and an `
 volume's for the same file.  Until the first replacement the two are equal.
 
 Invariants: a number means one file until its last lookup is forgotten, and is not reused before.  `_by_inner` has
-exactly the files whose `inner` is not 0, each once.  `_at` maps a dentry to the file last seen there, and a file's
-`dentries` are exactly the keys that lead to it.  Every file but the root has lookups.
+exactly the files whose `inner` is not 0, each once, and `_renumbered` those whose `inner` is not their number.  `_at`
+maps a dentry to the file last seen there, and a file's `dentries` are exactly the keys that lead to it.  Every file but
+the root has lookups.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class InodeMap:
         self.root: Final = File(ROOT_INODE, ROOT_INODE, stat.S_IFDIR)
         self._by_number = {ROOT_INODE: self.root}
         self._by_inner = {ROOT_INODE: self.root}
+        self._renumbered: set[File] = set()
         self._at: dict[DentryKey, File] = {}
         self._next_spare = _FIRST_SPARE
         self.get: Final = self._by_number.get
@@ -63,6 +65,15 @@ class InodeMap:
         inner = number & ~_FIRST_SPARE
         return inner if self.number_of(inner) == number else 0
 
+    @property
+    def is_renumbered(self) -> bool:
+        """Whether the kernel holds a file by another number than the present volume's, or one that this lacks."""
+        return bool(self._renumbered)
+
+    def misnumbered(self) -> list[File]:
+        """The files that got another number than the present volume's while that was taken, and it is free now."""
+        return [file for file in self._renumbered if file.inner and file.inner not in self._by_number]
+
     # -- lookups ---------------------------------------------------------------------
     def enter(self, inner: int, mode: int) -> File:
         """The file of the present volume's inode `inner`, with one more lookup, here and in the volume."""
@@ -70,6 +81,8 @@ class InodeMap:
         if file is None:
             file = File(self._free_number(inner), inner, stat.S_IFMT(mode))
             self._by_number[file.number] = self._by_inner[inner] = file
+            if file.number != inner:
+                self._renumbered.add(file)
         file.lookups += 1
         file.held += 1
         return file
@@ -95,6 +108,7 @@ class InodeMap:
         if file.lookups > 0 or file is self.root:
             return False
         del self._by_number[file.number]
+        self._renumbered.discard(file)
         if file.inner:
             del self._by_inner[file.inner]
         for dentry in file.dentries:
@@ -124,11 +138,13 @@ class InodeMap:
         return file
 
     # -- another volume ------------------------------------------------------------------------
-    def detach(self) -> None:
-        """Drop the inner numbers, because the volume is gone."""
-        self._by_inner.clear()
+    def detach(self) -> dict[int, File]:
+        """Drop the inner numbers, because the volume is gone.  Return the files by these numbers."""
+        before, self._by_inner = self._by_inner, {}
         for file in self._by_number.values():
             file.inner = file.held = 0
+        self._renumbered = set(self._by_number.values())
+        return before
 
     def attach(self, file: File, inner: int, held: int) -> bool:
         """Record that `inner` is the present volume's number of `file`.
@@ -139,6 +155,10 @@ class InodeMap:
             return False
         file.inner, file.held = inner, held
         self._by_inner[inner] = file
+        if file.number == inner:
+            self._renumbered.discard(file)
+        else:
+            self._renumbered.add(file)
         return True
 
     def check_invariants(self) -> None:
@@ -148,6 +168,7 @@ class InodeMap:
         assert sum(len(file.dentries) for file in self._by_number.values()) == len(dentries)
         named = {file.inner: file for file in self._by_number.values() if file.inner}
         assert named == self._by_inner, (named, self._by_inner)
+        assert self._renumbered == {file for file in self._by_number.values() if file.inner != file.number}
         for number, file in self._by_number.items():
             assert file.number == number < _END
             assert file.lookups > 0 or file is self.root, number

@@ -8,10 +8,13 @@ Guarantees, whatever the container does:
   means a file of the same kind at a name where it was seen before.  A number whose file is gone (or was unlinked and
   only open) fails with ESTALE from then on.
 - A number is not given to a second file while the kernel holds it, whatever numbers the new volume uses.
+- If the new volume has the inodes of the one before (`Transport.helper`), because only the way to them was cut, every
+  number means the same inode, also without a name.
 
 With a keeper another process may continue to serve the kernel (`keep_log`).  It connects a volume that continues the
 log of the one before, so numbers mean the same, and no request is executed twice.  That needs the same run of the
-container.  So does an upgrade (`handing_over`), in which the new process opens its volume while the old one serves.
+container, or (`keeps_numbers`) that every file which the kernel holds has its own number in this run.  So does an
+upgrade (`handing_over`), in which the new process opens its volume while the old one serves.
 
 Threading: the serving loop.  `disconnect` is one step; `connect` may await the new volume's answers, and meanwhile the
 mount goes on answering EIO.
@@ -61,7 +64,7 @@ _DOTS: Final = frozenset({b".", b".."})
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP, errno.EXDEV, errno.EACCES})
 # The words of the log's slot that the connected volume does not use.
 _RUN: Final = 400  # the run of the container
-_IS_TRANSLATED: Final = 401  # 1: the kernel has numbers of an earlier run
+_IS_TRANSLATED: Final = 401  # 1: the kernel has numbers that are not those of the present run
 
 
 class ContinuedVolume(RecoverableVolume, HandedOverVolume, Protocol):
@@ -106,9 +109,10 @@ class ReconnectingVolume:
         supports_acl: bool = False,
         keep: Callable[[SharedLog, bool], None] | None = None,
         prepare: Prepare | None = None,
+        keeps_numbers: bool = False,
         label: str = "the container",
     ) -> None:
-        """`label`: what runs at the other end, in words."""
+        """`keeps_numbers`: see `Transport`.  `label`: what runs at the other end, in words."""
         self.read_only = read_only
         self._label = label
         self.capabilities = VolumeCapabilities(
@@ -121,6 +125,9 @@ class ReconnectingVolume:
         )
         self._keep_below = keep
         self._prepare = prepare
+        self._keeps_numbers = keeps_numbers
+        self._helper = b""  # of the volume that was connected last
+        self._before: dict[int, File] = {}  # the files by its numbers
         self._taken: ContinuedVolume | None = None  # what `prepare` opened, until it is connected
         self._run_name = ""  # of the connected volume
         self._log: SharedLog | None = None
@@ -137,7 +144,7 @@ class ReconnectingVolume:
 
     @property
     def is_translated(self) -> bool:
-        """Whether another process could not continue, because the kernel has numbers of an earlier run."""
+        """Whether another process could not continue, because the kernel has numbers that it cannot know."""
         return self._log is not None and bool(self._log.slot[_IS_TRANSLATED])
 
     # -- a kernel that several processes serve -----------------------------------------------
@@ -168,11 +175,14 @@ class ReconnectingVolume:
                 f"{self._label} does not run, so its files cannot be handed over: start it first, or wait until"
                 " `vfsd status` says that it runs or is connected",
             )
-        if self._run > 1:
+        if self._is_renumbered:
+            again = "unmount the workspace and mount it again"
+            if self._keeps_numbers:
+                again = f"close the files that were removed or replaced meanwhile and try again, or {again}"
             raise OSError(
                 errno.ESTALE,
                 f"{self._label} was restarted since the mount was made, so a new daemon cannot find its files again:"
-                " unmount the workspace and mount it again (of an image, take a snapshot before, and restore it after)",
+                f" {again} (of an image, take a snapshot before, and restore it after)",
             )
         given = cast("ContinuedVolume", volume).handing_over()
         return ContainerGiving(given, self._run_name, self._map, lambda: self._volume is volume)
@@ -187,6 +197,26 @@ class ReconnectingVolume:
         if self._log is not None:
             self._keep(volume, self._log, run)
         return ContainerTaking(volume.taking_over(), run, self._map, lambda: self._resume(volume))
+
+    @property
+    def _is_renumbered(self) -> bool:
+        return self._map.is_renumbered if self._keeps_numbers else self._run > 1
+
+    def _note_numbers(self) -> None:
+        """Say in the log whether the kernel has a number that another process cannot know."""
+        if self._log is not None and self._volume is not None:
+            self._log.slot[_IS_TRANSLATED] = self._is_renumbered
+
+    def misnumbered(self) -> CacheInvalidation:
+        """What to invalidate so that the kernel asks again for files that can have their own numbers now.
+
+        It forgets those that no program uses.  A directory stays: getcwd(2) fails in one that was invalidated.
+        """
+        if not self._keeps_numbers or self._volume is None or not self._map.is_renumbered:
+            return CacheInvalidation()
+        files = (file for file in self._map.misnumbered() if file.kind != stat.S_IFDIR)
+        entries = [EntryChange(*dentry, file.number, file.number) for file in files for dentry in file.dentries]
+        return CacheInvalidation(entries=entries)
 
     def discard_journal(self) -> None:
         """There is none; another process has what it was given."""
@@ -221,32 +251,47 @@ class ReconnectingVolume:
         self._volume = None
         self._answering = _ignore
         self._run += 1
-        self._map.detach()
+        self._before = self._map.detach()
         return self.cached_by_kernel()
 
-    async def connect(self, volume: Volume, run: str = "") -> CacheInvalidation:
+    async def connect(self, volume: Volume, run: str = "", helper: bytes = b"") -> CacheInvalidation:
         """Serve `volume` from now on.  Returns what to invalidate, because the kernel has cached the last volume.
 
-        `run` identifies the run of the container.  OSError if the volume fails meanwhile; then nothing has changed.
+        `run` identifies the run of the container, and `helper` what owns the volume's inodes (`Transport.helper`).
+        OSError if the volume fails meanwhile; then nothing has changed.
         """
         self._next_volume = volume
         kept = recoverable(volume)
         is_continued = self._is_resumed or self._taken is not None
+        has_returned = bool(helper) and helper == self._helper
         try:
-            if self._taken is not None:
+            if helper and not is_continued:
+                self._attach_again(cast("ContinuedVolume", volume), self._before if has_returned else {})
+            if has_returned:
+                self._answering = cast("AnsweringVolume", volume).answering
+            elif self._taken is not None:
                 self._taken = None
             elif self._log is not None and kept is not None:
                 self._keep(cast("ContinuedVolume", kept), self._log, run)
-            if not is_continued:
+            if not is_continued and not has_returned:
                 await self._find_again(volume)
         except BaseException:
             self._map.detach()
             raise
         finally:
             self._next_volume = None
-        self._volume, self._run_name = volume, run
+        self._volume, self._run_name, self._helper = volume, run, helper
         self._run += 1
+        self._note_numbers()
         return self.cached_by_kernel()
+
+    def _attach_again(self, volume: ContinuedVolume, before: dict[int, File]) -> None:
+        """Attach the files `before` to the inodes that they had by these numbers, which `volume` has, too."""
+        self._map.attach(self._map.root, ROOT_INODE, 0)
+        for inode, _, _, held, _ in volume.known_inodes():
+            file = before.get(inode)
+            if file is None or not self._map.attach(file, inode, held):
+                volume.forget(inode, held)  # forgotten meanwhile, or the answer to the lookup was lost
 
     async def _find_again(self, volume: Volume) -> None:
         """Attach every known file to the file at the same name in `volume`."""
@@ -341,6 +386,8 @@ class ReconnectingVolume:
         file = self._map.enter(attributes.inode, attributes.mode)
         if dentry is not None:
             self._map.put(file, dentry)
+        if file.number != attributes.inode:
+            self._note_numbers()
         return _renumbered(file.number, attributes)
 
     def _made(self, answer: Answer[Attributes], dentry: DentryKey | None) -> Answer[Attributes]:
@@ -364,8 +411,11 @@ class ReconnectingVolume:
         if file is None:
             return
         inner, held, volume = file.inner, file.held, self._volume or self._next_volume
-        if self._map.forget(file, count) and inner and volume is not None:
-            volume.forget(inner, held)
+        if self._map.forget(file, count):
+            if inner and volume is not None:
+                volume.forget(inner, held)
+            if inner != inode:
+                self._note_numbers()
 
     def getattr(self, inode: int) -> Answer[Attributes]:
         return self._then(self._connected().getattr(self._inner(inode)), self._shown)

@@ -102,6 +102,10 @@ class CommandStream:
         await trio.aclose_forcefully(self._stdin)
         await trio.aclose_forcefully(self._stdout)
 
+    async def abandon(self) -> None:
+        """As `aclose`: if the command leads elsewhere, what runs there goes on without it."""
+        await self.aclose()
+
     async def aclose(self) -> None:
         """End the command: its input first, then with SIGTERM, then with SIGKILL."""
         if self._is_detached:

@@ -66,7 +66,7 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
     return Backend(
         workspace.connection.volume,
         cache_timeout_s(options),
-        tidy=workspace.connection.volume.tidy,
+        tidy=workspace.connection.tidy,
         close=workspace.close,
         keep=workspace.keep,
         connection=workspace.connection,

@@ -22,7 +22,11 @@ def open_exec(options: MountOptions, progress: ByteProgress) -> Backend:
     store = Store(options.workspace.store)
     check_outside(options, store)
     connection = open_remote(
-        command, directory=directory, read_only=options.workspace.read_only, keep_going=lambda: progress(0, 0)
+        command,
+        directory=directory,
+        read_only=options.workspace.read_only,
+        is_continued=options.is_continued,
+        keep_going=lambda: progress(0, 0),
     )
     source = ContainerSource(connection, options.workspace.mountpoint)
     target = MountTarget(options.workspace.mountpoint, source)
@@ -30,7 +34,7 @@ def open_exec(options: MountOptions, progress: ByteProgress) -> Backend:
     return Backend(
         connection.volume,
         cache_timeout_s(options),
-        tidy=connection.volume.tidy,
+        tidy=connection.tidy,
         connection=connection,
         recovered=describe_interrupted(stored),
         stored=stored,

@@ -146,6 +146,9 @@ class Methods:
                 again = "unmount and mount again when no program uses it"
                 if kind == "image":  # whose container the unmount removes
                     again = "take a snapshot, unmount and mount again, and restore it"
+                if container.transport_name == "agent":
+                    held = "files that programs still use were removed or replaced meanwhile"
+                    return f"none now: the {ended}, and {held}; close them, or {again}"
                 return f"none any more: the {ended}; {again}"
             return self._start.kept.state
         kind = self._options.backend.kind

@@ -162,6 +162,7 @@ class Successor:
             content=content,
             below=below,
             anchor=self._anchor,
+            is_continued=True,
         )
 
     def _check_below(self, state: TakenState, argument: str) -> None:

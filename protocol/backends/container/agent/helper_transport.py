@@ -5,7 +5,8 @@ an unprivileged user owns the files that the helper's user owns: with rootless P
 
 A helper outlives its daemon if that has a keeper: it holds for HOLD_S when its stream ends, so that the next daemon
 can join it over a stream of its own (`protocol.backends.container.helper.sessions`).  Without a keeper it ends with its
-stream, but another daemon can join it in an upgrade.
+stream, but another daemon can join it in an upgrade.  If the stream is cut under a living daemon, that daemon joins the
+helper again, and starts a new one only if the helper has ended or does not answer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 
 from protocol.backends.container.agent import handover
 from protocol.backends.container.agent.handover import HeldHelper
-from protocol.backends.container.agent.link import AgentLink
+from protocol.backends.container.agent.link import AgentLink, HelperEndedError
 from protocol.backends.container.agent.replies import KnownInode, known_in, number_in, string_in
 from protocol.backends.container.agent.start import relay_program
 from protocol.backends.container.agent.tree import AgentTree
@@ -39,6 +40,8 @@ _logger = logging.getLogger(__name__)
 S = TypeVar("S")
 _WATCH_S: Final = 0.1
 HOLD_S: Final = 120
+_MOST_REJOINS: Final = 3  # in a row, in which the helper was there and was lost again at once
+_REJOINED_S: Final = 20.0  # for the first answer of a helper that was joined again
 
 
 class HelperTransport(ABC, Generic[S]):
@@ -49,6 +52,7 @@ class HelperTransport(ABC, Generic[S]):
 
     name: Final = "agent"
     run: Final = "of a helper"
+    keeps_numbers: Final = True
 
     def __init__(self, program: bytes, *, place: str = "", read_only: bool = False) -> None:
         self.supports_acl = False
@@ -58,7 +62,8 @@ class HelperTransport(ABC, Generic[S]):
         self._log: SharedLog | None = None
         self._is_resumed = False  # the log is of another process, whose helper `open` joins
         self._taken: tuple[AgentVolume, HeldHelper] | None = None  # in an upgrade: what `open` joins
-        self._held: HeldHelper | None = None
+        self._held: HeldHelper | None = None  # the helper of the last `open`, if it can be joined
+        self._rejoins = 0  # how often the next `open` calls may try to join it again
         self.is_left: Callable[[], bool] = lambda: False
         self._link: AgentLink | None = None
         self._ids = IDENTITY
@@ -119,11 +124,11 @@ class HelperTransport(ABC, Generic[S]):
 
     async def open(self, state: S, nursery: trio.Nursery) -> AgentVolume:
         """See `Transport`, as for all that follow."""
-        self._ended = trio.Event()
-        self._serving = trio.CancelScope()
         if self._taken is not None:
             (volume, held), self._taken = self._taken, None
             link = await self._joined(state, nursery, held)
+            if self._log is not None:
+                handover.save(self._log, held)
         elif self._is_resumed and self._log is not None:
             volume, held = self._volume(), handover.load(self._log)
             held.check()
@@ -133,14 +138,12 @@ class HelperTransport(ABC, Generic[S]):
             self._is_resumed = False
         else:
             volume = self._volume()
-            link = self._link = await nursery.start(self._serve, state, self._program, MAGIC)
-            held = await self._hold(link)
+            rejoined = await self._rejoined(state, nursery, volume)
+            link, held = rejoined or await self._new(state, nursery)
         self._ids, user, _ = _met(held.hello)
         self._held = held if held.name else None
-        if self._log is not None:
-            handover.save(self._log, self._held)
+        self._rejoins = _MOST_REJOINS
         link.executes_once = link.holds = self._log is not None and self._held is not None
-        link.is_left = self.is_left
         volume.serve(link, self._ids, user, self._held)
         return volume
 
@@ -150,15 +153,64 @@ class HelperTransport(ABC, Generic[S]):
 
     async def _joined(self, state: S, nursery: trio.Nursery, held: HeldHelper) -> AgentLink:
         """A link to a helper that another process has started, which serves it from the first request on."""
-        program = relay_program(held.name, held.secret, self._hold_s)
         try:
-            link: AgentLink = await nursery.start(self._serve, state, program, RELAY_MAGIC)
+            return await self._relayed(state, nursery, held)
         except OSError as error:
             reason = error.strerror or str(error)
             raise OSError(error.errno, f"the helper{self._place} cannot be continued: {reason}") from None
+
+    async def _relayed(self, state: S, nursery: trio.Nursery, held: HeldHelper) -> AgentLink:
+        link = await self._begun(state, nursery, relay_program(held.name, held.secret, self._hold_s), RELAY_MAGIC)
         link.join()
+        return link
+
+    async def _begun(self, state: S, nursery: trio.Nursery, program: bytes, magic: bytes) -> AgentLink:
+        self._ended, self._serving = trio.Event(), trio.CancelScope()
+        link: AgentLink = await nursery.start(self._serve, state, program, magic)
+        link.is_left = self.is_left
         self._link = link
         return link
+
+    async def _new(self, state: S, nursery: trio.Nursery) -> tuple[AgentLink, HeldHelper]:
+        """Start a helper."""
+        link = await self._begun(state, nursery, self._program, MAGIC)
+        return link, await self._hold(link)
+
+    async def _rejoined(
+        self, state: S, nursery: trio.Nursery, volume: AgentVolume
+    ) -> tuple[AgentLink, HeldHelper] | None:
+        """Join the helper of the last `open` again.  None if it is to be replaced; OSError if it cannot be reached now.
+
+        The requests that were under way have failed.  Those that the helper has not begun by now it never executes, and
+        it has finished the others when this returns.
+        """
+        held = self._held
+        if self._log is None or held is None or not self._rejoins:
+            return None
+        try:
+            link = await self._relayed(state, nursery, held)
+        except HelperEndedError as error:
+            _logger.info("%s: another one is started", error.strerror)
+            self._rejoins = 0
+            return None
+        self._rejoins -= 1
+        link.holds = True
+        hello = None
+        with trio.move_on_after(_REJOINED_S):
+            hello = await _hello(link)
+        if hello is None:
+            _logger.info("the helper%s does not answer: another one is started", self._place)
+            self._rejoins = 0
+            await self.close()
+            return None
+        await link.call(Op.SETTLE)
+        volume.known = await _known(link)
+        return link, replace(held, hello=hello)
+
+    @property
+    def helper(self) -> bytes:
+        """See `Transport`."""
+        return b"" if self._held is None else self._held.name
 
     async def _hold(self, link: AgentLink) -> HeldHelper:
         """Have a new helper wait for other daemons; the result has no name if it cannot."""
@@ -191,6 +243,8 @@ class HelperTransport(ABC, Generic[S]):
     async def close(self) -> None:
         link, self._link = self._link, None
         if link is not None:
+            if link.lost.is_set() and not link.is_cut:
+                self._rejoins = 0  # its replies made no sense
             self._serving.cancel()
             await self._ended.wait()
             link.lose("closed")

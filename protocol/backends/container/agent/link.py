@@ -13,7 +13,8 @@ even if another daemon repeats it (`protocol.backends.container.helper.answers`)
 kernel has it, which `_answered` notes and a later frame says.
 
 A link to a helper that another daemon has started begins with `join`: the stream is one to a relay, and the helper
-serves it from the first request on, or from `begin`.  Until then the other daemon's link is not disturbed.
+serves it from the first request on, or from `begin`.  Until then the other daemon's link is not disturbed.  This daemon
+joins its own helper in the same way, if the stream was cut (`is_cut`) and the helper holds.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from protocol.backends.container.helper.wire import (
     GO,
     KEY,
     MAGIC,
+    NO_HELPER,
     SLOW,
     Op,
     WireError,
@@ -64,6 +66,10 @@ _ANSWERED_TOGETHER: Final = 64  # requests whose replies the helper keeps until 
 _REPLACED_ERRNOS: Final = {errno.ENOSYS: errno.EOPNOTSUPP, errno.EINTR: errno.EIO}
 
 
+class HelperEndedError(OSError):
+    """The helper that a relay was to reach has ended."""
+
+
 class Pending:
     """A request that was sent."""
 
@@ -83,12 +89,14 @@ class AgentLink:
     """One helper.  Call `start`, then enter `running`; `call` and `forget` are for tasks of the same loop.
 
     `executes_once`: see the module.  `holds`: the helper waits for another daemon when its stream ends.  `is_left`
-    returns, at the end of `running`, whether another daemon continues with the helper.
+    returns, at the end of `running`, whether another daemon continues with the helper.  `is_cut`: the link was lost
+    because the stream ended or nothing came for too long, so the helper may be there still; its replies were valid.
     """
 
     def __init__(self, stream: HelperStream, *, timeout_s: float = TIMEOUT_S, start_s: float = _START_S) -> None:
         self.lost: Final = trio.Event()
         self.reason = ""
+        self.is_cut = self._is_silent = False
         self._stream = stream
         self._timeout_s = timeout_s
         self._start_s = start_s
@@ -125,6 +133,8 @@ class AgentLink:
             self.lose("closed")
             if is_left:
                 await self._stream.detach()
+            elif self.is_cut and self.holds and not self._is_silent:
+                await self._stream.abandon()
             else:
                 if has_to_end:
                     await self._end()
@@ -140,7 +150,7 @@ class AgentLink:
     async def start(self, program: bytes, magic: bytes = MAGIC) -> None:
         """Start the helper, or a relay, by sending `program`, whose output begins with `magic`.
 
-        OSError if it does not start; the caller closes the stream.
+        OSError if it does not start, HelperEndedError from a relay; the caller closes the stream.
         """
         printed = b""
         try:
@@ -158,6 +168,8 @@ class AgentLink:
             raise TimeoutError(errno.ETIMEDOUT, "the helper does not start in time") from None
         except BrokenPipeError:
             raise OSError(errno.EIO, f"the helper does not start: {await self._rest_of_stderr()}") from None
+        if printed == NO_HELPER:
+            raise HelperEndedError(errno.ESRCH, "the helper that has the files open has ended")
         if printed != magic:
             raise OSError(errno.EPROTO, f"this is not a helper: its output begins with {printed!r}")
 
@@ -291,14 +303,16 @@ class AgentLink:
     async def _until_lost(self, task: Callable[[], Awaitable[None]]) -> None:
         try:
             await task()
-        except (OSError, WireError) as error:
+        except OSError as error:
+            self.lose(str(error), is_cut=True)
+        except WireError as error:
             self.lose(str(error))
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, *, is_cut: bool = False) -> None:
         """Mark the link as lost: pending and later requests fail with EIO."""
         if self.lost.is_set():
             return
-        self.reason = reason
+        self.reason, self.is_cut = reason, is_cut
         self.lost.set()
         self._outgoing.clear()
         self._forgets.clear()
@@ -340,7 +354,7 @@ class AgentLink:
             data = self._after_magic(output.data) if self._awaited else output.data
             for frame in self._decoder.feed(data):
                 self._deliver(frame)
-        self.lose(f"it has ended{': ' + self.stderr if self.stderr else ''}")
+        self.lose(f"it has ended{': ' + self.stderr if self.stderr else ''}", is_cut=True)
 
     def _after_magic(self, data: bytes) -> bytes:
         """The output after what a helper that was joined begins with."""
@@ -377,4 +391,5 @@ class AgentLink:
             now_s = trio.current_time()
             late = [pending for pending in self._pending.values() if pending.deadline_s < now_s]
             if late:
-                self.lose(f"no answer in {self._timeout_s:g} seconds")
+                self._is_silent = True  # if the helper can be killed, its late changes must not mix with others
+                self.lose(f"no answer in {self._timeout_s:g} seconds", is_cut=True)

@@ -37,3 +37,7 @@ class HelperStream(Protocol):
     async def detach(self) -> None:
         """Close the stream, and leave the process at its other end."""
         ...
+
+    async def abandon(self) -> None:
+        """Close a stream that was cut, and leave a helper that may wait for another stream."""
+        ...

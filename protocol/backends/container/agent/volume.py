@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import trio
 
+from protocol.backends.container.agent import handover
 from protocol.backends.container.agent.handover import HeldHelper, HelperGiving, HelperTaking
 from protocol.backends.container.agent.link import AgentLink, Reply
 from protocol.backends.container.agent.replies import (
@@ -108,6 +109,7 @@ class AgentVolume:
         )
         self.known: list[KnownInode] = []  # of the process before
         self.on_taken: Callable[[HeldHelper], None] = lambda _: None
+        self._held: HeldHelper | None = None
         if link is not None:
             self.serve(link, ids, user)
         self._pages: dict[int, _Page] = {}
@@ -121,7 +123,9 @@ class AgentVolume:
 
     # -- other processes: see `protocol.volume_durability` -----------------------------------------
     def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
-        """Nothing: the transport has written to the log which helper has the state."""
+        """Write to the log which helper has the state; `is_known`: it is there."""
+        if not is_known:
+            handover.save(log, self._held)
 
     def answering(self, unique: int) -> None:
         """Nothing: `protocol.volume_durability.current_request` says it, also after the first step of an answer."""

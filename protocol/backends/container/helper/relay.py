@@ -1,7 +1,7 @@
 """The relay: a program that hands its standard streams over to a helper that runs already (see `sessions`).
 
-It says that the helper runs, and waits for GO.  Then it waits until the helper closes the connection: what started it,
-such as an exec session of Podman or an ssh, lives as long as it does.
+It says that the helper runs (or has ended), and waits for GO.  Then it waits until the helper closes the connection:
+what started it, such as an exec session of Podman or an ssh, lives as long as it does.
 """
 
 import array
@@ -10,7 +10,7 @@ import socket
 import sys
 
 from protocol.backends.container.helper.sessions import address
-from protocol.backends.container.helper.wire import GO, JOIN, RELAY_MAGIC
+from protocol.backends.container.helper.wire import GO, JOIN, NO_HELPER, RELAY_MAGIC
 
 
 def main(arguments: "list[str]") -> None:
@@ -19,6 +19,7 @@ def main(arguments: "list[str]") -> None:
     try:
         _connected(name).close()
     except OSError:
+        os.write(1, NO_HELPER)
         sys.stderr.write("the helper that has the files open has ended\n")
         sys.exit(3)
     os.write(1, RELAY_MAGIC)

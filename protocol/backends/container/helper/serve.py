@@ -5,6 +5,9 @@ slow disk, a network file system), another thread becomes the leader: at once fo
 (`wire.SLOW`), else when `_watch` has seen the leader busy with the same request for _PATIENCE_S.  The former leader
 replies when its operation is done, and ends.  So fast requests cost no thread switch, and do not wait for slow ones.
 
+A change that is executed when its stream is replaced goes on.  A daemon that has failed its request, because the stream
+was cut, waits for it (SETTLE) before it changes anything else.
+
 The program ends when its standard input ends, or, if it holds, when no other stream follows in time (`sessions`).
 """
 
@@ -21,6 +24,7 @@ from protocol.backends.container.helper.files import Files, first_process
 from protocol.backends.container.helper.sessions import Listener, Session, SessionEndError, first_session, use_stderr
 from protocol.backends.container.helper.trees import Trees
 from protocol.backends.container.helper.wire import (
+    CHANGES,
     KEY,
     MAGIC,
     MAKES,
@@ -55,6 +59,7 @@ class Server:
             Op.HOLD: self._hold,
             Op.ANSWERED: self._answered,
             Op.END: self._end,
+            Op.SETTLE: self._settle,
         }
         self._session: "Session | None" = session
         self._listener: "Listener | None" = None
@@ -62,6 +67,8 @@ class Server:
         self._joined = 0  # sessions that followed the first one
         self._answers = Answers()
         self._lock = threading.Lock()
+        self._changing: "dict[Session, int]" = {}  # how many changes of each stream are executed
+        self._changed = threading.Condition(self._lock)
         self._awake = threading.Event()
         self._term = 0  # the leader has this number; threads with others end after their reply
         self._served = 0
@@ -119,11 +126,15 @@ class Server:
                         return
                     self._served += 1
                     self._busy = True
+                    if op in CHANGES:
+                        self._changing[session] = self._changing.get(session, 0) + 1
                     if op in SLOW and self._threads < _MOST_THREADS:
                         self._elect(session)
                 if not self._awake.is_set():
                     self._awake.set()
                 reply = self._serve_once(session, number, op, key, body) if key else self._serve(number, op, body)
+                if op in CHANGES:
+                    self._end_change(session)
                 if reply and session is self._session:
                     session.write(reply)
                 with self._lock:
@@ -185,6 +196,19 @@ class Server:
         return (), ()
 
     # -- streams that follow ----------------------------------------------------------------------
+    def _end_change(self, session: Session) -> None:
+        with self._lock:
+            self._changing[session] -= 1
+            if not self._changing[session]:
+                del self._changing[session]
+                self._changed.notify_all()
+
+    def _settle(self) -> Reply:
+        with self._lock:
+            while any(session is not self._session for session in self._changing):
+                self._changed.wait()
+        return (), ()
+
     def _hold(self, seconds: int, name: bytes, secret: bytes) -> Reply:
         if self._listener is None:
             self._listener = Listener(name, secret, self._join)

@@ -42,6 +42,7 @@ KNOWN = struct.Struct("<qqqqH")
 # What a relay sends to the helper that it hands its standard streams to (see `sessions`).
 JOIN = struct.Struct("<16sI")  # the secret of HOLD, and its seconds
 RELAY_MAGIC = b"vfsd-relay 3\n"  # the relay's first bytes: the helper runs, and the relay waits for GO
+NO_HELPER = b"vfsd-ended 3\n"  # ... or the helper has ended, and the relay ends
 GO = b"\n"
 
 SECOND_NS = 1000000000
@@ -90,6 +91,7 @@ class Op:
     ANSWERED = 34  # ; KEY... -> no reply; the kernel has the replies to these requests
     KNOWN = 35  # after which inode -> whether there are more; KNOWN...
     END = 36  # -> no reply; end the helper
+    SETTLE = 37  # -> ; wait until no change of an earlier stream is executed any more
 
 
 # Operations that wait for a disk or move much data: another thread serves the next request at once.

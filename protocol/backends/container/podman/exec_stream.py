@@ -191,6 +191,10 @@ class ExecStream:
         self._is_over = True
         await trio.aclose_forcefully(self._stream)
 
+    async def abandon(self) -> None:
+        """As `detach`: the process may wait for another stream."""
+        await self.detach()
+
     async def aclose(self) -> None:
         """Kill the process and close the connection, within _KILL_S even if cancelled.  Raises no OSError."""
         with trio.CancelScope(shield=True), trio.move_on_after(_KILL_S):

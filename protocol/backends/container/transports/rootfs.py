@@ -44,6 +44,9 @@ class RootfsTransport:
         self.run = ""
         self.is_left: Callable[[], bool] = lambda: False
 
+    helper: Final = b""
+    keeps_numbers: Final = False  # its log is of one run
+
     def probe(self, state: ContainerState) -> None:
         """Raise OSError if this transport cannot reach the container; create a missing directory."""
         process, volume = self._opened(state)

@@ -38,6 +38,19 @@ class Transport(Protocol[S_contra]):
         """Identifies the run of what `open` reached, for another process."""
         ...
 
+    @property
+    def helper(self) -> bytes:
+        """Identifies the process that owns the inodes of the last `open`.
+
+        A volume that `open` returns later numbers them alike if it has the same one.  Empty: there is none.
+        """
+        ...
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether an inode has the same number in every run, if it is there and the number is free."""
+        ...
+
     is_left: Callable[[], bool]
     """Returns whether another process continues with what `open` reached, when the nursery of `open` is cancelled."""
 

@@ -21,6 +21,7 @@ from protocol.backends.container.helper.wire import (
     JOIN,
     KEY,
     MAGIC,
+    NO_HELPER,
     RELAY_MAGIC,
     Op,
     pack,
@@ -112,10 +113,10 @@ class Joined(Stream):
 
 
 class Helper:
-    """A helper of `directory` that holds, and the streams that were opened to it."""
+    """A helper of `directory` that holds, and the streams that were opened to it.  `before`: what it does first."""
 
-    def __init__(self, directory: Path, hold_s: int = 60) -> None:
-        self.first = Process(helper_program(str(directory)), MAGIC)
+    def __init__(self, directory: Path, hold_s: int = 60, before: bytes = b"") -> None:
+        self.first = Process(before + helper_program(str(directory)), MAGIC)
         self._opened: list[Process | Joined] = [self.first]
         self.first.call(Op.HOLD, hold_s, strings=(NAME, SECRET))
 
@@ -215,6 +216,43 @@ def test_a_call_that_is_still_executed_is_answered_when_it_is_done(helper: Helpe
     assert (code, numbers) == (0, (1 << 20,))
 
 
+# Waits before it makes a directory, while there is a file GATE, as with a slow disk.
+SLOW_MKDIR = """\
+import os, time
+def slow(*given, make=os.mkdir, **named):
+    while os.path.exists({gate!r}):
+        time.sleep(0.01)
+    return make(*given, **named)
+os.mkdir = slow
+"""
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[tuple[Helper, Path]]:
+    (tmp_path / "served").mkdir()
+    (gate := tmp_path / "gate").touch()
+    made = Helper(tmp_path / "served", before=SLOW_MKDIR.format(gate=str(gate)).encode())
+    yield made, gate
+    made.end()
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "left open"])
+def test_a_daemon_can_wait_for_the_changes_of_a_stream_that_was_cut(slow: tuple[Helper, Path], is_closed: bool) -> None:
+    helper, gate = slow
+    helper.first.send(mkdir(b"made", key=5) + pack(8, Op.GETATTR, (ROOT,)))
+    assert helper.first.reply()[:2] == (8, 0), "it is answered while the change before it is under way"
+    if is_closed:
+        helper.first.close()
+    following = helper.joined()
+    following.send(pack(1, Op.SETTLE) + pack(2, Op.GETATTR, (ROOT,)))
+    assert following.reply()[:2] == (2, 0), "other requests are answered meanwhile"
+    assert names(gate.with_name("served")) == []
+    gate.unlink()
+    assert following.reply()[:2] == (1, 0)
+    assert names(gate.with_name("served")) == ["made"]
+    assert following.call(Op.SETTLE)[1] == 0
+
+
 def test_what_the_kernel_has_is_forgotten(helper: Helper, tmp_path: Path) -> None:
     helper.first.send(mkdir(b"d", key=5))
     helper.first.reply()
@@ -259,7 +297,7 @@ def test_the_helper_ends_when_nobody_joins(tmp_path: Path, hold_s: int) -> None:
             helper_command(program := relay_program(NAME, SECRET, 1), sys.executable),
             input=program, capture_output=True, check=False,
         )  # fmt: skip
-        assert (relay.returncode, relay.stdout) == (3, b"")
+        assert (relay.returncode, relay.stdout) == (3, NO_HELPER)
         assert relay.stderr == b"the helper that has the files open has ended\n"
     finally:
         helper.end()

@@ -334,3 +334,23 @@ def test_two_files_that_became_one_do_not_share_its_number() -> None:
     assert known.attach(one, 9, 1)
     assert not known.attach(two, 9, 1)
     known.check_invariants()
+
+
+def test_a_file_that_got_another_number_is_asked_for_again_when_its_own_is_free() -> None:
+    volume = ReconnectingVolume(keeps_numbers=True)
+    first, second = Shifted(0), Shifted(0)
+    gone, taken = first.make(b"gone"), second.make(b"taken")
+    assert gone == taken
+    connect(volume, first.volume)
+    walk(volume, b"gone")
+    volume.disconnect()
+    connect(volume, second.volume)
+    number = walk(volume, b"taken")
+    assert number != taken
+    assert not volume.misnumbered().entries, "the kernel still has a file with its number"
+    volume.forget(gone, 1)
+    assert [(entry.parent, entry.name) for entry in volume.misnumbered().entries] == [(ROOT_INODE, b"taken")]
+    volume.forget(number, 1)
+    assert not volume.misnumbered().entries
+    assert walk(volume, b"taken") == taken
+    volume.check_invariants()
