@@ -195,6 +195,8 @@ def test_a_container_that_is_restarted_under_a_daemon_is_served_and_has_no_keepe
     wait_until(is_served_again(workspace))
     assert (kept.path / "file").read_bytes() == b"x"
     assert "none any more: the container was restarted" in succeeded(vfsd("status", "-w", kept.name))
+    wait_until(lambda: kept.record.lost_keeper is not None)
+    assert f"the keeper of {kept.name} could not restart its daemon: the container was" in vfsd("doctor").stdout
 
 
 def test_a_container_that_is_restarted_is_served_and_the_helper_in_it_has_a_keeper_as_before(

@@ -421,10 +421,17 @@ def test_without_its_journal_a_workspace_is_not_continued_as_an_empty_one(kept: 
     with pytest.raises(OSError, match="not connected") as raised:
         os.listdir(kept.path)
     assert raised.value.errno == errno.ENOTCONN
-    assert "put it back, and mount the workspace again" in log_of(kept.name)
+    why = "put it back, and mount the workspace again"
+    assert why in log_of(kept.name)
+    assert why in failed(vfsd("status", "-w", kept.name))
+    assert why in vfsd("list").stderr
+    listed = json.loads(succeeded(vfsd("list", "--json")))["workspaces"]
+    assert why in next(each["failure"] for each in listed if each["name"] == kept.name)
     assert not kept.journal.exists()
     away.rename(kept.journal)
-    kept.mount()
+    mounted = vfsd("mount", kept.path, "--name", kept.name, "--persist", "--journal-dir", kept.journal)
+    assert mounted.returncode == 0, mounted.stderr
+    assert why in mounted.stdout + mounted.stderr
     assert (kept.path / "f").read_bytes() + (kept.path / "g").read_bytes() == b"contentlater"
 
 

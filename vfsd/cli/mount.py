@@ -430,7 +430,7 @@ def list_command(app: App) -> None:
     In a pipe the columns are separated by tabs: name, mountpoint, backend, state, process id, start time,
     the workspace that it is a fork of.
     The state is "alive", or "dead" if the daemon is gone: `vfsd unmount` removes a dead workspace, and `vfsd mount` at
-    the same path replaces it.
+    the same path replaces it.  If it is known why a dead daemon was not restarted, a line on standard error says it.
     """
     records = [app.record()] if app.workspace else read_records()
     app.emit({"workspaces": [_as_json(record) for record in records]}, lambda _: _show_list(records))
@@ -447,6 +447,7 @@ def _as_json(record: WorkspaceRecord) -> dict[str, str | int | None]:
         "version": record.version,
         "socket": wire_path(os.fsencode(record.socket)),
         "forked_from": record.forked_from,
+        "failure": None if record.alive else record.failure,
     }
 
 
@@ -454,6 +455,9 @@ def _show_list(records: Sequence[WorkspaceRecord]) -> None:
     keys = ("name", "mountpoint", "backend", "state", "pid", "started_at", "forked_from")
     rows = [[_as_json(record)[key] for key in keys] for record in records]
     output.table(_COLUMNS, rows, empty="no workspace is running; `vfsd mount DIR` starts one")
+    for record in records:
+        if record.failure is not None and not record.alive:
+            output.note(f"{record.name} is dead: {record.failure}")
 
 
 @click.command(

@@ -228,6 +228,7 @@ class _Daemon:
         self._is_handed_over = False
         self._written: WorkspaceRecord | None = None
         self._end: Callable[[], object] = lambda: None
+        self._lost_keeper: Callable[[], str | None] = lambda: None
         self._audit = self.audit = audit
         self._snapshot_directory = served.directory
         self._kept = kept
@@ -273,6 +274,7 @@ class _Daemon:
                 await nursery.start(self.server.serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
+                self._lost_keeper = lambda: methods.lost_keeper
                 self._start_upkeep(mounted, nursery)
                 if successor is None:
                     await self._take_over_snapshots(nursery)
@@ -525,12 +527,22 @@ class _Daemon:
                 has_failed = True
 
     async def _tidy_once(self, memory: MemoryTrim) -> None:
-        """Call the upkeep of the backend and of the log, and return freed memory."""
+        """Call the upkeep of the backend, the record and the log, and return freed memory."""
         self._backend.tidy()
+        self._tidy_record()
         self._audit.tidy()
         if self._snapshot_directory is not None:
             await self._snapshot_directory.refresh(self._engine)
         await memory.check()
+
+    def _tidy_record(self) -> None:
+        """Have the record say what `vfsd status` says of the keeper: `vfsd doctor` asks no daemon."""
+        record, lost = self._written, self._lost_keeper()
+        # While another daemon takes over, the record is that of one or the other.
+        if record is None or record.lost_keeper == lost or self._kept is None or self._kept.is_released:
+            return
+        self._written = record = replace(record, lost_keeper=lost)
+        runtime.write_record(record)
 
     async def _feed_watchdog(self) -> None:
         """Notify systemd's watchdog that the loop runs."""

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from vfsd.daemon.starting import RunKept, run, serve_kept
+from vfsd.daemon.starting import RunKept, note_failed_restart, run, serve_kept
 from vfsd.machine import logs
 from vfsd.wire.handshake import Ready, decode_options
 from vfsd.wire.options import MountOptions
@@ -33,7 +33,12 @@ def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None =
     kept = kept_by_systemd(options)
     started_by = "systemd" if os.environ.get("NOTIFY_SOCKET") else "vfsd mount --foreground"
     serve = functools.partial(run_daemon, started_by=started_by, starter=os.getppid(), kept=kept, is_foreground=True)
-    run(options, ready or (lambda _: None), serve)
+    try:
+        run(options, ready or (lambda _: None), serve)
+    except Exception as error:
+        if kept is not None and kept.resumed is not None:
+            note_failed_restart(options, error)
+        raise
 
 
 def main(arguments: list[str], run_daemon: RunKept) -> int:

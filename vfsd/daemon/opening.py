@@ -189,10 +189,12 @@ def recover(options: MountOptions) -> str | None:
     mounts.clear_dead_mount(options.workspace.mountpoint)
     mounts.check_mountpoint(options.workspace.mountpoint)
     found = [record for record in left if record.mountpoint == options.workspace.mountpoint]
+    why = found[0].failure if found else None
+    died = f"the daemon of {dead.describe()} had died" + (f" ({why})" if why else "")
     if found and found[0].name == options.workspace.name:
         if found[0].journal and options.journal.persist:
-            return None  # this mount continues it, and says that its daemon had died
+            return died if why else None  # this mount continues it, and says that its daemon had died
         if options.workspace.backend.kind == "image" and str(options.workspace.backend) == found[0].backend:
-            return f"the daemon of {dead.describe()} had died"  # the backend says where its content is
+            return died  # the backend says where its content is
     costs = [record.content_after_crash for record in found]
-    return f"the daemon of {dead.describe()} had died: {costs[0] if costs else _LOST}"
+    return f"{died}: {costs[0] if costs else _LOST}"

@@ -12,17 +12,18 @@ import logging
 import os
 import select
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import trio
 
 from vfsd.daemon.keeper import keeping
 from vfsd.daemon.keeper.kept import Kept
-from vfsd.machine import logs
+from vfsd.machine import logs, runtime
 from vfsd.wire.handshake import Failed, Ready, encode_report
 from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
+_REASON_MAX: Final = 2000  # characters
 
 
 class RunDaemon(Protocol):
@@ -136,10 +137,20 @@ def restart_kept(options: MountOptions, run_daemon: RunKept) -> keeping.Serve:
             run(options, lambda _: None, functools.partial(run_daemon, kept=kept))
         except Exception as error:  # noqa: BLE001 (logged with its traceback)
             logs.log_failure(_logger, "restart", error)
+            note_failed_restart(options, error)
             return 1
         return 0
 
     return restart
+
+
+def note_failed_restart(options: MountOptions, error: BaseException) -> None:
+    """Have the record of the workspace say why this daemon could not continue its mount."""
+    failed = Failed.of(error)
+    where = "" if failed.path is None else f": {failed.path}"
+    with contextlib.suppress(OSError):  # a full disk: the log says it
+        reason = logs.escape(f"{failed.message}{where}")[:_REASON_MAX]
+        runtime.note_failure(options.workspace.name, f"the next one could not start: {reason}")
 
 
 def serve_starter(options: MountOptions, report_fd: int, run_daemon: RunDaemon) -> int:

@@ -455,6 +455,12 @@ def _check_keepers(_host: Host) -> Iterator[Finding]:
             if record.alive:
                 what = f"the keeper of {record.name} died: if its daemon dies, programs get ENOTCONN"
                 yield _problem("keepers", what, "unmount it and mount it again when no program uses it")
+            elif record.failure is not None:
+                yield _problem("keepers", f"the daemon of {record.name} is dead: {record.failure}", "mount it again")
+        elif record.alive and record.lost_keeper is not None:
+            why, _, advice = record.lost_keeper.partition("; ")
+            what = f"the keeper of {record.name} could not restart its daemon: {why}"
+            yield _problem("keepers", what, advice)
         elif record.alive:
             kept.append(f"{record.name}: {who}")
         else:

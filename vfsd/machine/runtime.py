@@ -116,7 +116,8 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     store_options: tuple[str, ...] = ()  # of the object store below it
     replaces: int = 0  # the process that handed the workspace over to this daemon in an upgrade, and its version
     upgraded_from: str = ""
-    failure: str | None = None  # why the keeper does not restart the daemon any more: a clause
+    failure: str | None = None  # why the daemon, which died, was not restarted: a clause
+    lost_keeper: str | None = None  # why the keeper could not restart the daemon any more, and after "; " what to do
 
     @property
     def alive(self) -> bool:
@@ -165,7 +166,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
         """Raise ConnectionRefusedError, with advice, if the daemon is dead."""
         if not self.alive:
             advice = f"`vfsd unmount {self.name}` removes the mount, `vfsd mount` at the same path replaces it"
-            what = f"the daemon of {self.name} is dead"
+            what = f"the daemon of {self.name} is dead" + (f" ({self.failure})" if self.failure else "")
             if self.is_kept:
                 who, end = f"its keeper (process {self.keeper}) is starting", "end the keeper"
                 if self.is_managed:
@@ -173,8 +174,6 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
                 raise ConnectionRefusedError(
                     errno.ECONNREFUSED, f"{what}, and {who} another one: repeat the command, or {end} first"
                 )
-            if self.failure is not None:
-                what += f" ({self.failure})"
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{what}, and {self.content_after_crash}; {advice}")
 
 
@@ -187,6 +186,13 @@ def write_record(record: WorkspaceRecord) -> None:
     as_wire = {field: wire_path(os.fsencode(path)) for field, path in paths.items() if path is not None}
     data = msgspec.json.encode(msgspec.structs.replace(record, **as_wire))
     write_atomically(record_path(record.name), data + b"\n", durable=False)
+
+
+def note_failure(name: str, reason: str) -> None:
+    """Note in the record of a workspace whose daemon died why it was not restarted.  OSError."""
+    record = read_record(name)
+    if record is not None and not record.alive:
+        write_record(msgspec.structs.replace(record, failure=reason))
 
 
 def remove_record(record: WorkspaceRecord) -> None:

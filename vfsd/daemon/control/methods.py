@@ -135,6 +135,13 @@ class Methods:
         return Empty()
 
     @property
+    def lost_keeper(self) -> str | None:
+        """Why the keeper could not restart this daemon any more, and after "; " what to do; None if it could."""
+        container = self._mounted.container
+        is_lost = self._start.kept is not None and container is not None and container.was_restarted
+        return (self._keeper or "").partition(": ")[2] if is_lost else None
+
+    @property
     def _keeper(self) -> str | None:
         container = self._mounted.container
         if self._start.kept is not None:

@@ -35,8 +35,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from msgspec.structs import replace
-
 from protocol.linux.shared_log import SharedLog
 from vfsd.daemon import preload
 from vfsd.daemon.backends import registry
@@ -212,22 +210,24 @@ class Keeper:
         how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"failed with exit status {ended}"
         self._deaths = deaths_in_a_row(self._memory, self._deaths)
         if self._deaths >= DEATHS_MAX:
-            self._give_up(how)
+            self._give_up(ended, how)
             return False
         self._restarts += 1
         _logger.error("the daemon %s: its keeper starts another one", how, extra={"operation": "keep"})
         time.sleep(_PAUSES_S[self._deaths])  # a signal that comes meanwhile is handled, and the sleep goes on
         return self._end_signal is None
 
-    def _give_up(self, how: str) -> None:
+    def _give_up(self, ended: int, how: str) -> None:
+        record = runtime.read_record(self._name)
         reason = (
             f"its daemon died {DEATHS_MAX} times in a row without answering a request; the last one {how}, and its log"
             " says more"
         )
+        if ended > 0 and record is not None and record.failure is not None:  # it said why itself
+            reason = f"{record.failure}; its keeper gave up after {DEATHS_MAX} deaths in a row"
         _logger.error("%s: the keeper ends, and the mount fails with ENOTCONN", reason, extra={"operation": "keep"})
-        record = runtime.read_record(self._name)
-        if record is not None and not record.alive and record.keeper == os.getpid():
-            runtime.write_record(replace(record, failure=reason))
+        if record is not None and record.keeper == os.getpid():
+            runtime.note_failure(self._name, reason)
         assert self._device is not None
         os.close(self._device)
 

@@ -177,6 +177,11 @@ class Kept:
         """Have the keeper end with this process, whatever ends it; or restart it again."""
         self._memory[RELEASED] = is_released
 
+    @property
+    def is_released(self) -> bool:
+        """Whether another daemon is about to take the workspace over."""
+        return bool(self._memory[RELEASED])
+
     def answered(self) -> None:
         """Count work for a client of the control socket, as the engine counts the kernel's requests."""
         self._memory[ANSWERED] += 1

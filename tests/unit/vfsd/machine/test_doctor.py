@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from vfsd.machine import doctor, mountinfo, mounts
 from vfsd.machine.doctor import Finding, Host, examine
 from vfsd.machine.left_containers import LeftContainer
 from vfsd.machine.mountinfo import vfsd_mounts
+from vfsd.machine.runtime import WorkspaceRecord, ensure_socket_dir, process_start_ticks, write_record
 
 TINY_FUSE = Path(__file__).with_name("tiny_fuse.py")
 
@@ -311,6 +313,35 @@ def test_sockets_and_records_of_the_dead_are_found_and_the_advice_removes_them(m
     assert "'gone'" in finding.what
     subprocess.run(["sh", "-c", finding.advice], check=True)
     assert "dead socket" not in topics(as_user(machine))
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "changes", "what", "advice"),
+    [
+        (True, {}, "restart a daemon that dies: kept: process", ""),
+        (True, {"lost_keeper": "the command runs again; mount it again"}, "the command runs again", "mount it again"),
+        (True, {"keeper": -1}, "the keeper of kept died", "mount it again"),
+        (False, {"keeper": -1, "failure": "its journal was moved"}, "is dead: its journal was moved", "mount it again"),
+    ],
+    ids=["kept", "lost", "died", "failed"],
+)
+def test_what_restarts_a_daemon_is_said_as_its_record_has_it(
+    machine: Path, is_alive: bool, changes: dict[str, Any], what: str, advice: str
+) -> None:
+    ensure_socket_dir()
+    own, ticks = os.getpid(), process_start_ticks(os.getpid()) or 0
+    alive = {"pid": own, "pid_start_ticks": ticks, "keeper": own, "keeper_start_ticks": ticks}
+    dead = {} if is_alive else {"pid_start_ticks": -1}
+    write_record(
+        WorkspaceRecord(
+            name="kept", mountpoint="/m", backend="memory", started_at="", version="", socket="/s",
+            **{**alive, **dead, **changes},
+        )
+    )  # fmt: skip
+    finding = found("keepers", as_user(machine))
+    assert what in finding.what
+    assert advice in finding.advice
+    assert finding.ok == (not changes)
 
 
 @pytest.fixture
