@@ -300,9 +300,10 @@ def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         assert "journal is complete" in succeeded(vfsd("persisted", "check", "--journal-dir", str(persistent.journal)))
         assert "Read-only" in failed(vfsd("persisted", "drop", "--journal-dir", str(persistent.journal)))
-        assert "Read-only" in failed(
-            vfsd("mount", persistent.path, "--persist", "--journal-dir", str(persistent.journal))
-        )
+        for journal in (persistent.journal, disk / "new"):
+            refused = failed(vfsd("mount", persistent.path, "--persist", "--journal-dir", journal))
+            assert "on a read-only file system: make that writable, and mount the workspace again" in refused
+            assert not os.path.ismount(persistent.path)
     finally:
         persistent.end()
         subprocess.run(["umount", "-l", disk], check=True)

@@ -342,9 +342,9 @@ class AuditLog:
 
     def close_quiet(self) -> None:
         """End the entries of writes that no further write has followed.  To be called every second."""
-        before_ns = time_ns() - _QUIET_NS
+        now_ns = time_ns()
         for entry in tuple(self._open.values()):
-            if entry.until_ns < before_ns:
+            if not 0 <= now_ns - entry.until_ns <= _QUIET_NS:  # or the clock was set back
                 self._close(entry)
 
     def close_writes(self) -> None:

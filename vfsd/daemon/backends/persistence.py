@@ -8,7 +8,8 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import trio
@@ -65,30 +66,43 @@ def keep_journal(
             _ARGUMENT: options.workspace.backend.argument,
             _FILTER: json.dumps([content.include, content.exclude]),
         }
-    if not has_journal(directory):
-        begin()
-        # The directories above are private, too, if they are made.
-        os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
-        journal = Journal.create(directory, identity, options.journal.fsync, below=reopening)
-        try:
-            volume.keep_journal(journal, is_new=True)
-        except BaseException:
-            journal.detach()
-            raise
-        found = None
-    else:
-        files, journal = Journal.resume(directory, options.journal.fsync)
-        try:
-            _check_identity(files, identity)
-            _keep_reopening(directory, reopening)
-            _replay(files, volume)
-            volume.keep_journal(journal, is_new=False)
-        except BaseException:
-            journal.detach()
-            raise
-        found = _describe(volume, files.report(), has_archive=options.content.archive is not None)
+    with _naming_read_only(directory):
+        if not has_journal(directory):
+            begin()
+            # The directories above are private, too, if they are made.
+            os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
+            journal = Journal.create(directory, identity, options.journal.fsync, below=reopening)
+            try:
+                volume.keep_journal(journal, is_new=True)
+            except BaseException:
+                journal.detach()
+                raise
+            found = None
+        else:
+            files, journal = Journal.resume(directory, options.journal.fsync)
+            try:
+                _check_identity(files, identity)
+                _keep_reopening(directory, reopening)
+                _replay(files, volume)
+                volume.keep_journal(journal, is_new=False)
+            except BaseException:
+                journal.detach()
+                raise
+            found = _describe(volume, files.report(), has_archive=options.content.archive is not None)
     _sync_in_thread(volume)
     return found
+
+
+@contextmanager
+def _naming_read_only(directory: str) -> Iterator[None]:
+    """Have EROFS say what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        reason = "the journal is on a read-only file system: make that writable, and mount the workspace again"
+        raise OSError(errno.EROFS, reason, directory) from None
 
 
 def check_continued(options: MountOptions) -> None:

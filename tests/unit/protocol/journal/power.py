@@ -18,9 +18,13 @@ class UnreliableFile(LogFile):
         self.synced = bytearray(content)
         self.present = bytearray(content)
         self.fails = False
+        self.is_read_only = False  # a write is cut
 
     def write(self, buffers: Sequence[Buffer], offset: int) -> int:
         data = b"".join(buffers)
+        if self.is_read_only:
+            self.present[offset : offset + len(data) // 2] = data[: len(data) // 2]
+            raise OSError(30, "Read-only file system")
         self.present[offset : offset + len(data)] = data
         return len(data)
 

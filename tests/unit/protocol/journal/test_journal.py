@@ -312,6 +312,26 @@ def test_after_a_failed_sync_no_change_is_accepted() -> None:
     assert raised.value.errno == errno.EIO
 
 
+def test_a_disk_that_becomes_read_only_within_a_record_keeps_the_records_before_it() -> None:
+    file, log = unreliable()
+    for data in (b"first", b"second"):
+        log.require(len(data))
+        log.append([data])
+    file.is_read_only = True
+    log.require(100)
+    with pytest.raises(OSError, match="Read-only file system") as raised:
+        log.append([b"x" * 100])
+    assert raised.value.errno == errno.EROFS
+    file.is_read_only = False  # the change that failed is missing, so none may follow
+    with pytest.raises(OSError, match="no change is accepted"):
+        log.require(1)
+    content = io.BytesIO(bytes(file.present))
+    header = read_header(content, "log")
+    start = content.tell()
+    extent = verify(content, header, "log")
+    assert [record.payload for record in read_records(content, header, start, extent.end)] == [b"first", b"second"]
+
+
 def test_everysec_syncs_in_a_thread(directory: str) -> None:
     journal = Journal.create(directory, IDENTITY, "everysec")
     append(journal, b"data")

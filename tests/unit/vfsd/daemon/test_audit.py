@@ -7,6 +7,7 @@ import random
 import stat
 import subprocess
 import sys
+import time
 
 import pytest
 import trio
@@ -159,6 +160,23 @@ def test_a_follower_holds_a_bounded_number_of_bytes_and_marks_what_it_misses() -
     (after,) = trio.run(follower.take)
     assert not isinstance(after, Overflow)
     assert after.path == b"after"
+    log.unfollow(follower)
+    log.close()
+
+
+def test_a_follower_gets_a_write_although_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = MemoryVolume()
+    log = AuditLog(volume)
+    follower = log.follow()
+    log.written(0, make(volume, ROOT_INODE, b"file"), 100)
+    log.close_quiet()
+    assert follower.take_nowait() == []  # the write may go on
+    monkeypatch.setattr("vfsd.daemon.audit.log.time_ns", lambda: time.time_ns() - 3600 * 10**9)
+    log.close_quiet()
+    (written,) = follower.take_nowait()
+    assert not isinstance(written, Overflow)
+    assert written.path == b"file"
+    log.check_invariants()
     log.unfollow(follower)
     log.close()
 
