@@ -39,6 +39,7 @@ test: ## all tests but the long campaigns; ARGS='...' goes to pytest, COVERAGE=1
 	@$(BOOTSTRAP) fuse tests
 	@$(if $(COVERAGE),$(BIN)/coverage erase)
 	@$(BIN)/python -m compileall -q -j 0 protocol vfsd tests # else each worker does that
+	@$(BIN)/python -m tests.support.compiling # the same, for what pytest makes of the tests
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
 # With packages of its own, which .venv does not need; CI does not run it.
