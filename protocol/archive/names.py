@@ -19,6 +19,8 @@ PATH_BYTES_MAX: Final = NAME_BYTES_MAX - len(FILES) - 1  # with the slash after 
 _PLAIN_NAME: Final = re.compile(b"files/[^\\0]*+$")
 _PLAIN_PATH: Final = re.compile(rb"[^/.\0][^/\0]{0,254}+(?:/[^/.\0][^/\0]{0,254}+){0,30}+")
 _ESCAPED: Final = re.compile(b"%(..)", re.DOTALL)
+# By the characters that "surrogateescape" makes of bytes that are not UTF-8.
+_ESCAPES: Final = {0xDC00 + byte: f"%{byte:02X}" for byte in range(0x80, 0x100)}
 
 
 def is_utf8(name: bytes) -> bool:
@@ -33,9 +35,7 @@ def is_utf8(name: bytes) -> bool:
 def escape(name: bytes) -> str:
     """`name` as text, one-to-one: "%XX" for each byte that is not UTF-8, "%25" for "%"."""
     text = name.replace(b"%", b"%25").decode("utf-8", "surrogateescape")
-    if text.isascii():
-        return text
-    return "".join(f"%{ord(c) - 0xDC00:02X}" if "\udc80" <= c <= "\udcff" else c for c in text)
+    return text if text.isascii() else text.translate(_ESCAPES)
 
 
 def unescape(text: str) -> bytes:
