@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +219,20 @@ def test_a_fifo_keeps_nobody_waiting(root: Path, filesystem: HostFilesystem) -> 
     assert list(filesystem.grep("x")) == []
 
 
-@pytest.mark.slow
-def test_a_deeper_tree_than_there_are_descriptors_is_read_and_deleted(root: Path, filesystem: HostFilesystem) -> None:
-    depth = 1_100  # more than RLIMIT_NOFILE usually is
+@pytest.fixture
+def most_descriptors() -> Iterator[int]:
+    """How many descriptors this process may have: some more than it has."""
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lower = max(map(int, os.listdir("/proc/self/fd"))) + 100
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lower, hard_limit))
+    yield lower
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
+
+
+def test_a_deeper_tree_than_there_are_descriptors_is_read_and_deleted(
+    root: Path, filesystem: HostFilesystem, most_descriptors: int
+) -> None:
+    depth = most_descriptors + 50
     node = os.open(root, os.O_RDONLY)
     for _ in range(depth):
         os.mkdir("d", dir_fd=node)

@@ -456,12 +456,20 @@ def test_a_very_deep_tree_needs_no_more_descriptors_than_others(inside: Path) ->
     volume.close()
 
 
-@pytest.mark.slow
+@pytest.fixture
+def usual_recursion_limit() -> Iterator[None]:
+    """Python's own limit, which `protocol.store` raises."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
 def test_a_place_a_thousand_levels_down_is_looked_at_once_more_after_a_while(
-    volume: HostVolume, inside: Path, monkeypatch: pytest.MonkeyPatch
+    volume: HostVolume, inside: Path, monkeypatch: pytest.MonkeyPatch, usual_recursion_limit: None
 ) -> None:
     at = ROOT_INODE
-    for _ in range(sys.getrecursionlimit()):
+    for _ in range(1_000):
         at = volume.mkdir(at, b"d", 0o755, ME).inode
     later_s = time.monotonic() + 2 * descriptors.RECHECK_S
     monkeypatch.setattr(descriptors, "monotonic", lambda: later_s)
