@@ -42,9 +42,9 @@ _REMOVAL_PAUSE_S = 0.2
 
 # A deadline measures the machine; each profile reports how to reproduce what it found.
 _COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("dev", _COMMON, max_examples=50)
+settings.register_profile("dev", _COMMON, max_examples=25)
 # The same examples in each run of CI: the same change always gets the same answer (see tests/support/seeds.py).
-settings.register_profile("ci", _COMMON, max_examples=50, derandomize=True)
+settings.register_profile("ci", _COMMON, max_examples=25, derandomize=True)
 settings.register_profile("long", _COMMON, max_examples=2000, stateful_step_count=200)
 
 

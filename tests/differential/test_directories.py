@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and works as several users"),
 ]
 
-CALLS = 5_000
+CALLS = 2_000
 LONG_CALLS = 100_000
 LAYER_CALLS = 1_200  # three mounts
 

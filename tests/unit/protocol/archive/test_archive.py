@@ -610,7 +610,7 @@ def test_many_small_files_are_archived_in_fixed_memory() -> None:
         def read(self, path: bytes, offset: int, size: int) -> bytes:
             return os.urandom(size)
 
-    tree = Small({b"%d" % n: b"" for n in range(300)})
+    tree = Small({b"%d" % n: b"" for n in range(160)})
     for path, entry in tree.entries.items():
         if entry.is_file:
             tree.entries[path] = replace(entry, size=256 * 1024)

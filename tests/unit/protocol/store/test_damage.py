@@ -244,9 +244,12 @@ def objects_and_packs(scene: Scene) -> list[Path]:
 
 @pytest.mark.parametrize("kind", ["fifo", "symlink", "directory"])
 def test_a_fifo_or_symlink_or_directory_in_the_place_of_a_file_is_neither_waited_for_nor_followed(
-    scene: Scene, tmp_path: Path, kind: str
+    scene: Scene, tmp_path: Path, kind: str, runs_long: bool
 ) -> None:
-    for path in scene.files():
+    files = scene.files()
+    # Every third file in a short run; neighbours of the same kind of file are replaced by something else.
+    first = ("fifo", "symlink", "directory").index(kind)
+    for path in files if runs_long else files[first::3]:
         elsewhere = tmp_path / "elsewhere"
         shutil.copy2(path, elsewhere)
         with replaced(path, None):

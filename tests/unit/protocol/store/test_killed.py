@@ -18,7 +18,7 @@ from protocol.linux.beneath import TEMPORARY_PREFIX
 from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
 from tests.unit.protocol.store.states import Chaos, State, differences, state_of, state_of_tree
 
-POINTS = 60
+POINTS = 40
 LONG_POINTS = 400
 BY_THE_CLOCK = 10
 LARGE = 300_000  # bytes: a content with a file of its own
@@ -213,7 +213,7 @@ def test_a_collection_that_was_killed_leaves_every_snapshot_whole_and_is_done_by
         store.drop("w", "third")
     dropped = Scene.__new__(Scene)
     dropped.place, dropped.early, dropped.late = tmp_path / "dropped", scene.early, scene.late
-    for store, root, number in endings(mortal, dropped, tmp_path, runs_long=runs_long, most=40, do="collect"):
+    for store, root, number in endings(mortal, dropped, tmp_path, runs_long=runs_long, most=32, do="collect"):
         assert store.check().damages == (), number
         assert_whole(store, "early", scene.early)
         store.take("w", "next", DirectorySource(root))

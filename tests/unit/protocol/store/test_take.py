@@ -353,7 +353,7 @@ def test_a_moved_directory_leads_nowhere_else(store: Store, root: Path, tmp_path
         assert [entry.path for entry in tree.walk()] == [b"", b"directory"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * CHUNK_BYTES)), max_size=5), st.integers(0, 2**32))
 def test_a_content_has_one_digest_wherever_its_holes_are(parts: list[tuple[bool, int]], seed: int) -> None:
     with_holes, without = ContentDigest(), ContentDigest()
