@@ -33,18 +33,30 @@ WRITE_BACK_MODULES = frozenset(
     }
 )  # fmt: skip
 LAYER_MODULES = frozenset({"test_semantics_files"})  # run in OVER_LAYERS in every session, the others with --runs-long
+# What these modules test lies above the engine: in the store, the backends, the control socket and the commands.  They
+# run on the native engine, and on pyfuse3 with --runs-long and where a test is marked `both_engines`.
+ONE_ENGINE_MODULES = frozenset(
+    {
+        "test_archive_live", "test_audit", "test_control_live", "test_fs_live", "test_host_backend",
+        "test_host_snapshots", "test_interrupts_live", "test_json_documents", "test_lazy_resume", "test_long_paths",
+        "test_overlay_backend", "test_snapshot_directory", "test_third_party_volume", "test_undo",
+    }
+)  # fmt: skip
 MountIt = Callable[..., Workspace]
 
 
 @pytest.hookimpl(tryfirst=True)  # the root's takes the tests out that are marked `long`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+    here = f"{Path(__file__).parent}/"
     left_out: set[pytest.Item] = set()
     for item in items:
-        if not item.path.is_relative_to(here):
+        if not str(item.path).startswith(here):
             continue
         item.add_marker(pytest.mark.fuse)
         if item.path.stem not in LAYER_MODULES and _is_over_layer(item):
+            item.add_marker(pytest.mark.long)
+        has_one_engine = item.path.stem in ONE_ENGINE_MODULES and not item.get_closest_marker("both_engines")
+        if has_one_engine and _is_on_pyfuse3(item):
             item.add_marker(pytest.mark.long)
         if not _is_write_back(item):
             continue
@@ -61,6 +73,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_write_back(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and WRITE_BACK in getattr(item, "callspec", _NoCall).params.values()
+
+
+def _is_on_pyfuse3(item: pytest.Item) -> bool:
+    params = getattr(item, "callspec", _NoCall).params.values()
+    return not {"pyfuse3", "memory-pyfuse3"}.isdisjoint(param for param in params if isinstance(param, str))
 
 
 def _is_over_layer(item: pytest.Item) -> bool:

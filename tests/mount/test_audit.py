@@ -49,6 +49,7 @@ def run(workspace: Workspace, *command: str) -> int:
     return program.pid
 
 
+@pytest.mark.both_engines
 def test_each_kind_of_change_is_one_entry_in_order(workspace: Workspace, root: Path) -> None:
     def change() -> None:
         (root / "d").mkdir()
@@ -93,6 +94,7 @@ def test_each_kind_of_change_is_one_entry_in_order(workspace: Workspace, root: P
         assert each.process.command[0] == Path("/proc/self/cmdline").read_bytes().split(b"\0")[0].decode()
 
 
+@pytest.mark.both_engines
 def test_a_file_without_a_name_has_no_path(workspace: Workspace, root: Path) -> None:
     with (root / "f").open("wb", buffering=0) as file:
         file.write(b"named")
@@ -101,6 +103,7 @@ def test_a_file_without_a_name_has_no_path(workspace: Workspace, root: Path) -> 
     assert kinds(workspace.log()) == [("create", "f"), ("write", "f"), ("unlink", "f"), ("write", None)]
 
 
+@pytest.mark.both_engines
 def test_writes_before_and_after_a_rename_are_two_entries(workspace: Workspace, root: Path) -> None:
     (root / "d").mkdir()
     with (root / "d" / "f").open("wb", buffering=0) as file:
@@ -127,6 +130,7 @@ def test_paths_are_right_after_a_restore_has_moved_directories(workspace: Worksp
     assert made == ["d/1", "e/2", "d/3", "e/4", "e/4"]
 
 
+@pytest.mark.both_engines
 def test_a_program_that_ends_at_once_is_named(workspace: Workspace) -> None:
     pids = {}
     for number in range(40):
@@ -141,6 +145,7 @@ def test_a_program_that_ends_at_once_is_named(workspace: Workspace) -> None:
         assert change.ancestors[0].pid == os.getpid()
 
 
+@pytest.mark.both_engines
 def test_a_process_that_executes_another_program_is_named_by_it(workspace: Workspace) -> None:
     pid = run(workspace, "bash", "-c", "echo 1 > a; exec touch b")
     found = [(change.path, change.process and change.process.command[0]) for change in workspace.log()]
@@ -149,6 +154,7 @@ def test_a_process_that_executes_another_program_is_named_by_it(workspace: Works
     assert {change.process and change.process.pid for change in workspace.log()} == {pid}
 
 
+@pytest.mark.both_engines
 def test_writes_before_and_after_a_program_is_executed_are_two_entries(workspace: Workspace) -> None:
     run(workspace, "bash", "-c", "exec 7>f; echo 1 >&7; exec head -c 9 /dev/zero >&7")
     found = [
@@ -171,6 +177,7 @@ thread.join()
 """
 
 
+@pytest.mark.both_engines
 def test_a_thread_is_attributed_to_its_process(workspace: Workspace, root: Path) -> None:
     program = subprocess.Popen([sys.executable, "-c", _THREAD, str(root / "f")], stdout=subprocess.PIPE, text=True)
     thread = int(program.communicate()[0])
@@ -182,6 +189,7 @@ def test_a_thread_is_attributed_to_its_process(workspace: Workspace, root: Path)
     ]
 
 
+@pytest.mark.both_engines
 def test_a_program_of_another_user_is_named(mount: MountIt) -> None:
     workspace = mount(allow_other=True)
     Path(workspace.path).chmod(0o777)
@@ -192,6 +200,7 @@ def test_a_program_of_another_user_is_named(mount: MountIt) -> None:
     assert created.process.uid == 65534
 
 
+@pytest.mark.both_engines
 def test_a_process_of_an_inner_pid_namespace_has_the_id_that_the_daemon_sees(workspace: Workspace) -> None:
     run(workspace, "unshare", "--pid", "--fork", "sh", "-c", "echo x > $$")
     created = workspace.log("1")[0]
@@ -211,6 +220,7 @@ with mmap.mmap(file, 4096) as pages:
 """
 
 
+@pytest.mark.both_engines
 def test_pages_that_the_kernel_writes_back_have_no_process(mount: MountIt) -> None:
     workspace = mount()
     run(workspace, sys.executable, "-c", _MAPPED, "f")
@@ -227,6 +237,7 @@ def engine_of(workspace: Workspace) -> str:
     return workspace.status().engine
 
 
+@pytest.mark.both_engines
 def test_thirty_two_writers_at_once_are_told_apart(workspace: Workspace, root: Path) -> None:
     script = 'for i in $(seq 12); do echo "$i" > "$0-$i"; mv "$0-$i" "$0.$i"; done; rm "$0".*'
     programs = [subprocess.Popen(["sh", "-c", script, f"w{number}"], cwd=root) for number in range(32)]
@@ -416,6 +427,7 @@ os.mkdir("made")
 """
 
 
+@pytest.mark.both_engines
 def test_a_command_line_that_is_a_file_of_the_mount_does_not_block_it(workspace: Workspace) -> None:
     # Reading it makes the kernel ask the daemon for the file.
     run(workspace, sys.executable, "-c", _UNREADABLE)
@@ -443,6 +455,7 @@ os.execv("/bin/sleep", ["sleep", "0.1"])
 """
 
 
+@pytest.mark.both_engines
 def test_a_parent_that_writes_a_mapping_back_while_it_executes_a_program_does_not_block_the_daemon(
     workspace: Workspace, workdir: Path
 ) -> None:

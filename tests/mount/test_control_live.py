@@ -74,6 +74,7 @@ def connected(workspace: Workspace) -> socket.socket:
 
 
 # -- bad clients --------------------------------------------------------------------------------------
+@pytest.mark.both_engines
 def test_garbage_leaves_the_mount_live_and_other_clients_served(workspace: Workspace, root: Path) -> None:
     rubbish = [
         os.urandom(100_000),
@@ -142,6 +143,7 @@ def test_a_request_that_comes_byte_by_byte_is_answered_and_holds_up_nobody(works
     assert [info.name for info in workspace.snapshots()] == ["slow"]
 
 
+@pytest.mark.both_engines
 def test_a_hundred_clients_at_once_are_all_served_while_a_program_works(workspace: Workspace, root: Path) -> None:
     # All are connected before the first asks.
     barrier = threading.Barrier(100, timeout=60)
@@ -198,6 +200,7 @@ with ControlClient({socket_path(workspace.name)!r}) as client:
     assert os.listdir(out) == ["a.zip"]
 
 
+@pytest.mark.both_engines
 def test_an_export_is_the_state_at_the_call_whatever_is_written_meanwhile(
     workspace: Workspace, big: Path, workdir: Path
 ) -> None:

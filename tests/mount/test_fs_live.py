@@ -206,6 +206,7 @@ def call(workspace: Workspace) -> Iterator[Callable[[str, Any], Any]]:
         yield client.call
 
 
+@pytest.mark.both_engines
 def test_a_name_whose_absence_the_kernel_has_cached_is_seen(call: Run, root: Path) -> None:
     for _ in range(2):
         assert not (root / "new").exists()
@@ -218,6 +219,7 @@ def test_a_name_whose_absence_the_kernel_has_cached_is_seen(call: Run, root: Pat
     assert sorted(os.listdir(root)) == ["dir", "new"]
 
 
+@pytest.mark.both_engines
 def test_a_file_removed_is_gone_from_the_kernels_caches(call: Run, root: Path) -> None:
     (root / "d").mkdir()
     (root / "d" / "f").write_text("x")
@@ -232,6 +234,7 @@ def test_a_file_removed_is_gone_from_the_kernels_caches(call: Run, root: Path) -
     (root / "d").mkdir()
 
 
+@pytest.mark.both_engines
 def test_content_that_the_kernel_has_cached_is_replaced(call: Run, root: Path) -> None:
     for turn in range(20):
         content = f"turn {turn} ".encode() * (turn + 1)
@@ -240,6 +243,7 @@ def test_content_that_the_kernel_has_cached_is_replaced(call: Run, root: Path) -
         assert os.stat(root / "f").st_size == len(content)
 
 
+@pytest.mark.both_engines
 def test_what_is_appended_is_seen_by_a_program_that_has_the_file_open(call: Run, root: Path) -> None:
     (root / "log").write_bytes(b"one\n")
     with open(root / "log", "rb") as reader, open(root / "log", "ab", buffering=0) as writer:
@@ -251,6 +255,7 @@ def test_what_is_appended_is_seen_by_a_program_that_has_the_file_open(call: Run,
     assert (root / "log").read_bytes() == b"one\ntwo\nthree\n"
 
 
+@pytest.mark.both_engines
 def test_a_program_goes_on_with_the_file_that_it_has_open_when_that_is_replaced(call: Run, root: Path) -> None:
     (root / "f").write_bytes(b"old")
     with open(root / "f", "r+b") as held:
@@ -286,6 +291,7 @@ def test_a_symlink_is_followed_within_the_workspace(call: Run, root: Path) -> No
 
 
 # -- coherence: from the mount to `vfsd fs` ---------------------------------------------------------
+@pytest.mark.both_engines
 def test_whatever_the_mount_does_is_seen(call: Run, root: Path) -> None:
     def content(path: str) -> bytes:
         pieces: list[bytes] = []
@@ -308,6 +314,7 @@ def test_whatever_the_mount_does_is_seen(call: Run, root: Path) -> None:
         content("g")
 
 
+@pytest.mark.both_engines
 def test_a_shared_mapping_is_seen_once_it_was_synced(call: Run, root: Path) -> None:
     (root / "f").write_bytes(b"old!")
     with open(root / "f", "r+b") as file, mmap.mmap(file.fileno(), 4) as mapped:
@@ -316,6 +323,7 @@ def test_a_shared_mapping_is_seen_once_it_was_synced(call: Run, root: Path) -> N
         assert call("fs.grep", GrepParams(pattern="new!")).matches[0].path == "f"
 
 
+@pytest.mark.both_engines
 def test_edits_of_many_clients_and_writes_through_the_mount_are_all_there(workspace: Workspace, root: Path) -> None:
     (root / "f").write_text("".join(f"<{n}>" for n in range(8)))
 
@@ -337,8 +345,11 @@ def test_edits_of_many_clients_and_writes_through_the_mount_are_all_there(worksp
     assert len(os.listdir(root / "by-mount")) == 50
 
 
+@pytest.mark.both_engines
 @pytest.mark.parametrize("seed", [1, 2])
-def test_whatever_is_done_by_turns_both_sides_agree_with_a_plain_model(call: Run, root: Path, seed: int) -> None:
+def test_whatever_is_done_by_turns_both_sides_agree_with_a_plain_model(
+    call: Run, root: Path, seed: int, runs_long: bool
+) -> None:
     chance = random.Random(seed)
     names = [f"{directory}{name}" for directory in ("", "d/", "d/e/") for name in "abc"]
     model: dict[str, bytes] = {}
@@ -364,7 +375,7 @@ def test_whatever_is_done_by_turns_both_sides_agree_with_a_plain_model(call: Run
             with pytest.raises(FileNotFoundError):
                 call("fs.stat", fs.FsStatParams(path=path))
 
-    for turn in range(250):
+    for turn in range(500 if runs_long else 100):
         path, content = chance.choice(names), b"%d " % turn * chance.choice((1, 2000))
         mode = chance.choice(("overwrite", "append"))
         match chance.randrange(6):
@@ -391,6 +402,7 @@ def test_whatever_is_done_by_turns_both_sides_agree_with_a_plain_model(call: Run
 
 
 # -- watchers -----------------------------------------------------------------------------------------
+@pytest.mark.both_engines
 def test_an_inotify_watcher_sees_what_is_written(call: Run, root: Path) -> None:
     (root / "old").write_text("x")
     (root / "removed").write_text("x")
@@ -555,6 +567,7 @@ def test_searches_stop_at_their_limits_and_say_so(run: Run, root: Path) -> None:
     assert run("glob", "*", "--limit", "101")["truncated"] is False
 
 
+@pytest.mark.both_engines
 def test_the_mount_answers_while_a_search_runs(workspace: Workspace, root: Path) -> None:
     for number in range(200):
         (root / f"f{number}").write_bytes(b"nothing to be found here\n" * 10_000)

@@ -191,6 +191,7 @@ def test_a_compiled_program_runs_in_it_and_beside_it(root: Path, directory: Path
     wait_until(runs)
 
 
+@pytest.mark.both_engines
 def test_what_is_mapped_and_shared_is_written(root: Path, directory: Path) -> None:
     program = (
         "import mmap,sys; f=open(sys.argv[1],'r+b'); m=mmap.mmap(f.fileno(),0); m[3:6]=b'new'; m.flush(); m.close()"
@@ -200,6 +201,7 @@ def test_what_is_mapped_and_shared_is_written(root: Path, directory: Path) -> No
     assert (directory / "f").read_bytes() == b"oldnewold"
 
 
+@pytest.mark.both_engines
 def test_open_files_go_on_when_they_are_removed_or_lose_their_modes(root: Path, directory: Path) -> None:
     with open(root / "f", "w+b") as file:
         file.write(b"before")
@@ -213,6 +215,7 @@ def test_open_files_go_on_when_they_are_removed_or_lose_their_modes(root: Path, 
         assert os.fstat(file.fileno()).st_nlink == 0
 
 
+@pytest.mark.both_engines
 def test_unnamed_files_get_a_name(root: Path, directory: Path, engine: str) -> None:
     if engine == "pyfuse3":
         with pytest.raises(OSError, match="not supported"):
@@ -227,6 +230,7 @@ def test_unnamed_files_get_a_name(root: Path, directory: Path, engine: str) -> N
     assert (directory / "named").read_bytes() == b"content"
 
 
+@pytest.mark.both_engines
 def test_what_was_done_through_the_mount_is_in_the_directory(root: Path, directory: Path) -> None:
     if os.geteuid() == 0:
         rich_tree(root / "tree")
@@ -245,6 +249,7 @@ def test_what_was_done_through_the_mount_is_in_the_directory(root: Path, directo
 # -- others --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.both_engines
 def test_changes_beside_the_mount_are_seen(root: Path, directory: Path) -> None:
     (root / "f").write_bytes(b"old content")
     assert (root / "f").read_bytes() == b"old content"
@@ -264,6 +269,7 @@ def test_changes_beside_the_mount_are_seen(root: Path, directory: Path) -> None:
     wait_until(lambda: stat.S_IMODE((root / "f").stat().st_mode) == 0o600)
 
 
+@pytest.mark.both_engines
 def test_a_directory_replaced_beside_the_mount_is_the_new_one(root: Path, directory: Path) -> None:
     (root / "d").mkdir()
     (root / "d" / "old").touch()
@@ -290,6 +296,7 @@ def test_status_says_what_can_be_said_without_a_walk(workspace: Workspace, root:
     assert shown.backend.startswith("host:/")
 
 
+@pytest.mark.both_engines
 def test_another_users_files_are_his_and_permissions_hold(mount: MountIt, directory: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root: works as several users")
@@ -370,6 +377,7 @@ def public() -> Iterator[Path]:
         yield Path(place)
 
 
+@pytest.mark.both_engines
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: works as several users")
 def test_a_daemon_without_privileges_serves_what_is_its_users(public: Path, engine: str) -> None:
     for name in ("mnt", "host"):

@@ -66,6 +66,7 @@ def without_directory_times(tree: dict[str, tuple[object, ...]]) -> dict[str, tu
 
 
 # -- the cycle ---------------------------------------------------------------------------------------
+@pytest.mark.both_engines
 def test_a_restore_brings_back_everything_that_was_there_and_nothing_else(
     workspace: Workspace, root: Path, directory: Path
 ) -> None:
@@ -214,6 +215,7 @@ def test_what_was_changed_behind_the_mount_is_in_a_snapshot_and_comes_back(
     assert (directory / "unseen").read_text() == "never looked up"
 
 
+@pytest.mark.both_engines
 def test_what_was_written_through_a_mapping_and_never_synced_is_in_a_snapshot(
     workspace: Workspace, root: Path, program: Program
 ) -> None:
@@ -227,6 +229,7 @@ def test_what_was_written_through_a_mapping_and_never_synced_is_in_a_snapshot(
     assert (len(content), content[:3], content[90000:90003]) == (100_000, b"one", b"one")
 
 
+@pytest.mark.both_engines
 def test_no_reader_sees_what_was_there_before_the_restore(workspace: Workspace, root: Path, directory: Path) -> None:
     (root / "d").mkdir()
     for name in ("same-size", "d/deep", "removed", "mode"):
@@ -255,6 +258,7 @@ def test_no_reader_sees_what_was_there_before_the_restore(workspace: Workspace, 
     assert sorted(os.listdir(root)) == sorted(os.listdir(directory))
 
 
+@pytest.mark.both_engines
 def test_open_files_go_on_as_if_the_restore_had_renamed_others_over_them(
     workspace: Workspace, root: Path, program: Program
 ) -> None:
@@ -280,6 +284,7 @@ def test_open_files_go_on_as_if_the_restore_had_renamed_others_over_them(
     assert program("os.pread(changed, 9, 0)") == b"three"
 
 
+@pytest.mark.both_engines
 def test_many_files_are_restored_under_a_program_that_reads_them(
     workspace: Workspace, root: Path, program: Program
 ) -> None:
@@ -307,6 +312,7 @@ def test_many_files_are_restored_under_a_program_that_reads_them(
     assert {content for _, content in program("seen")} <= torn
 
 
+@pytest.mark.both_engines
 def test_watchers_are_told_what_a_restore_changed(workspace: Workspace, root: Path) -> None:
     (root / "d").mkdir()
     (root / "d" / "back").write_text("x")
@@ -638,6 +644,7 @@ def public() -> Iterator[Path]:
         yield Path(place)
 
 
+@pytest.mark.both_engines
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: works as several users")
 def test_a_daemon_without_privileges_keeps_and_restores_what_is_its_users(
     public: Path, engine: str, monkeypatch: pytest.MonkeyPatch

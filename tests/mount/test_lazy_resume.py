@@ -172,6 +172,7 @@ def corrupted_data(method: str, path: str) -> str | None:
     return "corrupt" if method == "GET" and path.endswith("data.pack") else None
 
 
+@pytest.mark.both_engines
 def test_while_the_network_is_down_only_reads_of_what_is_not_cached_fail(
     engine: str, proxy: FaultyProxy, project: Path, workdir: Path
 ) -> None:
@@ -246,6 +247,7 @@ def test_an_interrupted_mount_leaves_no_process_that_waits_for_the_store(proxy: 
             go.set()
 
 
+@pytest.mark.both_engines
 def test_the_mount_answers_while_a_read_waits_for_the_network(mount: MountIt, proxy: FaultyProxy) -> None:
     workspace, root = resume(mount, remote_timeout_s=60.0)
     os.listdir(root)

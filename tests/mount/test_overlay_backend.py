@@ -251,6 +251,7 @@ def test_apply_refuses_to_remove_a_directory_to_which_others_added_a_file(mount:
     assert sorted(os.listdir(place / "d")) == ["old", "theirs"]
 
 
+@pytest.mark.both_engines
 def test_mounting_looks_at_no_file_whatever_is_below(mount: MountIt, workdir: Path) -> None:
     place = workdir / "many"
     for directory in range(200):
@@ -315,6 +316,7 @@ def test_what_is_excluded_is_not_there(mount: MountIt, repository: Path, workdir
     assert ".env" not in listed
 
 
+@pytest.mark.both_engines
 def test_a_file_that_changes_below_is_followed_and_reported(engine: str, repository: Path, workdir: Path) -> None:
     name = f"{workdir.name}-f"
     with Workspace.mount(workdir / "m", engine=engine, name=name, backend=f"overlay:{repository}") as workspace:

@@ -157,7 +157,7 @@ def _list_and_empty(workspace: Workspace, count: int) -> None:
 
 
 def test_a_directory_of_thousands_is_listed_and_emptied_at_once(workspace: Workspace) -> None:
-    _list_and_empty(workspace, 2_500)
+    _list_and_empty(workspace, 1_200)
 
 
 @pytest.mark.long

@@ -109,6 +109,7 @@ def test_tar_and_find_keep_live_files_and_those_of_snapshots_apart(
     assert os.stat(workdir / "file").st_nlink == os.stat(workdir / ".snapshots" / "one" / "link").st_nlink == 2
 
 
+@pytest.mark.both_engines
 def test_every_change_is_refused(workspace: Workspace, root: Path) -> None:
     (root / "dir").mkdir()
     (root / "dir" / "file").write_text("content")
@@ -146,6 +147,7 @@ def test_every_change_is_refused(workspace: Workspace, root: Path) -> None:
     assert sorted(os.listdir(root)) == sorted({"dir", *os.listdir(root)} - {".snapshots", "new"})
 
 
+@pytest.mark.both_engines
 def test_a_write_that_the_kernel_caches_is_gone_soon(workspace: Workspace, root: Path) -> None:
     (root / "file").write_text("content")
     workspace.snapshot("before")
@@ -197,6 +199,7 @@ def test_a_dropped_snapshot_is_gone_and_its_name_can_be_used_again(workspace: Wo
         os.close(there)
 
 
+@pytest.mark.both_engines
 @pytest.mark.parametrize("name", [".", "dir", "empty"])
 def test_the_listing_of_a_dropped_snapshot_fails_where_a_program_is_inside(
     workspace: Workspace, root: Path, name: str
@@ -235,6 +238,7 @@ def listed_again(directory: int) -> list[str]:
         os.close(again)
 
 
+@pytest.mark.both_engines
 def test_a_listing_shows_each_snapshot_as_soon_as_it_was_taken(workspace: Workspace, root: Path) -> None:
     def listed() -> set[str]:
         return set(os.listdir(root / ".snapshots"))
@@ -264,6 +268,7 @@ def test_a_restore_changes_no_snapshot_and_adds_the_state_before(workspace: Work
     assert (root / ".snapshots" / done.safety_snapshot / "file").read_text() == "new"
 
 
+@pytest.mark.both_engines
 def test_many_entries_are_listed_once_each(workspace: Workspace, root: Path) -> None:
     names = {f"{number:04}" * 20 for number in range(1100)}
     for name in names:

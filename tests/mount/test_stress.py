@@ -32,7 +32,7 @@ BRIEF = """
     chmod chown copy-file dentry fallocate filename hdd iomix lockf mmap msync rename seek utime xattr
 """.split()  # noqa: SIM905
 OVER_A_DIRECTORY = "copy-file dentry fallocate hdd mmap rename xattr".split()  # noqa: SIM905
-AT_ONCE = 4  # of the above
+AT_ONCE = 8  # of the above
 FIO_ENGINES = ("psync", "mmap", "pvsync2", "io_uring", "libaio")
 
 
@@ -96,7 +96,7 @@ def test_stress_ng_passes_where_it_passes_on_tmpfs(mount: MountIt, workdir: Path
 
 @pytest.mark.parametrize("io_engine", ["psync", "mmap"])
 def test_fio_finds_no_bad_block(root: Path, io_engine: str) -> None:
-    fio(root, "--size=4m", f"--ioengine={io_engine}")
+    fio(root, "--size=2m", f"--ioengine={io_engine}")
 
 
 @pytest.mark.long

@@ -40,6 +40,7 @@ def files(workspace: Workspace) -> dict[str, str]:
     return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.both_engines
 def test_programs_use_it_as_any_file_system(workspace: Workspace) -> None:
     root = Path(workspace.path)
     (root / "d").mkdir()

@@ -41,6 +41,7 @@ def safeties(workspace: Workspace) -> dict[str, int | None]:
     return {info.name: info.step for info in workspace.snapshots(changes=False) if info.kind == "safety"}
 
 
+@pytest.mark.both_engines
 def test_undo_goes_back_step_by_step_and_redo_forward(workspace: Workspace, root: Path) -> None:
     file = root / "file"
     file.write_text("r1")
@@ -291,8 +292,11 @@ def writers(place: Path, count: int = 3) -> Iterator[None]:
             each.communicate()
 
 
+@pytest.mark.both_engines
 @pytest.mark.slow
-def test_restores_next_to_programs_that_write_succeed(workspace: Workspace, root: Path, workdir: Path) -> None:
+def test_restores_next_to_programs_that_write_succeed(
+    workspace: Workspace, root: Path, workdir: Path, runs_long: bool
+) -> None:
     kept = root / "kept"
     for directory in ("busy", "kept"):
         (root / directory).mkdir()
@@ -302,7 +306,7 @@ def test_restores_next_to_programs_that_write_succeed(workspace: Workspace, root
     workspace.export(workdir / "one.zip")
     in_memory = workspace.status().backend != f"host:{workdir}/below"
     with writers(root / "busy"):
-        for number in range(6):
+        for number in range(12 if runs_long else 3):
             (kept / "f1").write_text(f"new {number}")
             (kept / "f2").unlink()
             (kept / "since").touch()
@@ -327,11 +331,11 @@ def test_restores_next_to_programs_that_write_succeed(workspace: Workspace, root
 
 
 @pytest.mark.slow
-def test_file_tools_next_to_programs_that_write_succeed(workspace: Workspace, root: Path, workdir: Path) -> None:
+def test_file_tools_next_to_programs_that_write_succeed(workspace: Workspace, root: Path, runs_long: bool) -> None:
     busy = root / "busy"
     busy.mkdir()
     with writers(busy), ControlClient(socket_path(workspace.name)) as client:
-        for number in range(150):
+        for number in range(300 if runs_long else 50):
             name = f"busy/f{number % 20}"
             written = client.call("fs.write", FsWriteParams(path=name, content=b"x" * 100))
             assert (written.path, written.bytes_written) == (name, 100)
