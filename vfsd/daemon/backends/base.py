@@ -13,7 +13,7 @@ from protocol.volume import Volume
 if TYPE_CHECKING:
     from protocol.backends.container.connection import TransportConnection
     from protocol.backends.container.workspace import ContainerWorkspace
-    from vfsd.daemon.snapshots.stored import Stored
+    from vfsd.daemon.snapshots.stored_workspace import Stored
     from vfsd.wire.options import MountOptions
 
 

@@ -12,7 +12,7 @@ from protocol.store import Store
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.backends.shared import allow_open_files, cache_timeout_s, check_outside, describe_interrupted
-from vfsd.daemon.snapshots.stored import Stored
+from vfsd.daemon.snapshots.stored_workspace import Stored
 from vfsd.machine.logs import log_failure
 from vfsd.machine.optional_dependencies import missing_package
 

@@ -10,7 +10,7 @@ from protocol.store import Store
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.backends.shared import cache_timeout_s, check_outside, describe_interrupted
-from vfsd.daemon.snapshots.stored import Stored
+from vfsd.daemon.snapshots.stored_workspace import Stored
 
 if TYPE_CHECKING:
     from vfsd.wire.options import MountOptions

@@ -18,7 +18,7 @@ from vfsd.daemon.backends.shared import (
     describe_interrupted,
     directory_of,
 )
-from vfsd.daemon.snapshots.stored import Stored
+from vfsd.daemon.snapshots.stored_workspace import Stored
 
 if TYPE_CHECKING:
     from vfsd.wire.options import MountOptions

@@ -8,7 +8,7 @@ import resource
 from typing import TYPE_CHECKING, Final
 
 from protocol.store import Store
-from vfsd.daemon.snapshots.stored import Stored, interrupted
+from vfsd.daemon.snapshots.stored_workspace import Stored, interrupted
 from vfsd.machine.mountinfo import mounts_at
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vfsd.daemon.merging.lineage import MergeLog
     from vfsd.daemon.snapshots.history import UndoHistory
     from vfsd.daemon.snapshots.pruned import PrunedRecord
-    from vfsd.daemon.snapshots.stored import Stored
+    from vfsd.daemon.snapshots.stored_workspace import Stored
 
 __all__ = ["open_snapshots"]
 

@@ -23,7 +23,7 @@ from vfsd.machine.logs import log_failure
 
 if TYPE_CHECKING:
     from vfsd.daemon.policy.service import Policy
-    from vfsd.daemon.snapshots.stored import Stored
+    from vfsd.daemon.snapshots.stored_workspace import Stored
 
 _logger = logging.getLogger(__name__)
 _SEED_BYTES: Final = 8

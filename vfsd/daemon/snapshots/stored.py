@@ -20,7 +20,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import trio
@@ -28,11 +27,9 @@ import trio
 from protocol.diff.tree_diff import changes, count
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import (
-    DirectoryTarget,
     RestoredChanges,
     RestoreRequest,
     Source,
-    Store,
     TreeSource,
 )
 from protocol.store.restore import Plan
@@ -45,7 +42,6 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree, Origin
 from vfsd.daemon.snapshots.base import (
     BASE,
-    MERGED_TAG,
     SAFETY_PREFIX,
     SNAPSHOT_PREFIX,
     STAGED_PREFIX,
@@ -63,8 +59,6 @@ from vfsd.daemon.snapshots.base import (
     check_names,
     free_name,
     in_bytes,
-    is_fork_base,
-    is_merge_base,
     is_staged,
     log_expired,
     no_lower_layer,
@@ -81,80 +75,19 @@ from vfsd.daemon.snapshots.store_restore import (
     open_merges,
     scan_progress,
 )
+from vfsd.daemon.snapshots.stored_workspace import Stored, drop_unused_bases, interrupted
 from vfsd.daemon.snapshots.threads import checked, entered, in_thread
 from vfsd.machine.logs import log_failure
-from vfsd.machine.runtime import read_record
 from vfsd.wire.snapshot_messages import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)
 # Garbage collection locks the store, and makes the next snapshot read every file: so not after each drop.
 _COLLECT_AFTER: Final = 16
-_BASES_WAIT_S: Final = 1.0
 _COLLECT_WAIT_S: Final = 3.0  # new snapshots wait as long
 # The tag of an archive's staged content says what it is for.
 _RESTORING: Final = "a restore of "
 _IMPORTING: Final = "an import of "
 _MERGING: Final = "a merge of "
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where a backend's snapshots are kept, and how its files are read and written.
-
-    `key` names the workspace in the store; the same files always have the same key.
-    """
-
-    store: Store
-    key: str
-    source: Source
-    target: DirectoryTarget
-
-
-def interrupted(stored: Stored) -> Interrupted | None:
-    """Return the restore that was interrupted, if there is one.  Any thread."""
-    found = stored.store.interrupted(stored.key)
-    if found is None:
-        return None
-    if not is_staged(found.snapshot):
-        return Interrupted(found.snapshot, found.safety, found.paths)
-    try:
-        description = stored.store.snapshot(stored.key, found.snapshot).tag or ""
-    except FileNotFoundError:
-        description = ""
-    # Without paths: a restore of staged content resumes with those of the intent log.
-    return Interrupted(found.snapshot, found.safety, (), description)
-
-
-def drop_unused_bases(store: Store, key: str, keep: Collection[str] = (), only: str | None = None) -> list[str]:
-    """Drop the snapshots of workspace `key` that were kept for forks, or merges into them, that have ended.
-
-    Of the states that were forked, those in `keep` stay, and with `only` all but that one.  Return their names.  Any
-    thread.  What cannot be dropped now is left for the next call.
-    """
-    dropped: list[str] = []
-    try:
-        infos = store.snapshots(key)
-        bases = {info.name for info in infos if is_fork_base(info)}.difference(keep)
-        if only is not None:
-            bases &= {only}
-
-        def unneeded(workspace: str, infos: Sequence[SnapshotInfo], needed: Mapping[str, str]) -> Sequence[str]:
-            if workspace != key:
-                return ()
-            dropped.extend(info.name for info in infos if info.name in bases and info.name not in needed)
-            return list(dropped)
-
-        if bases:
-            store.prune(unneeded, wait_s=_BASES_WAIT_S)
-        for info in infos:
-            target = None if not is_merge_base(info) else read_record((info.tag or "").removeprefix(MERGED_TAG))
-            if is_merge_base(info) and (target is None or not target.alive):
-                store.drop(key, info.name)
-                dropped.append(info.name)
-    except (OSError, ValueError) as error:
-        if not isinstance(error, OSError) or error.errno != errno.EBUSY:
-            log_failure(_logger, "dropping the snapshots of forks", error, path=store.directory, level=logging.WARNING)
-    return dropped
 
 
 class StoreSnapshots:

@@ -20,7 +20,7 @@ from protocol.volume import VolumeCapabilities
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.snapshots.base import is_staged
 from vfsd.daemon.snapshots.states import OPEN_STATES, OpenState
-from vfsd.daemon.snapshots.stored import Stored
+from vfsd.daemon.snapshots.stored_workspace import Stored
 from vfsd.daemon.snapshots.threads import in_thread
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from vfsd.wire.options import NAME_PATTERN
 
 if TYPE_CHECKING:
     from vfsd.daemon.forks.stored import StoredForks
-    from vfsd.daemon.snapshots.stored import Stored
+    from vfsd.daemon.snapshots.stored_workspace import Stored
 
 _PATHS_SHOWN: Final = 3
 

@@ -14,8 +14,8 @@ from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.testing.volume.driver import Driver
 from protocol.tree import Tree
 from vfsd.daemon.snapshots.states import OPEN_STATES, VolumeStates
-from vfsd.daemon.snapshots.stored import Stored
 from vfsd.daemon.snapshots.stored_states import StoreStates
+from vfsd.daemon.snapshots.stored_workspace import Stored
 
 MANY = 3 * OPEN_STATES
 
