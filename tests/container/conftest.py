@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from podman import PodmanClient
 
+from protocol.backends.container.podman.ownership import WORKSPACE_LABEL
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from tests.container.images import write_busybox_image, write_python_image
@@ -39,6 +40,11 @@ MAPPED = {
 }
 
 StartContainer = Callable[..., Container]
+
+
+def containers_of(podman: PodmanService, workspace: str) -> list[Container]:
+    """The containers that vfsd made for a workspace."""
+    return [Container(podman, state.id, state.name) for state in podman.labelled({WORKSPACE_LABEL: workspace})]
 
 
 def tmpfs(place: str, **options: int) -> dict[str, Any]:

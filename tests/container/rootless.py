@@ -54,13 +54,13 @@ class Rootless:
         assert not check or done.returncode == 0, (argv, done)
         return done
 
-    def vfsd(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run `vfsd` as the user."""
+    def vfsd(self, *arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run `vfsd` as the user, with these variables added to the user's environment."""
         # The interpreter may lie in a directory that only root may search.
         readable = ["setpriv", "--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search"]
         command = [*self.enter, *readable, *self._ids(), sys.executable, "-m", "vfsd.cli.main", *arguments]
         done = subprocess.run(
-            command, cwd=self.home, env=self.environment, text=True, check=False, timeout=120,
+            command, cwd=self.home, env={**self.environment, **environment}, text=True, check=False, timeout=120,
             stdin=subprocess.DEVNULL, capture_output=True,
         )  # fmt: skip
         assert not check or done.returncode == 0, (arguments, done)

@@ -117,6 +117,6 @@ def test_commands_of_a_container_workspace_run_in_that_container(
         container.kill()
         stopped = run(where, "--", "true")
         assert stopped.returncode == 125
-        assert f"podman start {container.name}" in stopped.stderr.decode()
+        assert f"podman --url {container.service.address} start {container.name}" in stopped.stderr.decode()
         container.start()
         assert run(where, "--", "cat", "made").stdout == b"new\n"

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, orphans, remove_orphans
-from protocol.backends.container.podman.service import Container, PodmanService
-from tests.container.conftest import inside
+from protocol.backends.container.podman.ownership import orphans, remove_orphans
+from protocol.backends.container.podman.service import PodmanService
+from tests.container.conftest import containers_of, inside
 from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import (
     Kept,
@@ -33,10 +33,6 @@ from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
-
-
-def containers_of(podman: PodmanService, workspace: str) -> list[Container]:
-    return [Container(podman, state.id, state.name) for state in podman.labelled({WORKSPACE_LABEL: workspace})]
 
 
 def check_removed(podman: PodmanService, workspace: str) -> None:

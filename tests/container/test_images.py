@@ -325,7 +325,7 @@ def test_a_container_that_does_not_run_is_an_error_that_says_how_to_start_it(
     container = start_container()
     container.kill()
 
-    with pytest.raises(OSError, match=f"exited with status 137.*podman start {container.name}"):
+    with pytest.raises(OSError, match=f"exited with status 137.*podman --url {podman.address} start {container.name}"):
         mount_container(container)
-    with pytest.raises(FileNotFoundError, match="podman ps -a"):
+    with pytest.raises(FileNotFoundError, match=f"podman --url {podman.address} ps -a"):
         open_container("nobody", podman_url=podman.address.url)

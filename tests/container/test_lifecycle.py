@@ -57,8 +57,9 @@ def test_the_default_is_what_the_environment_names_else_the_users_own_socket() -
 
 # -- a service that does not answer -----------------------------------------------------------------
 def test_a_missing_socket_is_an_error_that_says_how_to_start_the_service(workdir: Path) -> None:
-    with pytest.raises(OSError, match="start one: systemctl") as caught:
-        PodmanService(f"unix://{workdir}/none.sock").inspect("x")
+    url = f"unix://{workdir}/none.sock"
+    with pytest.raises(OSError, match=f"start one: podman system service --time=0 {url}, or leave out") as caught:
+        PodmanService(url).inspect("x")
     assert caught.value.errno == errno.ENOENT
 
 
@@ -74,7 +75,7 @@ def test_a_socket_that_nobody_listens_on_is_an_error_that_says_so(workdir: Path)
 
 # -- containers ---------------------------------------------------------------------------------------
 def test_a_container_that_is_not_there_is_an_error_that_names_it(podman: PodmanService) -> None:
-    with pytest.raises(ContainerNotFoundError, match="podman ps -a") as caught:
+    with pytest.raises(ContainerNotFoundError, match=f"podman --url {podman.address} ps -a") as caught:
         podman.inspect("nobody")
     assert caught.value.errno == errno.ENOENT
     assert caught.value.filename == "nobody"
@@ -234,7 +235,7 @@ def test_a_pull_that_fails_says_whether_registry_access_or_image_is_missing(
                 assert (caught.value.errno, caught.value.filename) == (code, reference)
     with (
         closing(PodmanService(f"unix://{workdir}/none.sock")) as gone,
-        pytest.raises(OSError, match="start one: systemctl"),
+        pytest.raises(OSError, match="start one: podman system service"),
     ):
         gone.pull("localhost/x:1")
 

@@ -263,7 +263,10 @@ def test_calls_about_a_stopped_container_say_how_to_start_it(
         lambda: workspace.export(workdir / "export.zip"),
         lambda: workspace.restore("s"),
     ):
-        with pytest.raises(OSError, match=f"the container is not running .*: podman start {container.name}"):
+        with pytest.raises(
+            OSError,
+            match=f"the container is not running .*: podman --url {container.service.address} start {container.name}",
+        ):
             attempt()
     with pytest.raises(FileNotFoundError, match="no such snapshot"):
         workspace.restore("nosuch")

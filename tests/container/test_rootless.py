@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.container.rootless import Rootless, rootless_podman
 from tests.container.service import NoPodmanError
+from tests.mount.programs import wait_ended
 
 PYTHON = "localhost/vfsd-test-python:latest"
 
@@ -96,6 +98,30 @@ def test_programs_go_on_when_the_daemon_is_killed_and_when_it_is_upgraded(user: 
     assert shell(user, script) == "one\ntwo\n"
     user.vfsd("upgrade", place)
     assert inside(user, place, "ls") == "made\n"
+
+
+@pytest.mark.fuse
+def test_daemon_and_keeper_are_killed_and_the_next_mount_continues_in_the_container(user: Rootless, place: str) -> None:
+    mount = ("mount", place, "--name", place, "--backend", f"image:{PYTHON}", "--podman-url", user.url)
+    user.vfsd(*mount)
+    shell(user, f"echo work > {place}/f")
+    status = json.loads(user.vfsd("-w", place, "status", "--json").stdout)
+    assert status["transport"] == "agent"
+    processes = int(status["keeper"].split()[1]), status["pid"]
+    for pid in processes:
+        os.kill(pid, signal.SIGKILL)
+    for pid in processes:
+        wait_ended(pid)
+    (name,) = user.run("podman", "--url", user.url, "ps", "--format={{.Names}}").stdout.split()
+    findings = user.vfsd("doctor", check=False, CONTAINER_HOST=user.url).stdout
+    assert f"{name} has the files of the workspace {place}" in findings
+
+    assert f"continues in the container {name}" in user.vfsd(*mount).stderr
+
+    assert shell(user, f"cat {place}/f; echo more > {place}/g") == "work\n"
+    assert inside(user, place, "cat f g") == "work\nmore\n"
+    user.vfsd("-w", place, "unmount", "--discard")
+    assert user.run("podman", "--url", user.url, "ps", "--all", "--quiet").stdout == ""
 
 
 @pytest.mark.fuse

@@ -135,7 +135,7 @@ def hostile_archive(path: Path) -> None:
         ("a file", ("not a directory",)),
         ("hostile archive", ("files/../../etc/passwd",)),
         ("no archive", ("none.zip",)),
-        ("no Podman", ("/nowhere/podman.sock", "podman.socket")),
+        ("no Podman", ("/nowhere/podman.sock", "podman system service")),
     ],
 )
 def test_a_start_that_fails_says_why_on_the_terminal_and_leaves_nothing(

@@ -367,5 +367,7 @@ def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, *, e
         mount = record.continuing(answer.journal)
         drop = drop_command(record.name, answer.journal)
         output.note(f"its content, snapshots and undo history are kept: `{mount}` continues it, `{drop}` removes it")
+    if answer.left is not None:
+        output.note(answer.left)
     if answer.holders:
         output.note(f"it is still in use by {', '.join(answer.holders)}")

@@ -30,6 +30,8 @@ from vfsd.wire.options import MountOptions
 START_TIMEOUT_S: Final = 300.0
 # How long a daemon may take to unmount after SIGTERM, before SIGKILL.
 STOP_TIMEOUT_S: Final = 5.0
+# One that has a container to remove first waits for Podman.  A second Ctrl-C ends the wait.
+_REMOVAL_TIMEOUT_S: Final = 60.0
 LOG_LINES_QUOTED: Final = 10
 # The log explains these: the daemon died or hangs, met an unexpected exception, or sent an invalid report.
 _UNEXPECTED: Final = frozenset({errno.EIO, errno.ETIMEDOUT, errno.EPROTO})
@@ -65,7 +67,7 @@ def launch(
         try:
             ready = _await_ready(report_fd, daemon, timeout_s)
         except BaseException as error:
-            _stop(daemon, options.workspace.mountpoint)
+            _stop(daemon, options)
             if isinstance(error, OSError) and error.errno in _UNEXPECTED:
                 _quote_log(error, log, log_start)
             elif isinstance(error, OSError) and is_locked:
@@ -138,21 +140,22 @@ def _end_of(daemon: DaemonProcess) -> str:
     return f"exit status {daemon.status}" if daemon.status >= 0 else f"killed by {signal.Signals(-daemon.status).name}"
 
 
-def _stop(daemon: DaemonProcess, mountpoint: str) -> None:
+def _stop(daemon: DaemonProcess, options: MountOptions) -> None:
     """End a daemon that failed to start: with SIGTERM, so that it unmounts, then with SIGKILL."""
     has_ended = False
     try:
         has_ended = daemon.wait_ended(0)
         if not has_ended:
             daemon.send_signal(signal.SIGTERM)
-            has_ended = daemon.wait_ended(STOP_TIMEOUT_S)
+            removes = options.workspace.backend.kind == "image"
+            has_ended = daemon.wait_ended(_REMOVAL_TIMEOUT_S if removes else STOP_TIMEOUT_S)
     finally:  # also on a second Ctrl-C
         if not has_ended:
             daemon.send_signal(signal.SIGKILL)
             daemon.wait_ended(None)
     # A daemon that is killed after it has mounted leaves a dead mount.  A live or foreign mount is not touched.
     with contextlib.suppress(OSError):
-        clear_dead_mount(mountpoint)
+        clear_dead_mount(options.workspace.mountpoint)
 
 
 # -- the log ----------------------------------------------------------------------------------------

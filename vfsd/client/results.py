@@ -249,8 +249,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Unmounted:
-    """A completed unmount.  `holders` are the processes that still had files open ("pid 12 (bash)")."""
+    """A completed unmount.  `holders` are the processes that still had files open ("pid 12 (bash)").
+
+    `left`: a sentence on what was to be removed and is still there, such as the container of an image.
+    """
 
     mountpoint: str
     lazy: bool
     holders: tuple[str, ...] = ()
+    left: str | None = None

@@ -445,14 +445,16 @@ def unmounting(workspace: WorkspaceBase) -> Generator[None]:
     """Handle the end of a `with` block, in which the caller unmounts `workspace` lazily.
 
     A workspace that something else has unmounted is not an error.  A warning names the programs that still use the
-    detached mount.
+    detached mount, or the container that could not be removed.
     """
     try:
         yield
     except ConnectionError:
         if mount_at(workspace.path) is not None:
             raise
-    holders = workspace._unmounted.holders if workspace._unmounted else ()  # noqa: SLF001 a function of the same module
-    if holders:
-        text = f"{workspace.path} was detached while in use by {', '.join(holders)}"
+    unmounted = workspace._unmounted  # noqa: SLF001 a function of the same module
+    if unmounted and unmounted.holders:
+        text = f"{workspace.path} was detached while in use by {', '.join(unmounted.holders)}"
         warnings.warn(text, ResourceWarning, stacklevel=4)
+    if unmounted and unmounted.left:
+        warnings.warn(f"{workspace.path} was unmounted, but {unmounted.left}", ResourceWarning, stacklevel=4)

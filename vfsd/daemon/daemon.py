@@ -49,6 +49,7 @@ from vfsd.daemon.opening import (
     resumed_mount,
     to_serve,
 )
+from vfsd.daemon.removal import Removal
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
 from vfsd.daemon.stacks import STACKS_SIGNAL, dump_threads_on_signal, write_task_stacks
@@ -104,10 +105,10 @@ async def run_daemon(
     if origin is None and successor is None and (kept is None or kept.resumed is None):
         recovered = await trio.to_thread.run_sync(recover, options)
     backend, origin = await opened(options, origin, successor, kept)
-    resumed = resumed_mount(kept, successor)
-    settings = engine_settings(options, backend)
-    replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
+        resumed = resumed_mount(kept, successor)
+        settings = engine_settings(options, backend)
+        replay = Replay(backend.volume, options.workspace.mountpoint)
         audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
         _keep_labels(audit, kept, successor)
         stale = CacheInvalidation() if successor is not None else connected(backend, kept)
@@ -241,6 +242,7 @@ class _Daemon:
         self._notifier = Notifier.from_environment()
         self._commands = Commands(options.workspace.name)
         self._engine_ended = trio.Event()
+        self.removal = Removal(backend.discard)
         self._imported = trio.Event()
         self._answers = self._continues = successor is not None or (kept is not None and kept.resumed is not None)
         self._unmounted = False
@@ -285,7 +287,7 @@ class _Daemon:
                 # Raises if the starter is gone.  An error up to here undoes the mount; a later one is a crash.
                 ready(self._report(socket, recovered))
                 self._answers = True
-                self._backend.keep(True)
+                self._backend.keep()
                 nursery.start_soon(self._import_rest)
                 if self._backend.stored is not None and snapshots is not None:
                     nursery.start_soon(self.forks.attend_stored, snapshots.drop_unused_bases)
@@ -301,7 +303,8 @@ class _Daemon:
         container = self._backend.connection
         if container is not None:
             container.transport.is_left = lambda: self.leaves_mount
-            await nursery.start(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
+            attend = functools.partial(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
+            await nursery.start(self.removal.connect, attend)
         return MountedVolume(
             self._backend.volume,
             self._engine,
@@ -394,11 +397,11 @@ class _Daemon:
         finally:
             self._engine_ended.set()
         self._unmounted = True
-        self._backend.keep(False)
         if self._kept is not None:
             self._kept.end()
         _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.workspace.mountpoint})
         self._notifier.stopping()
+        await self.removal.run(self._commands.end, is_used=self._answers)
         with trio.move_on_after(_ANSWER_S):
             while methods.unmounts_to_answer:
                 await trio.sleep(_ANSWER_POLL_S)

@@ -33,10 +33,11 @@ def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None =
     kept = kept_by_systemd(options)
     started_by = "systemd" if os.environ.get("NOTIFY_SOCKET") else "vfsd mount --foreground"
     serve = functools.partial(run_daemon, started_by=started_by, starter=os.getppid(), kept=kept, is_foreground=True)
+    is_resumed = kept is not None and kept.resumed is not None
     try:
-        run(options, ready or (lambda _: None), serve)
+        run(options, ready or (lambda _: None), serve, continues=is_resumed)
     except Exception as error:
-        if kept is not None and kept.resumed is not None:
+        if is_resumed:
             note_failed_restart(options, error)
         raise
 

@@ -73,6 +73,10 @@ async def opened(
                 await wait_for_service(options.container.podman_url)
             anchor = kept.resumed.anchor
             given = replace(options, anchor=anchor, is_continued=True)
+        elif options.workspace.backend.kind == "image":
+            from vfsd.daemon.backends.container import pull_missing  # noqa: PLC0415
+
+            await pull_missing(options)
         backend = await trio.to_thread.run_sync(open_backend, given, _unless_cancelled)
         if anchor is not None:
             os.close(anchor)
@@ -80,7 +84,11 @@ async def opened(
             # Start-up: few mounts are forks.
             from vfsd.daemon.forks.stored import opened_origin  # noqa: PLC0415
 
-            origin = opened_origin(options.origin, backend)
+            try:
+                origin = opened_origin(options.origin, backend)
+            except BaseException:
+                backend.close()
+                raise
         return backend, origin
     volume = snapshotable(origin.backend.volume)
     if origin.restores_base and volume is not None:

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import select
+import signal
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
@@ -24,6 +25,7 @@ from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
 _REASON_MAX: Final = 2000  # characters
+_MAKING: Final = frozenset({"image"})  # kinds of backends whose opening makes what outlives the process
 
 
 class RunDaemon(Protocol):
@@ -33,13 +35,22 @@ class RunDaemon(Protocol):
 
 
 def run(
-    options: MountOptions, ready: Callable[[Ready], None], run_daemon: RunDaemon, starter: _Starter | None = None
+    options: MountOptions,
+    ready: Callable[[Ready], None],
+    run_daemon: RunDaemon,
+    starter: _Starter | None = None,
+    *,
+    continues: bool = True,
 ) -> None:
     """Run the daemon in this process until it is unmounted.  OSError or ValueError if it cannot start.
 
-    If `starter` ends before it has the report, the start is cancelled and undone: BrokenPipeError.
+    If `starter` ends before it has the report, the start is cancelled and undone: BrokenPipeError.  A signal to end
+    that comes during the start ends the process at once; but if the start makes something that has to be removed, such
+    as a container, it is undone first.  `continues`: the daemon goes on with a mount that exists.
     """
     logs.configure(options.log.log_level, options.log.log_format)
+    is_undone = not continues and options.workspace.backend.kind in _MAKING
+    signals: list[int] = []
 
     async def body() -> None:
         failure: Exception | None = None
@@ -47,16 +58,32 @@ def run(
             async with trio.open_nursery() as nursery:
                 if starter is not None:
                     nursery.start_soon(starter.watch, nursery.cancel_scope)
+                if is_undone:
+                    await nursery.start(_undo_on_signal, nursery.cancel_scope, signals)
                 await run_daemon(options, ready=ready)
                 nursery.cancel_scope.cancel()
         except* Exception as group:  # noqa: BLE001 (raised below: Python 3.11.2 puts what is raised here into a group)
             failure = _first(group)
         if failure is not None:
             raise failure from None
-        if starter is not None and starter.is_gone:
+        if starter is not None and starter.is_gone and not signals:
             raise BrokenPipeError(errno.EPIPE, "the process that started this daemon has ended: nothing is mounted")
 
     trio.run(body)
+    if signals:
+        signal.raise_signal(signals[0])  # the handlers are those from before again
+
+
+async def _undo_on_signal(
+    start: trio.CancelScope, signals: list[int], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Cancel `start` on a signal to end, and note it.  The daemon has a handler of its own while it is mounted."""
+    with trio.open_signal_receiver(*keeping.TO_END) as received:
+        task_status.started()
+        async for number in received:
+            _logger.warning("%s: the start is undone", signal.Signals(number).name, extra={"operation": "signal"})
+            signals.append(number)
+            start.cancel()
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
@@ -157,7 +184,7 @@ def serve_starter(options: MountOptions, report_fd: int, run_daemon: RunDaemon) 
     """Run the daemon, and report to its starter on `report_fd`.  Return the exit status, as `main`."""
     starter = _Starter(report_fd)
     try:
-        run(options, starter.report, run_daemon, starter)
+        run(options, starter.report, run_daemon, starter, continues=False)
     except Exception as error:  # noqa: BLE001 (reported, and logged with its traceback)
         logs.log_failure(_logger, "run" if starter.has_report else "start", error)
         if not starter.has_report:

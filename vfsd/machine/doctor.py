@@ -27,6 +27,7 @@ from typing import Final
 
 import vfsd
 from protocol.backends.container.podman.address import default_address
+from protocol.backends.container.podman.advice import start
 from protocol.backends.container.podman.ulimits import PODMAN_DEFAULT
 from protocol.journal.directory import has_journal, is_locked, read_journal
 from vfsd.machine import runtime
@@ -399,8 +400,7 @@ def _podman_service(host: Host) -> Finding:
             client.settimeout(1)
             client.connect(address.path)
     except OSError as error:
-        advice = f"systemctl {'' if host.uid == 0 else '--user '}enable --now podman.socket"
-        return _problem(topic, f"{address.path}: {error.strerror or error}", advice)
+        return _problem(topic, f"{address.path}: {error.strerror or error}", start(address, host.environ, host.uid))
     return _fine(topic, address.path)
 
 
@@ -411,7 +411,7 @@ def _left_containers(host: Host) -> Iterator[Finding]:
         return
     with contextlib.suppress(ImportError, OSError):  # said by other findings; or Podman does not answer
         for left in host.left_containers(address.url):
-            what = f"{left.name} has the files of the workspace {left.workspace}, whose daemon died"
+            what = f"{left.name} has the files of the workspace {left.workspace}, which its daemon left"
             advice = (
                 f"mount {left.workspace} with the same options again, which continues in it; or remove the files:"
                 f" podman rm --force --volumes {left.name}"

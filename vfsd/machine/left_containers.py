@@ -1,4 +1,4 @@
-"""Containers of `image:` workspaces whose daemons died, and which nothing removes unasked: for `vfsd doctor`."""
+"""Containers that daemons of `image:` workspaces left, and which nothing removes unasked: for `vfsd doctor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LeftContainer(Value):
 
 
 def left_containers(url: str) -> list[LeftContainer]:
-    """List the containers that dead daemons of this user left on the Podman service at `url`.  Blocks.
+    """List the containers with files that earlier daemons of this user left on the Podman service at `url`.  Blocks.
 
     ImportError without Podman's client; OSError if the service does not answer.
     """

@@ -278,6 +278,7 @@ class UnmountResult(msgspec.Struct):
     snapshots: int = 0  # the number of user snapshots that were lost with the daemon's memory
     changed_late: bool = False  # a change between the check for unsaved changes and the unmount was lost
     journal: str | None = None  # the directory of the journal that keeps content, snapshots and undo history
+    left: str | None = None  # a sentence on what was to be removed and is still there, such as a container
 
 
 class CompactResult(msgspec.Struct):

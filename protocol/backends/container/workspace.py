@@ -1,6 +1,6 @@
 """open_container and open_image: the workspace of a container, over the best transport that reaches it.
 
-Invariant: a container with files of the user is removed only by `close` after `keep(False)`, which an unmount calls.
+Invariant: a container with files of the user is removed only by `discard`, which an unmount calls.
 
 Both block, for a worker thread.  They check that the container can be reached; `TransportConnection.attend` connects.
 """
@@ -27,7 +27,7 @@ from protocol.backends.container.podman.ownership import (
 from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.spec import PIDS_LIMIT, ContainerSpec
 from protocol.backends.container.podman.state import ContainerState
-from protocol.backends.container.podman.target import DEFAULT_WORKDIR, ContainerTarget, check_running, check_workdir
+from protocol.backends.container.podman.target import DEFAULT_WORKDIR, ContainerTarget, check_workdir
 from protocol.backends.container.transports.rootfs import RootfsTransport
 from protocol.backends.container.transports.transport import Transport
 
@@ -58,10 +58,10 @@ class ContainerWorkspace:
         """What the user should know of the container."""
         return None if self.owned is None else self.owned.note
 
-    def keep(self, is_kept: bool) -> None:
-        """Have `close` leave a container that was created for the workspace, or remove it."""
+    def keep(self) -> None:
+        """Have `close` leave a container that was created for the workspace: from now on it has the user's files."""
         if self.owned is not None:
-            self.owned.is_kept = is_kept
+            self.owned.is_kept = True
 
 
 def open_container(
@@ -81,7 +81,7 @@ def open_container(
         service = PodmanService(podman_url)
         stack.callback(service.close)
         target = ContainerTarget(service, name, check_workdir(workdir))
-        state = check_running(target.inspect())
+        state = target.check()
         held = hold_lease(state, lease)
         if held is not None:
             stack.callback(held.close)
@@ -114,7 +114,7 @@ def open_image(
         owned = open_owned(service, spec, workspace) if lease is None else continue_with(service, lease)
         stack.callback(owned.close)
         target = ContainerTarget(service, owned.container.id, directory)
-        opened = _opened(target, check_running(target.inspect()), transport, read_only, stack)
+        opened = _opened(target, target.check(), transport, read_only, stack)
         return replace(opened, lease=owned.lease, owned=owned)
 
 

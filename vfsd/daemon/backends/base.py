@@ -25,8 +25,10 @@ class Backend(Value):
     the volume.
     `tidy`: called on the daemon's loop about once a second.
     `close`: called once, on the daemon's loop, after the unmount or a failed mount.
-    `keep`: called with True when programs can use the mount, and with False when it was unmounted: whether `close`
-    leaves what was made for the workspace, such as its container.
+    `keep`: called when programs can use the mount: from now on `close` leaves what was made for the workspace, such as
+    its container.
+    `discard`: removes that, after the unmount of such a mount, in a worker thread; returns a sentence for the user on
+    what could not be removed.  None: there is nothing to remove.
     `connection`: keeps a volume connected that is in a container, or on another machine; the daemon attends it.
     `container`: the container that holds the volume, in which commands run.
     `recovered`: one sentence on what an interrupted apply or restore left in the directory, for the user.
@@ -41,7 +43,8 @@ class Backend(Value):
     cache_timeout_s: float = math.inf
     tidy: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
-    keep: Callable[[bool], None] = lambda _is_kept: None
+    keep: Callable[[], None] = lambda: None
+    discard: Callable[[], str | None] | None = None
     connection: TransportConnection[Any] | None = None
     container: ContainerWorkspace | None = None
     recovered: str | None = None

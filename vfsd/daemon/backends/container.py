@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 from typing import TYPE_CHECKING, Final
@@ -69,12 +70,38 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
         tidy=workspace.connection.tidy,
         close=workspace.close,
         keep=workspace.keep,
+        discard=None if workspace.owned is None else workspace.owned.discard,
         connection=workspace.connection,
         container=workspace,
         recovered="; ".join(filter(None, (workspace.note, interrupted))) or None,
         anchor=None if workspace.lease is None else workspace.lease.descriptor,
         stored=stored,
     )
+
+
+async def pull_missing(options: MountOptions) -> None:
+    """Pull the image of a new container, unless Podman has it.  Errors as of `open_container`.
+
+    Can be cancelled, which abandons the pull, because nothing is made yet that has to be removed.
+    """
+    try:
+        # Deferred, as above.
+        from protocol.backends.container.podman.ownership import WORKSPACE_LABEL  # noqa: PLC0415
+        from protocol.backends.container.podman.service import PodmanService  # noqa: PLC0415
+    except ImportError:
+        return  # opening says so
+    workspace = options.workspace
+
+    def pull() -> None:
+        with contextlib.closing(PodmanService(options.container.podman_url)) as service:
+            # A container that is left has the image, or needs none.
+            if not service.image_exists(workspace.backend.argument) and not service.labelled(
+                {WORKSPACE_LABEL: workspace.name}
+            ):
+                _logger.info("pulling %s", workspace.backend.argument, extra={"operation": "container"})
+                service.pull(workspace.backend.argument)
+
+    await trio.to_thread.run_sync(pull, abandon_on_cancel=True)
 
 
 async def wait_for_service(url: str | None) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 TakeSnapshot: TypeAlias = Callable[[str], Awaitable[str]]
 
+_ENDED_POLL_S: Final = 0.01
 _SNAPSHOT_PREFIX: Final = "exec-"
 _TAG_CHARACTERS: Final = 200  # at most 800 bytes of the TAG_MAX_BYTES that a volume takes
 _logger = logging.getLogger(__name__)
@@ -88,12 +89,22 @@ class Commands:
         self._sandbox = sandbox
         self._take_snapshot = take_snapshot
         self._end_abandoned = end_abandoned
+        self._running: set[trio.CancelScope] = set()
 
     async def run(self, command: Command, limits: CommandLimits, *, on_output: OnOutput, feed: Feed) -> ExecEnded:
         """Run a command until it ends; see `protocol.execution.runner.CommandRun`.
 
-        Cancelling kills it.  OSError if it cannot be started.
+        Cancelling kills it.  OSError if it cannot be started; OSError (ECANCELED) if `end` ended it.
         """
+        with trio.CancelScope() as scope:
+            self._running.add(scope)
+            try:
+                return await self._run(command, limits, on_output, feed)
+            finally:
+                self._running.discard(scope)
+        raise OSError(errno.ECANCELED, "the workspace was unmounted, which ended the command")
+
+    async def _run(self, command: Command, limits: CommandLimits, on_output: OnOutput, feed: Feed) -> ExecEnded:
         if self._runner is None:
             raise self._unsupported()
         from protocol.execution.runner import CommandRun  # noqa: PLC0415 (start-up: the first command has time)
@@ -134,6 +145,13 @@ class Commands:
         """Raise OSError (EBUSY) while commands keep the mount busy in a way that the kernel does not see."""
         if self._sandbox is not None:
             self._sandbox.check_idle()
+
+    async def end(self) -> None:
+        """End the commands that run, after the unmount; return when they have ended."""
+        for scope in self._running:
+            scope.cancel()
+        while self._running:
+            await trio.sleep(_ENDED_POLL_S)
 
     async def leave(self) -> None:
         """Remove the sandbox, for an unmount."""

@@ -73,7 +73,7 @@ class Sandbox:
         """Create the container if there is none.  OSError: no Podman, no such image, it does not start, ..."""
         async with self._lock:
             if self._is_over:
-                raise OSError(errno.ESHUTDOWN, "the workspace is being unmounted")
+                raise OSError(errno.ECANCELED, "the workspace is being unmounted")
             owned = self._owned
             if owned is not None and not await trio.to_thread.run_sync(self._is_running, owned.container):
                 await trio.to_thread.run_sync(self._remove)

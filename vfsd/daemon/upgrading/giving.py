@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from vfsd.daemon.exec.commands import Commands
     from vfsd.daemon.forks.family import ForkFamily
     from vfsd.daemon.forks.forks import Forks
+    from vfsd.daemon.removal import Removal
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions, PolicyOptions
 
@@ -82,7 +83,7 @@ _ROUNDS: Final = 200  # of catching up; then the pause begins, however much is m
 
 
 class OldDaemon(Protocol):
-    """What an upgrade uses of the daemon (`vfsd.daemon.daemon`)."""
+    """What an upgrade, and an unmount, use of the daemon (`vfsd.daemon.daemon`)."""
 
     @property
     def options(self) -> MountOptions: ...
@@ -109,6 +110,9 @@ class OldDaemon(Protocol):
 
     @property
     def forks(self) -> Forks: ...
+
+    @property
+    def removal(self) -> Removal: ...
 
     @property
     def starter(self) -> int: ...

@@ -19,6 +19,7 @@ from protocol.backends.container.agent.stream import STDERR
 from protocol.backends.container.exec.command_processes import CommandProcesses, kill_abandoned
 from protocol.backends.container.exec.non_utf8 import is_utf8, through_shell
 from protocol.backends.container.exec.stdin_wrapper import StdinWrapper
+from protocol.backends.container.podman.advice import podman
 from protocol.backends.container.podman.exec_stream import ExecStream, exec_status, open_exec
 from protocol.backends.container.podman.service import Container
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR
@@ -282,10 +283,12 @@ def _advising(container: Container) -> Generator[None]:
         yield
     except OSError as error:
         if error.errno == errno.EBUSY and "is paused" in str(error):
-            raise OSError(errno.EBUSY, f"the container is paused: podman unpause {container.name}") from None
+            raise OSError(
+                errno.EBUSY, f"the container is paused: {podman(container.service.address)} unpause {container.name}"
+            ) from None
         if error.errno != errno.ENOTCONN:
             raise
-        reason = f"the container is not running: podman start {container.name}"
+        reason = f"the container is not running: {podman(container.service.address)} start {container.name}"
         raise OSError(errno.ENOTCONN, reason) from None
 
 

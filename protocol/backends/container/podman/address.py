@@ -61,11 +61,16 @@ def parse_address(url: str) -> ServiceAddress:
 
 
 def default_address(environ: Mapping[str, str] | None = None, uid: int | None = None) -> ServiceAddress:
-    """$CONTAINER_HOST, else the socket that `systemctl [--user] enable --now podman.socket` makes.  ValueError."""
+    """$CONTAINER_HOST, else `own_socket`.  ValueError."""
     environ = os.environ if environ is None else environ
     uid = os.geteuid() if uid is None else uid
     named = environ.get("CONTAINER_HOST")
     if named:
         return parse_address(named)
+    return ServiceAddress("unix", path=own_socket(environ, uid))
+
+
+def own_socket(environ: Mapping[str, str], uid: int) -> str:
+    """The socket that `systemctl [--user] enable --now podman.socket` makes for the user `uid`."""
     directory = "/run" if uid == 0 else environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}"
-    return ServiceAddress("unix", path=os.path.join(directory, "podman/podman.sock"))
+    return os.path.join(directory, "podman/podman.sock")

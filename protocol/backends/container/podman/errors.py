@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
+import socket
 from collections.abc import Iterator
 from typing import Final
 
 from podman.errors import APIError, PodmanError
 from requests import RequestException
 
+from protocol.backends.container.podman import advice
 from protocol.backends.container.podman.address import ServiceAddress
 
 _NOT_FOUND: Final = 404
@@ -33,7 +34,8 @@ class ContainerNotFoundError(FileNotFoundError):
     """No container has that name (ENOENT)."""
 
     def __init__(self, name: str, service: ServiceAddress) -> None:
-        super().__init__(errno.ENOENT, f"no container of that name at {service}; `podman ps -a` lists them", name)
+        lists = f"`{advice.podman(service)} ps -a` lists them"
+        super().__init__(errno.ENOENT, f"no container of that name at {service}; {lists}", name)
 
 
 class ImageNotFoundError(FileNotFoundError):
@@ -55,7 +57,7 @@ def podman_errors(doing: str, address: ServiceAddress) -> Iterator[None]:
         reason = "the Podman service closed the connection without an answer"
         if address.kind == "ssh":  # ssh accepts here, and then finds no socket there
             reason = f"no Podman service answers at {address.path} on {address.host}; start it there: "
-            reason += "systemctl [--user] enable --now podman.socket"
+            reason += advice.start(address)
         raise OSError(_root_errno(error) or errno.ECONNRESET, f"{doing}: {reason}", address.url) from None
     except (RequestException, PodmanError) as error:
         raise OSError(_root_errno(error) or errno.EIO, f"{doing}: {error}", address.url) from None
@@ -79,21 +81,23 @@ def _refusal(doing: str, error: APIError) -> OSError:
 
 def connect_error(error: OSError, address: ServiceAddress) -> OSError:
     """The error for a service that cannot be connected to."""
+    if address.kind == "ssh":  # what ssh said
+        return OSError(error.errno or errno.EIO, _unreachable(error), address.url)
+    if isinstance(error, socket.gaierror):  # whose errno is none of errno(3)
+        return OSError(errno.EHOSTUNREACH, f"{_unreachable(error)}; check the name of the host", address.url)
     code = error.errno or errno.EIO
-    advice = {
-        errno.ENOENT: f"no Podman service is there; start one: {_start_command(address)}",
-        errno.ECONNREFUSED: f"no Podman service listens there; start it: {_start_command(address)}",
-        errno.EACCES: "the Podman service there belongs to another user; leave out --podman-url to use your own",
-    }.get(code)
-    if advice is None or address.kind == "ssh":
-        advice = f"the Podman service cannot be reached: {error.strerror or error}"
-    return OSError(code, advice, address.url)
+    other = advice.other_service(address)
+    own = f", or {other} to use your own" if other else ""
+    reason = {
+        errno.ENOENT: f"no Podman service is there; start one: {advice.start(address)}{own}",
+        errno.ECONNREFUSED: f"no Podman service listens there; start it: {advice.start(address)}{own}",
+        errno.EACCES: f"the Podman service there belongs to another user{own.replace(', or', ';')}",
+    }.get(code, _unreachable(error))
+    return OSError(code, reason, address.url)
 
 
-def _start_command(address: ServiceAddress) -> str:
-    if address.kind != "unix":
-        return f"podman system service --time=0 {address.url if address.kind == 'tcp' else f'unix://{address.path}'}"
-    return f"systemctl {'' if os.geteuid() == 0 else '--user '}enable --now podman.socket"
+def _unreachable(error: OSError) -> str:
+    return f"the Podman service cannot be reached: {error.strerror or error}"
 
 
 def _root_errno(error: BaseException) -> int | None:
@@ -113,17 +117,17 @@ def _root_errno(error: BaseException) -> int | None:
     return None
 
 
-def pull_error(reference: str, reason: str) -> OSError:
+def pull_error(reference: str, reason: str, address: ServiceAddress) -> OSError:
     """The error for a pull of the image `reference` that failed with the text `reason`."""
     text = reason.lower()
     if any(words in text for words in _INVALID):
         return OSError(errno.EINVAL, f"not the name of an image: {reason}", reference)
     if any(words in text for words in _DENIED):
-        advice = "log in with podman login; many registries answer so also for an image that does not exist"
-        return PermissionError(errno.EACCES, f"the registry denies access ({advice}): {reason}", reference)
+        what = "log in with podman login; many registries answer so also for an image that does not exist"
+        return PermissionError(errno.EACCES, f"the registry denies access ({what}): {reason}", reference)
     if any(words in text for words in _MISSING):
         return ImageNotFoundError(reference, reason)
     if any(words in text for words in _UNREACHABLE):
-        advice = "check the registry's name and the network; podman images lists the local images"
-        return OSError(errno.EHOSTUNREACH, f"the image's registry cannot be reached ({advice}): {reason}", reference)
+        what = f"check the registry's name and the network; `{advice.podman(address)} images` lists the local images"
+        return OSError(errno.EHOSTUNREACH, f"the image's registry cannot be reached ({what}): {reason}", reference)
     return OSError(errno.EIO, f"the image cannot be pulled: {reason}", reference)

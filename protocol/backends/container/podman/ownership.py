@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, Literal, TypeAlias
 
+from protocol.backends.container.podman.advice import podman
 from protocol.backends.container.podman.lease import Lease, is_held, network_namespace
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
@@ -74,18 +75,33 @@ class OwnedContainer:
         self.container.remove()
         self.lease.close()
 
+    def discard(self) -> str | None:
+        """Remove the container even if it is kept.  If that fails, return a sentence on what stays, and log it."""
+        self.is_kept = True  # `close` does not try again
+        try:
+            self.container.remove()
+        except OSError as error:
+            left = (
+                f"the container {self.container.name} was not removed ({error.strerror or error}) and has the files:"
+                f" `{removal(self.container)}` removes it; until then the next `vfsd mount` of the same name and"
+                " options continues in it"
+            )
+            _logger.warning("%s", left, extra={"operation": "container"})
+            return left
+        return None
+
     def close(self) -> None:
         """Remove the container unless it is kept, and give up the lease."""
         try:
             if not self.is_kept:
-                self.container.remove()
-        except OSError as error:  # not fatal
-            _logger.warning(
-                "container %s was not removed (%s): podman rm --force --volumes %s", self.container.name, error,
-                self.container.name, extra={"operation": "container"},
-            )  # fmt: skip
+                self.discard()
         finally:
             self.lease.close()
+
+
+def removal(container: Container) -> str:
+    """The command with which a user removes a container."""
+    return f"{podman(container.service.address)} rm --force --volumes {container.name}"
 
 
 def create_owned(service: PodmanService, spec: ContainerSpec, workspace: str, purpose: Purpose) -> OwnedContainer:
@@ -101,16 +117,30 @@ def create_owned(service: PodmanService, spec: ContainerSpec, workspace: str, pu
     lease = Lease.make()
     try:
         labels = {**_labels(workspace, spec, purpose), _NAME_LABEL: name, _LEASE_LABEL: lease.name}
-        container = service.create(replace(spec, name=name, labels=labels))
-        try:
-            container.start()
-        except BaseException:
-            container.remove()
-            raise
+        container = _started(service, replace(spec, name=name, labels=labels), lease.name)
     except BaseException:
         lease.close()
         raise
     return OwnedContainer(container, lease, is_kept=False)
+
+
+def _started(service: PodmanService, spec: ContainerSpec, lease: str) -> Container:
+    """Create and start a container; if a step fails, remove what the service has made of it."""
+    try:
+        container = service.create(spec)
+        container.start()
+    except BaseException:
+        try:
+            # By the lease: a call that failed may have created the container, and the name may be another's.
+            for state in service.labelled({_LEASE_LABEL: lease}):
+                Container(service, state.id, state.name).remove()
+        except OSError as error:
+            _logger.warning(
+                "a container %s may be left (%s): `%s ps --all` lists it", spec.name, error, podman(service.address),
+                extra={"operation": "container"},
+            )  # fmt: skip
+        raise
+    return container
 
 
 def continue_with(service: PodmanService, descriptor: int) -> OwnedContainer:
@@ -140,15 +170,15 @@ def open_owned(service: PodmanService, spec: ContainerSpec, workspace: str) -> O
         if state.labels.get(WORKSPACE_LABEL) != workspace:
             continue
         if state.labels.get(_SPEC_LABEL) != _spec_text(spec):
-            others.append(state.name)
+            others.append(Container(service, state.id, state.name))
         elif (lease := Lease.claim(state.labels[_LEASE_LABEL])) is not None:  # else another daemon was faster
             return _adopted(Container(service, state.id, state.name), state, lease)
     made = create_owned(service, spec, workspace, "workspace")
     if others:
         made.note = (
-            f"earlier files of {workspace} are in {' and '.join(others)}, which a daemon that died left and which has"
-            f" other options: `vfsd mount DIRECTORY --backend container:{others[0]}` shows them, and `podman rm --force"
-            f" --volumes {others[0]}` removes them"
+            f"earlier files of {workspace} are in {' and '.join(each.name for each in others)}, which an earlier daemon"
+            f" left and which has other options: `vfsd mount DIRECTORY --backend container:{others[0].name}` shows"
+            f" them, and `{removal(others[0])}` removes them"
         )
     return made
 
@@ -161,7 +191,7 @@ def _adopted(container: Container, state: ContainerState, lease: Lease) -> Owned
         lease.close()
         raise
     adopted = OwnedContainer(container, lease, is_kept=True)
-    adopted.note = f"this mount continues in the container {container.name}, which a daemon that died left"
+    adopted.note = f"this mount continues in the container {container.name}, which an earlier daemon left"
     _logger.info("%s", adopted.note, extra={"operation": "container"})
     return adopted
 
@@ -183,8 +213,7 @@ def _start_again(container: Container) -> None:
         raise OSError(
             error.errno,
             f"the container {container.name}, which has the files of this workspace, cannot be started"
-            f" ({error.strerror}): give the workspace another --name, or give the files up with `podman rm --force"
-            f" --volumes {container.name}`",
+            f" ({error.strerror}): give the workspace another --name, or give the files up with `{removal(container)}`",
         ) from None
 
 

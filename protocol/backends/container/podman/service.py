@@ -158,10 +158,10 @@ class PodmanService:
                 lines = client.images.pull(reference, stream=True, decode=True, compatMode=False, tls_verify=None)
                 replies: list[object] = [*lines] if isinstance(lines, Iterator) else []
             except APIError as error:
-                raise pull_error(reference, str(error.explanation or error)) from None
+                raise pull_error(reference, str(error.explanation or error), self.address) from None
         errors = [str(line["error"]) for line in replies if isinstance(line, dict) and line.get("error")]
         if errors:
-            raise pull_error(reference, errors[-1])
+            raise pull_error(reference, errors[-1], self.address)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import posixpath
 from dataclasses import dataclass
 from typing import Final
 
+from protocol.backends.container.podman.advice import podman
 from protocol.backends.container.podman.errors import ContainerNotFoundError
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.state import ContainerState
@@ -40,7 +41,11 @@ class ContainerTarget:
         return f"Podman does not answer at {self.service.address}"
 
     def check(self) -> ContainerState:
-        return check_running(self.inspect())
+        state = self.inspect()
+        if not state.running:
+            start = f"{podman(self.service.address)} start {state.name}"
+            raise OSError(errno.EIO, f"the container is not running ({state.describe()}): {start}")
+        return state
 
     def describe(self) -> str:
         try:
@@ -65,10 +70,3 @@ def check_workdir(workdir: str) -> str:
     if not workdir.startswith("/") or "\0" in workdir or ".." in workdir.split("/"):
         raise ValueError(f"the working directory must be an absolute path in the container, without ..: {workdir!r}")
     return "/" + posixpath.normpath(workdir).lstrip("/")
-
-
-def check_running(state: ContainerState) -> ContainerState:
-    """Return `state` if the container is running; otherwise raise an OSError (EIO) that says what to do."""
-    if not state.running:
-        raise OSError(errno.EIO, f"the container is not running ({state.describe()}): podman start {state.name}")
-    return state

@@ -16,6 +16,7 @@ import errno
 import functools
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -67,9 +68,20 @@ class _Unsaved:
 
 
 class UnmountMethods:
-    """The end of one workspace."""
+    """The end of one workspace.
 
-    def __init__(self, mounted: MountedVolume, options: WorkspaceOptions, commands: Commands, forks: Forks) -> None:
+    `wait_removed` waits, after the unmount, until what was made for the workspace is removed, and returns what stays.
+    """
+
+    def __init__(
+        self,
+        mounted: MountedVolume,
+        options: WorkspaceOptions,
+        commands: Commands,
+        forks: Forks,
+        wait_removed: Callable[[], Awaitable[str | None]],
+    ) -> None:
+        self._wait_removed = wait_removed
         self._mounted = mounted
         self._volume = snapshotable(mounted.volume)  # others keep their files
         self._overlaid = overlaid(mounted.volume)
@@ -218,6 +230,7 @@ class UnmountMethods:
             len(named),
             changed_late,
             None if journal is None else wire_path(os.fsencode(journal)),
+            None if is_used else await self._wait_removed(),
         )
 
     async def _detach(self, held: list[str]) -> tuple[list[str], bool]:
