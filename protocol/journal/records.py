@@ -353,11 +353,12 @@ def _synced_after(file: BinaryIO, header: FileHeader, offset: int, sequence: int
 def _used_bytes(file: BinaryIO) -> int:
     """Return the size of a file without the zeros at its end."""
     at = file.seek(0, os.SEEK_END)
+    zeros = bytes(_SCAN_BYTES)
     while at:
         size = min(_SCAN_BYTES, at)
         file.seek(at - size)
-        rest = file.read(size).rstrip(b"\0")
-        if rest:
-            return at - size + len(rest)
+        chunk = file.read(size)
+        if not zeros.startswith(chunk):  # takes 0.03 ms for 1 MiB, `rstrip` 2.6 ms
+            return at - size + len(chunk.rstrip(b"\0"))
         at -= size
     return 0

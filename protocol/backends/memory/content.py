@@ -588,7 +588,7 @@ class Content(SharedBlocks):
             for bit in range(_PAGES_PER_BLOCK):
                 if bits >> bit & 1:
                     page = self.blocks[index][bit << _PAGE_SHIFT : (bit + 1) << _PAGE_SHIFT]
-                    assert not any(page), "a hole that is not zeros"
+                    assert page == bytes(len(page)), "a hole that is not zeros"
         assert self.reserved == joined(self.reserved), "reservations out of order, or in pieces"
         for before, each in pairwise(self.reserved):
             assert before.after <= each.first, "reserved twice"

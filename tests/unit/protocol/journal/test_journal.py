@@ -249,7 +249,7 @@ def test_what_follows_the_last_record_is_zeros_until_a_clean_end(
         journal.log.require(len(payload))
         journal.log.append([payload])
         rest = journal.file.content[journal.log.end :]
-        assert not any(rest)
+        assert rest == bytes(len(rest))
         assert overwrites_in_place or not rest, "space that was allocated is written once only"
     assert journal.batches() == [[payload] for payload in payloads]
     journal.close()
