@@ -82,11 +82,13 @@ def test_a_journal_that_is_torn_at_any_byte_gives_the_state_before(below: Path) 
     journal.keep(volume)
     states = history(volume, journal)
     whole = bytes(journal.file.content)
+    before: list[list[bytes]] = []
     for end in range(states[-5][0], states[-1][0] + 1):
         journal.file.content = bytearray(whole[:end])
         batches = journal.batches()
-        again = replayed_over(AbsentLower(), batches)
-        again.check_invariants()
+        if batches != before:  # most ends leave the same batches
+            replayed_over(AbsentLower(), batches).check_invariants()
+            before = batches
         if any(end in (at, at - 1, at + 40) for at, _ in states):
             wanted = [state for at, state in states if at <= end][-1]
             assert shown(replayed_over(bytes(below), batches)) == wanted, end
