@@ -23,12 +23,14 @@ from protocol.testing import FilesystemContract, StreamingContract
 from tests.container.conftest import attempt, control
 from tests.container.sshd import NoSshdError, running_sshd
 from tests.mount.conftest import check_invariants, complaints
+from tests.mount.programs import succeeded, vfsd, wait_ended
 from tests.support.contracts_on_mounts import OnMount
-from tests.support.processes import children
+from tests.support.processes import children, running
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
+from vfsd.machine.runtime import read_record
 
 pytestmark = pytest.mark.fuse
 
@@ -222,6 +224,86 @@ def test_a_file_that_got_the_number_of_one_that_is_still_open_is_served(
                 before.read()
         (root / "other").unlink()
         (root / "f").rmdir()
+
+
+def test_over_ssh_programs_go_on_after_deaths_cuts_and_upgrades(workdir: Path) -> None:
+    """A program that tries again when it gets EIO loses nothing."""
+    with _ssh_end(workdir) as end, mounted(end, workdir / "m", LOST, "its keeper starts another one") as workspace:
+        root, stop, answered = Path(workspace.path), threading.Event(), 0
+        errors: set[int | None] = set()
+
+        def daemon() -> int:
+            record = read_record(workspace.name)
+            assert record is not None
+            return record.pid
+
+        def kill() -> None:
+            pid = daemon()
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: daemon() != pid, "a replacement")
+
+        def cut() -> None:
+            times = Path(log_path(workspace.name)).read_text().count("is running again and served")
+            os.kill(command_of(workspace), signal.SIGKILL)
+            served_again(workspace, times + 1)
+
+        def write(file: int) -> None:
+            nonlocal answered
+            while not stop.is_set():
+                try:
+                    os.pwrite(file, b"%d\n" % answered, 0)
+                    (root / f"d{answered}").mkdir(exist_ok=True)  # a mkdir that failed with EIO may have been made
+                except OSError as error:
+                    errors.add(error.errno)
+                else:
+                    answered += 1
+
+        file = os.open(root / "nameless", os.O_CREAT | os.O_RDWR)
+        (root / "nameless").unlink()
+        thread = threading.Thread(target=write, args=[file])
+        thread.start()
+        try:
+            for step in (kill, cut, workspace.upgrade, cut, kill):
+                step()
+                before = answered
+                wait_until(lambda: answered > before + 1, "more changes")  # noqa: B023 (called at once)
+        finally:
+            stop.set()
+            thread.join()
+        assert errors <= {errno.EIO}
+        assert os.read(file, 99) == b"%d\n" % (answered - 1)
+        os.close(file)
+        made = {f"d{number}" for number in range(answered)}
+        assert set(os.listdir(root)) == set(end.inside("ls -A").decode().split()) == made
+        for name in made:
+            (root / name).rmdir()
+
+
+def test_over_ssh_a_workspace_whose_daemon_and_keeper_were_killed_is_mounted_again(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (mountpoint := workdir / "m").mkdir()
+    name = f"{workdir.name}-m"
+    (python := workdir / "python").symlink_to(os.path.realpath(sys.executable))
+    with _ssh_end(workdir) as ssh_end:
+        end = replace(ssh_end, command=ssh_end.command.replace(sys.executable, str(python)))
+        monkeypatch.setenv("PATH", f"{end.programs}:{os.environ['PATH']}")
+        options = ("--name", name, "--backend", f"exec:{end.command}", "--workdir", end.directory)
+        succeeded(vfsd("mount", mountpoint, *options))
+        (mountpoint / "f").write_text("kept")
+        record = read_record(name)
+        assert record is not None
+        assert record.keeper is not None
+        (ssh,), helpers = children(record.pid), running(python)
+        for pid in (record.keeper, record.pid):
+            os.kill(pid, signal.SIGKILL)
+            wait_ended(pid)
+        for helper in helpers:  # which would wait for another daemon for two minutes
+            os.kill(helper, signal.SIGKILL)
+        wait_ended(ssh)
+        with mounted(end, mountpoint) as again:
+            assert (mountpoint / "f").read_text() == "kept"
+            assert "pid" in (again.status().keeper or "")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 from tests.mount.conftest import check_invariants
 from tests.mount.dying_daemon import STEPS
 from tests.mount.programs import vfsd, wait_ended
-from tests.support.processes import children
+from tests.support.processes import children, running
 from tests.support.waiting import wait_until
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
@@ -141,13 +141,7 @@ class KeptCommand(KeptOver):
 
     def processes(self) -> list[int]:
         """The processes of the command, the oldest first: that of the helper, and relays to it."""
-        found = []
-        for name in filter(str.isdecimal, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
-                if words[0] == os.fsencode(self.python):
-                    found.append(int(name))
-        return sorted(found, key=lambda pid: process_start_ticks(pid) or 0)
+        return sorted(running(self.python), key=lambda pid: process_start_ticks(pid) or 0)
 
 
 class KeptOverlay(KeptOver):

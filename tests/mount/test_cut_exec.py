@@ -18,7 +18,7 @@ from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import KeptCommand, end_kept
 from tests.mount.programs import Program, failed, log_of, succeeded, vfsd
 from tests.support import connection
-from tests.support.processes import children, is_running
+from tests.support.processes import child_running, is_running
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
@@ -36,8 +36,7 @@ class KeptFar(KeptCommand):
     @property
     def connection(self) -> int:
         """The process that stands for ssh."""
-        (pid,) = [pid for pid in children(self.record.pid) if connection.__file__ in _command(pid)]
-        return pid
+        return child_running(self.record.pid, connection.__file__)
 
     def cut(self, helper: int | None = None) -> None:
         """Cut the connection, and kill `helper` before; return when the daemon is connected again."""
@@ -61,13 +60,6 @@ class KeptFar(KeptCommand):
     @property
     def status(self) -> str:
         return succeeded(vfsd("status", "-w", self.name))
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ import pytest
 from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import change_at_random, facts
 from tests.mount.programs import Program, failed, succeeded, vfsd
+from tests.support import connection
+from tests.support.processes import child_running
 from tests.support.service_manager import ServiceManager, Unit
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
@@ -219,6 +221,31 @@ def test_an_upgraded_daemon_is_kept(workdir: Path) -> None:
         assert not set(manager.names) & names
         manager.kill()
         assert program("os.read(held, 9)") == b"content"
+
+
+def test_an_exec_workspace_goes_on_with_its_helper(workdir: Path) -> None:
+    (below := workdir / "there").mkdir()
+    command = workdir / "far"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -ISE {connection.__file__} {sys.executable} "$@"\n')
+    command.chmod(0o755)
+    service = Unit(UNIT, workdir, STARTED, f"--backend exec:{command} --workdir {below}")
+    with service.managed() as manager, (service.mountpoint / "gone").open("w+b", buffering=0) as gone:
+        (service.mountpoint / "gone").unlink()
+        gone.write(b"1")
+        manager.kill()
+        gone.write(b"2")
+        os.kill(child_running(manager.main, connection.__file__), signal.SIGKILL)
+        wait_until(lambda: "is running again and served" in manager.log.read_text(), "the next connection")
+        gone.write(b"3")
+        manager.kill()
+        gone.write(b"4")
+        names, main = set(manager.names), manager.main
+        succeeded(vfsd("upgrade", service.name))
+        wait_until(lambda: manager.main != main and _has_device(manager, names), "what the new daemon stores")
+        manager.kill()
+        assert keeper(service.name) == "systemd, restarted the daemon 1 time"
+        assert os.pread(gone.fileno(), 9, 0) == b"1234"
+        check_invariants(Workspace.attach(service.name))
 
 
 @pytest.mark.parametrize(("backend", "upgrades", "options"), [("host", 2, ()), ("overlay", 1, ("--exclude", "left"))])

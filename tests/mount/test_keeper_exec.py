@@ -123,6 +123,7 @@ def test_without_resending_a_request_that_was_read_after_a_write_fails(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_many_writers_at_once_lose_nothing_and_see_no_error(kept: KeptCommand, workdir: Path) -> None:
     """Appends, mkdir loops, tar, git and a database: many requests are in flight at each death."""
     workspace = kept.mount()

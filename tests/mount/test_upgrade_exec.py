@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from protocol.backends.container.helper.wire import VERSION
 from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import KeptCommand
 from tests.mount.programs import Program, failed, succeeded, vfsd
-from tests.mount.test_upgrade import Dying, Upgradable
+from tests.mount.test_upgrade import Dying, Upgradable, broken
 from tests.support.waiting import wait_until
 
 
@@ -160,6 +161,34 @@ def test_while_a_file_is_open_that_ended_with_its_helper_an_upgrade_is_refused_a
     wait_until(lambda: "keeper\tpid" in succeeded(vfsd("status", "-w", workspace.name)), "the end of the file")
     workspace.upgrade()
     assert (workspace.path / "file").read_bytes() == b"x"
+
+
+ANOTHER_PROTOCOL = """
+import sys
+from protocol.backends.container.helper import wire
+wire.VERSION += 1
+from vfsd.daemon.upgrading import __main__ as upgrading
+sys.exit(upgrading.main(int(sys.argv[-1])))
+"""
+
+
+def test_a_version_whose_helper_speaks_another_protocol_is_refused_and_the_old_one_serves_on(
+    upgradable: Callable[..., OverCommand], workdir: Path
+) -> None:
+    workspace = upgradable()
+    workspace.mount()
+    with (workspace.path / "gone").open("w+b", buffering=0) as gone:
+        (workspace.path / "gone").unlink()
+        pid = workspace.record.pid
+        message = (
+            rf"speaks another protocol \({VERSION}\) than this version \({VERSION + 1}\): unmount the workspace and"
+        )
+        with pytest.raises(OSError, match=message):
+            workspace.upgrade(broken(workdir, ANOTHER_PROTOCOL))
+        assert workspace.record.pid == pid
+        gone.write(b"x")
+        workspace.upgrade()
+        assert os.pread(gone.fileno(), 9, 0) == b"x"
 
 
 def check_refused(workspace: OverCommand) -> None:

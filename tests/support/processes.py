@@ -3,6 +3,7 @@
 A file of /proc that was opened while its process lived is read with ESRCH once the process has been reaped.
 """
 
+import os
 from pathlib import Path
 
 
@@ -28,3 +29,22 @@ def children(pid: int) -> list[int]:
     except (FileNotFoundError, ProcessLookupError):
         pass
     return found
+
+
+def child_running(pid: int, word: str) -> int:
+    """The child process whose command line has `word`; there must be exactly one."""
+    (found,) = [child for child in children(pid) if word in _command_line(child)]
+    return found
+
+
+def running(program: Path) -> list[int]:
+    """The processes that were started as `program`."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return [pid for pid in pids if _command_line(pid)[:1] == [str(program)]]
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []

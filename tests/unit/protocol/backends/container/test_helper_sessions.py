@@ -278,6 +278,36 @@ def test_a_wrong_secret_and_silent_relays_disturb_nobody(helper: Helper) -> None
     assert waiting[1].call(Op.GETATTR, ROOT)[1] == 0
 
 
+STRANGER = """
+import os, socket, sys
+if sys.argv[1] != str(os.geteuid()):
+    os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
+connection = socket.socket(socket.AF_UNIX)
+connection.connect({address!r})
+theirs_in, requests = os.pipe()
+replies, theirs_out = os.pipe()
+try:
+    socket.send_fds(connection, [{join!r}], [theirs_in, theirs_out, 2])
+except OSError:
+    pass  # refused already
+os.close(theirs_in), os.close(theirs_out)
+sys.stdout.buffer.write(os.read(replies, 100))  # until nobody has the other end
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("uid", [0, 65534])
+def test_another_user_cannot_join_a_helper_with_its_secret(helper: Helper, uid: int) -> None:
+    script = STRANGER.format(address=address(NAME), join=JOIN.pack(SECRET, 60))
+    command = [sys.executable, "-I", "-c", script, str(uid)]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=120).stdout
+    if uid == 0:
+        assert answer == MAGIC, "the helper's own user can"
+    else:
+        assert answer == b""
+        assert helper.first.call(Op.GETATTR, ROOT)[1] == 0
+
+
 def test_open_files_without_a_name_stay_open(helper: Helper, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     number = helper.first.call(Op.LOOKUP, ROOT, strings=(b"file",))[2][0]
