@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import mmap
 import os
 import random
 import shutil
@@ -23,6 +22,7 @@ import trio
 from click.testing import CliRunner
 
 from tests.mount.conftest import check_invariants
+from tests.mount.files_in_use import in_use, make_files
 from tests.mount.kept_workspaces import (
     CHANGES,
     Kept,
@@ -111,38 +111,20 @@ def test_a_thousand_changes_of_pid(kept: Kept, workdir: Path) -> None:
 def test_open_files_mappings_directories_and_locks_continue(kept: Kept) -> None:
     kept.mount()
     root = kept.path
-    (root / "dir" / "below").mkdir(parents=True)
-    for number in range(1500):
-        (root / "dir" / f"f{number}").touch()
-    (root / "file").write_bytes(b"a" * 10_000)
-    with Program() as program, (root / "gone").open("w+b", buffering=0) as gone, (root / "file").open("r+b") as file:
+    make_files(root)
+    with in_use(root) as used, (root / "gone").open("w+b", buffering=0) as gone:
         (root / "gone").unlink()
         gone.write(b"without a name")
-        program(f"os.chdir({str(root / 'dir' / 'below')!r})")
-        program(f"held = open({str(root / 'file')!r}, 'r+b')")
-        program("fcntl.flock(held, fcntl.LOCK_EX)")
-        program("fcntl.lockf(held, fcntl.LOCK_EX, 10)")
-        listing = os.scandir(root / "dir")
-        seen = {next(listing).name for _ in range(100)}
-        with mmap.mmap(file.fileno(), 0) as mapping:
-            mapping[0:1] = b"b"
-            for _ in range(2):
-                kept.kill()
-                (root / "dir" / f"f{random.randrange(1500)}").write_bytes(b"x")
-            mapping[1:2] = b"c"
-            mapping.flush()
-            assert (root / "file").read_bytes()[:3] == b"bca"
-        assert program("os.getcwd()") == str(root / "dir" / "below")
-        program("open('new', 'w').close()")
+        used.program("fcntl.lockf(held, fcntl.LOCK_EX, 10)")
+        for _ in range(2):
+            kept.kill()
+            (root / "dir" / f"f{random.randrange(1500)}").write_bytes(b"x")
+        with pytest.raises(BlockingIOError):
+            fcntl.lockf(used.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        used.check(root)
         gone.write(b", and it lives")
         gone.seek(0)
         assert gone.read() == b"without a name, and it lives"
-        for lock in (fcntl.flock, fcntl.lockf):
-            with pytest.raises(BlockingIOError):
-                lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        program("held.close()")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert len(seen | {entry.name for entry in listing}) == 1501
     check_invariants(Workspace.attach(kept.name))
 
 

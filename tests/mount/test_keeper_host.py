@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import mmap
 import os
 import signal
 import time
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import check_invariants
+from tests.mount.files_in_use import in_use, make_files
 from tests.mount.kept_workspaces import (
     CHANGES,
     KeptHost,
@@ -24,7 +23,7 @@ from tests.mount.kept_workspaces import (
     facts,
     kill_replacements,
 )
-from tests.mount.programs import Program, succeeded, vfsd
+from tests.mount.programs import succeeded, vfsd
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
@@ -38,36 +37,16 @@ def kept(workdir: Path) -> Iterator[KeptHost]:
 
 def test_open_files_mappings_directories_and_locks_continue(kept: KeptHost) -> None:
     below, root = kept.below, kept.path
-    (below / "dir" / "below").mkdir(parents=True)
-    for number in range(1500):
-        (below / "dir" / f"f{number}").touch()
-    (below / "file").write_bytes(b"a" * 300_000)
+    make_files(below)
     kept.mount()
-    before = (root / "file").stat().st_ino
-    with Program() as program, (root / "file").open("r+b") as file, os.scandir(root / "dir") as listing:
-        program(f"os.chdir({str(root / 'dir' / 'below')!r})")
-        program(f"held = open({str(root / 'file')!r}, 'r+b')")
-        program("fcntl.flock(held, fcntl.LOCK_EX)")
-        seen = [next(listing).name for _ in range(100)]
-        for name in seen:
+    with in_use(root) as used:
+        for name in used.seen:
             if name != "below":
                 (root / "dir" / name).unlink()
-        with mmap.mmap(file.fileno(), 0) as mapping:
-            mapping[0:1] = b"b"
-            kept.kill()
-            (root / "dir").rename(root / "moved")
-            kept.kill()
-            mapping[200_000:200_001] = b"c"
-            mapping.flush()
-            data = (root / "file").read_bytes()
-            assert (data[0:2], data[199_999:200_002]) == (b"ba", b"aca")
-        assert program("os.getcwd()") == str(root / "moved" / "below")
-        program("open('new', 'w').close()")
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert (root / "file").stat().st_ino == os.fstat(file.fileno()).st_ino == before
-        seen += [entry.name for entry in listing]
-        assert len(seen) == len(set(seen)) == 1501
+        kept.kill()
+        (root / "dir").rename(root / "moved")
+        kept.kill()
+        used.check(root, "moved")
     assert (below / "moved" / "below" / "new").exists()
     check_invariants(Workspace.attach(kept.name))
 
