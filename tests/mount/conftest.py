@@ -42,6 +42,8 @@ ONE_ENGINE_MODULES = frozenset(
         "test_overlay_backend", "test_snapshot_directory", "test_third_party_volume", "test_undo",
     }
 )  # fmt: skip
+# For a test whose size is the point, and that no combination of engine and backend makes another one of.
+EACH_ENGINE_AND_BACKEND_ONCE = ("tmpfs", "native-memory", "native-overlay", "native-host", "pyfuse3-memory")
 MountIt = Callable[..., Workspace]
 
 

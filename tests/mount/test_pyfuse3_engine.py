@@ -330,7 +330,7 @@ def test_rename_flags(mount):
 
 
 def test_a_directory_of_thousands_is_listed_once_each_also_while_it_is_emptied(mount):
-    names = {f"file-{number:05}" for number in range(3000)}
+    names = {f"file-{number:05}" for number in range(1500)}
     for name in names:
         os.close(os.open(f"{mount.path}/{name}", os.O_CREAT | os.O_WRONLY))
     assert sorted(os.listdir(mount.path)) == sorted(names)

@@ -177,7 +177,7 @@ number = int(sys.argv[1])
 fd = os.open("f", os.O_RDWR | os.O_CREAT)
 log = os.open("log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 print(flush=True)
-for n in range(20):
+for n in range(10):
     os.pwrite(fd, bytes([number]) * 1000, number * 1000)
     assert os.pread(fd, 1000, number * 1000) == bytes([number]) * 1000
     os.write(log, b"%d %d\\n" % (number, n))
@@ -192,8 +192,8 @@ for n in range(20):
     assert [ended(process) for process in running] == [0] * PROCESSES
     assert (root / "f").read_bytes() == b"".join(bytes([number]) * 1000 for number in range(PROCESSES))
     lines = (root / "log").read_text().splitlines()
-    assert sorted(lines) == sorted(f"{number} {n}" for number in range(PROCESSES) for n in range(20))
-    assert (root / "count").read_text() == str(20 * PROCESSES)
+    assert sorted(lines) == sorted(f"{number} {n}" for number in range(PROCESSES) for n in range(10))
+    assert (root / "count").read_text() == str(10 * PROCESSES)
 
 
 def test_threads_that_make_rename_and_remove_the_same_names_leave_a_sound_tree(workspace: Workspace) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mount.conftest import EACH_ENGINE_AND_BACKEND_ONCE
 from tests.mount.programs import Program
 from vfsd.client.workspace import Workspace
 
@@ -261,6 +262,7 @@ def _levels(top: Path) -> int:
     return max(line.count("/d") for line in found.splitlines())
 
 
+@pytest.mark.parametrize("on", EACH_ENGINE_AND_BACKEND_ONCE, indirect=True)
 def test_a_tree_of_a_thousand_levels_is_made_walked_and_removed(place: Path) -> None:
     (place / "top").mkdir()
     _dig(place / "top")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mount.conftest import EACH_ENGINE_AND_BACKEND_ONCE
 from tests.mount.programs import Program
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -219,6 +220,7 @@ def test_a_descriptor_follows_its_file_when_it_is_renamed(place: Path, two: tupl
     assert (place / "d" / "g").read_text() == "content"
 
 
+@pytest.mark.parametrize("on", EACH_ENGINE_AND_BACKEND_ONCE, indirect=True)
 def test_a_thousand_names_of_one_file(place: Path) -> None:
     (place / "f").write_text("content")
     for number in range(1000):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import BACKENDS, check_invariants, provided
+from tests.mount.conftest import BACKENDS, ENGINES, WRITE_BACK, check_invariants, provided
 from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
@@ -36,13 +36,20 @@ AT_ONCE = 8  # of the above
 FIO_ENGINES = ("psync", "mmap", "pvsync2", "io_uring", "libaio")
 
 
-@pytest.fixture(params=BACKENDS)
-def workspace(request: pytest.FixtureRequest, mount: MountIt, workdir: Path) -> Workspace:
-    """One of each backend."""
-    if request.param == "memory":
+# Each backend on the native engine and each engine with memory; the other combinations with --runs-long.
+COMBINATIONS = [
+    pytest.param(engine, backend, marks=() if engine == "native" or backend == "memory" else pytest.mark.long)
+    for engine in (*ENGINES, WRITE_BACK)
+    for backend in BACKENDS
+]
+
+
+@pytest.fixture
+def workspace(backend: str, mount: MountIt, workdir: Path) -> Workspace:
+    if backend == "memory":
         return mount()
     (workdir / "below").mkdir()
-    return mount(backend=f"{request.param}:{workdir}/below")
+    return mount(backend=f"{backend}:{workdir}/below")
 
 
 def stress(stressors: Sequence[str], place: Path, seconds: int) -> tuple[int, str]:
@@ -75,6 +82,7 @@ def fio(place: Path, *options: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("engine", "backend"), COMBINATIONS, indirect=["engine"])
 def test_stress_ng_verifies_what_it_does_on_a_mount(workspace: Workspace) -> None:
     stressors = BRIEF if workspace.status().backend == "memory" else OVER_A_DIRECTORY
     for first in range(0, len(stressors), AT_ONCE):
@@ -94,12 +102,14 @@ def test_stress_ng_passes_where_it_passes_on_tmpfs(mount: MountIt, workdir: Path
     assert status == expected, said
 
 
+@pytest.mark.parametrize(("engine", "backend"), COMBINATIONS, indirect=["engine"])
 @pytest.mark.parametrize("io_engine", ["psync", "mmap"])
 def test_fio_finds_no_bad_block(root: Path, io_engine: str) -> None:
     fio(root, "--size=2m", f"--ioengine={io_engine}")
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("io_engine", FIO_ENGINES)
 def test_fio_finds_no_bad_block_however_it_writes(root: Path, io_engine: str) -> None:
     fio(root, "--size=64m", f"--ioengine={io_engine}")

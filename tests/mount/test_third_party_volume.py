@@ -23,10 +23,11 @@ def workspace(engine: str, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> It
     packages = workdir / "packages"
     packages.mkdir()
     source = Path(third_party_volume.__file__).read_text()
-    install_backend(packages, monkeypatch, "third", "third_party:open_third_party", source=source)
     (workdir / "mnt").mkdir()
     name = f"{workdir.name}-third"
-    succeeded(vfsd("mount", workdir / "mnt", "--backend", "third:x", "--name", name, "--engine", engine))
+    with monkeypatch.context() as installed:  # only the daemon needs the package; other commands can be forked
+        install_backend(packages, installed, "third", "third_party:open_third_party", source=source)
+        succeeded(vfsd("mount", workdir / "mnt", "--backend", "third:x", "--name", name, "--engine", engine))
     workspace = Workspace.attach(name)
     yield workspace
     if (workdir / "mnt").is_mount():

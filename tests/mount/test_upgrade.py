@@ -129,7 +129,7 @@ def test_sqlite_goes_on(workdir: Path, mode: str) -> None:
 def test_tar_goes_on(upgradable: Upgradable, workdir: Path) -> None:
     upgradable.mount()
     source = workdir / "source"
-    for number in range(500):
+    for number in range(200):
         (source / f"d{number % 10}").mkdir(parents=True, exist_ok=True)
         (source / f"d{number % 10}" / f"f{number}").write_bytes(os.urandom(3000))
     subprocess.run(["tar", "cf", workdir / "a.tar", "-C", source, "."], check=True)

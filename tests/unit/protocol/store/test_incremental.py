@@ -190,10 +190,10 @@ def test_directories_that_change_places_are_not_taken_for_each_other(workspace: 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_an_incremental_snapshot_equals_a_full_scan_by_a_new_store(
-    store: Store, root: Path, tmp_path: Path, seed: int
+    store: Store, root: Path, tmp_path: Path, seed: int, runs_long: bool
 ) -> None:
     chaos, steps, workspace = Chaos(root, seed), random.Random(seed), Workspace(store, root)
-    for step in range(40):
+    for step in range(80 if runs_long else 20):
         chaos.change(steps.randrange(5))
         if steps.random() < 0.2:
             workspace.remount()
