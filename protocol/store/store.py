@@ -38,7 +38,7 @@ from protocol.store.intent_log import InterruptedRestore, RestoreIntentLog
 from protocol.store.leases import Lease, leased, leased_roots
 from protocol.store.mounted import MountedSnapshot, fingerprint_of, root_of
 from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, RestoreRun, plan
-from protocol.store.trees import MerkleTree
+from protocol.store.trees import MerkleTree, NumberedTree
 from protocol.store.upkeep import CheckReport, GarbageReport
 from protocol.tree import ByteProgress, no_progress
 from protocol.volume_extensions import SnapshotInfo, SnapshotKind
@@ -244,6 +244,14 @@ class Store:
         self._require(name)
         with self.layout.shared():
             yield self._stored_tree(workspace, name)
+
+    @contextlib.contextmanager
+    def numbered_tree(self, workspace: str, name: str) -> Iterator[NumberedTree]:
+        """The state of a snapshot with its inode numbers and ctimes, inside the block.  SnapshotNotFoundError."""
+        self._require(name)
+        with self.layout.shared():
+            record = self._catalog.get(workspace, name)
+            yield NumberedTree(record.root, record.inodes, self.blobs)
 
     def mounted(self, workspace: str, name: str) -> MountedSnapshot:
         """A snapshot that stays readable until the caller closes it, also if it is dropped.  SnapshotNotFoundError.

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from msgspec.structs import replace
+
 from protocol.errors import os_error, shown
 from protocol.store.format.blobs import Blobs
 from protocol.store.format.packs import DamagedError
@@ -138,6 +140,35 @@ class MerkleTree:
         if row.more.state & UNREADABLE:
             raise OSError(errno.EACCES, "could not be read when the snapshot was taken", shown(path))
         return row.content if isinstance(self._contents, Blobs) else path
+
+
+class NumberedTree(MerkleTree):
+    """A snapshot whose entries have the inode numbers and ctimes of the state that it was taken of, where it has them.
+
+    `inodes` is the inode row of the root; None if the snapshot has none.
+    """
+
+    def __init__(self, root: Row, inodes: Row | None, blobs: Blobs) -> None:
+        super().__init__(root, blobs.listing, blobs)
+        self._inodes = None if inodes is None else MerkleTree(inodes, blobs.listing, blobs)
+
+    def entry(self, path: bytes) -> TreeEntry:
+        return self._numbered(super().entry(path))
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        return map(self._numbered, super().walk(path))
+
+    def _numbered(self, entry: TreeEntry) -> TreeEntry:
+        if self._inodes is None:
+            return entry
+        try:
+            row = self._inodes.row(entry.path)
+        except (DamagedError, FileNotFoundError, NotADirectoryError):
+            return entry
+        # An unknown number (0) must not come with a ctime.  Names of one file keep the number that they share.
+        if not entry.is_dir and (not row.size or entry.inode not in {0, row.size}):
+            return entry
+        return replace(entry, inode=row.size, ctime_ns=row.mtime_ns)
 
 
 def _naming(path: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from protocol.backends.container.podman.service import Container
 from protocol.store import Store
-from tests.container.conftest import MountContainer, StartContainer
+from tests.container.conftest import MountContainer, StartContainer, inside
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 
@@ -49,14 +49,19 @@ def test_snapshots_have_the_inode_numbers_and_ctimes(
     assert {name.decode(): (row.size, row.mtime_ns) for name, row in rows.items()} == expected
 
 
-@pytest.mark.parametrize("transport", ["agent", "rootfs"])
+@pytest.mark.parametrize(
+    ("transport", "hide"), [("agent", ()), ("rootfs", ()), ("rootfs", ("*.hidden",))], ids=["agent", "rootfs", "policy"]
+)
 def test_a_container_is_pushed_and_another_machine_starts_with_its_files(
-    mount_container: MountContainer, container: Container, workdir: Path, transport: str,
+    mount_container: MountContainer, container: Container, workdir: Path, transport: str, hide: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     url = f"file://{workdir}/remote"
     monkeypatch.setenv("XDG_CACHE_HOME", str(workdir / "cache"))
-    source = mount_container(container, transport=transport)
+    inside(container, "mkdir -p /workspace && echo x > /workspace/a.hidden")
+    if not hide:
+        inside(container, "rm /workspace/a.hidden")
+    source = mount_container(container, transport=transport, hide=hide)
     Path(source.path, "directory").mkdir()
     Path(source.path, "directory", "file").write_text("in the container")
     os.symlink("directory/file", Path(source.path, "link"))

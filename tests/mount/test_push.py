@@ -69,6 +69,40 @@ def test_a_pushed_state_is_pulled_and_mounted(
         assert Path(work.path, "old").exists() == (backend != "memory")
 
 
+def test_a_push_without_what_a_policy_hides_has_inode_numbers_and_ctimes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/remote"
+    monkeypatch.setenv("VFSD_STORE_DIR", str(tmp_path / "store"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    below = tmp_path / "below"
+    (below / "directory").mkdir(parents=True)
+    for name in ("directory/file", "linked", "secret.key", "link-of-secret"):
+        (below / name).write_text(name)
+    (below / "directory" / "other-name").hardlink_to(below / "linked")
+    (below / "link-of-secret").unlink()
+    (below / "link-of-secret").hardlink_to(below / "secret.key")
+    os.symlink("linked", below / "symlink")
+    with Workspace.mount(tmp_path / "m", backend=f"host:{below}", hide=("*.key",)) as work:
+        expected = numbers_and_ctimes(work.path)
+        work.snapshot("one")
+        for options in (("--snapshot", "one"), ("--as", "live")):
+            answer({}, "push", url, *options, "-w", work.path)
+    assert "directory/other-name" in expected
+    assert not {"secret.key", "link-of-secret"} & expected.keys()
+    monkeypatch.setenv("VFSD_STORE_DIR", str(tmp_path / "other"))
+    for name in ("one", "live"):
+        answer({}, "pull", f"{url}#{name}")
+        with Workspace.mount(tmp_path / "m", backend=f"overlay:snapshot:{name}@{url}") as copy:
+            assert numbers_and_ctimes(copy.path) == expected, "an index of git is not valid any more"
+
+
+def numbers_and_ctimes(root: str) -> dict[str, tuple[int, int]]:
+    """What git compares of each file, with its path."""
+    found = {str(path.relative_to(root)): path.lstat() for path in Path(root).rglob("*")}
+    return {name: (seen.st_ino, seen.st_ctime_ns) for name, seen in found.items()}
+
+
 def test_a_name_with_odd_characters_is_escaped_and_the_command_can_be_pasted(
     s3_environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -313,6 +313,13 @@ class SnapshotService(Protocol):
         """Open the live state at this moment, whose content does not change while it is read."""
         ...
 
+    def to_save(self, name: str | None, observer: CallObserver) -> AbstractAsyncContextManager[Tree]:
+        """Open a tree of snapshot `name`, or of the live state at this moment (None), for a snapshot elsewhere.
+
+        Its entries have their inode numbers and ctimes, where these are known.
+        """
+        ...
+
     async def put_merged(self, new: NewState, step: str, observer: CallObserver, check: CheckState) -> Outcome:
         """Make the live state equal to `new` at its paths, as a step with the name `step`, if `check` allows it."""
         ...

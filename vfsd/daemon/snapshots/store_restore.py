@@ -24,7 +24,7 @@ import trio
 
 from protocol.diff.tree_diff import Change
 from protocol.linux.regular_file import write_atomically
-from protocol.store import Store
+from protocol.store import RestoredChanges, Store
 from protocol.volume_extensions import CacheInvalidation, ExternallyChangedVolume, SnapshotInfo
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.base import CallObserver, is_staged
@@ -219,3 +219,18 @@ def scan_progress(observer: CallObserver) -> Callable[[int, int], None]:
         observer.progress_nowait(files, 0, "files")
 
     return report
+
+
+def raise_problem(done: RestoredChanges) -> None:
+    """OSError for the first path that was not restored."""
+    for problem in done.problems:
+        raise OSError(errno.EIO, f"{os.fsdecode(problem.path)}: {problem.reason}")
+
+
+def problems_of(done: RestoredChanges) -> dict[bytes, str]:
+    """The reasons why paths were not restored."""
+    problems: dict[bytes, str] = {}
+    for problem in done.problems:
+        before = problems.get(problem.path)
+        problems[problem.path] = problem.reason if before is None else f"{before}; {problem.reason}"
+    return problems

@@ -16,10 +16,9 @@ import dataclasses
 import errno
 import itertools
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, asynccontextmanager
 from typing import Final
 
 import trio
@@ -73,6 +72,8 @@ from vfsd.daemon.snapshots.store_restore import (
     Step,
     VolumeUpdate,
     open_merges,
+    problems_of,
+    raise_problem,
     scan_progress,
 )
 from vfsd.daemon.snapshots.stored_workspace import Stored, drop_unused_bases, interrupted
@@ -354,7 +355,7 @@ class StoreSnapshots:
             safety=kept,
             counts=count(done.changes),
             changes=done.changes[:CHANGES_LISTED],
-            problems=_problems(done),
+            problems=problems_of(done),
             step=planned.name if planned.to is not None else None,
             expired=gone,
             undo_steps=history.undo_steps,
@@ -396,7 +397,7 @@ class StoreSnapshots:
                 if half_done is not None and half_done.safety == safety:
                     request = RestoreRequest(safety, safety=None)
                     done = await in_thread(self._store.restore, self._key, self._target, request)
-                    _raise_problem(done)
+                    raise_problem(done)
                 await in_thread(step.revert)
                 await self._drop_if_there(safety)
         except OSError as again:
@@ -509,28 +510,26 @@ class StoreSnapshots:
 
     @asynccontextmanager
     async def frozen(self, observer: CallObserver) -> AsyncIterator[LiveState]:
+        async with self._staged(observer) as name, self.tree(name, observer) as tree:
+            yield LiveState(tree)
+
+    @asynccontextmanager
+    async def to_save(self, name: str | None, observer: CallObserver) -> AsyncIterator[Tree]:
+        async with AsyncExitStack() as stack:
+            given = await stack.enter_async_context(self._staged(observer)) if name is None else name
+            tree = await stack.enter_async_context(entered(self._store.numbered_tree(self._key, given)))
+            yield self._mounted.shown(tree)
+
+    @asynccontextmanager
+    async def _staged(self, observer: CallObserver) -> AsyncIterator[str]:
+        """Take a snapshot of the live state, which exists inside the block."""
         # Through the store: a file that is written while it is read directly may be a mix of old and new content.
         async with self._mounted.change_lock:
             await self._mounted.write_back()
             name = free_name(STAGED_PREFIX, await self._all())
             await self._take(name, self._source, "an export", observer)
         try:
-            async with self.tree(name, observer) as tree:
-                yield LiveState(tree)
+            yield name
         finally:
             with trio.CancelScope(shield=True):
                 await self._drop_if_there(name)
-
-
-def _raise_problem(done: RestoredChanges) -> None:
-    """OSError for the first path that was not restored."""
-    for problem in done.problems:
-        raise OSError(errno.EIO, f"{os.fsdecode(problem.path)}: {problem.reason}")
-
-
-def _problems(done: RestoredChanges) -> dict[bytes, str]:
-    problems: dict[bytes, str] = {}
-    for problem in done.problems:
-        before = problems.get(problem.path)
-        problems[problem.path] = problem.reason if before is None else f"{before}; {problem.reason}"
-    return problems

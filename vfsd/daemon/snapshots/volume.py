@@ -518,6 +518,15 @@ class VolumeSnapshots:
         with self._volume.tree() as tree:
             yield LiveState(self._mounted.shown(tree), mark)
 
+    @asynccontextmanager
+    async def to_save(self, name: str | None, observer: CallObserver) -> AsyncIterator[Tree]:
+        if name is None:
+            async with self.frozen(observer) as state:
+                yield state.tree
+        else:
+            async with self.tree(name, observer) as tree:
+                yield tree
+
 
 @contextmanager
 def _nothing_changed(source: str) -> Iterator[None]:

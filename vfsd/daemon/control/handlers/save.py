@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from contextlib import AsyncExitStack
 from typing import Final
 
 from msgspec.structs import replace
@@ -35,11 +34,7 @@ def save_method(snapshots: SnapshotService | None, options: WorkspaceOptions, mo
         name = params.snapshot
         infos = {info.name: info for info in await service.infos()}
         info = infos.get(name) if name is not None else None
-        async with AsyncExitStack() as stack:
-            if name is None:
-                tree = (await stack.enter_async_context(service.frozen(call))).tree
-            else:
-                tree = await stack.enter_async_context(service.tree(name, call))
+        async with service.to_save(name, call) as tree:
             source = TreeSource(await in_thread(CountedTree, tree, in_bytes(call)))
             with Store(options.store) as store:
                 key = f"{options.backend.kind}:{options.mountpoint}"

@@ -327,9 +327,14 @@ def test_pushers_and_collectors_that_are_killed_lose_no_name(
             words = [url, local.directory, str(count)] if kind == "push" else [url]
             return subprocess.Popen([sys.executable, "-m", module, kind, *words], stdout=file)
 
+    def pushed() -> int:
+        return sum(path.read_text().count("pushed w") for path in output.glob("push-*"))
+
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0", name="first")  # a collector fails without a store
     running = [start("push") for _ in range(pushers)] + [start("collect"), start("collect")]
     end = time.monotonic() + duration_s
-    while time.monotonic() < end:
+    while time.monotonic() < end or pushed() < pushers:
         time.sleep(made.uniform(0.2, 0.8))
         victim = made.randrange(len(running))
         assert running[victim].poll() is None, "a worker failed"
