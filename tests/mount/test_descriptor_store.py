@@ -49,6 +49,11 @@ def is_alive(name: str) -> bool:
     return record is not None and record.alive
 
 
+def failure(name: str) -> str | None:
+    record = read_record(name)
+    return None if record is None else record.failure
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_programs_continue_after_the_daemon_was_killed(workdir: Path, backend: str) -> None:
     service = unit(workdir, backend)
@@ -164,6 +169,24 @@ def test_a_mount_with_other_options_is_given_up(workdir: Path) -> None:
         with pytest.raises(OSError, match="Read-only"):
             (service.mountpoint / "new").touch()
         assert len(manager.names) == 4
+
+
+def test_a_start_that_cannot_continue_says_why_and_a_later_one_continues(workdir: Path) -> None:
+    service = unit(workdir)
+    journals, away = service.state / "vfsd", service.state / "away"
+    with service.managed() as manager, Program() as program:
+        (service.mountpoint / "file").write_bytes(b"content")
+        program(f"held = os.open({str(service.mountpoint / 'file')!r}, os.O_RDONLY)")
+        journals.rename(away)
+        manager.most_starts = manager.starts + 1
+        os.kill(manager.main, signal.SIGKILL)
+        wait_until(lambda: failure(service.name) is not None, "why the next daemon did not start")
+        assert "put it back" in vfsd("list").stderr
+        away.rename(journals)
+        manager.most_starts += 1
+        manager.wait_ready(manager.most_starts)
+        assert program("os.read(held, 9)") == b"content"
+        assert failure(service.name) is None
 
 
 @pytest.mark.long

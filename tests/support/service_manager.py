@@ -33,7 +33,7 @@ _POLL_S: Final = 0.02
 
 
 class ServiceManager:
-    """Runs `command`, and restarts it as Restart=on-failure does, unless `is_paused`.
+    """Runs `command`, and restarts it as Restart=on-failure does, unless `is_paused`, and at most `most_starts` times.
 
     `store_size`: FileDescriptorStoreMax=.  `log`: what the unit writes to standard error.
     """
@@ -47,6 +47,7 @@ class ServiceManager:
         self.main = 0
         self.starts = 0
         self.is_paused = False
+        self.most_starts = sys.maxsize
         self.log = place / "unit.log"
         self._store_size = store_size
         self._is_ready = False
@@ -91,6 +92,7 @@ class ServiceManager:
     def stop(self) -> None:
         """Do as `systemctl stop`."""
         self.is_paused = False
+        self.most_starts = sys.maxsize
         if not self._is_over:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.main, signal.SIGTERM)
@@ -111,7 +113,7 @@ class ServiceManager:
                 status = self._ended()
                 if status in _CLEAN:
                     return
-                if status is not None and not self.is_paused:
+                if status is not None and not self.is_paused and self.starts < self.most_starts:
                     self._start()
         finally:
             self._is_over = True
