@@ -109,8 +109,8 @@ def test_a_sandbox_sees_nothing_else_of_this_machine(sandboxed: SandboxIt, podma
     assert workspace.status().commands == f"in a sandbox of {whole['ImageName']} (container {state.name})"
 
 
-@pytest.mark.slow
-def test_fifty_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt) -> None:
+def test_many_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt, runs_long: bool) -> None:
+    count = 50 if runs_long else 12
     workspace = sandboxed(snapshot_each=True)
     root = Path(workspace.path)
     states: dict[str, dict[str, bytes]] = {}
@@ -118,13 +118,13 @@ def test_fifty_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt) -> No
     def content() -> dict[str, bytes]:
         return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
-    for number in range(50):
+    for number in range(count):
         script = f"echo {number} > f{number % 7}; mkdir -p d{number % 5}; echo {number} >> d{number % 5}/log"
         done = fs_exec(workspace, script + (f"; rm -f f{(number + 3) % 7}" if number % 3 else ""))
         assert done.exit_status == 0
         assert done.snapshot == f"exec-{number + 1}"
         states[done.snapshot] = content()
-    assert len({str(state) for state in states.values()}) == 50
+    assert len({str(state) for state in states.values()}) == count
     for number, (name, state) in enumerate(reversed(states.items())):
         workspace.restore(name)
         assert content() == state, name
