@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,16 +14,16 @@ import pytest
 from protocol.backends.container.podman.ownership import orphans, remove_orphans
 from protocol.backends.container.podman.service import PodmanService
 from tests.container.conftest import containers_of, inside
+from tests.container.workspaces import KeptImage, OneContainer, check_removed, ended_after, keeper_that_gives_up
 from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import (
-    Kept,
     change_at_random,
     check_executed_once,
     end_kept,
     facts,
     kill_replacements,
 )
-from tests.mount.programs import failed, log_of, succeeded, vfsd, wait_ended
+from tests.mount.programs import failed, log_of, succeeded, vfsd
 from tests.mount.test_descriptor_store import STARTED, UNIT
 from tests.mount.test_upgrade import Dying, Upgradable
 from tests.support.service_manager import Unit
@@ -33,71 +31,6 @@ from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
-
-
-def check_removed(podman: PodmanService, workspace: str) -> None:
-    """Check that an unmount has removed the container, whichever daemon made it."""
-    left = containers_of(podman, workspace)
-    for container in left:
-        container.remove()  # not to fail the next tests as well
-    assert left == []
-
-
-class OneContainer:
-    """The container of a workspace, which is to stay the only one; another daemon looks for orphans all the time."""
-
-    def __init__(self, podman: PodmanService, workspace: str) -> None:
-        self._podman = podman
-        self._workspace = workspace
-        (self.container,) = containers_of(podman, workspace)
-        self._run = self.container.inspect().pid
-
-    def check(self) -> None:
-        (container,) = containers_of(self._podman, self._workspace)
-        assert (container.id, container.inspect().pid) == (self.container.id, self._run)
-
-    @contextlib.contextmanager
-    def being_searched(self) -> Iterator[None]:
-        stop, found = threading.Event(), []
-
-        def search() -> None:
-            while not stop.wait(0.1):
-                found.extend(state.name for state in orphans(self._podman))
-                found.extend(remove_orphans(self._podman))
-
-        thread = threading.Thread(target=search)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-        assert found == []
-        self.check()
-
-
-class KeptImage(Kept):
-    """A container of an image with a keeper."""
-
-    def __init__(self, workdir: Path, podman: PodmanService, image: str) -> None:
-        super().__init__(workdir)
-        self.podman = podman
-        self.options_of_image: dict[str, Any] = {"backend": f"image:{image}", "podman_url": podman.address.url}
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return self.options_of_image
-
-    def one_container(self) -> OneContainer:
-        return OneContainer(self.podman, self.name)
-
-    def kill_both(self) -> None:
-        """Kill the keeper and then the daemon."""
-        record = self.record
-        assert record.keeper is not None
-        os.kill(record.keeper, signal.SIGKILL)
-        os.kill(record.pid, signal.SIGKILL)
-        wait_until(lambda: not record.alive, "the end of the daemon")
 
 
 @pytest.fixture
@@ -110,16 +43,15 @@ def kept(workdir: Path, podman: PodmanService, busybox_image: str) -> Iterator[K
 
 @pytest.fixture
 def upgradable(workdir: Path, podman: PodmanService, busybox_image: str) -> Iterator[Callable[..., Upgradable]]:
-    made: list[Upgradable] = []
+    def make(**options: Any) -> Upgradable:
+        return Upgradable(workdir, backend=f"image:{busybox_image}", podman_url=podman.address.url, **options)
 
-    def start(**options: Any) -> Upgradable:
-        made.append(Upgradable(workdir, backend=f"image:{busybox_image}", podman_url=podman.address.url, **options))
-        return made[-1]
-
-    yield start
-    for each in made:
+    def end(each: Upgradable) -> None:
         each.end()
         check_removed(podman, each.name)
+
+    with ended_after(make, end) as start:
+        yield start
 
 
 # -- a keeper ----------------------------------------------------------------------------------------
@@ -172,13 +104,9 @@ def test_daemon_and_keeper_are_killed_and_the_next_mount_continues(kept: KeptIma
 def test_a_keeper_that_gives_up_leaves_the_container_to_the_next_mount(kept: KeptImage) -> None:
     kept.mount()
     (kept.path / "f").write_bytes(b"x")
-    record, one = kept.record, kept.one_container()
-    assert record.keeper is not None
-    os.kill(record.keeper, signal.SIGSTOP)
-    os.kill(record.pid, signal.SIGKILL)
-    one.container.kill()
-    os.kill(record.keeper, signal.SIGCONT)
-    wait_ended(record.keeper)
+    one = kept.one_container()
+    with keeper_that_gives_up(kept):
+        one.container.kill()
     assert "is not running" in log_of(kept.name)
     kept.mount()
     assert (kept.path / "f").read_bytes() == b"x"
@@ -189,13 +117,9 @@ def test_a_container_that_was_removed_while_no_daemon_ran_ends_the_mount_and_the
     kept: KeptImage,
 ) -> None:
     kept.mount()
-    record, one = kept.record, kept.one_container()
-    assert record.keeper is not None
-    os.kill(record.keeper, signal.SIGSTOP)
-    os.kill(record.pid, signal.SIGKILL)
-    one.container.remove()
-    os.kill(record.keeper, signal.SIGCONT)
-    wait_ended(record.keeper)
+    one = kept.one_container()
+    with keeper_that_gives_up(kept):
+        one.container.remove()
     assert "the container of the workspace was removed or renamed" in log_of(kept.name)
     kept.mount()
     assert os.listdir(kept.path) == []

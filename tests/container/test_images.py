@@ -17,38 +17,24 @@ from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, create
 from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.workspace import open_container, open_image
-from tests.container.conftest import MountContainer, StartContainer, inside, shown
-from tests.mount.conftest import socket_of
+from tests.container.conftest import MountContainer, StartContainer, containers_of, inside, shown
+from tests.container.workspaces import left_by_a_killed_daemon
 from tests.mount.programs import succeeded, vfsd
 from vfsd.client.daemon_exit import daemon_end
-from vfsd.client.workspace import Workspace
-from vfsd.machine.mounts import clear_dead_mount
 
 pytestmark = pytest.mark.fuse
 
 
 def ours(podman: PodmanService, workspace: str) -> list[str]:
     """The ids of the containers made for a workspace."""
-    return [state.id for state in podman.labelled({WORKSPACE_LABEL: workspace})]
+    return [container.id for container in containers_of(podman, workspace)]
 
 
 @pytest.fixture
 def killed(busybox_image: str, podman: PodmanService, workdir: Path) -> Iterator[str]:
-    """The name of a workspace with the file `f`: its daemon was killed, its mount is gone, its container is left."""
-    place = workdir / "killed"
-    options = {"podman_url": podman.address.url, "name": workdir.name}
-    workspace = Workspace.mount(place, f"image:{busybox_image}", keeper=False, **options)
-    (place / "f").write_text("work")
-    pid = workspace.status().pid
-    with daemon_end(pid) as wait_ended:
-        os.kill(pid, signal.SIGKILL)
-        wait_ended()
-    clear_dead_mount(str(place))
-    yield workdir.name
-    for left in ours(podman, workdir.name):
-        podman.container(left).remove()
-    for name in (socket_of(workspace), socket_of(workspace).removesuffix(".sock") + ".json"):
-        Path(name).unlink(missing_ok=True)
+    """The name of a workspace whose container, with the file `f`, is left by a killed daemon."""
+    with left_by_a_killed_daemon(workdir / "killed", workdir.name, podman, busybox_image):
+        yield workdir.name
 
 
 def test_a_workspace_of_an_image_has_a_container_of_its_own_until_it_is_unmounted(

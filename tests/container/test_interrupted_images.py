@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -13,17 +12,15 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.podman.ownership import orphans
-from protocol.backends.container.podman.service import PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
 from tests.container.conftest import MountContainer, containers_of, inside
 from tests.container.held_service import HeldService
-from tests.mount.conftest import socket_of
+from tests.container.workspaces import left_by_a_killed_daemon
 from tests.mount.programs import VFSD, log_of, succeeded, vfsd
 from tests.support.waiting import wait_until
-from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
-from vfsd.machine.mounts import clear_dead_mount
 
 pytestmark = pytest.mark.fuse
 
@@ -84,49 +81,36 @@ def test_a_mount_that_pulls_an_image_is_interrupted_at_once(podman: PodmanServic
 
 
 @pytest.fixture
-def left(busybox_image: str, podman: PodmanService, workdir: Path) -> Iterator[str]:
-    """The name of a workspace whose daemon was killed, and whose container, with the file `f`, is stopped."""
-    place = workdir / "left"
-    workspace = Workspace.mount(
-        place, f"image:{busybox_image}", keeper=False, podman_url=podman.address.url, name=workdir.name
-    )
-    (place / "f").write_text("work")
-    pid = workspace.status().pid
-    with daemon_end(pid) as wait_ended:
-        os.kill(pid, signal.SIGKILL)
-        wait_ended()
-    clear_dead_mount(str(place))
-    for container in containers_of(podman, workdir.name):
+def left(busybox_image: str, podman: PodmanService, workdir: Path) -> Iterator[Container]:
+    """The container of the workspace `workdir.name`, with the file `f`, which a killed daemon left; it is stopped."""
+    with left_by_a_killed_daemon(workdir / "left", workdir.name, podman, busybox_image) as container:
         container.kill()
-    yield workdir.name
-    for container in containers_of(podman, workdir.name):
-        container.remove()
-    for name in (socket_of(workspace), socket_of(workspace).removesuffix(".sock") + ".json"):
-        Path(name).unlink(missing_ok=True)
+        yield container
 
 
 def test_an_interrupted_mount_leaves_the_container_that_it_was_to_continue_in(
-    left: str, podman: PodmanService, busybox_image: str, workdir: Path
+    left: Container, podman: PodmanService, busybox_image: str, workdir: Path
 ) -> None:
-    before = containers_of(podman, left)
-    interrupt_start(workdir, left, busybox_image, HeldService(workdir / "held.sock", podman.address.path, STARTED))
-    wait_until(lambda: len([*orphans(podman)]) == 1, "the end of the daemon")
-    assert containers_of(podman, left) == before
-    assert inside(before[0], "cat /workspace/f") == b"work"
+    service = HeldService(workdir / "held.sock", podman.address.path, STARTED)
+    interrupt_start(workdir, workdir.name, busybox_image, service)
+    check_left(left, podman, workdir.name)
 
 
 def test_a_signal_before_the_mount_is_reported_leaves_that_container_too(
-    left: str, podman: PodmanService, busybox_image: str, workdir: Path
+    left: Container, podman: PodmanService, busybox_image: str, workdir: Path
 ) -> None:
-    before = containers_of(podman, left)
     (workdir / "m").mkdir()
-    options = mount_options(workdir / "m", f"image:{busybox_image}", name=left, podman_url=podman.address.url)
+    options = mount_options(workdir / "m", f"image:{busybox_image}", name=workdir.name, podman_url=podman.address.url)
     with pytest.raises(OSError, match="died while starting"):
         launch(options, daemon_module="tests.container.signalled_daemon")
-    wait_until(lambda: len([*orphans(podman)]) == 1, "the end of the daemon")
-    assert containers_of(podman, left) == before
-    before[0].start()
-    assert inside(before[0], "cat /workspace/f") == b"work"
+    check_left(left, podman, workdir.name)
+
+
+def check_left(left: Container, podman: PodmanService, workspace: str) -> None:
+    wait_until(lambda: [state.id for state in orphans(podman)] == [left.id], "the end of the daemon")
+    assert containers_of(podman, workspace) == [left]
+    left.start()
+    assert inside(left, "cat /workspace/f") == b"work"
 
 
 def test_an_unmount_that_cannot_remove_the_container_says_what_stays(

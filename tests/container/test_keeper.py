@@ -14,52 +14,25 @@ from typing import Any
 
 import pytest
 
-from protocol.backends.container.podman.service import Container
 from tests.container.conftest import MAPPED, StartContainer, control, inside
 from tests.container.test_restart import is_served_again
+from tests.container.workspaces import KeptContainer, ended_after, keeper_that_gives_up
 from tests.mount.conftest import check_invariants
-from tests.mount.kept_workspaces import (
-    Kept,
-    change_at_random,
-    check_executed_once,
-    end_kept,
-    facts,
-)
-from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
+from tests.mount.kept_workspaces import change_at_random, check_executed_once, end_kept, facts
+from tests.mount.programs import Program, log_of, succeeded, vfsd
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
 
 
-class KeptContainer(Kept):
-    """A container's directory with a keeper."""
-
-    def __init__(self, workdir: Path, container: Container, transport: str) -> None:
-        super().__init__(workdir)
-        self.container = container
-        self.transport = transport
-
-    def wait_answered(self) -> None:
-        (self.path / f"missing{self.kills}").exists()
-
-    @property
-    def options(self) -> dict[str, Any]:
-        url = self.container.service.address.url
-        return {"backend": f"container:{self.container.name}", "podman_url": url, "transport": self.transport}
-
-
 @pytest.fixture
 def keep(workdir: Path, start_container: StartContainer) -> Iterator[Callable[..., KeptContainer]]:
-    made: list[KeptContainer] = []
+    def make(transport: str = "rootfs", **options: Any) -> KeptContainer:
+        return KeptContainer(workdir, start_container(**options), transport)
 
-    def start(transport: str = "rootfs", **options: Any) -> KeptContainer:
-        made.append(KeptContainer(workdir, start_container(**options), transport))
-        return made[-1]
-
-    yield start
-    for each in made:
-        end_kept(each)
+    with ended_after(make, end_kept) as start:
+        yield start
 
 
 @pytest.fixture(params=["rootfs", "agent"])
@@ -168,15 +141,10 @@ def test_programs_wait_for_a_podman_service_that_is_restarted_when_the_daemon_di
 def test_a_container_that_ended_while_no_daemon_ran_ends_the_mount(kept: KeptContainer, is_running: bool) -> None:
     kept.mount()
     (kept.path / "file").write_bytes(b"x")
-    record = kept.record
-    assert record.keeper is not None
-    os.kill(record.keeper, signal.SIGSTOP)
-    os.kill(record.pid, signal.SIGKILL)
-    kept.container.kill()
-    if is_running:
-        kept.container.start()
-    os.kill(record.keeper, signal.SIGCONT)
-    wait_ended(record.keeper)
+    with keeper_that_gives_up(kept):
+        kept.container.kill()
+        if is_running:
+            kept.container.start()
     with pytest.raises(OSError, match="not connected"):
         os.statvfs(kept.path)
     restarted = {"rootfs": "was restarted since", "agent": "the helper that has the files open has ended"}[

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.service import PodmanService
 from tests.container.conftest import StartContainer, control, inside
 from tests.container.test_restart import is_served_again
+from tests.container.workspaces import InContainer, ended_after
 from tests.mount.conftest import check_invariants
 from tests.mount.programs import Program, failed, succeeded, vfsd
-from tests.mount.test_upgrade import Dying, Upgradable
+from tests.mount.test_upgrade import Dying
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import read_record
@@ -25,27 +26,13 @@ from vfsd.machine.runtime import read_record
 pytestmark = pytest.mark.fuse
 
 
-class InContainer(Upgradable):
-    """The directory of a container."""
-
-    def __init__(self, workdir: Path, container: Container, **options: Any) -> None:
-        self.container = container
-        url = container.service.address.url
-        super().__init__(workdir, backend=f"container:{container.name}", podman_url=url, **options)
-
-
 @pytest.fixture
 def upgradable(workdir: Path, start_container: StartContainer) -> Iterator[Callable[..., InContainer]]:
-    made: list[InContainer] = []
+    def make(image: str | None = None, **options: Any) -> InContainer:
+        return InContainer(workdir, start_container() if image is None else start_container(image=image), **options)
 
-    def start(image: str | None = None, **options: Any) -> InContainer:
-        container = start_container() if image is None else start_container(image=image)
-        made.append(InContainer(workdir, container, **options))
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.end()
+    with ended_after(make, InContainer.end) as start:
+        yield start
 
 
 @pytest.mark.parametrize("keeper", [True, False], ids=["keeper", "no keeper"])
