@@ -67,14 +67,14 @@ class Upgradable:
         return result
 
     @contextlib.contextmanager
-    def being_upgraded(self, at_least: int = 2) -> Iterator[Callable[[], bool]]:
-        """Upgrade the workspace again and again inside the block, which goes on until the value returns True."""
+    def being_upgraded(self, times: int = 2) -> Iterator[Callable[[], bool]]:
+        """Upgrade the workspace `times` times inside the block, which goes on until the value returns True."""
         stop = threading.Event()
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
-                while not stop.is_set():
+                while not stop.is_set() and self.upgrades < times:
                     self.upgrade()
             except BaseException as error:  # raised below
                 errors.append(error)
@@ -82,7 +82,7 @@ class Upgradable:
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            yield lambda: self.upgrades >= at_least or bool(errors)
+            yield lambda: self.upgrades >= times or bool(errors)
         finally:
             stop.set()
             thread.join()
@@ -109,7 +109,7 @@ def test_a_random_writer_sees_what_its_twin_sees(upgradable: Upgradable, workdir
     workspace = upgradable.mount()
     twin = workdir / "twin"
     twin.mkdir()
-    with upgradable.being_upgraded(300 if runs_long else 3) as is_over:
+    with upgradable.being_upgraded(300 if runs_long else 2) as is_over:
         change_at_random([upgradable.path, twin], 1, is_over)
     assert facts(upgradable.path) == facts(twin)
     check_invariants(workspace)

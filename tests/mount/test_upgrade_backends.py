@@ -111,7 +111,7 @@ def test_a_random_writer_sees_what_its_twin_sees(over: Over, workdir: Path, runs
     fill(over.below)
     twin_of(over.below, workdir / "twin")
     workspace = over.mount()
-    with over.being_upgraded(300 if runs_long else 3) as is_over:
+    with over.being_upgraded(300 if runs_long else 2) as is_over:
         change_at_random([over.path, workdir / "twin"], 1, is_over)
     assert facts(over.path) == facts(workdir / "twin")
     check_invariants(workspace)
