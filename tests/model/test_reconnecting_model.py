@@ -3,13 +3,16 @@
 The volume beneath is replaced now and then by another one, in which files have other numbers, are gone, are new, or
 are of another kind.  What the model says of a number then: the file at a place where it was seen, if it is of the same
 kind and no other number was there first; else ESTALE, for as long as it is held.
+
+Or the volume beneath is the same one, which was only not reached for a while.  Then every number means what it meant,
+and the volume beneath has no lookups but those of the kernel.
 """
 
 from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import trio
@@ -36,6 +39,24 @@ def asked(call: Callable[..., T], *args: Any) -> tuple[T | None, int]:
         return None, error.errno or errno.EIO
 
 
+class Owned:
+    """A volume with a helper: it says which inodes it has lookups of, as `AgentVolume` does."""
+
+    def __init__(self, beneath: MemoryVolume) -> None:
+        self._beneath = beneath
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._beneath, name)
+
+    def known_inodes(self) -> Iterator[tuple[int, int, int, int, list[tuple[int, bytes]]]]:
+        for inode, lookups in self._beneath.lookup_counts().items():
+            if inode != ROOT_INODE:
+                yield inode, stat.S_IFMT(self._beneath.getattr(inode).mode), 1, lookups, []
+
+    def answering(self, unique: int) -> None:
+        pass
+
+
 class Replaced(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +65,12 @@ class Replaced(RuleBasedStateMachine):
         self.held: dict[int, int] = {}  # lookups by number
         self.identity: dict[int, int | None] = {}  # number -> inode of `beneath`; None: stale
         self.connected = False
+        self.helpers = 0
+
+    def _connect(self, beneath: MemoryVolume, *, is_same: bool = False) -> None:
+        self.helpers += not is_same
+        self.connected, self.beneath = True, beneath
+        trio.run(self.volume.connect, Owned(beneath), "", b"%d" % self.helpers)
 
     # -- what the kernel does ----------------------------------------------------------------
     def _hold(self, number: int, inode: int) -> None:
@@ -71,8 +98,7 @@ class Replaced(RuleBasedStateMachine):
 
     @initialize()
     def connect_first(self) -> None:
-        trio.run(self.volume.connect, self.beneath)
-        self.connected = True
+        self._connect(self.beneath)
 
     @precondition(lambda self: self.connected)
     @rule(path=PATHS)
@@ -174,13 +200,23 @@ class Replaced(RuleBasedStateMachine):
                 fresh.mknod(directory, below, FILE | 0o644, 0, ME)
         places = {file.number: (file.kind, list(file.dentries)) for file in self.volume._map}
 
-        trio.run(self.volume.connect, fresh)
+        self._connect(fresh)
 
-        self.connected, self.beneath = True, fresh
         for number in self.held:
             self.identity[number] = self._now(number, *places[number])
         served = [inode for inode in self.identity.values() if inode is not None]
         assert len(served) == len(set(served))
+
+    @precondition(lambda self: not self.connected)
+    @rule(paths=st.lists(st.tuples(NAMES, NAMES), max_size=4))
+    def find_the_same_again(self, paths: list[tuple[bytes, bytes]]) -> None:
+        for first, second in paths:  # lookups whose answers were lost
+            found, _ = asked(self.beneath.lookup, ROOT_INODE, first)
+            if found is not None:
+                asked(self.beneath.lookup, found.inode, second)
+        self._connect(self.beneath, is_same=True)
+        known = {inode for inode in self.identity.values() if inode is not None}
+        assert set(self.beneath.lookup_counts()) == {ROOT_INODE, *known}
 
     def _now(self, number: int, kind: int, seen: list[tuple[int, bytes]]) -> int | None:
         """What a number stands for: looked at from outside, and it must be at one of its places, of its kind."""
