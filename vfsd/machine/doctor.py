@@ -456,7 +456,8 @@ def _check_keepers(_host: Host) -> Iterator[Finding]:
                 what = f"the keeper of {record.name} died: if its daemon dies, programs get ENOTCONN"
                 yield _problem("keepers", what, "unmount it and mount it again when no program uses it")
             elif record.failure is not None:
-                yield _problem("keepers", f"the daemon of {record.name} is dead: {record.failure}", "mount it again")
+                what = f"the daemon of {record.name} is dead: {record.failure}"
+                yield _problem("keepers", what, _mount_again(record))
         elif record.alive and record.lost_keeper is not None:
             why, _, advice = record.lost_keeper.partition("; ")
             what = f"the keeper of {record.name} could not restart its daemon: {why}"
@@ -470,29 +471,46 @@ def _check_keepers(_host: Host) -> Iterator[Finding]:
         yield _fine("keepers", f"restart a daemon that dies: {', '.join(kept)}")
 
 
+def _mount_again(record: runtime.WorkspaceRecord) -> str:
+    return "mount it again" + (f": {record.continuing(record.journal)}" if record.journal is not None else "")
+
+
 # -- leftovers --------------------------------------------------------------------------------------
 def _check_leftovers(_host: Host) -> Iterator[Finding]:
-    found = [*_dead_mounts(), *_dead_sockets()]
+    """Find what dead daemons left.
+
+    A record is the only note of a journal that --journal-dir names, so the advice is the command that says what it has.
+    """
+    records = {record.name: record for record in runtime.read_records()}
+    found = [*_dead_mounts(records), *_dead_sockets(records)]
     yield from found or [_fine("leftovers", "no dead mount, no dead socket")]
 
 
-def _dead_mounts() -> Iterator[Finding]:
+def _dead_mounts(records: Mapping[str, runtime.WorkspaceRecord]) -> Iterator[Finding]:
     for mount in vfsd_mounts():
         if is_dead(mount.mountpoint):
-            path = shlex.quote(mount.mountpoint)
-            advice = f"fusermount3 -u -z {path}; or mount there again: vfsd mount {path}"
-            yield _problem("dead mount", f"{mount.describe()} at {mount.mountpoint} has lost its daemon", advice)
+            what = f"{mount.describe()} at {mount.mountpoint} has lost its daemon"
+            record = records.get(mount.workspace or "")
+            if record is not None and not record.alive and record.mountpoint == mount.mountpoint:
+                yield _problem("dead mount", what, f"vfsd unmount {record.name}; or {_mount_again(record)}")
+            else:
+                path = shlex.quote(mount.mountpoint)
+                yield _problem("dead mount", what, f"fusermount3 -u -z {path}; or mount there again: vfsd mount {path}")
 
 
-def _dead_sockets() -> Iterator[Finding]:
-    alive = {record.name for record in runtime.read_records() if record.alive or record.is_kept}
+def _dead_sockets(records: Mapping[str, runtime.WorkspaceRecord]) -> Iterator[Finding]:
+    alive = {record.name for record in records.values() if record.alive or record.is_kept}
     directory = runtime.socket_dir()
     names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
     dead = {os.path.splitext(name)[0] for name in names if name.endswith((".sock", ".json")) and name[0] != "."}
     for name in sorted(dead - alive):
-        files = [os.path.join(directory, name + suffix) for suffix in (".sock", ".json") if name + suffix in names]
         what = f"workspace {name!r} ended without removing its socket or record"
-        yield _problem("dead socket", what, "rm -f " + shlex.join(files))
+        if (record := records.get(name)) is not None:
+            if not is_dead(record.mountpoint):  # otherwise it was named as a dead mount
+                yield _problem("dead socket", what, f"vfsd unmount {name}; or {_mount_again(record)}")
+        else:
+            files = [os.path.join(directory, name + suffix) for suffix in (".sock", ".json") if name + suffix in names]
+            yield _problem("dead socket", what, "rm -f " + shlex.join(files))
 
 
 # -- deep -------------------------------------------------------------------------------------------

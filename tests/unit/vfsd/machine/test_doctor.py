@@ -315,6 +315,27 @@ def test_sockets_and_records_of_the_dead_are_found_and_the_advice_removes_them(m
     assert "dead socket" not in topics(as_user(machine))
 
 
+def write_dead_record(name: str, mountpoint: Path, journal: Path | None) -> None:
+    ensure_socket_dir()
+    write_record(
+        WorkspaceRecord(
+            name=name, mountpoint=str(mountpoint), pid=os.getpid(), pid_start_ticks=-1, backend="memory",
+            started_at="", version="", socket="/s", journal=None if journal is None else str(journal),
+        )
+    )  # fmt: skip
+
+
+def test_the_record_of_the_dead_is_not_to_be_removed_by_hand_because_it_names_the_journal(
+    machine: Path, runtime: Path, tmp_path: Path
+) -> None:
+    write_dead_record("gone", tmp_path / "place", tmp_path / "journal")
+    (runtime / "vfsd" / "gone.sock").touch()
+    advice = found("dead socket", as_user(machine)).advice
+    assert advice.startswith("vfsd unmount gone; or ")
+    assert f"vfsd mount {tmp_path}/place --persist --name gone --journal-dir {tmp_path}/journal" in advice
+    assert "rm " not in advice
+
+
 @pytest.mark.parametrize(
     ("is_alive", "changes", "what", "advice"),
     [
@@ -322,8 +343,14 @@ def test_sockets_and_records_of_the_dead_are_found_and_the_advice_removes_them(m
         (True, {"lost_keeper": "the command runs again; mount it again"}, "the command runs again", "mount it again"),
         (True, {"keeper": -1}, "the keeper of kept died", "mount it again"),
         (False, {"keeper": -1, "failure": "its journal was moved"}, "is dead: its journal was moved", "mount it again"),
+        (
+            False,
+            {"keeper": -1, "failure": "its disk is full", "journal": "/j"},
+            "is dead: its disk is full",
+            "mount it again: vfsd mount /m --persist --name kept --journal-dir /j",
+        ),
     ],
-    ids=["kept", "lost", "died", "failed"],
+    ids=["kept", "lost", "died", "failed", "journal"],
 )
 def test_what_restarts_a_daemon_is_said_as_its_record_has_it(
     machine: Path, is_alive: bool, changes: dict[str, Any], what: str, advice: str
@@ -365,6 +392,31 @@ def test_a_dead_mount_is_found_and_the_advice_clears_it(machine: Path, dead_moun
     assert "workspace 'lost'" in dead[0].what
     subprocess.run(["sh", "-c", dead[0].advice.split(";")[0]], check=True)
     assert mountinfo.mount_at(str(dead_mount)) is None
+
+
+@pytest.mark.fuse
+def test_a_dead_mount_with_a_journal_is_mounted_again_from_that_journal(
+    machine: Path, dead_mount: Path, tmp_path: Path
+) -> None:
+    write_dead_record("lost", dead_mount, tmp_path / "journal")
+    findings = examine(host=as_user(machine))
+    dead = [f for f in findings if f.topic == "dead mount" and str(dead_mount) in f.what]
+    assert len(dead) == 1
+    assert dead[0].advice == (
+        f"vfsd unmount lost; or mount it again: vfsd mount '{dead_mount}' --persist --name lost "
+        f"--journal-dir {tmp_path}/journal"
+    )
+    assert "dead socket" not in {finding.topic for finding in findings}
+
+
+@pytest.mark.fuse
+def test_a_dead_mount_of_another_workspace_with_the_same_name_is_not_unmounted_by_name(
+    machine: Path, dead_mount: Path, tmp_path: Path
+) -> None:
+    write_dead_record("lost", tmp_path / "elsewhere", None)
+    dead = [f for f in examine(host=as_user(machine)) if f.topic == "dead mount" and str(dead_mount) in f.what]
+    assert len(dead) == 1
+    assert "vfsd unmount" not in dead[0].advice
 
 
 @pytest.mark.fuse
