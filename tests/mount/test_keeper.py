@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from click.testing import CliRunner
@@ -43,7 +44,7 @@ from vfsd.client.log_results import LoggedChange, Missed
 from vfsd.client.workspace import Workspace
 from vfsd.daemon.keeper.kept import DEATHS_MAX
 from vfsd.kernel.engines.native.wire import Opcode
-from vfsd.machine.runtime import read_record
+from vfsd.machine.runtime import WorkspaceRecord, read_record, write_record
 from vfsd.wire.audit_messages import LabelParams
 
 
@@ -277,6 +278,35 @@ def test_an_unmount_does_not_remove_what_the_keeper_is_about_to_bring_back(
         os.kill(record.keeper, signal.SIGCONT)
     wait_until(lambda: kept.record.alive, "a replacement")
     assert os.path.ismount(kept.path)
+
+
+@pytest.mark.parametrize("comes_up", [True, False])
+def test_an_unmount_waits_for_a_replacement_whose_keeper_is_dead(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, comes_up: bool
+) -> None:
+    """The replacement serves on without the keeper, so "unmounted" would be untrue."""
+    kept.mount()
+    record = kept.record
+    # Until the replacement has written its record, there is that of the dead daemon.
+    write_record(msgspec.structs.replace(record, pid_start_ticks=-1, keeper_start_ticks=-1))
+
+    def read_again(name: str) -> WorkspaceRecord | None:
+        if comes_up:
+            write_record(record)
+        return read_record(name)
+
+    monkeypatch.setattr("vfsd.cli.unmount.read_record", read_again)
+    monkeypatch.setattr("vfsd.cli.unmount._SUCCESSOR_TIMEOUT_S", 60 if comes_up else 0)
+    done = CliRunner().invoke(cli, ["unmount", kept.name], prog_name="vfsd")
+    assert os.path.ismount(kept.path) == (not comes_up)
+    if comes_up:
+        assert (done.exit_code, read_record(kept.name)) == (0, None), done.output
+        assert "was dead" not in done.stderr
+    else:
+        assert done.exit_code == 1
+        assert "another process holds its mount" in done.stderr
+        assert not kept.record.alive
+        write_record(record)
 
 
 def test_commands_wait_for_the_replacement(kept: Kept) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import sys
+import time
 from operator import itemgetter
 from typing import Any, Final
 
@@ -20,7 +22,7 @@ from vfsd.cli.common.values import refuse_other_archives
 from vfsd.cli.common.wording import count_words
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.requests import RemoteCall, Requests
-from vfsd.machine.dead_mounts import is_dead
+from vfsd.machine.dead_mounts import is_dead, is_held
 from vfsd.machine.journals import drop_command
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import clear_dead_mount
@@ -32,6 +34,8 @@ from vfsd.wire.messages import wire_path
 from vfsd.wire.sockets import remove_dead_socket
 
 _EXPORTS: Final = 5  # attempts, if programs change the workspace during the export
+_SUCCESSOR_TIMEOUT_S: Final = 10.0
+_SUCCESSOR_POLL_S: Final = 0.05
 
 
 class _UnsavedError(OSError):
@@ -134,6 +138,7 @@ def _checked(file: str, *, every: bool, discard: bool) -> str:
 
 def _unmount(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
     """Unmount through the daemon; if it is dead, and nothing restarts it, remove what it left."""
+    record = _with_successor(record)
     if not record.alive:
         if record.is_kept:
             record.check_alive()  # raises: the mount waits for the next daemon
@@ -150,6 +155,34 @@ def _unmount(app: App, record: WorkspaceRecord, params: messages.UnmountParams) 
         if found.unsaved:
             _agree(app, record, found, _holds(record, found), _advice(record, found))
         params.token = found.token
+
+
+def _with_successor(record: WorkspaceRecord) -> WorkspaceRecord:
+    """Return the newest record.  Wait for the daemon that a keeper had begun to start before it was killed itself.
+
+    That daemon goes on without the keeper: it holds the mount, so it would serve it after an unmount.  OSError (EBUSY)
+    if it does not come up.
+    """
+    deadline = time.monotonic() + _SUCCESSOR_TIMEOUT_S
+    while not (record.alive or record.is_kept) and _is_held_for(record):
+        if time.monotonic() > deadline:
+            detach = f"fusermount3 -u -z {shlex.quote(record.mountpoint)}"
+            what = f"the daemon of {record.name} is dead, but another process holds its mount"
+            raise OSError(
+                errno.EBUSY,
+                f"{what}, and may be about to serve it: repeat the command, or detach the mount with `{detach}`",
+            )
+        time.sleep(_SUCCESSOR_POLL_S)
+        newest = read_record(record.name)
+        if newest is not None and newest.mountpoint == record.mountpoint:
+            record = newest
+    return record
+
+
+def _is_held_for(record: WorkspaceRecord) -> bool:
+    """Whether the mount of this workspace is there, and a process has its descriptor."""
+    mount = mount_at(record.mountpoint)
+    return mount is not None and mount.workspace == record.name and is_held(record.mountpoint)
 
 
 def _agree_to_remove_container(app: App, record: WorkspaceRecord) -> None:
