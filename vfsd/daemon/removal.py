@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 _RELEASE_S: Final = 30.0  # how long what uses the container may take to end
-_ANSWER_S: Final = 20.0  # after which the answer to an unmount does not wait any more
+_ANSWER_S: Final = 60.0  # after which the answer to an unmount does not wait any more
 _POLL_S: Final = 0.01
 
 
