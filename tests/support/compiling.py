@@ -9,6 +9,7 @@ It is also the plugin of these processes: they import the modules and collect no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -24,13 +25,18 @@ _TESTS: Final = Path(__file__).parents[1]
 _FEW: Final = 40  # starting pytest takes longer than rewriting these
 
 
+def _compiled(path: Path) -> Path:
+    """Where pytest keeps the compiled module."""
+    name = f"{path.stem}.{sys.implementation.cache_tag}-pytest-{pytest.__version__}.pyc"
+    return path.parent / "__pycache__" / name
+
+
 def stale(directory: Path) -> list[Path]:
-    """The test modules below `directory` that pytest has not compiled since they changed."""
+    """The test modules below `directory` that pytest has not compiled since they were written."""
     found = []
     for path in sorted([*directory.rglob("test_*.py"), *directory.rglob("conftest.py")]):
-        name = f"{path.stem}.{sys.implementation.cache_tag}-pytest-{pytest.__version__}.pyc"
         try:
-            is_new = (path.parent / "__pycache__" / name).stat().st_mtime >= path.stat().st_mtime
+            is_new = _compiled(path).stat().st_mtime >= path.stat().st_mtime
         except FileNotFoundError:
             is_new = False
         if not is_new:
@@ -52,6 +58,9 @@ def compile_tests(paths: Sequence[Path], processes: int) -> None:
     ]
     for each in running:
         each.wait()
+    for path in paths:  # pytest compares contents: it does not write a file that has only become older than its source
+        with contextlib.suppress(FileNotFoundError):
+            _compiled(path).touch()
 
 
 @pytest.hookimpl(tryfirst=True)
