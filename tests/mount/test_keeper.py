@@ -274,6 +274,8 @@ def test_an_unmount_does_not_remove_what_the_keeper_is_about_to_bring_back(
         done = CliRunner().invoke(cli, ["unmount", kept.name], prog_name="vfsd")
         assert done.exit_code == 1
         assert f"its keeper (process {record.keeper}) is starting another one: repeat the command" in done.stderr
+        listed = CliRunner().invoke(cli, ["list"], prog_name="vfsd")
+        assert f"the daemon of {kept.name} died, and its keeper (process {record.keeper}) is to start" in listed.stderr
     finally:
         os.kill(record.keeper, signal.SIGCONT)
     wait_until(lambda: kept.record.alive, "a replacement")

@@ -430,7 +430,8 @@ def list_command(app: App) -> None:
     In a pipe the columns are separated by tabs: name, mountpoint, backend, state, process id, start time,
     the workspace that it is a fork of.
     The state is "alive", or "dead" if the daemon is gone: `vfsd unmount` removes a dead workspace, and `vfsd mount` at
-    the same path replaces it.  If it is known why a dead daemon was not restarted, a line on standard error says it.
+    the same path replaces it.  A line on standard error says if the daemon is being restarted, or why it was not, if
+    that is known.
     """
     records = [app.record()] if app.workspace else read_records()
     app.emit({"workspaces": [_as_json(record) for record in records]}, lambda _: _show_list(records))
@@ -456,7 +457,12 @@ def _show_list(records: Sequence[WorkspaceRecord]) -> None:
     rows = [[_as_json(record)[key] for key in keys] for record in records]
     output.table(_COLUMNS, rows, empty="no workspace is running; `vfsd mount DIR` starts one")
     for record in records:
-        if record.failure is not None and not record.alive:
+        if record.alive:
+            continue
+        if record.is_kept:
+            who = "systemd" if record.is_managed else f"its keeper (process {record.keeper})"
+            output.note(f"the daemon of {record.name} died, and {who} is to start another one; programs wait for that")
+        elif record.failure is not None:
             output.note(f"{record.name} is dead: {record.failure}")
 
 
