@@ -27,6 +27,7 @@ _TAIL_BYTES: Final = 64 << 10  # holds the index of a pack with 1,300 blobs
 _GAP_BYTES: Final = 64 << 10  # reading so much more costs less than another request
 _RANGE_BYTES: Final = 4 << 20
 _IN_FLIGHT: Final = 12
+_MOVES_MAX: Final = 8  # how often a blob is looked for that collections move
 _CACHE_BYTES: Final = 256 << 20
 
 
@@ -204,7 +205,8 @@ class RemotePacks:
     def blobs(self, wanted: Iterable[tuple[bytes, BlobLocation]]) -> Iterator[tuple[bytes, bytes]]:
         """Read and verify blobs, neighbours in one request, several at once; in the order of their positions.
 
-        DamagedError, also if a pack is gone.
+        If a collection has deleted a pack meanwhile, its blobs are read from where that collection copied them to.
+        DamagedError, also if a blob is gone.
         """
         waiting: deque[tuple[list[tuple[bytes, BlobLocation]], Future[bytes]]] = deque()
         for group in neighbours(sorted(wanted, key=lambda item: item[1])):
@@ -222,7 +224,8 @@ class RemotePacks:
         try:
             data = answer.result()
         except FileNotFoundError:
-            raise DamagedError("a pack is gone from the object store", key_of(group[0][1].pack)) from None
+            yield from self._moved(group)
+            return
         start = group[0][1].offset
         for digest, place in group:
             blob = data[place.offset - start : place.offset - start + place.length]
@@ -233,6 +236,27 @@ class RemotePacks:
                 blob = self._storage.read_range(key_of(place.pack), place.offset, place.length).result()
                 check_blob(digest, blob)
             yield digest, blob
+
+    def _moved(self, group: list[tuple[bytes, BlobLocation]]) -> Iterator[tuple[bytes, bytes]]:
+        """Read blobs whose pack is gone from other packs: a collection copies what is needed before deleting it."""
+        left = deque(group)
+        for _ in range(_MOVES_MAX):
+            view = self.view()
+            try:
+                while left:
+                    digest = left[0][0]
+                    place = view.find(digest)
+                    if place is None:
+                        break
+                    blob = self._storage.read_range(key_of(place.pack), place.offset, place.length).result()
+                    check_blob(digest, blob)
+                    left.popleft()
+                    yield digest, blob
+            except FileNotFoundError:
+                continue  # deleted by the next collection
+            break
+        if left:
+            raise DamagedError("a pack is gone from the object store", key_of(left[0][1].pack))
 
 
 def listed_packs(objects: Objects, view: PackView) -> dict[str, int]:

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.store import DirectorySource, Store
 from protocol.store.format.packs import DamagedError
 from protocol.store.object_store import RemoteStore, collect, open_storage
+from protocol.store.object_store.collect import Collection
 from protocol.store.object_store.needed import needed_blobs
 from protocol.store.object_store.push import Push
 from tests.support.lower_layers import damage_inodes
@@ -132,6 +134,39 @@ def test_a_snapshot_that_was_dropped_within_the_grace_period_can_still_be_read(
         found = dict(remote.packs.blobs(map(view.located, needed)))
         assert found.keys() == needed
         assert b"kept" in found.values()
+
+
+def test_what_another_collection_moves_meanwhile_is_read_where_it_is_now(
+    url: str, local: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states(local, root, 2)
+    with opened(url) as remote:
+        remote.push(local, KEY, "state0")
+        remote.push(local, KEY, "state1")
+        remote.drop(KEY, "state0")
+    assert collected(url).condemned_packs == 2
+    time.sleep(GRACE_S * 1.2)
+    delete, freed = Collection._delete, []
+
+    def delete_later(collection: Collection, *args: Any) -> None:
+        monkeypatch.setattr(Collection, "_delete", delete)
+        with opened(url) as other:
+            freed.append(other.collect_garbage().freed_packs)
+        delete(collection, *args)
+
+    with opened(url) as reader:
+        view = reader.packs.view()
+        needed = needed_blobs(reader.packs, view, reader.get("state1").record.roots)
+        monkeypatch.setattr(Collection, "_delete", delete_later)
+        with opened(url) as remote:
+            remote.collect_garbage()
+            assert freed == [2]
+            assert remote.check().ok
+        assert dict(reader.packs.blobs(map(view.located, needed))).keys() == needed
+        for name in packs(url):
+            os.unlink(f"{url.removeprefix('file://')}/packs/{name}")
+        with pytest.raises(DamagedError, match="a pack is gone from the object store"):
+            dict(reader.packs.blobs(map(view.located, needed)))
 
 
 def test_a_push_does_not_rely_on_a_condemned_pack(url: str, local: Store, root: Path) -> None:
