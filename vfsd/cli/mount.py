@@ -430,8 +430,8 @@ def list_command(app: App) -> None:
     In a pipe the columns are separated by tabs: name, mountpoint, backend, state, process id, start time,
     the workspace that it is a fork of.
     The state is "alive", or "dead" if the daemon is gone: `vfsd unmount` removes a dead workspace, and `vfsd mount` at
-    the same path replaces it.  A line on standard error says if the daemon is being restarted, or why it was not, if
-    that is known.
+    the same path replaces it.  A line on standard error says if the daemon is being restarted, and why it was not
+    restarted so far, if that is known.
     """
     records = [app.record()] if app.workspace else read_records()
     app.emit({"workspaces": [_as_json(record) for record in records]}, lambda _: _show_list(records))
@@ -461,7 +461,10 @@ def _show_list(records: Sequence[WorkspaceRecord]) -> None:
             continue
         if record.is_kept:
             who = "systemd" if record.is_managed else f"its keeper (process {record.keeper})"
-            output.note(f"the daemon of {record.name} died, and {who} is to start another one; programs wait for that")
+            failed = "" if record.failure is None else f"; the last start failed: {record.failure}"
+            output.note(
+                f"the daemon of {record.name} died, and {who} is to start another one; programs wait for that{failed}"
+            )
         elif record.failure is not None:
             output.note(f"{record.name} is dead: {record.failure}")
 
