@@ -183,7 +183,7 @@ def test_no_call_leaves_a_descriptor_open(root: Path, filesystem: HostFilesystem
     filesystem.import_archive(tmp_path / "a.zip")
     filesystem.delete("d", recursive=True)
 
-    assert descriptors() == before
+    assert descriptors() <= before  # objects of other tests may have closed theirs
 
 
 def test_an_overwritten_file_keeps_its_mode_and_owner(root: Path, filesystem: HostFilesystem) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -186,8 +187,9 @@ def test_a_process_with_many_open_files_runs_commands_too(executor: HostExecutor
 
 def test_no_descriptor_is_left_open(executor: HostExecutor) -> None:
     executor.run(["true"])
+    gc.collect()  # objects of other tests that are collected meanwhile close theirs
     before = set(os.listdir("/proc/self/fd"))
     executor.run(["true"])
     with pytest.raises(FileNotFoundError):
         executor.run(["no-such-program-anywhere"])
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before

@@ -438,7 +438,7 @@ def test_descriptors_are_few_whatever_was_opened_and_all_are_closed(inside: Path
         volume.forget(number, 1)
     volume.check_invariants()
     volume.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # objects of other tests may have closed theirs
 
 
 def test_a_very_deep_tree_needs_no_more_descriptors_than_others(inside: Path) -> None:
