@@ -25,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import zygote
+from tests.support.durations import CpuPlugin, DurationsPlugin
 from tests.support.hang_watch import HangWatch
 from tests.support.leaks import TAG, Leaks, descriptors, mounts, open_files
 from tests.support.progress import ProgressPlugin
@@ -74,6 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or usual)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ProgressPlugin(config))
+        config.pluginmanager.register(DurationsPlugin())
+    config.pluginmanager.register(CpuPlugin())
     # pytest's own directories stay outside of the session's, where those of failed tests can be looked at.  Workers
     # inherit the variable.
     root = os.environ.setdefault(_PYTEST_ROOT, tempfile.gettempdir())
