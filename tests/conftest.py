@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from tests.support.hang_watch import HangWatch
 from tests.support.leaks import TAG, Leaks, descriptors, mounts, open_files
 from tests.support.progress import ProgressPlugin
 from tests.support.schedule import slow_first
+from tests.support.suites import SUITES, is_extended
 from vfsd.machine import selection
 
 _NO_SKIP = os.environ.get("VFSD_NO_SKIP", "") not in ("", "0")
@@ -51,6 +52,7 @@ settings.register_profile("long", _COMMON, max_examples=2000, stateful_step_coun
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runs-long", action="store_true", help="also long differential runs (or VFSD_LONG=1)")
+    parser.addoption("--suite", choices=SUITES, default="all", help="see tests/support/suites.py; default: all")
 
 
 def _is_long(config: pytest.Config) -> bool:
@@ -69,6 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup(1) has it ignored
     config.stash[_HANG_WATCH] = HangWatch()
     config.addinivalue_line("markers", "container: needs Podman")
+    config.addinivalue_line("markers", "extended: runs in `make test-all`, not in `make test`")
+    config.addinivalue_line("markers", "short: runs in `make test`, although its module is marked `extended`")
     config.addinivalue_line("markers", "long: takes minutes; runs only with --runs-long or VFSD_LONG=1")
     if not config.getoption("--hypothesis-profile", None):
         usual = "long" if _is_long(config) else "ci" if os.environ.get("CI") else "dev"
@@ -131,19 +135,25 @@ def _remove(directory: str) -> None:
 
 @pytest.hookimpl(trylast=True)  # pytest has grouped the tests by their fixtures
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _leave_out_long_tests(config, items)
+    suite = config.getoption("--suite")
+    _deselect(config, items, lambda item: not _is_long(config) and item.get_closest_marker("long") is not None)
+    _deselect(config, items, lambda item: suite != "all" and (suite == "rest") != _is_extended(item))
     if (worker := getattr(config, "workerinput", None)) is not None:
         items[:] = slow_first(items, lambda item: item.get_closest_marker("slow") is not None, worker["workercount"])
 
 
-def _leave_out_long_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if _is_long(config):
-        return
-    # Deselected, not skipped: pytest counts them in its last line, and CI does not miss them.
-    long = [item for item in items if item.get_closest_marker("long")]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+def _is_extended(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return is_extended(item, item.nodeid.partition("::")[0], callspec.params if callspec else {})
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], is_out: Callable[[pytest.Item], bool]) -> None:
+    """Leave tests out.  Deselected, not skipped: pytest counts them in its last line, and CI does not miss them."""
+    out = [item for item in items if is_out(item)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        left_out = set(out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
