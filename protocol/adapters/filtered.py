@@ -71,10 +71,10 @@ class FilteredTree:
         return self._tree.same_content(path, unfiltered(other), other_path)
 
 
-def changed_tree(base: Tree, tree: Tree) -> Tree:
+def changed_tree(base: Tree, tree: Tree, keep_going: Callable[[], None] = lambda: None) -> Tree:
     """The entries of `tree` that differ from `base`, and the directories above them; removals are not shown."""
     shown = {b""}
-    for change in changes(base, tree):
+    for change in changes(base, tree, keep_going=keep_going):
         path = change.path if change.new is not None else b""
         while path not in shown:
             shown.add(path)

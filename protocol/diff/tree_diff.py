@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain, islice
@@ -76,40 +77,68 @@ class Comparison(Value):
     new: TreeEntry | None
 
 
-def changes(old: Tree, new: Tree, *, paths: Sequence[bytes] = (), contents: bool = True) -> Iterator[Change]:
+def _nothing() -> None:
+    pass
+
+
+def changes(
+    old: Tree,
+    new: Tree,
+    *,
+    paths: Sequence[bytes] = (),
+    contents: bool = True,
+    keep_going: Callable[[], None] = _nothing,
+) -> Iterator[Change]:
     """Yield what differs between `old` and `new`, in the order that the module's docstring gives.
 
     An added or removed directory yields itself and everything below it.  `paths` restricts the answer to these paths
     and everything below them; a path that is in neither tree, filtered or not, raises FileNotFoundError at once.
 
     `contents=False` reads no file: files of the same size are then "modified" where their mtime differs.
+
+    `keep_going` is called for each path that is compared, changed or not, and each piece of content that is read; an
+    exception that it raises ends the work.
     """
-    return _only_changes(compare(old, new, paths=paths, contents=contents))
+    return _only_changes(compare(old, new, paths=paths, contents=contents, keep_going=keep_going))
 
 
 def compare(
-    old: Tree, new: Tree, *, paths: Sequence[bytes] = (), contents: bool = True, every_path: bool = False
+    old: Tree,
+    new: Tree,
+    *,
+    paths: Sequence[bytes] = (),
+    contents: bool = True,
+    every_path: bool = False,
+    keep_going: Callable[[], None] = _nothing,
 ) -> Iterator[Comparison]:
     """Compare the entries of two trees; parameters, order and errors as in `changes`.
 
     If `new.touched(old)` names the candidates, yields only these, unless `every_path`; else walks both trees and
     yields every path.
     """
-    found = candidate_pairs(old, new, paths=paths, every_path=every_path)
-    return compare_pairs(old, new, found, contents=contents)
+    found = candidate_pairs(old, new, paths=paths, every_path=every_path, keep_going=keep_going)
+    return compare_pairs(old, new, found, contents=contents, keep_going=keep_going)
 
 
-def candidate_pairs(old: Tree, new: Tree, *, paths: Sequence[bytes] = (), every_path: bool = False) -> Iterator[Pair]:
+def candidate_pairs(
+    old: Tree,
+    new: Tree,
+    *,
+    paths: Sequence[bytes] = (),
+    every_path: bool = False,
+    keep_going: Callable[[], None] = _nothing,
+) -> Iterator[Pair]:
     """Yield the two entries of each path that may differ; parameters, order and errors as in `compare`."""
     for path in paths:
+        keep_going()
         if _pair(unfiltered(old), unfiltered(new), path) == (None, None):
             raise os_error(2, os.fsdecode(path))
-    scopes = outermost(paths) if paths else [b""]
+    scope = PathScope(paths or [b""])
     touched = None if every_path else new.touched(old)
     return (
-        chain.from_iterable(_merged_walk(old, new, scope) for scope in scopes)
+        chain.from_iterable(_merged_walk(old, new, top) for top in scope.tops())
         if touched is None
-        else _candidates(old, new, sorted(touched, key=walk_order), scopes)
+        else _candidates(old, new, sorted(touched, key=walk_order), scope)
     )
 
 
@@ -127,7 +156,7 @@ class Counted(Protocol):
 
 
 def summary(
-    old: Tree, new: Tree, most: int, *, contents: bool = True, keep_going: Callable[[], None] = lambda: None
+    old: Tree, new: Tree, most: int, *, contents: bool = True, keep_going: Callable[[], None] = _nothing
 ) -> tuple[ChangeCounts, list[Change]]:
     """Count what differs between `old` and `new`; and the first `most` changes, in the order of `changes`.
 
@@ -149,7 +178,7 @@ def summary(
         if touched is None or not is_same_inode(left, right):
             walked = path
             pairs = _merged_walk(old, new, path)
-        found = _only_changes(compare_pairs(old, new, pairs, contents=contents))
+        found = _only_changes(compare_pairs(old, new, pairs, contents=contents, keep_going=keep_going))
         only: object = new if left is None else old if right is None else None
         if isinstance(only, Counted):
             first += islice(found, most - len(first))
@@ -178,6 +207,57 @@ def is_below(path: bytes, top: bytes) -> bool:
     return not top or path == top or path.startswith(top + b"/")
 
 
+class PathScope:
+    """Some paths and everything below them.  Each question takes O(log n) for n paths, however deep they are."""
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, paths: Iterable[bytes]) -> None:
+        # In the order of `walk_order`, so that what is at or below a path follows it, and without the paths below
+        # others, so that nothing lies between a path and what is below it.
+        self._keys: list[bytes] = []
+        for key in sorted(set(map(_scope_key, paths))):
+            if not self._keys or not key.startswith(self._keys[-1]):
+                self._keys.append(key)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def tops(self) -> list[bytes]:
+        """The paths, sorted as `Tree.walk` does, without those below another one."""
+        return [key[:-1].replace(b"\0", b"/") for key in self._keys]
+
+    def covers(self, path: bytes) -> bool:
+        """Whether `path` is one of the paths or lies below one."""
+        key = _scope_key(path)
+        at = bisect_right(self._keys, key)
+        return at > 0 and key.startswith(self._keys[at - 1])
+
+    def within(self, path: bytes) -> list[bytes]:
+        """Return the paths of this scope at or below `path`; `path` itself if it is covered."""
+        if self.covers(path):
+            return [path]
+        key, found = _scope_key(path), []
+        for at in range(bisect_right(self._keys, key), len(self._keys)):
+            if not self._keys[at].startswith(key):
+                break
+            found.append(self._keys[at][:-1].replace(b"\0", b"/"))
+        return found
+
+    def meets(self, path: bytes) -> bool:
+        """Whether `path` is covered, or one of the paths lies below it."""
+        key = _scope_key(path)
+        at = bisect_right(self._keys, key)
+        if at > 0 and key.startswith(self._keys[at - 1]):
+            return True
+        return at < len(self._keys) and self._keys[at].startswith(key)
+
+
+def _scope_key(path: bytes) -> bytes:
+    """Bytes that sort as `walk_order`, and of which those of everything below `path` begin with those of `path`."""
+    return path.replace(b"/", b"\0") + b"\0" if path else b""
+
+
 def is_at_or_below(path: bytes, tops: AbstractSet[bytes]) -> bool:
     """Whether `path` is one of `tops` or lies below one.  Takes as long as the path has parts, however many `tops`."""
     while path not in tops:
@@ -198,11 +278,7 @@ def walk_order(path: bytes) -> list[bytes]:
 
 def outermost(paths: Sequence[bytes]) -> list[bytes]:
     """`paths` sorted, without those below another one."""
-    outer: list[bytes] = []
-    for path in sorted(paths, key=walk_order):
-        if not outer or not is_below(path, outer[-1]):
-            outer.append(path)
-    return outer
+    return PathScope(paths).tops()
 
 
 def entry_or_none(tree: Tree, path: bytes) -> TreeEntry | None:
@@ -240,7 +316,7 @@ def _merged_walk(old: Tree, new: Tree, top: bytes) -> Iterator[Pair]:
             right = next(right_walk, None)
 
 
-def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence[bytes]) -> Iterator[Pair]:
+def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scope: PathScope) -> Iterator[Pair]:
     """The pairs that `Tree.touched` covers: the named paths, and everything below those with another inode."""
     walked: bytes | None = None
     for path in touched:
@@ -248,27 +324,34 @@ def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence
             continue
         left, right = pair = _pair(old, new, path)
         same_inode = is_same_inode(left, right)
-        if same_inode and any(is_below(path, scope) for scope in scopes):
+        if same_inode and scope.covers(path):
             yield pair
         elif not same_inode:
             walked = path
-            for scope in scopes:
-                if is_below(path, scope) or is_below(scope, path):
-                    yield from _merged_walk(old, new, max(path, scope, key=len))
+            for top in scope.within(path):
+                yield from _merged_walk(old, new, top)
 
 
 # --- how two entries differ ---------------------------------------------------------------------------------
 
 
-def compare_pairs(old: Tree, new: Tree, pairs: Iterable[Pair], *, contents: bool = True) -> Iterator[Comparison]:
-    """Compare the two entries of each path; None where a tree does not have it."""
+def compare_pairs(
+    old: Tree,
+    new: Tree,
+    pairs: Iterable[Pair],
+    *,
+    contents: bool = True,
+    keep_going: Callable[[], None] = _nothing,
+) -> Iterator[Comparison]:
+    """Compare the two entries of each path; None where a tree does not have it.  `keep_going` as in `changes`."""
     for left, right in pairs:
+        keep_going()
         kind: ChangeKind | None
         if left is None or right is None:
             kind = "removed" if right is None else "added"
         elif S_IFMT(left.mode) != S_IFMT(right.mode):
             kind = "type"
-        elif content_differs(old, new, left, right, contents=contents):
+        elif content_differs(old, new, left, right, contents=contents, keep_going=keep_going):
             kind = "modified"
         else:
             kind = "metadata" if metadata_differs(left, right) else None
@@ -286,7 +369,9 @@ def metadata_differs(left: TreeEntry, right: TreeEntry) -> bool:
     )
 
 
-def content_differs(old: Tree, new: Tree, left: TreeEntry, right: TreeEntry, *, contents: bool) -> bool:
+def content_differs(
+    old: Tree, new: Tree, left: TreeEntry, right: TreeEntry, *, contents: bool, keep_going: Callable[[], None]
+) -> bool:
     """Whether two entries of the same type have another content, target or device number."""
     if not left.is_file:
         return (left.target, left.rdev) != (right.target, right.rdev)
@@ -297,10 +382,14 @@ def content_differs(old: Tree, new: Tree, left: TreeEntry, right: TreeEntry, *, 
     # Equal inode, size and mtime prove nothing: a program may set an mtime back.
     comparing = comparer(new)
     is_same = None if comparing is None else comparing.same_content(right.path, old)
-    return not is_same if is_same is not None else not same_bytes(old.chunks(left.path), new.chunks(right.path))
+    if is_same is not None:
+        return not is_same
+    return not same_bytes(old.chunks(left.path), new.chunks(right.path), keep_going)
 
 
-def same_bytes(left_chunks: Iterator[bytes], right_chunks: Iterator[bytes]) -> bool:
+def same_bytes(
+    left_chunks: Iterator[bytes], right_chunks: Iterator[bytes], keep_going: Callable[[], None] = _nothing
+) -> bool:
     """Whether two streams have the same bytes; their chunks may be cut differently."""
     left_full, right_full = filter(None, left_chunks), filter(None, right_chunks)
     left = right = b""
@@ -309,6 +398,7 @@ def same_bytes(left_chunks: Iterator[bytes], right_chunks: Iterator[bytes]) -> b
         right = right or next(right_full, b"")
         if not left or not right:
             return left == right
+        keep_going()
         common = min(len(left), len(right))
         if left[:common] != right[:common]:
             return False

@@ -36,6 +36,7 @@ INTERNAL_ERROR: Final = -32603
 OPERATION_FAILED: Final = -32000  # see `ErrorData`
 
 MAX_REQUEST_BYTES: Final = 1024 * 1024
+MAX_LISTED: Final = 25_000  # elements of one list or map in the parameters of a request
 PROGRESS_METHOD: Final = "progress"
 OUTPUT_METHOD: Final = "output"
 CANCEL_METHOD: Final = "cancel"

@@ -121,7 +121,7 @@ class OverlayApply:
         """
         self._keep_going = keep_going
         self._lower.forget_directories()  # another program may have replaced a directory since
-        found = list(changes(self._base, self._live, paths=self._paths))
+        found = list(changes(self._base, self._live, paths=self._paths, keep_going=keep_going))
         result = Applied(found)
         if self._paths:
             result.changes = found = self._completed(found, result)
@@ -142,7 +142,7 @@ class OverlayApply:
         has one inode, could not represent that.  NotADirectoryError if a file below must be replaced by a directory
         that is not named.
         """
-        every = {change.path: change for change in changes(self._base, self._live)}
+        every = {change.path: change for change in changes(self._base, self._live, keep_going=self._keep_going)}
         chosen = {change.path for change in found}
         todo = list(found)
         while todo:

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from protocol.diff.tree_diff import PathScope
 from vfsd.daemon.audit.processes import Process
 from vfsd.wire.audit_messages import LogEntry, ProcessRecord
 from vfsd.wire.messages import wire_path
@@ -56,21 +57,16 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         size = size_of(self.label) + sum(map(len, texts))
         return size + sum(map(len, self.paths)) + _TEXT_BYTES * len(self.paths)
 
-    def is_below(self, path: bytes) -> bool:
-        """Whether the change concerns `path` or something below it (b"" is the root).
+    def is_within(self, scope: PathScope) -> bool:
+        """Whether the change concerns one of the paths of `scope`, or something below one.
 
-        The removal of a directory by a restore, or its new name, concerns `path` below it.
+        The removal of a directory by a restore, or its new name, concerns the paths below it.
         """
-        if not path:
-            return True
         if self.count > len(self.paths) > 0:
             return True  # not all of its paths are known
-        named = self.paths or (self.path, self.other)
-        is_whole = self.change in _OF_WHOLE_DIRECTORIES
-        return any(
-            one is not None
-            and (one == path or one.startswith(path + b"/") or (is_whole and path.startswith(one + b"/")))
-            for one in named
+        is_named = scope.meets if self.change in _OF_WHOLE_DIRECTORIES else scope.covers
+        return any(one is not None and is_named(one) for one in self.paths or (self.path, self.other)) or scope.covers(
+            b""
         )
 
     def is_by(self, who: str) -> bool:

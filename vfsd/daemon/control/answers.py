@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import resource
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ from vfsd.wire.messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
     INVALID_REQUEST,
+    MAX_LISTED,
+    METHODS,
     OPERATION_FAILED,
     PARSE_ERROR,
     ErrorData,
@@ -69,6 +72,30 @@ def decode_request(line: bytes) -> Request | bytes:
     return error_line(number if known else None, INVALID_REQUEST, shape_error)
 
 
+def decode_params(request: Request) -> Any:
+    """Return the decoded parameters of a request for one of METHODS, or the error line that answers it."""
+    number = request_id(request)
+    try:
+        params = msgspec.json.decode(request.params, type=METHODS[request.method][0])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return error_line(number, INVALID_PARAMS, f"{request.method}: {error}")
+    for field, value in msgspec.structs.asdict(params).items():
+        if isinstance(value, list | dict) and len(value) > MAX_LISTED:
+            text = f"`{field}` has {len(value):,} elements, at most {MAX_LISTED:,} are allowed: make several requests"
+            return error_line(number, INVALID_PARAMS, f"{request.method}: {text}")
+    return params
+
+
+def decoded_bytes(value: object) -> int:
+    """The memory that a decoded message takes."""
+    size = sys.getsizeof(value)
+    if isinstance(value, msgspec.Struct):
+        return size + sum(decoded_bytes(getattr(value, field)) for field in value.__struct_fields__)
+    if isinstance(value, dict):
+        return size + sum(map(decoded_bytes, value)) + sum(map(decoded_bytes, value.values()))
+    return size + sum(map(decoded_bytes, value)) if isinstance(value, list | tuple) else size
+
+
 async def answer(request: Request, handler: Handler, params: Any, call: CallContext) -> Sequence[bytes]:
     """Run `handler`, and return the line that answers `request`, in pieces."""
     number = request_id(request)
@@ -80,13 +107,22 @@ async def answer(request: Request, handler: Handler, params: Any, call: CallCont
         # The client cancelled the call before it committed to a change.
         return [_cancelled_line(number, request.method)]
     except Exception as group:  # noqa: BLE001 (a failing handler ends its own call, not the daemon)
-        try:
-            error = only_error(group)
-            if isinstance(error, CallCancelledError) and call.cancelled:
-                return [_cancelled_line(number, request.method)]
-            return [failure_line(number, request.method, error)]
-        finally:
-            clear_frames(group)
+        return [_raised_line(number, request.method, group, call)]
+
+
+def _raised_line(number: RequestId, method: str, group: Exception, call: CallContext) -> bytes:
+    """Return the error line for what a handler raised.
+
+    Not in `answer`, whose frame is in the traceback: a variable there that refers to the exception would keep the
+    parameters until the garbage collector runs.
+    """
+    try:
+        error = only_error(group)
+        if isinstance(error, CallCancelledError) and call.cancelled:
+            return _cancelled_line(number, method)
+        return failure_line(number, method, error)
+    finally:
+        clear_frames(group)
 
 
 def result_line(number: RequestId, encoded: Sequence[bytes]) -> list[bytes]:

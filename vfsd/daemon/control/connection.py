@@ -1,8 +1,9 @@
 """The server's side of one connection: it reads requests, runs calls, and writes answers, all within limits.
 
 A client holds at most this much memory: one request line, `calls_at_once` running requests, and as many answers as wait
-for it to read.  The large requests of all clients share one budget.  A client that stops reading, or stops writing in
-the middle of a line, is dropped.
+for it to read.  The large requests of all clients share one budget, which counts what a request takes once it is
+decoded.  They are decoded one at a time, in a worker thread.  A client that stops reading, or stops writing in the
+middle of a line, is dropped.
 """
 
 from __future__ import annotations
@@ -12,13 +13,22 @@ import logging
 import os
 import select
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import trio
 
 from protocol.values import Value
-from vfsd.daemon.control.answers import answer, busy_line, decode_request, error_line, request_id, result_line
+from vfsd.daemon.control.answers import (
+    answer,
+    busy_line,
+    decode_params,
+    decode_request,
+    decoded_bytes,
+    error_line,
+    request_id,
+    result_line,
+)
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.descriptors import SpareDescriptors
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
@@ -51,7 +61,7 @@ class ConnectionLimits(Value):
     reserved: int = 16  # further connections while all others run calls; LONG_METHODS are refused there
     calls_at_once: int = 8  # of one connection; its next request waits
     request_bytes: int = MAX_REQUEST_BYTES
-    held_bytes: int = 32 * 1024 * 1024  # of all requests that are being read or run, without small ones
+    held_bytes: int = 16 * 1024 * 1024  # of all requests that are being read or run, without small ones
     line_s: float = 30.0  # from the first byte of a line to its newline
     idle_s: float = 600.0  # without a running or incomplete request; clients reconnect
     stall_s: float = 30.0  # without reading a byte of waiting output
@@ -66,6 +76,7 @@ class Budget:
 
     def __init__(self, limit_bytes: int) -> None:
         self._left = limit_bytes
+        self.decoding = trio.CapacityLimiter(1)  # a request that is refused for its size takes memory until then
 
     def resize(self, held: int, wanted: int) -> bool:
         """Change a reservation from `held` to `wanted` bytes; False, without a change, if they do not fit."""
@@ -74,6 +85,9 @@ class Budget:
             return False
         self._left -= more
         return True
+
+
+_Found: TypeAlias = bytes | tuple[Handler, Any]  # an error line, or a request's handler and its decoded parameters
 
 
 class _Line(Value):
@@ -276,29 +290,52 @@ class ClientConnection:
     async def _take_line(self, line: bytes, calls: trio.Nursery) -> None:
         if not line.strip():
             return
-        request = decode_request(line)
-        if isinstance(request, bytes):
-            await self._send(request)
-            return
-        found = self._cancel(request) if request.method == CANCEL_METHOD else self._find(request)
-        if isinstance(found, bytes):
-            if request.id is not msgspec.UNSET:
-                await self._send(found)
-            return
-        if not self._budget.resize(0, len(line)):
-            await self._send(busy_line(request_id(request)))
-            return
+        held_bytes = len(line) if self._budget.resize(0, len(line)) else 0
         try:
+            request, found, size_bytes = await self._decoded(line, has_room=held_bytes > 0)
+            del line
+            if isinstance(request, bytes):
+                await self._send(request)
+                return
+            if request.method == CANCEL_METHOD:
+                found = self._cancel(request)
+            if not isinstance(found, bytes) and not self._budget.resize(held_bytes, size_bytes):
+                found = busy_line(request_id(request))
+            if isinstance(found, bytes):
+                if request.id is not msgspec.UNSET:
+                    await self._send(found)
+                return
+            held_bytes = size_bytes
             # While all slots are in use nothing is read: the kernel's buffer fills, and the client waits.
             await self._slots.acquire()
-        except trio.Cancelled:
-            self._budget.resize(len(line), 0)
-            raise
-        call = self._new_call(request)
-        self._had_call = True
-        self._running[call] = request.method
-        self._unanswered.add(call)
-        calls.start_soon(self._run, call, request, len(line), *found)
+            request = msgspec.structs.replace(request, params=msgspec.Raw(b""))  # which has the line
+            call = self._new_call(request)
+            self._had_call = True
+            self._running[call] = request.method
+            self._unanswered.add(call)
+            calls.start_soon(self._run, call, request, held_bytes, *found)
+            held_bytes = 0  # `_run` gives it back
+        finally:
+            self._budget.resize(held_bytes, 0)
+
+    async def _decoded(self, line: bytes, *, has_room: bool) -> tuple[Request | bytes, _Found, int]:
+        """Return the request in `line`, what `_find` finds, and the bytes that the request takes once it is decoded.
+
+        An error line in place of the request if it is none; as what is found, if it cannot be run.
+        """
+
+        def decode() -> tuple[Request | bytes, _Found, int]:
+            request = decode_request(line)
+            if isinstance(request, bytes) or request.method == CANCEL_METHOD:
+                return request, b"", 0
+            if not has_room:
+                return request, busy_line(request_id(request)), 0
+            found = self._find(request)
+            return request, found, 0 if isinstance(found, bytes) else max(len(line), decoded_bytes(found[1]))
+
+        if len(line) <= _SMALL_BYTES:
+            return decode()
+        return await trio.to_thread.run_sync(decode, limiter=self._budget.decoding)
 
     def _cancel(self, request: Request) -> bytes:
         """Cancel a call, and return the answer at once, without waiting for the call."""
@@ -313,8 +350,8 @@ class ClientConnection:
                 state = "stopping" if call.cancel() else "finishing"
         return b"".join(result_line(number, [msgspec.json.encode(CancelResult(state))]))
 
-    def _find(self, request: Request) -> bytes | tuple[Handler, Any]:
-        """Return the handler of `request` and its decoded parameters, or an error line."""
+    def _find(self, request: Request) -> _Found:
+        """Return the handler of `request` and its decoded parameters, or an error line.  Any thread."""
         number = request_id(request)
         handler = self._methods.get(request.method)
         if handler is None or request.method not in METHODS:
@@ -322,10 +359,8 @@ class ClientConnection:
         if self.is_reserved and request.method in LONG_METHODS:
             text = "all connections are in use by calls that run; the reserved ones accept only short calls; try again"
             return error_line(number, OPERATION_FAILED, text, ErrorData("EBUSY"))
-        try:
-            return handler, msgspec.json.decode(request.params, type=METHODS[request.method][0])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return error_line(number, INVALID_PARAMS, f"{request.method}: {error}")
+        params = decode_params(request)
+        return params if isinstance(params, bytes) else (handler, params)
 
     # -- calls ----------------------------------------------------------------------------------------
     def _new_call(self, request: Request) -> CallContext:

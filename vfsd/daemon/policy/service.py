@@ -91,9 +91,17 @@ class Policy:
         """Raise DeniedByPolicyError if the daemon must not make one of these changes."""
         check_changes(self.rules, found, attempt)
 
-    def check_trees(self, old: Tree, new: Tree, attempt: str, *, paths: Sequence[bytes] = ()) -> None:
+    def check_trees(
+        self,
+        old: Tree,
+        new: Tree,
+        attempt: str,
+        *,
+        paths: Sequence[bytes] = (),
+        keep_going: Callable[[], None] = lambda: None,
+    ) -> None:
         """Raise DeniedByPolicyError if the daemon must not make `new` of `old`, below `paths`.  Neither is filtered."""
-        self.check(guarded_changes(self.rules, old, new, paths=paths), attempt)
+        self.check(guarded_changes(self.rules, old, new, paths=paths, keep_going=keep_going), attempt)
 
     # -- tightening --------------------------------------------------------------------------------------
     async def tighten(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from protocol.adapters.filtered import FilteredTree
@@ -79,16 +79,26 @@ def _walk(tree: Tree) -> Iterable[TreeEntry]:
             waiting += (at + b"/" + name if at else name for name in tree.children(at))
 
 
-def guarded_changes(rules: PolicyRules, old: Tree, new: Tree, *, paths: Sequence[bytes] = ()) -> Iterator[Change]:
+def guarded_changes(
+    rules: PolicyRules,
+    old: Tree,
+    new: Tree,
+    *,
+    paths: Sequence[bytes] = (),
+    keep_going: Callable[[], None] = lambda: None,
+) -> Iterator[Change]:
     """Yield the changes from `old` to `new` that the policy may refuse.
 
     Their content is compared, because an archive may have a file of the same size and mtime.
     """
 
     def is_guarded(pair: Pair) -> bool:
+        keep_going()
         return any(entry is not None and _reason(rules, entry) is not None for entry in pair)
 
-    for one in compare_pairs(old, new, filter(is_guarded, candidate_pairs(old, new, paths=paths))):
+    for one in compare_pairs(
+        old, new, filter(is_guarded, candidate_pairs(old, new, paths=paths, keep_going=keep_going))
+    ):
         if one.new is not None and one.new.nlink > 1 and not one.new.is_dir:
             rules.has_linked = True
         if one.kind is not None:

@@ -23,7 +23,7 @@ from protocol.backends.memory import xattrs
 from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
-from protocol.diff.tree_diff import entry_or_none, is_below
+from protocol.diff.tree_diff import PathScope, entry_or_none
 from protocol.errors import os_error
 from protocol.values import Value
 from protocol.volume import NAME_MAX
@@ -73,6 +73,7 @@ class Converger:
         self._state = state
         self._tree = tree
         self._paths = extent.paths
+        self._scope = PathScope(extent.paths)
         self._alone = extent.directories
         self._replace = replace
         self._check_quota = check_quota
@@ -215,7 +216,7 @@ class Converger:
         """Return whether `path` becomes the same file as `entry`."""
         if path == entry.path:
             return True
-        if not entry.inode or not any(is_below(path, scope) for scope in self._paths):
+        if not entry.inode or not self._scope.covers(path):
             return False
         other = entry_or_none(self._tree, path)
         return other is not None and other.inode == entry.inode

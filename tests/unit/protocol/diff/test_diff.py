@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import count as count_up
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.diff.tree_diff import Change, changes, count
+from protocol.diff.tree_diff import Change, PathScope, changes, count, is_below, outermost, walk_order
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 from protocol.types import ChangeCounts
 from tests.support.trees import DictTree
@@ -255,3 +256,35 @@ def as_plain(tree: DictTree) -> DictTree:
 def one_side_or_other_inode(old: DictTree, new: DictTree, path: bytes) -> bool:
     left, right = old.entries.get(path), new.entries.get(path)
     return not (left and right and left.inode == right.inode and left.is_dir == right.is_dir)
+
+
+PATHS = st.lists(st.sampled_from([b"a", b"a-b", b"a b", b"b", b"\xff"]), max_size=4).map(b"/".join)
+
+
+@given(paths=st.lists(PATHS, max_size=6), asked=PATHS)
+def test_a_scope_answers_as_a_comparison_with_each_path_does(paths: list[bytes], asked: bytes) -> None:
+    scope = PathScope(paths)
+    tops = [path for path in set(paths) if not any(path != other and is_below(path, other) for other in paths)]
+    assert scope.tops() == outermost(paths) == sorted(tops, key=walk_order)
+    covered = any(is_below(asked, path) for path in paths)
+    assert scope.covers(asked) == covered
+    assert scope.within(asked) == ([asked] if covered else [top for top in scope.tops() if is_below(top, asked)])
+    assert scope.meets(asked) == bool(scope.within(asked))
+
+
+@pytest.mark.parametrize(("items", "paths"), [(5, ()), (5, [b"0", b"1", b"2"]), (1, ())])
+def test_a_comparison_in_which_nothing_differs_can_be_ended_at_any_path_and_chunk(
+    items: int, paths: Sequence[bytes]
+) -> None:
+    class EndedError(Exception):
+        pass
+
+    tree = DictTree({b"%d" % number: bytes(4 * CHUNK_BYTES) for number in range(items)})
+    calls = count_up()
+
+    def keep_going() -> None:
+        if next(calls) == 3:
+            raise EndedError
+
+    with pytest.raises(EndedError):
+        list(changes(tree, tree, paths=paths, keep_going=keep_going))

@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from protocol.backends.memory.volume import MemoryVolume
+from protocol.diff.tree_diff import PathScope
 from protocol.volume import ROOT_INODE, Caller
 from vfsd.daemon.audit.log import FOLLOWERS_MAX, AuditLog
 from vfsd.daemon.audit.processes import Processes
@@ -178,6 +179,32 @@ def test_a_follower_gets_a_write_although_the_clock_was_set_back(monkeypatch: py
     assert written.path == b"file"
     log.check_invariants()
     log.unfollow(follower)
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "paths", "is_shown"),
+    [
+        ("mkdir", [b"other", b"a"], True),
+        ("mkdir", [b"a/b"], True),
+        ("mkdir", [b"a/b/c", b"a/bc"], False),  # below it, and next to it
+        ("rename", [b"a/b/c"], True),  # a directory's new name concerns everything below it
+        ("rename", [b"a/bc", b"a-b"], False),
+        ("mkdir", [b""], True),
+    ],
+)
+def test_an_entry_concerns_its_path_the_directories_above_and_if_it_moved_what_is_below(
+    change: str, paths: list[bytes], is_shown: bool
+) -> None:
+    volume = MemoryVolume()
+    log = AuditLog(volume)
+    above = volume.mkdir(ROOT_INODE, b"a", 0o755, CALLER).inode
+    if change == "rename":
+        log.renamed(os.getpid(), above, b"b", ROOT_INODE, b"new", exchange=False)
+    else:
+        log.entry_changed(change, os.getpid(), above, b"b")
+    (entry,) = log.entries()
+    assert entry.is_within(PathScope(paths)) is is_shown
     log.close()
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
-import trio
 
+from protocol.diff.tree_diff import PathScope
 from protocol.errors import SnapshotNotFoundError
 from vfsd.daemon.audit.entries import Entry, time_text
 from vfsd.daemon.audit.service import Audit
@@ -19,6 +19,7 @@ from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.handlers.changes import OutputPieces
 from vfsd.daemon.control.handlers.parameters import tree_paths
 from vfsd.daemon.snapshots.base import SnapshotService
+from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.wire.audit_messages import LabelParams, LogParams, LogResult, Overflow, WatchParams
 from vfsd.wire.messages import Empty, InvalidParamsError
 
@@ -41,21 +42,21 @@ class AuditMethods:
     async def _show(self, params: LogParams, call: CallContext) -> LogResult:
         log = self._audit.kept_log()
         asked_ns = await self._since_ns(params)
-        wanted = _filter(params, asked_ns)
+        wanted = await _filter(params, asked_ns)
         entries, dropped, since = list(log.entries()), log.dropped, log.complete_since_ns
         pieces = OutputPieces(call.output_from_thread)
 
         def send() -> int:
             count = 0
             for entry in entries:
+                call.raise_if_cancelled()
                 if wanted(entry):
-                    call.raise_if_cancelled()
                     pieces.write(msgspec.json.encode(entry.record()) + b"\n")
                     count += 1
             pieces.flush()
             return count
 
-        count = await trio.to_thread.run_sync(send)
+        count = await in_answer_thread(send)
         file = self._file
         return LogResult(
             count,
@@ -70,7 +71,7 @@ class AuditMethods:
     async def _watch(self, params: WatchParams, call: CallContext) -> Empty:
         log = self._audit.kept_log()
         since_ns = await self._since_ns(params)
-        wanted, has_start = _filter(params, since_ns), since_ns is not None
+        wanted, has_start = await _filter(params, since_ns), since_ns is not None
         # No await between the two: an entry is in one of them.  Those of writes that go on follow when they end.
         follower = log.follow(wanted)
         going_on = {id(entry) for entry in log.going_on()}
@@ -78,15 +79,18 @@ class AuditMethods:
         try:
             await call.output(b"\n")
             for start in range(0, len(earlier), _AT_ONCE):
-                await self._send([one for one in earlier[start : start + _AT_ONCE] if wanted(one)], call)
+                await self._send(earlier[start : start + _AT_ONCE], call, wanted)
+            del earlier
             while True:
                 await self._send(await follower.take(), call)
         finally:
             log.unfollow(follower)
 
-    async def _send(self, found: Sequence[Entry | Overflow], call: CallContext) -> None:
+    async def _send(
+        self, found: Sequence[Entry | Overflow], call: CallContext, wanted: Callable[[Entry], bool] | None = None
+    ) -> None:
         for start in range(0, len(found), _AT_ONCE):
-            lines = await trio.to_thread.run_sync(_encoded, found[start : start + _AT_ONCE])
+            lines = await in_answer_thread(_encoded, found[start : start + _AT_ONCE], wanted)
             if lines:
                 await call.output(lines)
 
@@ -113,20 +117,25 @@ class AuditMethods:
         return Empty()
 
 
-def _filter(params: LogParams, since_ns: int | None) -> Callable[[Entry], bool]:
+async def _filter(params: LogParams, since_ns: int | None) -> Callable[[Entry], bool]:
     """Return a function that tells whether a client asked for an entry."""
-    paths, by = tree_paths(params.paths), params.by
+    scope = await in_thread(PathScope, await tree_paths(params.paths))
+    by = params.by
 
     def wanted(entry: Entry) -> bool:
         return (
             (since_ns is None or entry.until_ns >= since_ns)
-            and (not paths or any(map(entry.is_below, paths)))
+            and (not scope or entry.is_within(scope))
             and (by is None or entry.is_by(by))
         )
 
     return wanted
 
 
-def _encoded(found: Iterable[Entry | Overflow]) -> bytes:
-    records = (one.record() if isinstance(one, Entry) else one for one in found)
+def _encoded(found: Iterable[Entry | Overflow], wanted: Callable[[Entry], bool] | None) -> bytes:
+    records = (
+        one.record() if isinstance(one, Entry) else one
+        for one in found
+        if wanted is None or not isinstance(one, Entry) or wanted(one)
+    )
     return b"".join(msgspec.json.encode(record) + b"\n" for record in records)

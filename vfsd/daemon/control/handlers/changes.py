@@ -22,6 +22,7 @@ from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.snapshots.threads import in_answer_thread
 from vfsd.wire.base import ChangeRecord, ExpiredRecord
 from vfsd.wire.messages import InvalidParamsError, wire_path
+from vfsd.wire.option_rules import MOST_PATTERNS
 from vfsd.wire.snapshot_messages import CHANGES_LISTED, ProblemRecord
 
 FileType = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
@@ -37,7 +38,10 @@ _EVERYTHING: Final = PathFilter()
 
 
 def path_filter(include: Sequence[str], exclude: Sequence[str]) -> PathFilter:
-    """Parse patterns.  InvalidParamsError for an invalid one."""
+    """Parse patterns.  InvalidParamsError for an invalid one, or too many."""
+    if len(include) + len(exclude) > MOST_PATTERNS:
+        count = f"{len(include) + len(exclude):,}"
+        raise InvalidParamsError(f"{count} patterns are too many, the limit is {MOST_PATTERNS:,}")
     try:
         return PathFilter(include, exclude)
     except ValueError as error:
@@ -190,8 +194,7 @@ def written_patch(
 def _changes(
     old: Tree, new: Tree, paths: Sequence[bytes], rule: PathFilter, keep_going: Callable[[], None]
 ) -> Iterator[Change]:
-    for change in changes(old, new, paths=paths):
-        keep_going()
+    for change in changes(old, new, paths=paths, keep_going=keep_going):
         entry = change.new or change.old
         if entry is None or rule.lists(change.path, is_directory=entry.is_dir):
             yield change

@@ -94,7 +94,7 @@ class MergeMethods:
         # Start-up: the first call on the control socket does not wait for this import.
         from protocol.merge.three_way import merge  # noqa: PLC0415
 
-        paths = tree_paths(params.paths)
+        paths = await tree_paths(params.paths)
         keep_going = _keep_going(call)
 
         def plan(other: Other, ours: Tree) -> Plan:

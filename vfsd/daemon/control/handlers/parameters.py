@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Final
 
 from protocol.paths import decode, normalise
+from vfsd.daemon.snapshots.threads import in_thread
 from vfsd.wire.messages import InvalidParamsError, from_wire_path
+
+_DECODED_AT_ONCE: Final = 256  # more paths are decoded in a worker thread
 
 
 def _decoded(wire: str) -> bytes:
@@ -44,8 +49,12 @@ def working_directory(wire: str) -> str:
         raise InvalidParamsError(str(error)) from None
 
 
-def tree_paths(wire: list[str]) -> list[bytes]:
+async def tree_paths(wire: Sequence[str]) -> list[bytes]:
     """Decode paths in the workspace, in the form that `protocol.tree.Tree` takes."""
+    return _tree_paths(wire) if len(wire) <= _DECODED_AT_ONCE else await in_thread(_tree_paths, wire)
+
+
+def _tree_paths(wire: Sequence[str]) -> list[bytes]:
     paths = []
     for text in wire:
         parts = [part for part in _decoded(text).split(b"/") if part not in (b"", b".")]

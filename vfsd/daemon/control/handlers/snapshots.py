@@ -128,9 +128,10 @@ class SnapshotMethods:
         return found
 
     async def _drop(self, params: DropParams, _call: CallContext) -> DropResult:
-        names = list(dict.fromkeys([params.name, *params.also]))
+        unique = dict.fromkeys([params.name, *params.also])
+        names = list(unique)
         if not params.force and params.created_at is None:
-            infos = [info for info in await self._snapshots.infos() if info.name in names]
+            infos = [info for info in await self._snapshots.infos() if info.name in unique]
             needed = await in_thread(self._forks.needed, infos)
             for name in names:
                 if name in needed:
@@ -158,7 +159,7 @@ class SnapshotMethods:
             raise InvalidParamsError("restore takes one of: name, archive, undo, redo, base")
         if not params.dry_run:
             self._check_writable()
-        paths = tree_paths(params.paths)
+        paths = await tree_paths(params.paths)
         if params.of is not None and params.name is None:
             raise InvalidParamsError("`of` needs the name of a snapshot")
         moves = params.undo or params.redo
@@ -189,7 +190,7 @@ class SnapshotMethods:
                 _check_created(infos, name, params.created_at)
         if params.dry_run:
             async with snapshots.tree(None, call) as live, snapshots.tree(name, call) as wanted:
-                await self._check_policy(live, wanted, paths, f"restore {source}")
+                await self._check_policy(live, wanted, paths, f"restore {source}", call)
                 found = await compare(live, wanted, paths, call, stream=params.stream)
             return RestoreResult(source, None, found.counts, found.records, found.truncated)
         return self._restored(source, await snapshots.restore(name, paths, call))
@@ -204,7 +205,7 @@ class SnapshotMethods:
         async with snapshots.staged(origin, call) as staged:
             if params.dry_run:
                 async with snapshots.tree(None, call) as live:
-                    await self._check_policy(live, staged.tree, paths, staged.step(replace=True))
+                    await self._check_policy(live, staged.tree, paths, staged.step(replace=True), call)
                     found = await compare(live, staged.tree, paths, call, stream=params.stream)
                 return RestoreResult(source, None, found.counts, found.records, found.truncated)
             return self._restored(source, await snapshots.put(staged, paths, call, replace=True))
@@ -223,11 +224,20 @@ class SnapshotMethods:
             outcome.redo_steps,
         )
 
-    async def _check_policy(self, live: Tree, wanted: Tree, paths: Sequence[bytes], attempt: str) -> None:
+    async def _check_policy(
+        self, live: Tree, wanted: Tree, paths: Sequence[bytes], attempt: str, call: CallContext
+    ) -> None:
         """Refuse the dry run of a restore that the policy refuses."""
         policy = self._mounted.policy
         if policy is not None:
-            await in_answer_thread(policy.check_trees, unfiltered(live), unfiltered(wanted), attempt, paths=paths)
+            await in_answer_thread(
+                policy.check_trees,
+                unfiltered(live),
+                unfiltered(wanted),
+                attempt,
+                paths=paths,
+                keep_going=call.raise_if_cancelled,
+            )
 
     def _check_writable(self) -> None:
         if self._options.read_only:

@@ -78,8 +78,8 @@ class TreeMethods:
         raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")
 
     async def _diff(self, params: DiffParams, call: CallContext) -> DiffResult:
-        paths = tree_paths(params.paths)
-        rule = path_filter(params.include, params.exclude)
+        paths = await tree_paths(params.paths)
+        rule = await in_thread(path_filter, params.include, params.exclude)
         async with self._compared(params, call) as (a, b, all_old, all_new):
             old, new = filtered(all_old, rule), filtered(all_new, rule)
             if params.mode == "patch":
@@ -133,7 +133,7 @@ class TreeMethods:
     async def _export(self, params: ExportParams, call: CallContext) -> ExportResult:
         path = absolute_path(params.path)
         await in_thread(self._check_outlives_mount, path)
-        rule = path_filter(params.include, params.exclude)
+        rule = await in_thread(path_filter, params.include, params.exclude)
         snapshots, volume = required(self._snapshots), snapshotable(self._mounted.volume)
         async with AsyncExitStack() as stack:
             tree: Tree
@@ -144,7 +144,7 @@ class TreeMethods:
             complete = tree
             if params.changes_only:
                 base = await stack.enter_async_context(snapshots.tree(BASE, call))
-                tree = await in_answer_thread(changed_tree, base, tree)
+                tree = await in_answer_thread(changed_tree, base, tree, call.raise_if_cancelled)
             epoch = params.source_date_epoch
             summary = await in_answer_thread(
                 export_archive,
@@ -188,7 +188,7 @@ class TreeMethods:
         if volume is None:
             raise no_lower_layer()
         assert isinstance(self._snapshots, VolumeSnapshots)
-        paths = tree_paths(params.paths)
+        paths = await tree_paths(params.paths)
         async with self._mounted.change_lock:
             await self._mounted.write_back()
             if self._mounted.policy is not None:

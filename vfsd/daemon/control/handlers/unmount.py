@@ -292,7 +292,7 @@ class UnmountMethods:
 def _changes(base: Tree, live: Tree, call: CallContext, at_most: int) -> list[Change]:
     """List the first differences.  Any thread."""
     found = []
-    for change in islice(changes(base, live), at_most):
+    for change in islice(changes(base, live, keep_going=call.raise_if_cancelled), at_most):
         call.raise_if_cancelled()
         found.append(change)
     return found

@@ -22,7 +22,14 @@ import trio.testing
 from tests.unit.vfsd.daemon.control.conftest import Peer, peer, serving
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.connection import ConnectionLimits
-from vfsd.wire.messages import INVALID_REQUEST, MAX_REQUEST_BYTES, OPERATION_FAILED, Empty
+from vfsd.wire.messages import (
+    INVALID_PARAMS,
+    INVALID_REQUEST,
+    MAX_LISTED,
+    MAX_REQUEST_BYTES,
+    OPERATION_FAILED,
+    Empty,
+)
 from vfsd.wire.snapshot_messages import DropParams
 
 CLOSING = {"jsonrpc": "2.0", "method": "closing", "params": {}}
@@ -442,6 +449,41 @@ async def test_large_requests_share_a_budget_and_small_ones_always_find_room(pat
         release.set()
         assert "result" in (await first.receive() or {})
         await assert_budget_is_free(path, large)
+
+
+async def test_the_budget_counts_what_a_request_takes_once_it_is_decoded(path: str) -> None:
+    started, release = trio.Event(), trio.Event()
+
+    async def drop(params: DropParams, call: CallContext) -> Empty:
+        started.set()
+        await release.wait()
+        return Empty()
+
+    names = [str(number) for number in range(6_000)]  # 60 KB of JSON, 380 KB of strings
+    async with serving(path, {"drop": drop}, limits=ConnectionLimits(held_bytes=500_000)), peer(path) as first:
+        await first.call("drop", 1, name="x", also=names)
+        await started.wait()
+        async with peer(path) as second:
+            await second.call("drop", 2, name="x", also=names)
+            answer = await second.receive() or {}
+            assert (answer["id"], answer["error"]["data"]["errno"]) == (2, "EBUSY")
+        release.set()
+        assert "result" in (await first.receive() or {})
+        await assert_budget_is_free(path, "x" * 400_000)
+
+
+async def test_a_request_may_list_only_so_much_and_the_error_says_how_much(path: str) -> None:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
+        return Empty()
+
+    async with serving(path, {"drop": drop}), peer(path) as client:
+        await client.call("drop", 7, name="x", also=["a"] * MAX_LISTED)
+        assert "result" in (await client.receive() or {})
+        await client.call("drop", 8, name="x", also=["a"] * (MAX_LISTED + 1))
+        error = await client.error()
+        assert error["code"] == INVALID_PARAMS
+        assert f"`also` has {MAX_LISTED + 1:,} elements, at most {MAX_LISTED:,} are allowed" in error["message"]
+        assert await client.is_alive()
 
 
 @pytest.mark.parametrize("ending", ["in mid-line", "in mid-call", "refused"])
