@@ -215,7 +215,7 @@ def test_a_user_without_privileges_mounts_works_and_unmounts(
     everybodys_fuse: None, home_of_nobody: Path, engine: str
 ) -> None:
     home = home_of_nobody
-    environment = {**os.environ, "VFSD_RUNTIME_DIR": f"{home}/run", "HOME": str(home)}
+    environment = {**os.environ, "VFSD_RUNTIME_DIR": f"{home}/run", "HOME": str(home), "VFSD_WORKSPACE": "work"}
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         return vfsd(*arguments, before=_AS_NOBODY, env=environment)
@@ -268,7 +268,7 @@ def test_root_controls_another_users_workspace_and_a_third_user_does_not(
     with Program() as third:
         third("os.setresuid(12345, 12345, 12345); s = socket.socket(socket.AF_UNIX); s.connect(path)", path=address)
         assert b"only its owner and root" in third("s.recv(4096)")
-    succeeded(vfsd("unmount", before=_AS_NOBODY, env=environment))
+    succeeded(vfsd("unmount", "work", before=_AS_NOBODY, env=environment))
 
 
 # -- an archive to begin with -------------------------------------------------------------------------

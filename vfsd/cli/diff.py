@@ -123,6 +123,7 @@ def diff_command(
         raise click.UsageError("--include-git goes with --patch")
     if against is not None and a is not None:
         raise click.UsageError("--against compares the present states: it takes no snapshots; put paths after --")
+    app.paths = paths
     selected: Any = {"include": include, "exclude": exclude, "against": against}
     request: RemoteCall[Any]
     if mode == "patch":

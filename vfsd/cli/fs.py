@@ -89,7 +89,7 @@ class _Workspace:
         self._escaped = escaped
         self._record: WorkspaceRecord | None = None
         if root is None:
-            self._record = app.record()
+            self._record = app.candidate()
             self._mountpoint = self._record.mountpoint
         else:
             self._mountpoint = os.path.realpath(root)
@@ -152,6 +152,7 @@ class _Tool(Command):
             if root is not None and (app.workspace is not None or settings.get("snapshot") is not None):
                 option = "-w" if app.workspace is not None else "--at"
                 raise click.UsageError(f"--root is for a directory without a workspace, and excludes {option}", context)
+            app.paths = tuple(filter(None, (settings.get("path"),)))
             return callback(_Workspace(app, root=root, escaped=escaped), **settings)
 
         super().__init__(*args, callback=run, **kwargs)

@@ -43,9 +43,9 @@ def hooks_command(ctx: click.Context) -> None:
     these states.  Sub-agents that ask for a worktree get an overlay of the workspace.
 
     Without a subcommand this prints a command for the hooks of another agent.  It starts faster than `vfsd snapshot`
-    and takes the same options.  It acts on $VFSD_WORKSPACE, else on the workspace that the current directory is in,
-    else on the only one running.  Its exit status is 0, or 1 with one line on standard error; it is never 2, which
-    hook runners treat as an error that blocks the agent.
+    and takes the same options.  It acts on $VFSD_WORKSPACE, else on the workspace that the current directory is in.
+    Its exit status is 0, or 1 with one line on standard error; it is never 2, which hook runners treat as an error that
+    blocks the agent.
     """
     if ctx.invoked_subcommand is None:
         client = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook_client.py")

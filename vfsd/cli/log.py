@@ -62,6 +62,7 @@ def log_command(app: App, paths: tuple[str, ...], follow: bool, since: str | Non
     In a pipe the columns are separated by tabs.  --json prints one document with all of them and the ancestors of each
     process; with --follow it prints one line for each change.
     """
+    app.paths = paths
     selected = app.requests.selected_changes(paths, None, by)
     selected["since"], selected["since_ns"] = since, None if since is None else _since_ns(since)
     if follow:
@@ -118,7 +119,7 @@ def _show(app: App, selected: dict[str, Any]) -> None:
 
 
 def _follow(app: App, selected: dict[str, Any]) -> None:
-    record = app.record()
+    record = app.record(reads=True)
     record.check_alive()
     try:
         while True:

@@ -176,7 +176,8 @@ Examples:
   vfsd unmount
 
 Without -w a command acts on $VFSD_WORKSPACE, else on the workspace that the
-current directory is in, else on the only one running.
+current directory is in. Outside of every workspace a command that only reads
+takes the only one running, and says so.
 `vfsd help COMMAND` is `vfsd COMMAND --help`; umount, ls and rm are other names
 of unmount, list and drop.
 Exit status: 0 success, 1 failure (one line says why), 2 wrong usage.""",

@@ -62,6 +62,7 @@ def merge_command(app: App, fork: str, paths: tuple[str, ...], dry_run: bool, co
     what it has changed since, and after a merge that was limited to PATHs, also the changes
     at other paths.
     """
+    app.paths = paths
     request = app.requests.merge(fork, paths, conflicts=conflicts, dry_run=dry_run)
     _run(app, request, "merged", dry_run=dry_run, advice=_MERGE_ADVICE, has_markers=conflicts == "markers")
 

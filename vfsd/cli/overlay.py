@@ -56,6 +56,7 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
                 " directories that cannot be removed, `vfsd discard PATH` drops the change of the workspace"
             )
 
+    app.paths = paths
     answer = call_with_changes(app, app.requests.apply(paths, dry_run=dry_run, force=force), "applying", show)
     if answer.conflicts and not answer.applied:
         click.get_current_context().exit(1)
@@ -78,6 +79,7 @@ def discard_command(app: App, paths: tuple[str, ...], dry_run: bool) -> None:
 
     The state before is kept as a safety snapshot, which `vfsd restore --undo` restores.
     """
+    app.paths = paths
     request = app.requests.discard(paths, dry_run=dry_run)
     if dry_run:
         call_with_changes(app, request, "comparing", lambda _, changes: show_changes(changes))

@@ -241,7 +241,7 @@ def _prune_remote(app: App, store: RemoteStore, run: _Run, keys: Sequence[str], 
 
 # -- a running workspace --------------------------------------------------------------------------
 def _prune_running(app: App, policy: Policy, *, dry_run: bool) -> None:
-    record = app.record()
+    record = app.record(reads=dry_run)
     spec = BackendSpec.split(record.backend)
     if spec.kind not in ("memory", "overlay"):
         key = os.fsdecode(from_wire_path(workspace_key(record.backend)))

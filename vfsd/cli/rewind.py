@@ -58,6 +58,7 @@ def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool) -> 
     """
     if list_them and (to is not None or dry_run):
         raise click.UsageError("--list stands alone")
+    app.record(reads=list_them or dry_run)
     answer: snapshot_messages.SnapshotsResult = app.call(app.requests.snapshots(changes=list_them))
     moments = _moments(answer.snapshots)
     if list_them:

@@ -211,6 +211,7 @@ def restore_command(
     only.
     """
     _check_source(arguments, undo=undo, redo=redo, of=of, store=store)
+    app.paths = arguments if undo else arguments[1:]
     requests = app.requests
     if undo:
         request = requests.undo(arguments, dry_run=dry_run)

@@ -117,7 +117,7 @@ def _changes(app: App, counted_snapshots: int, *, is_counted: bool) -> tuple[Seq
     The changes are None if they are not counted, if there is no state to compare the live state with, or if programs
     drop snapshots faster than they can be compared.
     """
-    is_overlay = BackendSpec.split(app.record().backend).kind == "overlay"
+    is_overlay = BackendSpec.split(app.record(reads=True).backend).kind == "overlay"
     listing = app.requests.snapshots(changes=is_counted)
     listing.params.newest = counted_snapshots
     for _ in range(_ATTEMPTS):

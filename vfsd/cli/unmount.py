@@ -54,7 +54,7 @@ _FACTS: Final = ("files", "size_bytes", "changes", "truncated", "snapshots", "sa
     "unmount",
     cls=Command,
     examples="""
-    vfsd unmount                           # the workspace of the current directory, or the only one
+    vfsd unmount ~/work
     vfsd unmount demo --export demo.zip    # save it first
     vfsd unmount demo --discard            # without a question
     vfsd unmount --all --lazy

@@ -23,7 +23,7 @@ from vfsd.wire.messages import UpgradeResult, wire_path
     cls=Command,
     interrupted="interrupted: the workspace is served by its old daemon, unless the new one had taken over",
     examples="""
-    vfsd upgrade                 # the workspace of the current directory, or the only one
+    vfsd upgrade                 # the workspace of the current directory
     vfsd upgrade demo
     vfsd upgrade --all --json
     """,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 from msgspec.structs import replace
@@ -217,13 +217,18 @@ def fork_target(path: FilePath, name: str | None) -> Iterator[tuple[str, str]]:
         raise
 
 
-def running_workspace(selector: str | None = None) -> WorkspaceRecord:
+def running_workspace(
+    selector: str | None = None,
+    *,
+    paths: Iterable[str] = (),
+    on_only: Callable[[WorkspaceRecord], object] | None = None,
+) -> WorkspaceRecord:
     """Return the running workspace that `selector` names, or that contains the path `selector`.
 
-    None selects $VFSD_WORKSPACE, else the workspace that contains the current directory, else the only one running.
-    FileNotFoundError if there is none; its message lists the running workspaces.
+    None selects $VFSD_WORKSPACE, else the workspace that contains the current directory; `find_workspace` describes
+    `paths` and `on_only`.  FileNotFoundError if there is none; its message lists the running workspaces.
     """
     try:
-        return find_workspace(selector, os.fsdecode(current_directory()))
+        return find_workspace(selector, os.fsdecode(current_directory()), paths=paths, on_only=on_only)
     except WorkspaceNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, str(error)) from None

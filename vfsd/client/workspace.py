@@ -243,7 +243,7 @@ class Workspace(WorkspaceBase):
     def attach(cls, selector: str | None = None) -> Self:
         """Return a running workspace, selected by its name or by a path in it.
 
-        None selects $VFSD_WORKSPACE, else the workspace that contains the current directory, else the only one running.
+        None selects $VFSD_WORKSPACE, else the workspace that contains the current directory.
         The end of a `with` block leaves it mounted.  FileNotFoundError if there is none.
         """
         return cls(running_workspace(selector), unmount_at_exit=False)

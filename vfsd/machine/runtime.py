@@ -13,7 +13,7 @@ import re
 import shlex
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -26,6 +26,7 @@ from vfsd.machine.selection import (
     RUNTIME_VARIABLE,
     WORKSPACE_VARIABLE,
     check_owner,
+    containing,
     in_tmp,
     is_path_selector,
     process_start_ticks,
@@ -245,15 +246,25 @@ class WorkspaceNotFoundError(LookupError):
     """No workspace matches, or more than one; the message lists the workspaces and says what to type."""
 
 
-def find_workspace(selector: str | None, cwd: str, *, environ: Mapping[str, str] = os.environ) -> WorkspaceRecord:
+def find_workspace(
+    selector: str | None,
+    cwd: str,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    paths: Iterable[str] = (),
+    on_only: Callable[[WorkspaceRecord], object] | None = None,
+) -> WorkspaceRecord:
     """Find the workspace that `selector` means: its name, or a path of its mountpoint or below.
 
-    Without a selector: $VFSD_WORKSPACE, else the workspace that contains `cwd` (absolute), else the only running one.
-    Finds dead workspaces by name or path, so that the caller can report that the daemon died.
-    WorkspaceNotFoundError if there is none.
+    Without a selector: $VFSD_WORKSPACE, else the workspace that contains `cwd` (absolute), else the one that contains
+    one of the absolute `paths`.  A caller that only reads passes `on_only`: then the only running workspace is found if
+    there is no other way, and `on_only` is called with it.  Finds dead workspaces by name or path, so that the caller
+    can report that the daemon died.  WorkspaceNotFoundError if there is none.
     """
     records = read_records()
     found = selected(selector, cwd, records, environ)
+    if found is None and not (selector or environ.get(WORKSPACE_VARIABLE)):
+        found = next(filter(None, (containing(path, records) for path in paths if os.path.isabs(path))), None)
     if found is not None:
         return _restarted(found)
     if selector:
@@ -261,10 +272,13 @@ def find_workspace(selector: str | None, cwd: str, *, environ: Mapping[str, str]
     if environ.get(WORKSPACE_VARIABLE):
         raise _not_found(environ[WORKSPACE_VARIABLE], cwd, records, f" (from ${WORKSPACE_VARIABLE})")
     running = [record for record in records if record.alive]
+    if len(running) == 1 and on_only is not None:
+        on_only(running[0])
+        return running[0]
     if running:
-        raise WorkspaceNotFoundError(
-            f"several workspaces are running, pick one with -w NAME or -w PATH: {_listed(running)}"
-        )
+        where = "the current directory is in no workspace"
+        advice = f"pick one with -w NAME, -w PATH or ${WORKSPACE_VARIABLE}"
+        raise WorkspaceNotFoundError(f"{where}: {advice}; {_describe_all(records)}")
     raise WorkspaceNotFoundError(_describe_all(records))
 
 

@@ -81,18 +81,11 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def selected(selector: str | None, cwd: str, records: Sequence[R], environ: Mapping[str, str]) -> R | None:
-    """Return the record that `selector` means, else $VFSD_WORKSPACE, else `cwd`, else the only running one.
-
-    None if no record matches, or more than one.
-    """
+    """Return the record that `selector` means, else $VFSD_WORKSPACE, else `cwd`; None if no record matches."""
     selector = selector or environ.get(WORKSPACE_VARIABLE)
     if selector:
         return _named(selector, cwd, records)
-    inside = containing(cwd, records)
-    if inside is not None:
-        return inside
-    running = [record for record in records if record.alive]
-    return running[0] if len(running) == 1 else None
+    return containing(cwd, records)
 
 
 def is_path_selector(selector: str) -> bool:

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -38,16 +38,35 @@ class App:
     signalled: Signalled | None = None  # the last call that changes something, and the signal that arrived meanwhile
     done: str | None = None  # what the command has changed, for an error after it
     begun: BegunCall | None = None  # the call that the fast path has sent
+    paths: Sequence[str] = ()  # the arguments that are paths in a workspace; absolute ones select it, too
     _record: WorkspaceRecord | None = None
+    _is_only: bool = False  # nothing selects it: it is the only one running
+    _is_noted: bool = False
 
-    def record(self) -> WorkspaceRecord:
-        """Return the workspace that -w, $VFSD_WORKSPACE or the current directory selects, else the only one running."""
+    def record(self, *, reads: bool = False) -> WorkspaceRecord:
+        """Return the workspace that -w, $VFSD_WORKSPACE, the current directory or one of `paths` selects.
+
+        A command that only reads also takes the only one running, and a line on standard error says which that is.
+        """
+        found = self.candidate(reads=reads)
+        if self._is_only and not self._is_noted:
+            self._is_noted = True
+            place = output.show_path(found.mountpoint)
+            output.note(f"using {found.name} ({place}), the only workspace running; -w NAME or -w PATH picks one")
+        return found
+
+    def candidate(self, *, reads: bool = True) -> WorkspaceRecord:
+        """As `record`, but nothing is printed: `call` decides whether the command only reads."""
         # Here and below, start-up: `vfsd --help` needs neither msgspec nor a socket.
         from vfsd.client.mount_arguments import running_workspace  # noqa: PLC0415
 
-        if self._record is None:
-            self._record = running_workspace(self.workspace)
+        if self._record is None or (self._is_only and not reads):
+            on_only = self._take_only if reads else None
+            self._record = running_workspace(self.workspace, paths=self.paths, on_only=on_only)
         return self._record
+
+    def _take_only(self, _record: WorkspaceRecord) -> None:
+        self._is_only = True
 
     def choose(self, argument: str | None) -> None:
         """Act on the workspace that the argument WORKSPACE names, if any.  UsageError if -w names another one."""
@@ -61,7 +80,7 @@ class App:
         from vfsd.client.paths import current_directory  # noqa: PLC0415
         from vfsd.client.requests import Requests  # noqa: PLC0415
 
-        return Requests(self.record().mountpoint, current_directory())
+        return Requests(self.candidate().mountpoint, current_directory())
 
     def call(
         self,
@@ -80,7 +99,7 @@ class App:
         if self.signalled is not None and self.signalled.number is not None:
             # A command that makes several calls makes no further one after Ctrl-C.
             raise Interrupted(completed(self.signalled), self.signalled.number, errno.EINTR)
-        record = record or self.record()
+        record = record or self.record(reads=_only_reads(request))
         record.check_alive()
         begun, self.begun = self.begun, None
         try:
@@ -126,6 +145,20 @@ class App:
                 output.print_json(answer)
             else:
                 show(answer)
+
+
+# Methods that leave the workspace as it is.  An export writes a file that the caller names.
+_READING: Final = frozenset(
+    ("status", "snapshots", "diff", "log", "watch", "export", "fs.ls", "fs.stat", "fs.read", "fs.glob", "fs.grep")
+)
+
+
+def _only_reads(request: RemoteCall[Any]) -> bool:
+    """Return whether the request changes nothing in the workspace."""
+    params = request.params
+    if request.method == "policy":
+        return not (params.protect or params.hide)
+    return request.method in _READING or getattr(params, "dry_run", False)
 
 
 # -- options --------------------------------------------------------------------------------------

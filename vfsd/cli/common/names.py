@@ -82,7 +82,7 @@ def _paths(
     found_names: dict[str, bool] = {}
 
     def collect() -> list[CompletionItem]:
-        record = find_workspace(_selector(ctx), os.fsdecode(here))
+        record = _selected(ctx)
         path = wire_path(workspace_path(directory or ".", record.mountpoint, here))
         other = record if selector is None else find_workspace(selector, os.fsdecode(here))
         with ControlClient(other.socket, timeout_s=_TIMEOUT_S) as client:
@@ -122,8 +122,7 @@ def _stored_snapshots(ctx: click.Context, key: str) -> list[CompletionItem]:
 
 def complete_snapshot(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
     """Offer the snapshots of the selected workspace, newest first."""
-    here = os.fsdecode(current_directory())
-    return _offer(lambda: _snapshots_of(find_workspace(_selector(ctx), here)), incomplete)
+    return _offer(lambda: _snapshots_of(_selected(ctx)), incomplete)
 
 
 def _offer(names: Callable[[], list[CompletionItem]], incomplete: str) -> list[CompletionItem]:
@@ -147,9 +146,10 @@ def with_similar_snapshots(record: WorkspaceRecord, error: FileNotFoundError) ->
     return better if isinstance(better, FileNotFoundError) else error
 
 
-def _selector(ctx: click.Context) -> Any:
-    """Return the -w nearest to the command."""
-    return _option(ctx, "workspace")
+def _selected(ctx: click.Context) -> WorkspaceRecord:
+    """Return the workspace that the -w nearest to the command selects, as for a command that only reads."""
+    here = os.fsdecode(current_directory())
+    return find_workspace(_option(ctx, "workspace"), here, on_only=lambda _: None)
 
 
 def _option(ctx: click.Context | None, name: str) -> Any:

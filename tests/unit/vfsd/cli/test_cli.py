@@ -34,6 +34,7 @@ from vfsd.wire.base import ChangeRecord
 @pytest.fixture
 def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
     monkeypatch.chdir(workdir)
+    monkeypatch.setenv("VFSD_WORKSPACE", "demo")
     place = workdir / "mnt"
     place.mkdir()
     with FakeDaemon("demo", str(place), live={b"a.txt": b"one\n", b"src/main.c": b"int x;\n"}) as fake:
@@ -121,16 +122,49 @@ def test_the_version_is_told() -> None:
 
 
 # -- which workspace --------------------------------------------------------------------------------
-def test_the_only_workspace_running_needs_no_name(daemon: FakeDaemon) -> None:
-    assert as_json("status")["name"] == "demo"
+READING = ("status", "snapshots", "timeline", "diff", "log", "restore base --dry-run", "discard --dry-run", "policy")
+CHANGING = (
+    "snapshot", "drop base", "restore base", "restore --undo", "discard", "apply", "import x.zip", "fork {place}",
+    "merge demo", "adopt demo", "unmount", "unmount --discard", "upgrade", "compact", "exec true", "policy --hide x",
+    "push file:///tmp/no-such", "rewind", "fs write x", "fs rm x", "fs exec true",
+)  # fmt: skip
 
 
-def test_w_is_taken_before_and_after_the_command(daemon: FakeDaemon, workdir: Path) -> None:
+def test_outside_of_every_workspace_a_command_that_reads_says_which_one_it_takes(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ok("snapshot", "base")
+    monkeypatch.delenv("VFSD_WORKSPACE")
+    for words in READING:
+        for as_document in ([], ["--json"]):
+            result = run(*words.split(), *as_document)
+            assert f"using demo ({daemon.mountpoint}), the only workspace running" in result.stderr, words
+
+
+def test_outside_of_every_workspace_a_command_that_changes_something_needs_a_name_or_a_path(
+    daemon: FakeDaemon, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "x.zip").write_bytes(b"")
+    monkeypatch.delenv("VFSD_WORKSPACE")
+    for line in CHANGING:
+        words = line.format(place=workdir / "fork").split()
+        result = run(*words)
+        assert result.exit_code != 0, words
+        assert "the current directory is in no workspace: pick one with -w NAME" in result.output + result.stderr, words
+    assert daemon.requests == []
+    run("restore", "--undo", f"{daemon.mountpoint}/src")
+    assert [method for method, _ in daemon.requests] == ["restore"]
+
+
+def test_w_is_taken_before_and_after_the_command(
+    daemon: FakeDaemon, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VFSD_WORKSPACE")
     with FakeDaemon("other", str(workdir / "other")):
         assert as_json("-w", "demo", "status")["name"] == "demo"
         assert as_json("status", "-w", "other")["name"] == "other"
         assert as_json("-w", "demo", "status", "-w", "other")["name"] == "other"
-        assert "several workspaces" in fails("status")
+        assert "the current directory is in no workspace" in fails("status")
 
 
 def test_the_environment_picks_a_workspace_and_w_overrides_it(

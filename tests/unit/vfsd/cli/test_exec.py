@@ -77,7 +77,8 @@ def place(workdir: Path) -> Path:
 
 
 @pytest.fixture
-def daemon(place: Path) -> Iterator[ExecDaemon]:
+def daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExecDaemon]:
+    monkeypatch.setenv("VFSD_WORKSPACE", "demo")
     with ExecDaemon("demo", str(place)) as daemon:
         yield daemon
 

@@ -28,6 +28,7 @@ FAST = (sys.executable, "-m", "vfsd.cli.fast_path")
 @pytest.fixture
 def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
     monkeypatch.chdir(workdir)
+    monkeypatch.setenv("VFSD_WORKSPACE", "demo")
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
     place = workdir / "mnt"
     place.mkdir()

@@ -84,6 +84,7 @@ class FsDaemonOnHost(FsDaemon):
 @pytest.fixture
 def place(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(workdir)
+    monkeypatch.setenv("VFSD_WORKSPACE", "demo")
     place = workdir / "mnt"
     place.mkdir()
     return place

@@ -81,6 +81,7 @@ _VARYING = {"modified_at", "size_bytes", "mode"}  # of directories, and by the u
 @pytest.fixture
 def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FsDaemonOnHost]:
     monkeypatch.chdir("/")
+    monkeypatch.setenv("VFSD_WORKSPACE", "demo")
     (workdir / "mnt").mkdir()
     with FsDaemonOnHost("demo", str(workdir / "mnt")) as daemon:
         yield daemon

@@ -27,7 +27,8 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 @pytest.fixture
-def daemon(workdir: Path) -> Iterator[FakeDaemon]:
+def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    monkeypatch.setenv("VFSD_WORKSPACE", "demo")
     with FakeDaemon("demo", str(workdir / "mnt"), live={b"a[red].txt": b"x" * 2048}) as fake:
         yield fake
 

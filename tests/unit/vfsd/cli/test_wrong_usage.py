@@ -94,7 +94,11 @@ def daemon(session_dir: str) -> Iterator[FakeDaemon]:
     (place / "mnt").mkdir()
     before = os.getcwd()
     os.chdir(place)
-    with FakeDaemon("demo", str(place / "mnt"), live={b"a.txt": b"one\n"}, snapshots={"one": {}}) as fake:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        FakeDaemon("demo", str(place / "mnt"), live={b"a.txt": b"one\n"}, snapshots={"one": {}}) as fake,
+    ):
+        patch.setenv("VFSD_WORKSPACE", "demo")
         yield fake
     os.chdir(before)
 
@@ -180,8 +184,8 @@ def test_a_current_directory_that_was_removed_is_no_traceback(words: list[str], 
 def test_an_unexpected_exception_is_a_line_that_says_how_to_see_it(daemon: FakeDaemon) -> None:
     code = (
         "import vfsd.cli.common.app as app, vfsd.cli.main as main\n"
-        "def broken(self): raise KeyError('unexpected')\n"
-        "app.App.record = broken\nmain.main()"
+        "def broken(self, **_): raise KeyError('unexpected')\n"
+        "app.App.candidate = broken\nmain.main()"
     )
     command = [sys.executable, "-c", code, "status", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -195,10 +199,10 @@ def test_an_unexpected_exception_is_a_line_that_says_how_to_see_it(daemon: FakeD
 
 
 def test_an_unexpected_exception_is_not_hidden_from_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: object) -> None:
+    def broken(self: object, **_: object) -> None:
         raise KeyError("unexpected")
 
-    monkeypatch.setattr("vfsd.cli.common.app.App.record", broken)
+    monkeypatch.setattr("vfsd.cli.common.app.App.candidate", broken)
     assert isinstance(CliRunner().invoke(command_line.cli, ["status"]).exception, KeyError)
 
 

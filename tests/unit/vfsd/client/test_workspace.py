@@ -24,7 +24,8 @@ from vfsd.wire.options import MountOptions
 
 
 @pytest.fixture
-def daemon(workdir: Path) -> Iterator[FakeDaemon]:
+def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    monkeypatch.setenv("VFSD_WORKSPACE", "demo")
     place = workdir / "mnt"
     place.mkdir()
     with FakeDaemon("demo", str(place), live={b"a.txt": b"one\n", b"caf\xe9": b"x"}) as fake:

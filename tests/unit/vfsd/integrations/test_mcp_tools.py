@@ -21,9 +21,9 @@ from vfsd.wire.messages import StatusResult
 
 @pytest.fixture
 def place(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(workdir)
     place = workdir / "mnt"
     place.mkdir()
+    monkeypatch.chdir(place)
     return place
 
 

@@ -284,15 +284,29 @@ def test_a_path_through_symlinks_is_followed_to_the_mount(workdir: Path) -> None
         find("loop/x", cwd=str(workdir))
 
 
-def test_without_a_selector_the_environment_then_the_directory_then_the_only_one_is_meant() -> None:
+def test_without_a_selector_the_environment_then_the_directory_then_a_path_is_meant() -> None:
     put("a", "/mnt/a")
-    assert find(None) == "a"
     put("b", "/mnt/b")
+    assert find_workspace(None, "/", environ={}, paths=["relative", "/mnt/b/c"]).name == "b"
+    assert find_workspace(None, "/mnt/a", environ={}, paths=["/mnt/b/c"]).name == "a"
+    with pytest.raises(WorkspaceNotFoundError, match="no-such"):
+        find_workspace(None, "/", environ={"VFSD_WORKSPACE": "no-such"}, paths=["/mnt/b/c"])
     assert find(None, cwd="/mnt/b/c") == "b"
     assert find(None, cwd="/mnt/b/c", VFSD_WORKSPACE="a") == "a"
     assert find("b", cwd="/", VFSD_WORKSPACE="a") == "b"
     assert find(None, cwd="/mnt/b", VFSD_WORKSPACE="/mnt/a/x") == "a"
     assert find(None, cwd="/mnt/b", VFSD_WORKSPACE="") == "b"
+
+
+def test_only_a_caller_that_reads_gets_the_only_one_running_and_is_told() -> None:
+    put("a", "/mnt/a")
+    taken: list[WorkspaceRecord] = []
+    with pytest.raises(WorkspaceNotFoundError, match=r"directory is in no workspace.*-w NAME.*running: a \(/mnt/a\)"):
+        find(None)
+    assert find_workspace(None, "/", environ={}, on_only=taken.append).name == "a"
+    assert [each.name for each in taken] == ["a"]
+    assert find_workspace(None, "/mnt/a", environ={}, on_only=taken.append).name == "a"
+    assert len(taken) == 1
 
 
 def test_a_dead_workspace_is_found_by_name_path_and_directory_but_never_as_the_only_one() -> None:
@@ -301,7 +315,7 @@ def test_a_dead_workspace_is_found_by_name_path_and_directory_but_never_as_the_o
     with pytest.raises(WorkspaceNotFoundError, match=r"vfsd mount MOUNTPOINT \(dead: dead \(/mnt/dead\)\)"):
         find(None)
     put("alive", "/mnt/alive")
-    assert find(None) == "alive"
+    assert find_workspace(None, "/", environ={}, on_only=lambda _: None).name == "alive"
 
 
 def test_at_one_mount_point_the_living_workspace_goes_before_the_dead() -> None:
@@ -317,8 +331,8 @@ def test_errors_say_what_there_is_and_what_to_type() -> None:
     put("a", "/mnt/a")
     put("b", "/mnt/b")
     running = r"a \(/mnt/a\), b \(/mnt/b\)"
-    with pytest.raises(WorkspaceNotFoundError, match=f"several workspaces are running, .*-w NAME.*: {running}"):
-        find(None)
+    with pytest.raises(WorkspaceNotFoundError, match=f"in no workspace.*-w NAME.*: {running}"):
+        find_workspace(None, "/", environ={}, on_only=lambda _: None)
     with pytest.raises(WorkspaceNotFoundError, match=f"'no-such' is not the name of a workspace.*running: {running}"):
         find("no-such")
     with pytest.raises(WorkspaceNotFoundError, match=f"'/mnt' is in no workspace; running: {running}"):
