@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vfsd.client.results import Merged as Merged
     from vfsd.client.results import Patch as Patch
     from vfsd.client.results import Policy as Policy
+    from vfsd.client.results import Repository as Repository
     from vfsd.client.results import Restored as Restored
     from vfsd.client.results import Snapshot as Snapshot
     from vfsd.client.results import Status as Status
@@ -45,6 +46,7 @@ _MODULES: Final = {
         "Merged",
         "Patch",
         "Policy",
+        "Repository",
         "Restored",
         "Snapshot",
         "Status",

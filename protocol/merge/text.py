@@ -16,32 +16,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Final, TypeAlias
 
+from protocol.merge.git import GitError, PrivateGit
 from protocol.values import Value
 
-TIMEOUT_S: Final = 60.0  # of one git process, which has at most one batch
 _BATCH_FILES: Final = 1_000
 _BATCH_BYTES: Final = 32 * 1024 * 1024
 _USAGE: Final = 129  # git's exit status for an option that it does not know
 _MERGE_FILE_ERROR: Final = 128  # `git merge-file` exits with the number of conflicts, at most 127, or with 255
-
-_CONFIGURATION: Final = b"""[core]
-\tbare = true
-\tcompression = 0
-\tfsync = none
-[merge]
-\trenames = false
-\tdirectoryRenames = false
-\trenormalize = false
-\tconflictStyle = merge
-[gc]
-\tauto = 0
-"""
 
 
 class TextCase(Value):
@@ -71,21 +56,17 @@ class TextResult(Value):
 TextMerge: TypeAlias = Callable[[Sequence[TextCase], Callable[[], None]], Sequence[TextResult]]
 
 
-class _GitError(Exception):
-    """git could not do its work: one line for people."""
-
-
 def git_text_merge(cases: Sequence[TextCase], keep_going: Callable[[], None]) -> list[TextResult]:
     """Merge the texts by lines as `git merge` does.
 
-    Without git, or if git fails or takes longer than `TIMEOUT_S`, the result of each case says so.  OSError if a
+    Without git, or if git fails or takes longer than `git.TIMEOUT_S`, the result of each case says so.  OSError if a
     version cannot be read.
     """
     results: list[TextResult] = []
     for batch in _batches(cases):
         try:
             results += _merged_batch(batch, keep_going)
-        except _GitError as error:
+        except GitError as error:
             results += [TextResult(None, is_clean=False, problem=str(error))] * len(batch)
     return results
 
@@ -109,7 +90,7 @@ def _merged_batch(cases: Sequence[TextCase], keep_going: Callable[[], None]) -> 
     except OSError as error:
         raise _no_temporary_file(error) from None
     try:
-        git = _Git(directory, keep_going)
+        git = PrivateGit(directory, keep_going)
         _write_commits(cases, git.path("import"), keep_going)
         git.run(["fast-import", "--quiet"], "import", "imported")
         os.unlink(git.path("import"))
@@ -158,22 +139,22 @@ def _write(out: IO[bytes], content: bytes) -> None:
         raise _no_temporary_file(error) from None
 
 
-def _no_temporary_file(error: OSError) -> _GitError:
+def _no_temporary_file(error: OSError) -> GitError:
     reason = os.strerror(error.errno or errno.EIO)
-    return _GitError(f"no temporary file in {tempfile.gettempdir()}, so the file cannot be merged by lines: {reason}")
+    return GitError(f"no temporary file in {tempfile.gettempdir()}, so the file cannot be merged by lines: {reason}")
 
 
 def _blob(contents: IO[bytes]) -> bytes:
     """The next object in the output of `git cat-file --batch`."""
     header = contents.readline().split()
     if len(header) != 3 or header[1] != b"blob":
-        raise _GitError("git cat-file did not return the merged file")
+        raise GitError("git cat-file did not return the merged file")
     content = contents.read(int(header[2]))
     contents.read(1)
     return content
 
 
-def _merged_file(git: _Git, case: TextCase) -> TextResult:
+def _merged_file(git: PrivateGit, case: TextCase) -> TextResult:
     """Merge one text with `git merge-file`."""
     for name, read in (("b", case.base), ("o", case.ours), ("t", case.theirs)):
         with open(git.path(name), "wb", buffering=0) as out:
@@ -182,81 +163,3 @@ def _merged_file(git: _Git, case: TextCase) -> TextResult:
     fine = tuple(range(_MERGE_FILE_ERROR))
     status = git.run(["merge-file", "-p", *labels, "o", "b", "t"], os.devnull, "merged", fine=fine)
     return TextResult(git.output("merged"), is_clean=status == 0)
-
-
-class _Git:
-    """git in a private directory, which is its repository and has the files of its input and output."""
-
-    def __init__(self, directory: str, keep_going: Callable[[], None]) -> None:
-        self._directory = directory
-        self._keep_going = keep_going
-        for name in ("objects", "refs"):
-            os.mkdir(self.path(name))
-        for name, content in (("HEAD", b"ref: refs/heads/ours\n"), ("config", _CONFIGURATION)):
-            with open(self.path(name), "wb") as out:
-                out.write(content)
-
-    def path(self, name: str) -> str:
-        """The path of a file in the directory."""
-        return os.path.join(self._directory, name)
-
-    def output(self, name: str) -> bytes:
-        """The content of a file in the directory."""
-        with open(self.path(name), "rb") as file:
-            return file.read()
-
-    def run(self, arguments: Sequence[str], stdin: str, stdout: str, fine: Sequence[int] = (0,)) -> int:
-        """Run git and return its exit status, which must be one of `fine`.
-
-        Input and output are files, so that neither process can wait for the other.
-        """
-        with (
-            open(self.path(stdin), "rb") as source,
-            open(self.path(stdout), "wb") as out,
-            open(self.path("errors"), "wb") as errors,
-        ):
-            try:
-                process = subprocess.Popen(
-                    ["git", *arguments],
-                    stdin=source,
-                    stdout=out,
-                    stderr=errors,
-                    cwd=self._directory,
-                    env=self._environment(),
-                    process_group=0,  # Ctrl-C is for the caller, who ends git
-                )
-            except FileNotFoundError:
-                raise _GitError("git is not installed, so the file cannot be merged by lines") from None
-            except OSError as error:
-                raise _GitError(f"git cannot be started: {os.strerror(error.errno or errno.EIO)}") from None
-        try:
-            status = self._wait(process, arguments[0])
-        finally:
-            process.kill()
-            process.wait()
-        if status not in fine:
-            said = self.output("errors").decode("utf-8", "backslashreplace").strip().partition("\n")[0]
-            raise _GitError(f"git {arguments[0]} failed: {said or f'exit status {status}'}")
-        return status
-
-    def _wait(self, process: subprocess.Popen[bytes], command: str) -> int:
-        end = time.monotonic() + TIMEOUT_S
-        while True:
-            try:
-                return process.wait(timeout=0.2)
-            except subprocess.TimeoutExpired:
-                self._keep_going()
-            if time.monotonic() > end:
-                raise _GitError(f"git {command} did not end within {TIMEOUT_S:.0f} s")
-
-    def _environment(self) -> dict[str, str]:
-        return {
-            "PATH": os.environ.get("PATH", os.defpath),
-            "LC_ALL": "C",
-            "HOME": self._directory,
-            "XDG_CONFIG_HOME": self._directory,
-            "GIT_DIR": self._directory,
-            "GIT_CONFIG_NOSYSTEM": "1",
-            "GIT_CONFIG_GLOBAL": os.devnull,
-            "GIT_ATTR_NOSYSTEM": "1",
-        }

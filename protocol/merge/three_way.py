@@ -39,6 +39,7 @@ from protocol.merge.links import merge_links
 from protocol.merge.merged_tree import MergedTree, Node, foreign, joined
 from protocol.merge.outcome import KEPT_SUFFIX, Conflict, ConflictReason, Merge, Policy
 from protocol.merge.parted_tree import PartedTree
+from protocol.merge.repositories import Decided, Repositories
 from protocol.merge.sides import Side, Sides, Trees, merged_metadata, metadata_of, type_of
 from protocol.merge.text import TextMerge, git_text_merge
 from protocol.tree import Tree, TreeEntry
@@ -107,6 +108,7 @@ class _Merger:
         self._removed: set[bytes] = set()
         self._soft: set[bytes] = set()
         self._taken_names: set[bytes] = set()
+        self._repositories = Decided()
 
     def _is_known(self, path: bytes) -> bool:
         return any(entry_or_none(tree, path) is not None for tree in (self._trees.base, self._trees.theirs))
@@ -114,9 +116,14 @@ class _Merger:
     def run(self, text_merge: TextMerge) -> Merge:
         """See `merge`."""
         changed = self._changed_within_scopes() if self._scopes else self._changed_by_theirs(())
+        self._repositories = Repositories(self._trees).decide(changed)
+        if self._repositories.kept:
+            kept = frozenset(self._repositories.kept)
+            changed = {path: sides for path, sides in changed.items() if not is_at_or_below(path, kept)}
+            self._linked = [path for path in self._linked if not is_at_or_below(path, kept)]
         for sides in changed.values():
             self._trees.keep_going()
-            if _is_leaf_of_both(sides):
+            if _is_leaf_of_both(sides) and sides.path not in self._repositories.taken:
                 self._contents.add(sides)
         self._contents.merge_texts(text_merge)
         self._entries_of_ours = {path: sides.ours for path, sides in changed.items()}
@@ -175,7 +182,9 @@ class _Merger:
                 return
             sides = Sides(path, entry, entry_or_none(self._trees.ours, path), entry)
         base, ours, theirs = sides.base, sides.ours, sides.theirs
-        if theirs is None:
+        if path in self._repositories.taken:
+            decision = self._removal(path) if theirs is None else _Decision(path, {path: self._taken(path, theirs)})
+        elif theirs is None:
             decision = self._decide_removed(sides, base, ours)
         elif ours is None:
             decision = self._decide_missing(sides, base, theirs)
@@ -385,7 +394,8 @@ class _Merger:
         conflicts.sort(key=lambda conflict: walk_order(conflict.path))
         tree = MergedTree(self._trees.ours, nodes)
         changes = tuple(self._changes(tree, nodes))
-        return Merge(tree, tuple(outermost(list(nodes))), changes, tuple(conflicts), tuple(self._scopes))
+        paths, scopes = tuple(outermost(list(nodes))), tuple(self._scopes)
+        return Merge(tree, paths, changes, tuple(conflicts), scopes, self._repositories.both)
 
     def _changes(self, tree: MergedTree, nodes: dict[bytes, Node | None]) -> Iterator[Change]:
         ours = self._trees.ours

@@ -8,7 +8,7 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
-from vfsd.cli.common.changes import show_changes, show_expired
+from vfsd.cli.common.changes import show_changes, show_expired, show_repositories
 from vfsd.cli.common.names import complete_path_of_fork, complete_workspace
 from vfsd.cli.common.wording import count_words, outcome_lines
 from vfsd.wire.merge_messages import ConflictRecord, Conflicts, MergeResult
@@ -58,7 +58,10 @@ def merge_command(app: App, fork: str, paths: tuple[str, ...], dry_run: bool, co
              is not possible, keep this workspace's version and put FORK's next to it
 
     A merge is one step: programs see all of it or nothing, open files stay usable, and `vfsd restore --undo` takes it
-    back.  FORK does not change, and can go on and be merged again: the next merge offers
+    back.  A git repository that only one side has changed is taken whole.  If both have, this workspace keeps its own,
+    gets the branches of FORK as refs/vfsd/FORK/*, and the command prints how to merge them with git.
+
+    FORK does not change, and can go on and be merged again: the next merge offers
     what it has changed since, and after a merge that was limited to PATHs, also the changes
     at other paths.
     """
@@ -114,7 +117,8 @@ def _run(
         if len(answer.conflicts) > _CONFLICTS_SHOWN:
             output.note(f"and {len(answer.conflicts) - _CONFLICTS_SHOWN:,} more conflicts, which --json lists")
         if answer.applied and answer.safety_snapshot is None:
-            output.say(f"nothing to do: {answer.fork} has no changes that are not here")
+            if not answer.repositories:
+                output.say(f"nothing to do: {answer.fork} has no changes that are not here")
         elif answer.applied:
             for line in outcome_lines(f"{verb} {answer.fork}", answer.counts, answer.safety_snapshot):
                 output.say(line)
@@ -123,6 +127,7 @@ def _run(
         if _is_refused(answer, dry_run=dry_run):
             found = output.counted(len(answer.conflicts), "conflict")
             output.report(f"{found} with {answer.fork}; nothing was changed: {advice}")
+        show_repositories(answer.repositories)
         show_expired(answer.expired)
 
     answer = app.call(request, label="merging")

@@ -16,7 +16,7 @@ import msgspec
 
 from vfsd.client import results
 from vfsd.wire import messages, snapshot_messages
-from vfsd.wire.base import ChangeRecord, ExpiredRecord
+from vfsd.wire.base import ChangeRecord, ExpiredRecord, RepositoryRecord
 from vfsd.wire.handshake import Ready
 from vfsd.wire.merge_messages import ConflictRecord
 
@@ -53,6 +53,10 @@ def _expired(records: Iterable[ExpiredRecord]) -> dict[str, datetime]:
     return {record.name: datetime.fromisoformat(record.created_at) for record in records}
 
 
+def _repositories(records: Iterable[RepositoryRecord]) -> dict[str, results.Repository]:
+    return {_path(each.path): results.Repository(each.detail, each.refs, tuple(each.commands)) for each in records}
+
+
 # Field name -> conversion.  Other fields are taken as they are.
 _CONVERSIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "path": _path,
@@ -71,6 +75,7 @@ _CONVERSIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "skipped": _reasons,
     "conflicts": _reasons,
     "expired": _expired,
+    "repositories": _repositories,
 }
 
 

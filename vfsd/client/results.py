@@ -102,6 +102,19 @@ class Patch(bytes):
 
 
 @dataclass(frozen=True, slots=True)
+class Repository:
+    """A git repository that both sides have changed, and that stayed as it was in the target.
+
+    `refs`: what the names of the other side's branches begin with in it; empty if they are not there, which `detail`
+    explains.  `commands`: for a shell; they take over the commits of the other side.
+    """
+
+    detail: str
+    refs: str
+    commands: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Applied:
     """What an apply wrote to the directory below an overlay, or with `dry_run` would write.
 
@@ -109,6 +122,7 @@ class Applied:
     to the reason.  If there are any, and without `force`, `applied` is False and nothing was written.  With `force`
     such a directory is kept, and `changes` omits it.  `recovered` describes a killed apply that this one completed or
     undid first.  `safety_snapshot` contains the state that was written; `expired` is as in `Restored`.
+    `repositories`, by path, are as in `Merged`.
     """
 
     directory: str
@@ -120,6 +134,7 @@ class Applied:
     recovered: str | None = None
     safety_snapshot: str | None = None
     expired: Mapping[str, datetime] = field(default_factory=dict)
+    repositories: Mapping[str, Repository] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +181,9 @@ class Merged:
     """What a merge or an adoption changed, or with `dry_run` would change.
 
     `applied` is False for a dry run, and if `conflicts`, by path, prevented it; then nothing was changed.  `fork` is
-    the name of the other workspace, and `base` the snapshot that the changes of both sides are counted from.  The rest
-    is as in `Restored`.
+    the name of the other workspace, and `base` the snapshot that the changes of both sides are counted from.
+    `repositories`, by path, are those that both sides changed, and that the merge left as they were.  The rest is as in
+    `Restored`.
     """
 
     fork: str
@@ -180,6 +196,7 @@ class Merged:
     safety_snapshot: str | None = None
     expired: Mapping[str, datetime] = field(default_factory=dict)
     undo_steps: int = 0
+    repositories: Mapping[str, Repository] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ async def confirm_merge(request: Request) -> Response:
         fork=fork,
         policy=policy,
         policies=_POLICIES,
-        conflicts=_conflicts(found),
+        conflicts=[*_conflicts(found), *_repositories(found)],
         can_merge=policy != "fail" or not found.conflicts,
     )
 
@@ -60,7 +60,7 @@ async def merge(request: Request) -> Response:
     form = await fields(request)
     source, fork = _pair(request, form)
     found = await complete(source, source.requests.merge(fork, conflicts=_policy(form)))
-    return await _merged(request, source, found, f"Merged {fork}", _conflicts(found))
+    return await _merged(request, source, found, f"Merged {fork}", [*_conflicts(found), *_repositories(found)])
 
 
 def _policy(given: Mapping[str, str]) -> Literal["fail", "ours", "theirs", "markers"]:
@@ -72,6 +72,11 @@ def _policy(given: Mapping[str, str]) -> Literal["fail", "ours", "theirs", "mark
 
 def _conflicts(found: Merged) -> list[str]:
     return problem_lines({path: f"{each.reason}: {each.detail}" for path, each in found.conflicts.items()})
+
+
+def _repositories(found: Merged | Applied) -> list[str]:
+    lines = problem_lines({path: each.detail for path, each in found.repositories.items()})
+    return [*lines, *(command for each in found.repositories.values() for command in each.commands)]
 
 
 async def _merged(
@@ -137,7 +142,7 @@ async def apply(request: Request) -> Response:
     source = workspace_of(request)
     call: RemoteCall[Applied] = source.requests.apply(_paths(form), force=_force(form))
     found: Applied = await complete(source, call)
-    notes = [*([found.recovered] if found.recovered else []), *problem_lines(found.conflicts)]
+    notes = [*([found.recovered] if found.recovered else []), *problem_lines(found.conflicts), *_repositories(found)]
     if not found.applied:
         title = f"Nothing was written to {found.directory}: {counted(len(found.conflicts), 'conflict')}."
         return done(request, source, title=title, notes=notes)

@@ -22,6 +22,19 @@ class Peer(msgspec.Struct, frozen=True):
     socket: str
 
 
+class RepositoryRecord(msgspec.Struct, omit_defaults=True):
+    """A git repository that both sides have changed, and that stayed as it was in the target.
+
+    `detail` is a line for people.  `refs`: what the names of the other side's branches begin with in the repository;
+    empty if they are not there, which `detail` explains.  `commands`: for a shell; they take over the commits.
+    """
+
+    path: str
+    detail: str
+    refs: str = ""
+    commands: list[str] = []
+
+
 class ExpiredRecord(msgspec.Struct):
     """A snapshot that the daemon dropped by itself.
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from protocol.types import ChangeCounts
-from vfsd.wire.base import ChangeRecord, Empty, ExpiredRecord, Params, Peer
+from vfsd.wire.base import ChangeRecord, Empty, ExpiredRecord, Params, Peer, RepositoryRecord
 
 Conflicts = Literal["fail", "ours", "theirs", "markers"]
 
@@ -62,6 +62,7 @@ class MergeResult(msgspec.Struct):
     safety_snapshot: str | None = None
     expired: list[ExpiredRecord] = []
     undo_steps: int = 0
+    repositories: list[RepositoryRecord] = []
 
 
 class AdoptParams(Params):

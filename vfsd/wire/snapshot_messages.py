@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from protocol.types import ChangeCounts
-from vfsd.wire.base import ChangeRecord, ExpiredRecord, Params, Peer
+from vfsd.wire.base import ChangeRecord, ExpiredRecord, Params, Peer, RepositoryRecord
 
 
 class SnapshotRecord(msgspec.Struct):
@@ -281,6 +281,7 @@ class ApplyResult(msgspec.Struct):
     recovered: str | None = None  # an interrupted apply that this one finished or undid first
     safety_snapshot: str | None = None  # the state that was written; `undo` returns to it
     expired: list[ExpiredRecord] = []
+    repositories: list[RepositoryRecord] = []  # of `changes` and `conflicts`, those in them are left out
 
 
 SNAPSHOT_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {

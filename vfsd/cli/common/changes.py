@@ -12,7 +12,7 @@ from protocol.errors import shortened
 from vfsd.cli.common import output
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.wording import LETTERS, change_line, outcome_lines, with_slash
-from vfsd.wire.base import ChangeRecord, ExpiredRecord
+from vfsd.wire.base import ChangeRecord, ExpiredRecord, RepositoryRecord
 from vfsd.wire.messages import ChangeCounts
 from vfsd.wire.snapshot_messages import ImportResult, ProblemRecord, RestoreResult
 
@@ -42,6 +42,14 @@ def show_problems(problems: Sequence[ProblemRecord], verb: str = "could not be r
         more = " (the first of them are above; --json lists all)" if len(problems) > _PROBLEMS_SHOWN else ""
         output.report(f"{counted(len(problems), 'path')} {verb}{more}")
         click.get_current_context().exit(1)
+
+
+def show_repositories(records: Sequence[RepositoryRecord]) -> None:
+    """Say what became of git repositories that both sides changed, and print the commands that take commits over."""
+    for record in records:
+        output.note(f"{output.show_path(record.path)}: {record.detail}")
+        for command in record.commands:
+            output.say(f"  {command}")
 
 
 def show_outcome(what: str, answer: RestoreResult | ImportResult) -> None:

@@ -85,7 +85,7 @@ def test_all_texts_of_a_merge_together_are_bounded() -> None:
 
 
 def test_any_name_is_a_name() -> None:
-    names = [b"-f", b"--help", b"\xff\xfe", b"a\nb", b"\x1b[31m", b".gitattributes", b".git/config", b"~theirs", b"0"]
+    names = [b"-f", b"--help", b"\xff\xfe", b"a\nb", b"\x1b[31m", b".gitattributes", b"d.git/x", b"~theirs", b"0"]
     base = DictTree(dict.fromkeys(names, b"1\n2\n3\n"))
     ours = DictTree(dict.fromkeys(names, b"0\n2\n3\n"))
     theirs = DictTree(dict.fromkeys(names, b"1\n2\n4\n"))

@@ -143,7 +143,7 @@ def test_a_git_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     script.write_text("#!/bin/sh\nexec sleep 1000\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("protocol.merge.text.TIMEOUT_S", 0.0)
+    monkeypatch.setattr("protocol.merge.git.TIMEOUT_S", 0.0)
 
     (result,) = merged((BASE, FIRST, LAST))
 

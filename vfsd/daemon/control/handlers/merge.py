@@ -11,6 +11,7 @@ Nothing is changed before the third step, in neither workspace, except that the 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
@@ -19,6 +20,7 @@ import trio
 
 from protocol.diff.tree_diff import Change, changes, count, is_at_or_below, outermost
 from protocol.errors import shown
+from protocol.merge.merged_tree import joined
 from protocol.merge.outcome import Conflict
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
@@ -27,14 +29,16 @@ from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.handlers.changes import change_record, expired_records
 from vfsd.daemon.control.handlers.merge_source import MergeSource
 from vfsd.daemon.control.handlers.parameters import tree_paths
+from vfsd.daemon.control.handlers.repositories import fetched_repositories, planned_repositories
 from vfsd.daemon.merging.delta import differences
 from vfsd.daemon.merging.layered_tree import LayeredTree
 from vfsd.daemon.merging.lineage import MergedState, with_merged
 from vfsd.daemon.merging.other import Other, OtherWorkspaces
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import LiveState, NewState, Outcome, SnapshotService
-from vfsd.daemon.snapshots.threads import in_answer_thread
-from vfsd.wire.base import Peer
+from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
+from vfsd.machine.runtime import read_record
+from vfsd.wire.base import Peer, RepositoryRecord
 from vfsd.wire.merge_messages import AdoptParams, ConflictRecord, MergeParams, MergeResult
 from vfsd.wire.messages import wire_path
 from vfsd.wire.options import WorkspaceOptions
@@ -48,7 +52,8 @@ _LOST: Final = "changed here and not in the other workspace, so it would be lost
 class Plan(Value):
     """A new state: `tree`, how it differs from the present one, and the conflicts.
 
-    `scopes`: the paths that were merged; none: all.  `refuses`: the conflicts prevent it.
+    `scopes`: the paths that were merged; none: all.  `refuses`: the conflicts prevent it.  `repositories`: those that
+    both workspaces changed, and that stay as they are.
     """
 
     tree: Tree
@@ -56,6 +61,7 @@ class Plan(Value):
     conflicts: Sequence[ConflictRecord]
     refuses: bool
     scopes: Sequence[bytes] = ()
+    repositories: Sequence[bytes] = ()
 
 
 class _ChangedMeanwhileError(Exception):
@@ -100,12 +106,15 @@ class MergeMethods:
         def plan(other: Other, ours: Tree) -> Plan:
             done = merge(other.base, ours, other.theirs, paths=paths, policy=params.conflicts, keep_going=keep_going)
             refuses = params.conflicts == "fail" and bool(done.conflicts)
-            return Plan(done.tree, done.changes, list(map(_record, done.conflicts)), refuses, done.scopes)
+            conflicts = list(map(_record, done.conflicts))
+            return Plan(done.tree, done.changes, conflicts, refuses, done.scopes, done.repositories)
 
         return await self._run(params.fork, plan, f"merge {params.fork.name}", call, dry_run=params.dry_run)
 
     async def _adopt(self, params: AdoptParams, call: CallContext) -> MergeResult:
         from protocol.merge.file_names import has_links  # noqa: PLC0415 (as above)
+        from protocol.merge.repositories import Repositories  # noqa: PLC0415
+        from protocol.merge.sides import Trees  # noqa: PLC0415
 
         keep_going = _keep_going(call)
 
@@ -119,8 +128,9 @@ class MergeMethods:
             replaced = {change.path for change in found}
             # Without a base nothing says what was changed here: `force` was given.
             changed = changes(other.base, ours) if other.bases is not None else ()
-            lost = [change for change in changed if change.path in replaced]
-            conflicts = [ConflictRecord(wire_path(change.path), "lost", _LOST) for change in lost]
+            repositories = Repositories(Trees(other.base, ours, other.theirs, keep_going))
+            lost = repositories.outermost_changes([change for change in changed if change.path in replaced])
+            conflicts = [ConflictRecord(wire_path(path), "lost", _LOST) for path in lost]
             return Plan(other.theirs, found, conflicts, bool(conflicts) and not params.force)
 
         step = f"adopt {params.fork.name}"
@@ -163,9 +173,12 @@ class MergeMethods:
                 self._mounted.policy.check(made.changes, step)
             if dry_run or made.refuses:
                 raise _NotAppliedError(_result(other, made))
-            merged = merged_before
+            merged = complete = merged_before
             if other.state is not None:
-                merged = with_merged(other.here, other.lineage, other.state, made.scopes)
+                merged = complete = with_merged(other.here, other.lineage, other.state, made.scopes)
+                if made.repositories:  # until their branches are here, the next merge offers them again
+                    paths = await in_thread(_without, made, (other.base, view.tree, other.theirs))
+                    merged = with_merged(other.here, other.lineage, other.state, paths) if paths else merged_before
             new = _new_state(view, made, other.lineage.name, merged)
 
             def check(live: Tree | None) -> None:
@@ -178,9 +191,19 @@ class MergeMethods:
                 check(None)
                 call.commit()
                 await self._snapshots.note_merged(new.merged)
-                return _result(other, made, applied=True)
-            outcome = await self._snapshots.put_merged(new, step, call, check)
-        return self._answer(other, made, outcome)
+                answer = _result(other, made, applied=True)
+            else:
+                answer = self._answer(other, made, await self._snapshots.put_merged(new, step, call, check))
+        if made.repositories:
+            answer.repositories = await self._fetch_branches(made.repositories, other.lineage.name)
+            if all(each.refs for each in answer.repositories) and self._snapshots.merges.now == merged:
+                await self._snapshots.note_merged(complete)
+        return answer
+
+    async def _fetch_branches(self, repositories: Sequence[bytes], fork: str) -> list[RepositoryRecord]:
+        record = read_record(fork)
+        source = record.mountpoint if record is not None and record.alive else ""
+        return await in_thread(fetched_repositories, repositories, source, self._mounted.mountpoint, fork, fork)
 
     def _answer(self, other: Other, made: Plan, outcome: Outcome) -> MergeResult:
         answer = _result(other, made, applied=True)
@@ -253,6 +276,18 @@ def _directories_above(paths: Collection[bytes]) -> set[bytes]:
     return found
 
 
+def _without(made: Plan, trees: Sequence[Tree]) -> list[bytes]:
+    """The outermost paths that were merged and have nothing of the repositories that stay as they are."""
+    left = frozenset(made.repositories)
+    above = _directories_above(left) | {b""}
+    found = set(made.scopes)
+    for directory in () if made.scopes else above:
+        for tree in trees:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                found.update(joined(directory, name) for name in tree.children(directory))
+    return sorted(path for path in found if path not in above and not is_at_or_below(path, left))
+
+
 def _record(conflict: Conflict) -> ConflictRecord:
     kept_as = wire_path(conflict.kept_as) if conflict.kept_as else None
     return ConflictRecord(wire_path(conflict.path), conflict.reason, conflict.detail, kept_as)
@@ -268,4 +303,5 @@ def _result(other: Other, made: Plan, *, applied: bool = False) -> MergeResult:
         changes=[change_record(change) for change in listed],
         conflicts=list(made.conflicts),
         truncated=len(listed) < len(made.changes),
+        repositories=planned_repositories(made.repositories, other.lineage.name),
     )

@@ -1,0 +1,388 @@
+"""Run git in a private directory, and fetch the branches of one repository into another.
+
+Safety: git runs in a repository whose configuration is ours.  It reads no configuration of the user, of the system or
+of the repositories that it fetches from and into, and these have no hooks, remotes or filters for it: the private
+repository only has links to their `objects`, `refs` and the like.  So nothing is executed that a program has written
+into a repository.  Each process has a time limit.
+
+Source: gitrepository-layout(5), git-fetch(1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shlex
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from protocol.errors import shown
+from protocol.values import Value
+
+TIMEOUT_S: Final = 60.0  # of one git process
+REFS: Final = "refs/vfsd"  # in the target: refs/vfsd/FORK has the branches of FORK
+_MERGED: Final = b"""[core]
+\tbare = true
+\tcompression = 0
+\tfsync = none
+[merge]
+\trenames = false
+\tdirectoryRenames = false
+\trenormalize = false
+\tconflictStyle = merge
+[gc]
+\tauto = 0
+"""
+_FETCHED: Final = """[core]
+\tbare = true
+\trepositoryFormatVersion = 1
+\thooksPath = /dev/null
+\tlogAllRefUpdates = false
+\talternateRefsCommand = true
+[fetch]
+\tunpackLimit = 1
+\twriteCommitGraph = false
+[gc]
+\tauto = 0
+[maintenance]
+\tauto = false
+[uploadpack]
+\tallowAnySHA1InWant = true
+"""
+# What a private repository shares with the repository of a workspace, and the settings that say how to read it.
+_LINKED: Final = ("objects", "refs", "packed-refs", "reftable", "shallow")
+_FORMATS: Final = ("objectFormat", "refStorage")
+_NO_SYMLINKS: Final = ("", "refs", REFS, "objects", "objects/pack")
+_NAMES_TRIED: Final = 10
+_HEAD_BYTES: Final = 4096
+_HASH: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_NOT_IN_REFS: Final = re.compile(r"\.(?=\.|$|lock$)")  # of what a name of a workspace may have
+
+
+class GitError(Exception):
+    """git could not do its work: one line for people."""
+
+
+class PrivateGit:
+    """git in a private directory, which is its repository and has the files of its input and output.
+
+    `links`: names in the repository that lead elsewhere.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        keep_going: Callable[[], None],
+        configuration: bytes = _MERGED,
+        links: Mapping[str, str] | None = None,
+        head: str = "refs/heads/ours",
+    ) -> None:
+        self._directory = directory
+        self._keep_going = keep_going
+        for name, target in (links or {}).items():
+            os.symlink(target, self.path(name))
+        for name in ("objects", "refs"):
+            if name not in (links or {}):
+                os.mkdir(self.path(name))
+        for name, content in (("HEAD", f"ref: {head}\n".encode()), ("config", configuration)):
+            with open(self.path(name), "wb") as out:
+                out.write(content)
+
+    def path(self, name: str) -> str:
+        """The path of a file in the directory."""
+        return os.path.join(self._directory, name)
+
+    def output(self, name: str) -> bytes:
+        """The content of a file in the directory."""
+        with open(self.path(name), "rb") as file:
+            return file.read()
+
+    def run(self, arguments: Sequence[str], stdin: str, stdout: str, fine: Sequence[int] = (0,)) -> int:
+        """Run git and return its exit status, which must be one of `fine`.
+
+        Input and output are files, so that neither process can wait for the other.
+        """
+        with (
+            open(self.path(stdin), "rb") as source,
+            open(self.path(stdout), "wb") as out,
+            open(self.path("errors"), "wb") as errors,
+        ):
+            try:
+                process = subprocess.Popen(
+                    ["git", *arguments],
+                    stdin=source,
+                    stdout=out,
+                    stderr=errors,
+                    cwd=self._directory,
+                    env=self._environment(),
+                    process_group=0,  # Ctrl-C is for the caller, who ends git
+                )
+            except FileNotFoundError:
+                raise GitError("git is not installed") from None
+            except OSError as error:
+                raise GitError(f"git cannot be started: {os.strerror(error.errno or errno.EIO)}") from None
+        try:
+            status = self._wait(process, arguments[0])
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+            process.wait()
+        if status not in fine:
+            raise GitError(f"git {arguments[0]} failed: {self.complaint() or f'exit status {status}'}")
+        return status
+
+    def complaint(self) -> str:
+        """Return the first line that the last process wrote to standard error."""
+        return self.output("errors").decode("utf-8", "backslashreplace").strip().partition("\n")[0]
+
+    def _wait(self, process: subprocess.Popen[bytes], command: str) -> int:
+        end = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return process.wait(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                self._keep_going()
+            if time.monotonic() > end:
+                raise GitError(f"git {command} did not end within {TIMEOUT_S:.0f} s")
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "LC_ALL": "C",
+            "HOME": self._directory,
+            "XDG_CONFIG_HOME": self._directory,
+            "GIT_DIR": self._directory,
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_ATTR_NOSYSTEM": "1",
+            "GIT_ALLOW_PROTOCOL": "file",
+            "GIT_NO_LAZY_FETCH": "1",
+        }
+
+
+class Fetched(Value):
+    """A repository of which both sides have a version, and which stayed as it was in the target.
+
+    `path`: in the workspace.  `refs`: the namespace in the target that has the branches of the other side; empty if
+    there are none.  `commands`: for a shell; they take over its commits.  `problem`: why the branches are not there.
+    """
+
+    path: bytes
+    refs: str = ""
+    commands: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def fetch_repository(
+    path: bytes, source: str, target: str, name: str, keep_going: Callable[[], None] = lambda: None
+) -> Fetched:
+    """Fetch the branches of the repository `path` below the directory `source` into the one below `target`.
+
+    They become `refs/vfsd/NAME/BRANCH` there.  A tag or a stash that the target does not have becomes
+    `refs/vfsd/NAME/refs/tags/TAG` and `.../refs/stash`, and a detached HEAD `refs/vfsd/NAME/HEAD`.  If earlier commits
+    in that namespace would be lost, it is `NAME.2`.  Repositories of submodules are fetched, too.
+
+    Nothing else in the target changes.  Returns problems; does not raise them.
+    """
+    where = os.fsdecode(path)
+    try:
+        with tempfile.TemporaryDirectory(prefix="vfsd-fetch-") as private:
+            return _Fetch(private, source, target, where, _NOT_IN_REFS.sub("_", name), keep_going).run(path)
+    except GitError as error:
+        return Fetched(path, problem=str(error))
+    except OSError as error:
+        reason = os.strerror(error.errno or errno.EIO)
+        return Fetched(path, problem=f"{shown(os.fsencode(error.filename or where))}: {reason}")
+
+
+class _Fetch:
+    def __init__(
+        self, private: str, source: str, target: str, path: str, name: str, keep_going: Callable[[], None]
+    ) -> None:
+        self._private = private
+        self._source = os.path.join(source, path)
+        self._root = target
+        self._target = os.path.join(target, path)
+        self._name = name
+        self._keep_going = keep_going
+
+    def run(self, path: bytes) -> Fetched:
+        """See `fetch_repository`."""
+        if not _is_repository(self._source):
+            return Fetched(path, f"{REFS}/{self._name}")  # without branches: removed, or the `.git` of a work tree
+        if not _is_repository(self._target):
+            return Fetched(path, problem="there is no repository here any more")
+        commands: list[str] = []
+        namespace = ""
+        for inner in (*_submodules(self._source), ""):
+            if not _is_repository(os.path.join(self._target, inner)):
+                continue  # a submodule that only the source has
+            self._keep_going()
+            namespace, found = self._fetch(inner, is_needed=bool(commands))
+            commands += found
+        return Fetched(path, f"{REFS}/{namespace}", tuple(commands))
+
+    def _fetch(self, inner: str, *, is_needed: bool) -> tuple[str, list[str]]:
+        """Fetch one repository; return the namespace and the commands.
+
+        `is_needed`: a submodule has commands, whose commit the work tree has to record.
+        """
+        source, target = (os.path.join(top, inner).rstrip("/") for top in (self._source, self._target))
+        for name in _NO_SYMLINKS:
+            if os.path.islink(os.path.join(target, name).rstrip("/")):
+                raise GitError(f"{name or 'it'} is a symlink, which can lead out of the workspace")
+        directory = tempfile.mkdtemp(dir=self._private)
+        there, here = os.path.join(directory, "there"), os.path.join(directory, "here")
+        from_git = self._git(there, source)
+        git = self._git(here, target)
+        heads = {tree: _head(os.path.join(source, tree)) for tree in ("", *_work_trees(source))}
+        refs = self._refs(from_git)
+        specs = [("refs/heads/*", "*")] if any(ref.startswith("refs/heads/") for ref in refs) else []
+        known = self._refs(git)
+        specs += [(ref, ref) for ref, value in refs.items() if _is_other(ref) and known.get(ref) != value]
+        specs += [(head, _detached(tree)) for tree, head in heads.items() if _HASH.fullmatch(head)]
+        namespace = self._fetch_specs(git, there, specs)
+        self._give_to_owner(target)
+        commands = []
+        for tree, head in heads.items():
+            ref = _detached(tree) if _HASH.fullmatch(head) else head.removeprefix("refs/heads/")
+            commands += self._commands(git, target, tree, f"{REFS}/{namespace}/{ref}", is_needed=is_needed and not tree)
+        return namespace, commands
+
+    def _git(self, directory: str, repository: str) -> PrivateGit:
+        os.mkdir(directory)
+        links = {name: os.path.join(repository, name) for name in _LINKED}
+        links = {name: path for name, path in links.items() if os.path.lexists(path)}
+        git = PrivateGit(directory, self._keep_going, _FETCHED.encode(), links, "refs/heads/none")
+        formats = {name: self._setting(git, repository, f"extensions.{name}") for name in _FORMATS}
+        lines = [f"\t{name} = {value}\n" for name, value in formats.items() if value.isalnum()]
+        with open(git.path("config"), "a") as out:
+            out.writelines(["[extensions]\n", *lines])
+        return git
+
+    def _setting(self, git: PrivateGit, repository: str, name: str) -> str:
+        config = os.path.join(repository, "config")
+        git.run(["config", "--file", config, "--get", name], os.devnull, "value", fine=(0, 1))
+        return os.fsdecode(git.output("value")).rstrip("\n")
+
+    def _refs(self, git: PrivateGit) -> dict[str, str]:
+        git.run(["for-each-ref", "--format=%(refname) %(objectname)"], os.devnull, "refs-found")
+        lines = os.fsdecode(git.output("refs-found")).splitlines()
+        return {ref: value for ref, _, value in (line.rpartition(" ") for line in lines)}
+
+    def _fetch_specs(self, git: PrivateGit, source: str, specs: Sequence[tuple[str, str]]) -> str:
+        """Fetch refs, and name them as given in the first namespace in which that loses nothing; return it."""
+        names = [self._name, *(f"{self._name}.{number}" for number in range(2, _NAMES_TRIED))]
+        for name in names if specs else ():
+            with open(git.path("specs"), "wb") as out:
+                out.writelines(os.fsencode(f"{ref}:{REFS}/{name}/{to}\n") for ref, to in specs)
+            options = ["--quiet", "--atomic", "--no-tags", "--no-write-fetch-head", "--stdin"]
+            if git.run(["fetch", *options, source], "specs", "fetched", fine=(0, 1)) == 0:
+                return name
+        if specs:
+            raise GitError(f"git fetch failed: {git.complaint()}")
+        return self._name
+
+    def _give_to_owner(self, repository: str) -> None:
+        """Root fetched: give what is new to the owner of the repository, who could not write there otherwise."""
+        owner = os.lstat(repository)
+        if os.geteuid() == owner.st_uid:
+            return
+        for top in (REFS, "objects/pack"):
+            for directory, _, names in os.walk(os.path.join(repository, top)):
+                for path in (directory, *(os.path.join(directory, name) for name in names)):
+                    if os.lstat(path).st_uid == os.geteuid():
+                        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+
+    # -- the commands ------------------------------------------------------------------------------------
+    def _commands(self, git: PrivateGit, repository: str, tree: str, ref: str, *, is_needed: bool) -> list[str]:
+        """Return the commands that merge `ref` in a work tree as it is; none if its commits are there already."""
+        place = self._place(git, repository, tree)
+        head = _head(os.path.join(repository, tree))
+        if place is None or not head:
+            return []
+        is_new = _has(git, ref) and bool(
+            git.run(["merge-base", "--is-ancestor", ref, head], os.devnull, "said", fine=(0, 1, 128))
+        )
+        if not (is_new or is_needed):
+            return []
+        parents = " ".join(f"-p {shlex.quote(each)}" for each in ("HEAD",) * _has(git, head) + (ref,) * is_new)
+        run = f"git -C {shlex.quote(place)}"
+        commit = f'{run} commit-tree {parents} -m {shlex.quote(f"Merge {self._name}")} "$({run} write-tree)"'
+        return [f"{run} add -A", f'{run} reset --soft "$({commit})"']
+
+    def _place(self, git: PrivateGit, repository: str, tree: str) -> str | None:
+        """Return the directory of a work tree; None if it is not in the target, or there is none."""
+        if tree:
+            with contextlib.suppress(OSError):
+                found = os.path.dirname(_first_line(os.path.join(repository, tree, "gitdir")))
+                return self._inside(os.path.join(repository, tree, found))
+            return None
+        if repository == self._target:
+            return self._inside(os.path.dirname(repository)) if os.path.basename(repository) == ".git" else None
+        found = self._setting(git, repository, "core.worktree")
+        return self._inside(os.path.join(repository, found)) if found else None
+
+    def _inside(self, path: str) -> str | None:
+        path = os.path.normpath(path)
+        return path if (path + "/").startswith(self._root.rstrip("/") + "/") and os.path.isdir(path) else None
+
+
+def _has(git: PrivateGit, ref: str) -> bool:
+    return git.run(["rev-parse", "--quiet", "--verify", ref], os.devnull, "said", fine=(0, 1, 128)) == 0
+
+
+def _is_repository(path: str) -> bool:
+    return os.path.lexists(os.path.join(path, "HEAD")) and os.path.isdir(os.path.join(path, "objects"))
+
+
+def _is_other(ref: str) -> bool:
+    return ref == "refs/stash" or ref.startswith("refs/tags/")
+
+
+def _detached(tree: str) -> str:
+    return f"{tree}/HEAD" if tree else "HEAD"
+
+
+def _head(repository: str) -> str:
+    """Return the branch, or the hash of the commit, that is checked out; empty if it cannot be told."""
+    with contextlib.suppress(OSError, ValueError):
+        head = _first_line(os.path.join(repository, "HEAD"))
+        if head.startswith("ref: refs/heads/") or _HASH.fullmatch(head):
+            return head.removeprefix("ref: ")
+    return ""
+
+
+def _first_line(path: str) -> str:
+    """Return the first line of a regular file.  OSError, ValueError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a file")
+        return os.fsdecode(os.read(descriptor, _HEAD_BYTES)).partition("\n")[0]
+    finally:
+        os.close(descriptor)
+
+
+def _work_trees(repository: str) -> Iterator[str]:
+    """Yield the linked work trees of a repository: `worktrees/NAME`."""
+    with contextlib.suppress(OSError):
+        yield from (f"worktrees/{name}" for name in sorted(os.listdir(os.path.join(repository, "worktrees"))))
+
+
+def _submodules(repository: str, above: str = "") -> Iterator[str]:
+    """Yield the repositories of submodules, with those of their submodules first."""
+    modules = os.path.join(repository, above, "modules")
+    for directory, names, _ in os.walk(modules):
+        if _is_repository(directory):
+            names.clear()
+            inner = os.path.relpath(directory, repository)
+            yield from _submodules(repository, inner)
+            yield inner
