@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArchiveError",
     "DeniedByPolicyError",
+    "NotMountedError",
     "NotReadyError",
     "SnapshotExistsError",
     "SnapshotNotFoundError",
@@ -53,6 +54,16 @@ class ArchiveError(OSError):
     def __init__(self, reason: str, entry: str | None = None) -> None:
         super().__init__(errno.EINVAL, reason, entry)
         self.entry = entry
+
+
+class NotMountedError(ConnectionError):
+    """The mount that an object works on is gone from `path`, or its daemon has died (ENOTCONN).
+
+    Nothing was changed: a path of the mount may lead to the directory below it now, or into another mount.
+    """
+
+    def __init__(self, path: str, reason: str = "not mounted here any more: mount it again, and open it anew") -> None:
+        super().__init__(errno.ENOTCONN, reason, path)
 
 
 class NotReadyError(OSError):

@@ -8,6 +8,7 @@ import os
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
 from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.errors import os_error
+from protocol.linux.syscalls import MountId
 from protocol.paths import DEFAULT_LIMITS, CallLimits
 
 __all__ = ["HostFilesystem"]
@@ -22,6 +23,9 @@ class HostFilesystem(PathFilesystem):
     With `durable` each write is on the disk when it returns: the file and its name are synced (fsync(2)).  Without, the
     kernel writes it back later, as for most programs; a reader still sees either the old file or the new one.
 
+    All calls raise NotMountedError, a ConnectionError, once `root` is on another mount than `mount` (None: the mount
+    that it is on now).
+
     FileNotFoundError, NotADirectoryError if `root` is not a directory.
     """
 
@@ -32,7 +36,8 @@ class HostFilesystem(PathFilesystem):
         read_only: bool = False,
         durable: bool = False,
         limits: CallLimits = DEFAULT_LIMITS,
+        mount: MountId | None = None,
     ) -> None:
-        if not os.path.isdir(root):
+        if mount is None and not os.path.isdir(root):
             raise os_error(errno.ENOTDIR if os.path.lexists(root) else errno.ENOENT, os.fspath(root))
-        super().__init__(HostFiles(root, read_only=read_only, durable=durable), limits=limits)
+        super().__init__(HostFiles(root, read_only=read_only, durable=durable, mount=mount), limits=limits)

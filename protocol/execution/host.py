@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import subprocess
 import sys
 import termios
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack
 from typing import Final
 
@@ -43,11 +44,17 @@ class HostExecutor(BlockingExecutor):
 
 
 class HostCommandRunner:
-    """Runs commands below the directory `root`, with `env` added to this process's environment."""
+    """Runs commands below the directory `root`, with `env` added to this process's environment.
 
-    def __init__(self, root: str, env: Mapping[str, str] | None = None) -> None:
+    `open_root` opens that directory without waiting for it (O_PATH); it may refuse.
+    """
+
+    def __init__(
+        self, root: str, env: Mapping[str, str] | None = None, open_root: Callable[[], int] | None = None
+    ) -> None:
         self._root = root
         self._env = dict(env or {})
+        self._open_root = open_root or functools.partial(os.open, root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     where: Final = "on this host"
 
@@ -60,10 +67,10 @@ class HostCommandRunner:
             raise OSError(errno.EOPNOTSUPP, reason)
         directory = os.path.normpath(os.path.join(self._root, command.cwd))
         inherited = {name: value for name, value in os.environ.items() if name not in _SERVICE_VARIABLES}
-        env = {**inherited, **self._env, **command.env}
+        env = {**inherited, **self._env, **command.env, "PWD": directory}
         # Shielded: a process that was started must be returned, so that it is ended.
         with trio.CancelScope(shield=True):
-            process = await trio.to_thread.run_sync(_HostProcess, command, directory, env)
+            process = await trio.to_thread.run_sync(_HostProcess, command, self._root, directory, env, self._open_root)
         try:
             async with trio.open_nursery() as nursery:
                 process.begin(nursery)
@@ -81,11 +88,17 @@ class _HostProcess:
     `_status` how the command ended and holds it open until all processes of the command have ended.
     """
 
-    def __init__(self, command: Command, directory: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Command, root: str, directory: str, env: Mapping[str, str], open_root: Callable[[], int]
+    ) -> None:
         self._argv = command.argv
         self._directory = directory
         self._is_terminal = command.terminal is not None
         with ExitStack() as theirs, ExitStack() as ours:
+            # The directory is found below this descriptor: by its path it may be below a mount that is gone.
+            top = open_root()
+            theirs.callback(os.close, top)
+            place = os.path.join(f"/proc/self/fd/{top}", os.path.relpath(directory, root))
             control, self._control = _pipe(theirs, ours)
             self._status, status = _pipe(ours, theirs)
             self._readers: dict[Stream, int]
@@ -105,11 +118,11 @@ class _HostProcess:
             for descriptor in (self._control, self._input, self._status, *self._readers.values()):
                 os.set_blocking(descriptor, False)
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervisor.__file__, directory, str(control), str(status), *command.argv],
+                [sys.executable, "-I", "-S", supervisor.__file__, place, str(control), str(status), *command.argv],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=(control, status),
+                pass_fds=(control, status, top),
                 cwd="/",  # not `directory`: see `protocol.execution.supervisor`
                 start_new_session=True,
                 env=env,

@@ -5,6 +5,7 @@ It is a program of its own, which `protocol.execution.host` starts for every com
 
 - It changes into DIRECTORY itself.  If `subprocess` did that, between vfork and exec, the starting process would block
   with the interpreter lock held until DIRECTORY answers, and DIRECTORY may lie in the mount that this process serves.
+  DIRECTORY may be a path below a descriptor that was passed, /proc/self/fd/N/PATH; then $PWD has the usual path.
 - It is a subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): a descendant whose parent ends becomes its child, even in a
   session of its own.
 - When the command ends, or at EOF on CONTROL_FD (the starting process closed it or died), it kills all descendants.
@@ -34,6 +35,7 @@ _USUAL_TIMER_SLACK_NS = 50_000
 _SCAN_PAUSE_S = 0.01
 # A process that survives SIGKILL this long is blocked in the kernel.
 _KILL_S = 10.0
+_BELOW_DESCRIPTOR = b"/proc/self/fd/"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -51,6 +53,8 @@ def main(arguments: list[bytes]) -> None:
     if child == 0:
         _become(directory, command, writer)
     os.close(writer)
+    if directory.startswith(_BELOW_DESCRIPTOR):
+        os.close(int(directory.split(b"/")[4]))
     # The command's pipes must close when the command ends, so drop these copies.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -77,7 +81,10 @@ def _become(directory: bytes, command: list[bytes], failed: int) -> None:
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         os.chdir(directory)
-        os.environb[b"PWD"] = directory
+        if directory.startswith(_BELOW_DESCRIPTOR):
+            os.close(int(directory.split(b"/")[4]))
+        else:
+            os.environb[b"PWD"] = directory
         os.execvp(command[0], command)  # noqa: S606 (deliberately no shell)
     except OSError as error:
         os.write(failed, str(error.errno).encode())

@@ -29,7 +29,8 @@ from protocol.linux.syscalls import (
     openat2,
 )
 
-DirectoryReference: TypeAlias = int | str | bytes  # a descriptor, or a path
+# A descriptor, a path, or a function that opens the directory (O_PATH).
+DirectoryReference: TypeAlias = int | str | bytes | Callable[[], int]
 
 RECHECK_S: Final = 0.5
 # The names of the files that a restore writes before it renames them into place.  They are never part of a state.
@@ -140,6 +141,9 @@ class RootDirectory:
 
 def open_directory(directory: DirectoryReference, flags: int) -> int:
     """Open a directory.  A descriptor (also an O_PATH one) stays the caller's.  OSError."""
+    if callable(directory):
+        top = Handle(directory())  # closed with its last reference
+        return os.open(".", flags, dir_fd=top.fd)
     if isinstance(directory, int):
         return os.open(".", flags, dir_fd=directory)
     return os.open(directory, flags)

@@ -1,4 +1,6 @@
-"""System calls that Python's os module lacks: openat2, syncfs, fstatfs, mount.  (See also `statx` and `portable`.)
+"""System calls that Python's os module lacks: openat2, syncfs, fstatfs, mount, statx for the identity of a mount.
+
+(See also `statx` and `portable`.)
 
 Source: the man pages of section 2; include/uapi/linux/openat2.h.  The numbers of system calls
 above 424 are the same on every architecture (arch/*/kernel/syscalls: "common").
@@ -10,9 +12,9 @@ import ctypes
 import errno
 import os
 import struct
-from typing import Final
+from typing import Final, NamedTuple
 
-from protocol.errors import os_error
+from protocol.errors import NotMountedError, os_error
 
 RESOLVE_NO_XDEV: Final = 0x01
 RESOLVE_NO_MAGICLINKS: Final = 0x02
@@ -23,7 +25,14 @@ RESOLVE_IN_ROOT: Final = 0x10
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _SYS_OPENAT2: Final = 437
 _OPEN_HOW: Final = struct.Struct("=QQQ")  # flags, mode, resolve
+_DEAD: Final = (errno.ENOTCONN, errno.ECONNABORTED)  # of calls on a mount whose daemon has died
 _OFFSET_MAX: Final = (1 << 63) - 1
+_AT_EMPTY_PATH: Final = 0x1000
+_AT_STATX_FORCE_SYNC: Final = 0x2000
+_STATX_MTIME: Final = 0x40
+_STATX_MNT_ID_UNIQUE: Final = 0x4000
+_STATX_BYTES: Final = 256
+_STATX_MOUNT: Final = struct.Struct("=136xIIQ")  # dev_major, dev_minor, mnt_id
 _STATFS_BYTES: Final = 512  # struct statfs takes 120 on 64 bits; f_type is its first field
 
 _syscall = ctypes.CFUNCTYPE(
@@ -35,6 +44,7 @@ _syscall = ctypes.CFUNCTYPE(
     ctypes.c_size_t,
     use_errno=True,
 )(("syscall", _LIBC))
+_statx = getattr(_LIBC, "statx", None)  # glibc has it from 2.28 on
 _lseek = _LIBC.lseek64 if hasattr(_LIBC, "lseek64") else _LIBC.lseek
 _lseek.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
 _lseek.restype = ctypes.c_int64
@@ -81,6 +91,54 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
     """mount(2): mount a file system of type `kind` at `target`.  `flags` are MS_* of linux/mount.h."""
     if _LIBC.mount(*(os.fsencode(each) for each in (source, target, kind)), ctypes.c_ulong(flags), options.encode()):
         raise os_error(ctypes.get_errno(), target)
+
+
+class MountId(NamedTuple):
+    """The identity of a mount.  `number` is never used again from Linux 6.8 on; before, a later mount may have both."""
+
+    device: int
+    number: int
+
+
+def mount_of(descriptor: int, *, asks: bool = False) -> MountId:
+    """Return the identity of the mount that a descriptor (also an O_PATH one) is on.
+
+    With `asks` the file system has to answer, even if the kernel has all attributes: ENOTCONN if its server has died.
+    Otherwise this never waits for a file system.
+    """
+    flags, mask = _AT_EMPTY_PATH, _STATX_MNT_ID_UNIQUE
+    if asks:
+        flags, mask = flags | _AT_STATX_FORCE_SYNC, mask | _STATX_MTIME
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    if _statx is None:
+        return MountId(os.fstat(descriptor).st_dev, 0)
+    if _statx(descriptor, b"", flags, mask, buffer):
+        raise os_error(ctypes.get_errno())
+    major, minor, number = _STATX_MOUNT.unpack_from(buffer)
+    return MountId(os.makedev(major, minor), number)
+
+
+def open_mount(path: str, mount: MountId, flags: int = os.O_PATH, *, asks: bool = False) -> int:
+    """Open the directory `path`, the root of `mount`.
+
+    NotMountedError if the mount is gone or covered, or if its server has died and `asks` (see `mount_of`).  A path
+    below the descriptor stays in that mount, whatever is unmounted later.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotMountedError(path) from None
+    try:
+        found = mount_of(descriptor, asks=asks)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError) and error.errno in _DEAD:
+            raise NotMountedError(path, "the daemon of this mount has died") from None
+        raise
+    if found != mount:
+        os.close(descriptor)
+        raise NotMountedError(path)
+    return descriptor
 
 
 def syncfs(descriptor: int) -> None:

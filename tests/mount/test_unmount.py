@@ -443,3 +443,18 @@ def test_python_discards(engine: str, workdir: Path) -> None:
 )
 def test_options_that_contradict_each_other_are_wrong_usage(words: tuple[str, ...]) -> None:
     assert vfsd("unmount", *words).returncode == 2
+
+
+def test_a_detached_daemon_changes_nothing_in_the_directory_below_its_mount(mount: MountIt, workdir: Path) -> None:
+    source = workdir / "source"
+    source.mkdir()
+    workspace = mount(backend=f"host:{source}", store=workdir / "store", exec_on_host=True)
+    with open(os.path.join(workspace.path, "held"), "w"):
+        subprocess.run(["fusermount3", "-u", "-z", workspace.path], check=True)
+
+        written = vfsd("fs", "write", "-w", workspace.name, "new", input="x")
+        ran = vfsd("exec", "-w", workspace.name, "--", "touch", "new")
+
+    assert "not mounted here any more" in written.stdout
+    assert "not mounted here any more" in ran.stderr
+    assert os.listdir(workspace.path) == []

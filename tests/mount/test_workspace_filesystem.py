@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from protocol import Filesystem, InMemoryFilesystem, SnapshotableFilesystem
-from protocol.errors import SnapshotNotFoundError
+from protocol.errors import NotMountedError, SnapshotNotFoundError
 from protocol.testing import (
     ArchiveContract,
     FilesystemContract,
@@ -22,7 +24,10 @@ from protocol.testing import (
 from protocol.testing.read_only import READ_ONLY_CONTENTS
 from protocol.tools import FileDeleted, FileEvent, FileWritten
 from tests.mount.conftest import BACKENDS, mounted
+from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.filesystem import WorkspaceFilesystem
 from vfsd.client.workspace import Workspace
+from vfsd.machine.mounts import clear_dead_mount
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -165,3 +170,55 @@ def test_changes_through_the_object_are_published_when_they_are_made(workdir: Pa
         unsubscribe()
         files.write("e", "")
         assert seen == []
+
+
+def _assert_refused(files: WorkspaceFilesystem) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: files.write("kept", "x"),
+        lambda: files.write("new/name", "x", mode="create"),
+        lambda: files.write("kept", "x", mode="append"),
+        lambda: files.mkdir("directory"),
+        lambda: files.delete("kept"),
+        lambda: files.read("kept"),
+        lambda: files.exists("kept"),
+        lambda: files.stat("."),
+        files.list,
+        lambda: files.glob("*"),
+        lambda: files.grep("x"),
+        files.snapshot,
+    ]
+    for call in calls:
+        with pytest.raises(NotMountedError):
+            call()
+
+
+def test_no_call_works_on_the_directory_below_a_mount_that_is_gone_or_on_the_next_mount_there(workdir: Path) -> None:
+    place, name = workdir / "mount", workdir.name
+    workspace = Workspace.mount(place, name=name)
+    files, never_used = workspace.filesystem, Workspace.attach(name)
+    files.write("kept", "x")
+    workspace.unmount()
+
+    _assert_refused(files)
+    with pytest.raises(NotMountedError):
+        never_used.filesystem.write("kept", "x")
+    assert not any(place.iterdir())
+
+    with Workspace.mount(place, name=name):
+        _assert_refused(files)
+        assert not any(place.iterdir())
+
+
+def test_every_call_notices_a_daemon_that_has_died(workdir: Path) -> None:
+    workspace = Workspace.mount(workdir / "mount")
+    files = workspace.filesystem
+    files.write("kept", "x")
+    assert files.read("kept").content == "x"  # from now on the kernel could answer from its caches
+
+    with daemon_end(workspace.pid) as wait_ended:
+        os.kill(workspace.pid, signal.SIGKILL)
+        wait_ended(10)
+
+    _assert_refused(files)
+    clear_dead_mount(workspace.path)
+    _assert_refused(files)

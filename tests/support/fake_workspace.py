@@ -12,12 +12,14 @@ import subprocess
 import threading
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 import trio
 
 from protocol.errors import ArchiveError, SnapshotExistsError, SnapshotNotFoundError
+from protocol.linux.syscalls import mount_of
+from vfsd.client.workspace import WorkspaceBase
 from vfsd.daemon.control.server import ControlServer
 from vfsd.machine.runtime import (
     WorkspaceRecord,
@@ -33,7 +35,16 @@ from vfsd.wire.audit_messages import LogEntry, LogResult, ProcessRecord
 from vfsd.wire.base import ChangeRecord
 
 State = dict[bytes, bytes]
+W = TypeVar("W", bound=WorkspaceBase)
 CREATED_AT = "2026-01-02T03:04:05Z"
+
+
+def on_its_directory(workspace: W) -> W:
+    """Let `workspace.filesystem` work on the directory where nothing is mounted, as if it were the mount."""
+    directory = os.open(workspace.path, os.O_PATH)
+    workspace._mount_id = mount_of(directory)
+    os.close(directory)
+    return workspace
 
 
 def changes_between(old: State, new: State) -> list[ChangeRecord]:

@@ -29,7 +29,7 @@ from protocol.streams import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, TextRea
 from protocol.streams.contract import Data, Stream
 from protocol.types import FilesystemSnapshot, WriteMode
 from vfsd.client.async_connection import AsyncControlClient
-from vfsd.client.requests import FilePath
+from vfsd.client.requests import FilePath, RemoteCall
 from vfsd.client.snapshot_calls import SnapshotCalls, errors_of_import, errors_of_restore
 from vfsd.client.threads import abandon, finish
 
@@ -79,7 +79,7 @@ class AsyncFilesystem:
         """
         self.root: Final = mountpoint
         self.blocking: Final = blocking
-        self._send: Final = client.run
+        self._client: Final = client
         self._calls: Final = SnapshotCalls(mountpoint, mountpoint)
 
     async def is_read_only(self) -> bool:
@@ -122,6 +122,10 @@ class AsyncFilesystem:
         """See `WorkspaceFilesystem.import_archive`."""
         with errors_of_import():
             await self._send(self._calls.import_archive(path))
+
+    async def _send(self, call: RemoteCall[T]) -> T:
+        await abandon(lambda: self.blocking().check_mounted())
+        return await self._client.run(call)
 
     # -- streams -------------------------------------------------------------------------------
     async def open_read(self, path: str) -> AsyncByteReader:

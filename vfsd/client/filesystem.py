@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from protocol.adapters.host import HostFilesystem
+from protocol.linux.syscalls import MountId
 from protocol.paths import normalise
 from protocol.streams import ByteWriter
 from protocol.streams.contract import Data
@@ -37,11 +38,12 @@ class WorkspaceFilesystem(HostFilesystem):
     """Implements `protocol.filesystem.SnapshotableFilesystem` for the workspace mounted at `mountpoint`.
 
     No path leads outside the mount; symlinks are followed within it.  Errors besides the contract's: OSError
-    (EOPNOTSUPP) if the backend has no snapshots, ConnectionError if the daemon is gone.
+    (EOPNOTSUPP) if the backend has no snapshots, ConnectionError if the daemon is gone or the workspace is not mounted
+    any more, whatever is at its path now.
     """
 
-    def __init__(self, mountpoint: str, socket_path: str) -> None:
-        super().__init__(mountpoint)
+    def __init__(self, mountpoint: str, socket_path: str, mount: MountId) -> None:
+        super().__init__(mountpoint, mount=mount)
         # Called with the changes that are made through this object, and with no others.
         self.events: Final = EventHook()
         self._calls: Final = SnapshotCalls(mountpoint, self.root)
@@ -91,7 +93,12 @@ class WorkspaceFilesystem(HostFilesystem):
         with errors_of_import():
             self._send(self._calls.import_archive(path))
 
+    def check_mounted(self) -> None:
+        """Raise NotMountedError if the workspace is not mounted any more, or its daemon has died."""
+        self._store.release(self._store.top(begins=True))
+
     def _send(self, call: RemoteCall[T]) -> T:
+        self.check_mounted()  # a workspace of the same name may have the socket by now
         with ControlClient(self._socket_path) as client:
             return client.run(call)
 

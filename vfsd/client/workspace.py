@@ -32,6 +32,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, Type
 
 from msgspec.structs import replace
 
+from protocol.errors import NotMountedError
+from protocol.linux.syscalls import MountId, open_mount
 from vfsd.client import launch
 from vfsd.client.connection import ControlClient
 from vfsd.client.daemon_exit import END_TIMEOUT_S, HELD_TIMEOUT_S, daemon_end
@@ -40,7 +42,7 @@ from vfsd.client.mount_arguments import MountArguments, fork_target, mount_optio
 from vfsd.client.requests import FilePath, RemoteCall, Requests
 from vfsd.client.results import Unmounted, Upgraded
 from vfsd.client.transaction import OpenTransactions, Transaction
-from vfsd.machine.mountinfo import mount_at
+from vfsd.machine.mountinfo import mount_at, workspace_mount
 from vfsd.machine.runtime import WorkspaceRecord, process_start_ticks, read_record
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
@@ -60,7 +62,7 @@ Kind = type[BaseException] | None
 
 
 class WorkspaceBase:
-    """The properties that `Workspace` and `AsyncWorkspace` share.  No I/O, except in `filesystem`."""
+    """The properties that `Workspace` and `AsyncWorkspace` share.  Only `filesystem` sends requests to the daemon."""
 
     def __init__(self, daemon: Ready | WorkspaceRecord, *, unmount_at_exit: bool) -> None:
         """Use `mount` or `attach`.  With `unmount_at_exit` the end of a `with` block unmounts the workspace."""
@@ -68,6 +70,9 @@ class WorkspaceBase:
         self._unmount_at_exit = unmount_at_exit
         self._requests: Final = Requests(daemon.mountpoint)
         self._unmounted: Unmounted | None = None
+        self._mount_id: MountId | None = None  # of this process's mount namespace; None if it is not mounted there
+        with contextlib.suppress(NotMountedError):
+            self._mount_id = workspace_mount(daemon.mountpoint, daemon.name)
         self._filesystem: WorkspaceFilesystem | None = None
         self._transactions: Final = OpenTransactions()
         # A finalizer rather than `__del__`: at the interpreter's exit it runs while the modules still work.
@@ -104,14 +109,29 @@ class WorkspaceBase:
     def filesystem(self) -> WorkspaceFilesystem:
         """The workspace as a `protocol.SnapshotableFilesystem`, whose snapshots are the workspace's own.
 
-        Its methods block.  The first use makes system calls on the mount.
+        Its methods block.  The first use makes system calls on the mount.  NotMountedError, a ConnectionError, from it
+        and from its methods once the workspace is not mounted any more or its daemon has died.
         """
         # Start-up: archives and search, which this imports, are as much again as the rest of the client.
         from vfsd.client.filesystem import WorkspaceFilesystem  # noqa: PLC0415
 
         if self._filesystem is None:
-            self._filesystem = WorkspaceFilesystem(self.path, self._daemon.socket)
+            self._filesystem = WorkspaceFilesystem(self.path, self._daemon.socket, self.mount_id)
         return self._filesystem
+
+    @property
+    def mount_id(self) -> MountId:
+        """The mount that this object was made for.  NotMountedError if the workspace was not mounted then.
+
+        A path object takes it to refuse any other directory at `path`: `HostFilesystem(ws.path, mount=ws.mount_id)`.
+        """
+        if self._mount_id is None:
+            raise NotMountedError(self.path)
+        return self._mount_id
+
+    def check_mounted(self) -> None:
+        """Raise NotMountedError if the workspace is not mounted any more, or its daemon has died.  Asks the daemon."""
+        os.close(open_mount(self.path, self.mount_id, asks=True))
 
     @property
     def pid(self) -> int:

@@ -305,16 +305,18 @@ class _Daemon:
             container.transport.is_left = lambda: self.leaves_mount
             attend = functools.partial(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
             await nursery.start(self.removal.connect, attend)
+        workspace = self._options.workspace
         return MountedVolume(
             self._backend.volume,
             self._engine,
             self._replay,
-            self._options.workspace.mountpoint,
+            workspace.mountpoint,
             nursery,
             container,
             cache=self._options.kernel.cache,
             snapshot_directory=self._snapshot_directory,
             policy=self._policy,
+            name=workspace.name,
         )
 
     def _methods(
@@ -327,7 +329,7 @@ class _Daemon:
             history, merges = successor.history, successor.merges
         pruned = () if successor is None else successor.lists.pruned
         snapshots = open_snapshots(mounted, self._backend.stored, history, merges, pruned)
-        self._commands = commands = choose_commands(options, self._backend.container, snapshots)
+        self._commands = commands = choose_commands(options, self._backend.container, snapshots, mounted.root.open)
         start = Start(started_at, self._started_by, origin, self._kept)
         given = None if successor is None else successor.forks
         self.forks = forks = Forks(options, self._backend, self._engine.name, nursery, self._run_fork, origin, given)

@@ -34,6 +34,7 @@ from vfsd.kernel.engines.base import Engine, PruningEngine
 from vfsd.kernel.inotify import FileState, Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches, known_inodes, split_moved_directories
 from vfsd.machine.logs import log_failure
+from vfsd.machine.mountinfo import WorkspaceRoot
 from vfsd.wire.options import CacheChoice
 
 if TYPE_CHECKING:
@@ -123,8 +124,11 @@ class MountedVolume:
         cache: CacheChoice = "writethrough",
         snapshot_directory: SnapshotDirectory | None = None,
         policy: Policy | None = None,
+        name: str = "",
     ) -> None:
+        """`name` is that of the workspace."""
         self.policy = policy
+        self.root = WorkspaceRoot(mountpoint, name)
         self._snapshot_directory = snapshot_directory
         self.volume = volume
         self.container = container
@@ -190,7 +194,7 @@ class MountedVolume:
 
     async def _sync(self) -> None:
         try:
-            await trio.to_thread.run_sync(_syncfs, self.mountpoint, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(_syncfs, self.root.open, abandon_on_cancel=True)
         except OSError as error:
             # The mount is detached, or the daemon's user may not open its root directory.  ENOSPC: everything was
             # written back as far as there was space, and fsync(2) and close(2) tell the programs.  EPERM: so was
@@ -281,11 +285,11 @@ class MountedVolume:
         # Those that the kernel has evicted by now cost no further request.
         left = [file for file in files if volume is None or volume.has_lookups(file.inode)]
         with self.using_mount():
-            await self._replay.refresh(left)
+            await self._replay.refresh(left, self.root.open)
 
     async def _stat_all(self, paths: Sequence[bytes]) -> None:
         with self.using_mount():
-            await trio.to_thread.run_sync(_stat_all, self.mountpoint, paths, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(_stat_all, self.root.open, paths, abandon_on_cancel=True)
 
     def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         """Start `work`, which must not fail; the daemon's end cancels it."""
@@ -359,7 +363,7 @@ async def _logged(operation: str, work: Callable[[], Awaitable[None]]) -> None:
         log_failure(_logger, operation, error, level=logging.WARNING)
 
 
-def _stat_all(mountpoint: str, paths: Sequence[bytes]) -> None:
+def _stat_all(open_root: Callable[[], int], paths: Sequence[bytes]) -> None:
     """Make the kernel ask for the sizes of changed files, and look up directories at their new places.
 
     FUSE_NOTIFY_INVAL_INODE leaves an inode's size as the kernel knew it until the next GETATTR, and O_APPEND and
@@ -368,7 +372,7 @@ def _stat_all(mountpoint: str, paths: Sequence[bytes]) -> None:
     it fails (d_invalidate in fs/dcache.c).
     """
     try:
-        root = os.open(mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        root = open_root()
     except OSError:
         return  # detached meanwhile
     try:
@@ -380,8 +384,8 @@ def _stat_all(mountpoint: str, paths: Sequence[bytes]) -> None:
         os.close(root)
 
 
-def _syncfs(mountpoint: str) -> None:
-    descriptor = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _syncfs(open_root: Callable[[int], int]) -> None:
+    descriptor = open_root(os.O_RDONLY)
     try:
         syncfs(descriptor)
     finally:

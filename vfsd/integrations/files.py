@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
+from protocol.adapters.host import HostFilesystem
 from protocol.paths import CallLimits
+from vfsd.client.workspace import WorkspaceBase
 
 # Of programs rather than of an agent's calls: frameworks have limits of their own.
 NO_LIMITS: Final = CallLimits(depth=1 << 20, segment=255, read_bytes=1 << 62, write_bytes=1 << 62)
+
+
+def files_of(workspace: WorkspaceBase) -> HostFilesystem:
+    """The files of a workspace, for an adapter.  NotMountedError if it is not mounted, also from each call later."""
+    return HostFilesystem(workspace.path, limits=NO_LIMITS, mount=workspace.mount_id)
 
 
 def shell_status(exit_status: int) -> int:

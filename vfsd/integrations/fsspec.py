@@ -35,6 +35,7 @@ from protocol.errors import os_error
 from protocol.linux.portable import proc_path
 from protocol.paths import located
 from vfsd.client.workspace import Workspace
+from vfsd.machine.mountinfo import workspace_mount
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records
 
 _FLAGS: Final = {
@@ -279,7 +280,8 @@ class VfsdFileSystem(AbstractFileSystem):
     def _at(self, path: str, *, may_miss: bool = False) -> Generator[ResolvedPath]:
         """Resolve `path` in its workspace, following symlinks."""
         name, below = self._split(path)
-        files = HostFiles(_record(name).mountpoint)
+        record = _record(name)
+        files = HostFiles(record.mountpoint, mount=workspace_mount(record.mountpoint, name))
         with located(path):
             place = resolve(files, os.fsencode(below), may_miss=may_miss)
         with place:

@@ -41,14 +41,14 @@ from pydantic_ai.workspaces import (
 from pydantic_ai.workspaces.protocol import validate_timeout
 
 from protocol.adapters.host import HostFilesystem
+from protocol.errors import NotMountedError
 from protocol.execution.executor import ExecResult
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.mount_arguments import MountArguments, mount_options
 from vfsd.client.requests import FilePath
 from vfsd.client.threads import abandon, finish
 from vfsd.client.workspace import launch_workspace
-from vfsd.integrations.files import NO_LIMITS, shell_status
-from vfsd.machine.mountinfo import mount_at
+from vfsd.integrations.files import files_of, shell_status
 from vfsd.machine.runtime import read_record
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class VfsdBackend(WorkspaceBackend, SupportsCommands, SupportsFilesystem, Suppor
             options = mount_options(self._path, self._kind, **self._arguments)
             workspace = AsyncWorkspace(launch_workspace(options, create=True, fork_server=True), unmount_at_exit=False)
             self._ref = WorkspaceRef(provider=PROVIDER, id=workspace.name)
-        self._files = HostFilesystem(workspace.path, limits=NO_LIMITS)
+        self._files = files_of(workspace)
         self._workspace = workspace
 
     async def _find_root(self, workspace: AsyncWorkspace) -> None:
@@ -337,9 +337,10 @@ async def _or_retry(answer: Awaitable[T]) -> T:
 
 def _check_mounted(workspace: AsyncWorkspace) -> None:
     """Raise WorkspaceUnavailableError unless the workspace is mounted and its daemon lives.  Worker thread."""
-    record = read_record(workspace.name)
-    if record is None or not record.alive or record.pid != workspace.pid or mount_at(workspace.path) is None:
-        raise _unavailable(workspace.name)
+    try:
+        workspace.check_mounted()
+    except NotMountedError as error:
+        raise _unavailable(workspace.name) from error
 
 
 def _unavailable(name: str) -> WorkspaceUnavailableError:

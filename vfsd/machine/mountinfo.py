@@ -11,6 +11,8 @@ import os
 import re
 from typing import Final, NamedTuple
 
+from protocol.errors import NotMountedError
+from protocol.linux.syscalls import MountId, mount_of, open_mount
 from vfsd.machine.selection import follow_symlinks
 
 VFSD_TYPE: Final = "fuse.vfsd"
@@ -112,6 +114,46 @@ def mount_at(path: str) -> Mount | None:
     """Return the topmost mount at `path`, or None."""
     found = mounts_at(resolve(path))
     return found[-1] if found else None
+
+
+def workspace_mount(path: str, name: str) -> MountId:
+    """Return the identity of the mount of the workspace `name` at `path`.  NotMountedError if there is none."""
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        raise NotMountedError(path) from None
+    try:
+        with open(f"/proc/self/fdinfo/{descriptor}", "rb") as file:
+            number = re.search(rb"^mnt_id:\t(\d+)$", file.read(), re.MULTILINE)
+        line = number and re.search(rb"^%s .*$" % number[1], _read(), re.MULTILINE)
+        if not line or _parse_line(line[0]).workspace != name:
+            raise NotMountedError(path)
+        return mount_of(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class WorkspaceRoot:
+    """The root of the mount at `path`, for the daemon that serves it as workspace `name`.
+
+    A path of the daemon leads elsewhere once the mount was detached, which the daemon outlives while it is in use.
+    """
+
+    def __init__(self, path: str, name: str) -> None:
+        self._path = path
+        self._name = name
+        self._mount: MountId | None = None
+
+    @property
+    def mount(self) -> MountId:
+        """The identity of the mount.  NotMountedError if this process does not see it."""
+        if self._mount is None:
+            self._mount = workspace_mount(self._path, self._name)
+        return self._mount
+
+    def open(self, flags: int = os.O_PATH) -> int:
+        """Open the root.  NotMountedError if something else is at its path now."""
+        return open_mount(self._path, self.mount, flags)
 
 
 def find_mount(path: str) -> Mount | None:

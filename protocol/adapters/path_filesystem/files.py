@@ -54,8 +54,11 @@ class PathFiles(Protocol):
     def read_only(self) -> bool: ...
 
     # -- nodes -------------------------------------------------------------------------------
-    def top(self) -> int:
-        """A node of the root directory."""
+    def top(self, *, begins: bool = False) -> int:
+        """A node of the root directory.  NotMountedError if something else is at its path now.
+
+        With `begins`, for the first step of a call, it is also checked that the files are still served.
+        """
         ...
 
     def child(self, node: int, name: bytes) -> int:

@@ -2,7 +2,8 @@
 
 Names are opened one by one below their directory (`protocol.linux.beneath`).  The content of a node is opened through
 /proc/self/fd, which leads to the same file even if it was renamed.  `top` opens the root anew for each call, because
-a descriptor that stays open would keep a mount from being unmounted.
+a descriptor that stays open would keep a mount from being unmounted.  It compares the mount that it opened, so that no
+call works on the directory below a mount that is gone, whenever that goes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final, Literal
 from protocol.adapters.path_filesystem.files import Status
 from protocol.linux.beneath import open_beneath
 from protocol.linux.portable import proc_path
+from protocol.linux.syscalls import MountId, mount_of, open_mount
 from protocol.linux.xattrs import read_xattrs
 
 _PIECE_BYTES: Final = 1 << 20  # of one read: os.pread allocates the requested size before it reads
@@ -23,15 +25,34 @@ _FILE: Final = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
 class HostFiles:
-    """Nodes are file descriptors.  `read_only` follows the file system's mount; `durable` syncs each write."""
+    """Nodes are file descriptors.  `read_only` follows the file system's mount; `durable` syncs each write.
 
-    def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False, durable: bool = False) -> None:
+    `mount` is the mount whose files these are, at `root`; None: the one that is there now, without a check that its
+    daemon lives.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        durable: bool = False,
+        mount: MountId | None = None,
+    ) -> None:
         self.root = os.path.realpath(root)
         self._durable = durable
-        self.read_only = read_only or bool(os.statvfs(self.root).f_flag & os.ST_RDONLY)
+        self._is_served = mount is not None
+        directory = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+        node = os.open(self.root, directory) if mount is None else open_mount(self.root, mount, asks=True)
+        try:
+            self._mount = mount_of(node)
+            is_read_only = os.fstatvfs(node).f_flag & os.ST_RDONLY
+        finally:
+            os.close(node)
+        self.read_only = read_only or bool(is_read_only)
 
-    def top(self) -> int:
-        return os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    def top(self, *, begins: bool = False) -> int:
+        return open_mount(self.root, self._mount, asks=begins and self._is_served)
 
     def child(self, node: int, name: bytes) -> int:
         return open_beneath(node, name, os.O_PATH)

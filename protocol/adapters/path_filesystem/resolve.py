@@ -92,7 +92,7 @@ class _Walk:
         self._own = len(self._todo)  # this many of `todo`, from its start, are from the path; the others from symlinks
 
     def place(self, may_miss: bool) -> ResolvedPath:
-        self._node = self._store.top()
+        self._node = self._store.top(begins=True)
         try:
             while self._todo:
                 part = self._todo.pop()

@@ -41,7 +41,7 @@ class VolumeFiles:
     def read_only(self) -> bool:
         return self.volume.read_only
 
-    def top(self) -> int:
+    def top(self, *, begins: bool = False) -> int:  # noqa: ARG002 a volume cannot be gone
         return ROOT_INODE  # never released: the root always lives
 
     def child(self, node: int, name: bytes) -> int:

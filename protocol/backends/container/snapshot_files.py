@@ -24,6 +24,7 @@ from protocol.adapters.path_filesystem.volume_files import VolumeFiles
 from protocol.adapters.tree import PathFilesTree
 from protocol.backends.container.agent.helper_transport import HelperTransport
 from protocol.backends.container.connection import TransportConnection
+from protocol.linux.beneath import DirectoryReference
 from protocol.store import DirectorySource, DirectoryTarget, Source, TreeSource
 from protocol.store.directory.scan import FileProgress, Scanned, Unreadable
 from protocol.store.directory.statcache import StatCache
@@ -41,10 +42,10 @@ class ContainerSource:
     identity: Final = None
 
     def __init__(
-        self, connection: TransportConnection[Any], mountpoint: str, *, is_mount_complete: bool = True
+        self, connection: TransportConnection[Any], mount: DirectoryReference, *, is_mount_complete: bool = True
     ) -> None:
         self._connection = connection
-        self._mountpoint = mountpoint
+        self._mount = mount
         self._is_mount_complete = is_mount_complete
 
     def _now(self) -> Source:
@@ -53,7 +54,7 @@ class ContainerSource:
         if isinstance(transport, HelperTransport):
             return TreeSource(trio.from_thread.run_sync(transport.tree), may_change=True)
         if self._is_mount_complete:
-            return DirectorySource(self._mountpoint)
+            return DirectorySource(self._mount)
         return TreeSource(_ServedTree(self._connection.volume), may_change=True)
 
     def scan(
@@ -103,10 +104,10 @@ class _ServedTree(PathFilesTree):
 
 
 class MountTarget(DirectoryTarget):
-    """A mountpoint.  `source` may not know the identity of an entry; then the entry is replaced without a check."""
+    """The root of a mount.  `source` may not know the identity of an entry, which is then replaced without a check."""
 
-    def __init__(self, mountpoint: str, source: Source) -> None:
-        super().__init__(os.fsencode(mountpoint))
+    def __init__(self, mount: DirectoryReference, source: Source) -> None:
+        super().__init__(mount)
         self.source = source
 
     def _check(self, directory: int, name: bytes, path: bytes, expected: bytes | None) -> None:

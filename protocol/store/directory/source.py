@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 class DirectorySource:
-    """A host directory, given by a path or by a descriptor (also an O_PATH one) that stays the caller's."""
+    """A host directory; a descriptor (also an O_PATH one) stays the caller's."""
 
     def __init__(self, place: DirectoryReference) -> None:
         self._place = place
@@ -63,9 +63,13 @@ class DirectorySource:
 
     @property
     def identity(self) -> tuple[int, int] | None:
-        seen = os.fstat(self._place) if isinstance(self._place, int) else os.stat(self._place)
+        if callable(self._place):
+            with self.opened() as root:
+                seen = os.fstat(root.fd)
+        else:
+            seen = os.fstat(self._place) if isinstance(self._place, int) else os.stat(self._place)
         if not stat.S_ISDIR(seen.st_mode):
-            raise os_error(errno.ENOTDIR, None if isinstance(self._place, int) else os.fsdecode(self._place))
+            raise os_error(errno.ENOTDIR, os.fsdecode(self._place) if isinstance(self._place, (str, bytes)) else None)
         return seen.st_dev, seen.st_ino
 
     def scan(

@@ -46,7 +46,7 @@ class ChangedMeanwhileError(OSError):
 
 
 class DirectoryTarget:
-    """A host directory, given by a path or by a descriptor that stays the caller's.
+    """A host directory; a descriptor stays the caller's.
 
     Every method makes one change, or raises OSError and makes none.  `expected` is the `change_key` that the scan
     recorded for the entry (None: there was none).  Parts of an entry's metadata that cannot be set are not an error;

@@ -19,7 +19,8 @@ from vfsd.machine.optional_dependencies import missing_package
 
 if TYPE_CHECKING:
     from protocol.backends.container.workspace import ContainerWorkspace
-    from vfsd.wire.options import MountOptions
+    from vfsd.machine.mountinfo import WorkspaceRoot
+from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
 _SERVICE_S: Final = 30.0
@@ -142,7 +143,6 @@ def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> S
     store = Store(options.workspace.store)
     check_outside(options, store)
     policy = options.policy
-    source = ContainerSource(
-        workspace.connection, options.workspace.mountpoint, is_mount_complete=not (policy.protect or policy.hide)
-    )
-    return Stored(store, key, source, MountTarget(options.workspace.mountpoint, source))
+    root = WorkspaceRoot(options.workspace.mountpoint, options.workspace.name)
+    source = ContainerSource(workspace.connection, root.open, is_mount_complete=not (policy.protect or policy.hide))
+    return Stored(store, key, source, MountTarget(root.open, source))

@@ -13,7 +13,8 @@ from vfsd.daemon.backends.shared import cache_timeout_s, check_outside, describe
 from vfsd.daemon.snapshots.stored_workspace import Stored
 
 if TYPE_CHECKING:
-    from vfsd.wire.options import MountOptions
+    from vfsd.machine.mountinfo import WorkspaceRoot
+from vfsd.wire.options import MountOptions
 
 
 def open_exec(options: MountOptions, progress: ByteProgress) -> Backend:
@@ -28,8 +29,9 @@ def open_exec(options: MountOptions, progress: ByteProgress) -> Backend:
         is_continued=options.is_continued,
         keep_going=lambda: progress(0, 0),
     )
-    source = ContainerSource(connection, options.workspace.mountpoint)
-    target = MountTarget(options.workspace.mountpoint, source)
+    root = WorkspaceRoot(options.workspace.mountpoint, options.workspace.name)
+    source = ContainerSource(connection, root.open)
+    target = MountTarget(root.open, source)
     stored = Stored(store, f"exec:{command}:{directory}", source, target)
     return Backend(
         connection.volume,

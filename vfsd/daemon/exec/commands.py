@@ -37,9 +37,14 @@ _logger = logging.getLogger(__name__)
 
 
 def choose_commands(
-    options: MountOptions, container: ContainerWorkspace | None, snapshots: SnapshotService | None
+    options: MountOptions,
+    container: ContainerWorkspace | None,
+    snapshots: SnapshotService | None,
+    open_root: Callable[[], int],
 ) -> Commands:
     """Choose where commands run: on this host, in the workspace's `container`, in a sandbox, or nowhere.
+
+    `open_root` opens the root of the mount.
 
     OSError if a package is missing.
     """
@@ -50,7 +55,7 @@ def choose_commands(
         # Start-up: most workspaces run no commands.
         from protocol.execution.host import HostCommandRunner  # noqa: PLC0415
 
-        return run_with(runner=HostCommandRunner(options.workspace.mountpoint, {"VFSD_WORKSPACE": name}))
+        return run_with(runner=HostCommandRunner(options.workspace.mountpoint, {"VFSD_WORKSPACE": name}, open_root))
     # Imported here because Podman's client takes longer to import than everything else together.
     if container is not None:
         from protocol.backends.container.exec.runner import ContainerCommandRunner  # noqa: PLC0415

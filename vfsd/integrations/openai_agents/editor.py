@@ -16,21 +16,20 @@ from typing import Final
 
 from agents import ApplyPatchOperation, ApplyPatchResult, apply_diff
 
-from protocol.adapters.host import HostFilesystem
 from vfsd.client.workspace import Workspace
-from vfsd.integrations.files import NO_LIMITS
+from vfsd.integrations.files import files_of
 
 
 class VfsdEditor:
     """Implements `agents.ApplyPatchEditor`.  Paths are relative to the workspace, or absolute and below its mountpoint.
 
     A change that cannot be made is a result with the status "failed", which the model sees.  ConnectionError if the
-    workspace's daemon is gone.
+    workspace is not mounted any more or its daemon is gone.
     """
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace: Final = workspace
-        self._files: Final = HostFilesystem(workspace.path, limits=NO_LIMITS)
+        self._files: Final = files_of(workspace)
 
     def create_file(self, operation: ApplyPatchOperation) -> ApplyPatchResult:
         """Create a file; "failed" if it exists."""
@@ -45,7 +44,6 @@ class VfsdEditor:
         return self._change(operation)
 
     def _change(self, operation: ApplyPatchOperation) -> ApplyPatchResult:
-        self._workspace.status()  # without a daemon, the mountpoint is a directory of the host: ConnectionError
         try:
             return ApplyPatchResult(status="completed", output=self._changed(operation))
         except ConnectionError:

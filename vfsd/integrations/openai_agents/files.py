@@ -31,16 +31,18 @@ from protocol.adapters.path_filesystem.plain import PlainPathFilesystem
 from protocol.adapters.path_filesystem.resolve import ResolvedPath, resolve
 from protocol.linux.portable import proc_path
 from protocol.streams import ByteReader
+from vfsd.client.workspace import WorkspaceBase
 from vfsd.integrations.files import NO_LIMITS
 
 
 class SandboxFiles:
-    """The directories of `roots`, paths as the agent sees them, at the directories of this host that they map to."""
+    """The workspace at `root`, and the directories of `grants`: paths as the agent sees them, and on this host."""
 
-    def __init__(self, roots: Mapping[PurePosixPath, str]) -> None:
+    def __init__(self, workspace: WorkspaceBase, root: PurePosixPath, grants: Mapping[PurePosixPath, str]) -> None:
+        own = HostFiles(workspace.path, mount=workspace.mount_id)
+        roots = {root: own, **{path: HostFiles(directory) for path, directory in grants.items()}}
         # The longest first, so that a grant inside another one is found.
-        ordered = sorted(roots.items(), key=lambda item: -len(item[0].parts))
-        self._roots: Final = {root: HostFiles(directory) for root, directory in ordered}
+        self._roots: Final = dict(sorted(roots.items(), key=lambda item: -len(item[0].parts)))
 
     def _located(self, path: Path) -> tuple[HostFiles, str]:
         """Return the directory that contains `path`, and the path in it ("." for the directory itself)."""

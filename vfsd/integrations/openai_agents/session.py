@@ -202,7 +202,7 @@ class VfsdSandboxSession(BaseSandboxSession):
         grants = {PurePosixPath(grant.path): grant.path for grant in self.state.manifest.extra_path_grants}
         if self._is_on_host:  # paths are resolved, and the grants with them
             grants = {PurePosixPath(Path(path).resolve()): str(Path(path).resolve()) for path in grants.values()}
-        return SandboxFiles({PurePosixPath(self.state.manifest.root): self.workspace.path, **grants})
+        return SandboxFiles(self.workspace, PurePosixPath(self.state.manifest.root), grants)
 
     def normalize_path(self, path: Path | str, *, for_write: bool = False) -> Path:
         policy = self._workspace_path_policy()

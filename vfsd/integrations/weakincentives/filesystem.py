@@ -20,6 +20,7 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 from weakincentives.errors import SnapshotError, SnapshotRestoreError, WinkError
 from weakincentives.filesystem import FilesystemSnapshot, HostByteWriter, HostFilesystem, WriteResult, normalize_path
 
+from protocol.errors import NotMountedError
 from protocol.tools.events import FileDeleted, FileWritten
 from protocol.types import FilesystemSnapshot as WorkspaceSnapshot
 from vfsd.client.workspace import Workspace
@@ -44,9 +45,8 @@ class VfsdFilesystem(HostFilesystem):
 
     def __init__(self, workspace: Workspace | str, *, read_only: bool = False) -> None:
         self.workspace: Final = workspace if isinstance(workspace, Workspace) else Workspace.attach(workspace)
-        self.workspace.status()  # without a daemon, the path may be a directory of the host
+        self.workspace.status()  # ConnectionError without a daemon
         super().__init__(_root=self.workspace.path, _read_only=read_only or self.workspace.filesystem.read_only)
-        self._device: Final = os.stat(self._root).st_dev
 
     # -- snapshots ----------------------------------------------------------------------------
     def snapshot(self, *, tag: str | None = None) -> FilesystemSnapshot:
@@ -126,14 +126,10 @@ class VfsdFilesystem(HostFilesystem):
     def _resolve_path(self, path: str) -> Path:
         """Resolve as WINK does.  WorkspaceUnavailableError if the root is only a directory of the host by now."""
         try:
-            mounted = os.stat(self._root).st_dev == self._device
-        except OSError:
-            mounted = False
-        if not mounted:
-            name = self.workspace.name
-            raise WorkspaceUnavailableError(
-                f"the workspace {name} is not mounted any more (`vfsd list` lists workspaces)"
-            )
+            self.workspace.check_mounted()
+        except NotMountedError:
+            text = f"the workspace {self.workspace.name} is not mounted any more (`vfsd list` lists workspaces)"
+            raise WorkspaceUnavailableError(text) from None
         resolved: Path = super()._resolve_path(path)
         return resolved
 

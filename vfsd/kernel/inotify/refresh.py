@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -24,12 +24,12 @@ class FileState(NamedTuple):
     mtime_ns: int
 
 
-def refresh_files(mountpoint: str, files: Sequence[FileState]) -> None:
-    """Give the kernel the sizes and times of `files`.  OSError if the mount cannot be opened.
+def refresh_files(open_root: Callable[[], int], files: Sequence[FileState]) -> None:
+    """Give the kernel the sizes and times of `files` on the mount whose root `open_root` opens.  Raises as that does.
 
     Skips a file that is gone, that the daemon's user may not write, or that is being executed (ETXTBSY).
     """
-    root = os.open(mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    root = open_root()
     try:
         for file in files:
             with suppress(OSError):

@@ -65,10 +65,10 @@ class Replay:
         self._drops += 1
         self._stopped.set()
 
-    async def refresh(self, files: Sequence[FileState]) -> None:
+    async def refresh(self, files: Sequence[FileState], open_root: Callable[[], int]) -> None:
         """Give the kernel the sizes and times of `files` (see `vfsd.kernel.inotify.refresh`).  Logs failures."""
         if files:
-            await self._run(lambda _stopped: refresh_files(self._mountpoint, files))
+            await self._run(lambda _stopped: refresh_files(open_root, files))
 
     async def _run(
         self, work: Callable[[threading.Event], object], *, is_dropped: Callable[[], bool] = lambda: False

@@ -21,7 +21,7 @@ import anyio
 import pytest
 import trio
 
-from tests.support.fake_workspace import FakeDaemon
+from tests.support.fake_workspace import FakeDaemon, on_its_directory
 from vfsd import AsyncWorkspace
 from vfsd.client import answers, async_connection, threads
 from vfsd.client.async_filesystem import AsyncFilesystem
@@ -333,7 +333,7 @@ def test_the_loop_turns_while_files_are_read_and_written(
         monkeypatch.setattr(WorkspaceFilesystem, name, slow(name))
 
     async def body() -> None:
-        ws = await AsyncWorkspace.attach("demo")
+        ws = on_its_directory(await AsyncWorkspace.attach("demo"))
         async with ticker.ticking():
             for name, args in list(calls.items())[1:]:
                 result = await getattr(ws.async_filesystem, name)(*args)
@@ -436,7 +436,7 @@ def test_a_write_in_progress_is_waited_for_before_a_transaction_is_undone(
     monkeypatch.setattr(WorkspaceFilesystem, "write", write)
 
     async def body() -> None:
-        ws = await AsyncWorkspace.attach("demo")
+        ws = on_its_directory(await AsyncWorkspace.attach("demo"))
         await ws.async_filesystem.is_read_only()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1), ws.transaction() as t:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ArchiveError
-from tests.support.fake_workspace import FakeDaemon
+from tests.support.fake_workspace import FakeDaemon, on_its_directory
 from vfsd import Workspace
 from vfsd.client.filesystem import WorkspaceFilesystem
 from vfsd.wire.snapshot_messages import ProblemRecord
@@ -25,7 +25,7 @@ def daemon(workdir: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def files(daemon: FakeDaemon) -> WorkspaceFilesystem:
-    return Workspace.attach("demo").filesystem
+    return on_its_directory(Workspace.attach("demo")).filesystem
 
 
 def test_a_snapshot_that_lacks_files_warns(files: WorkspaceFilesystem, daemon: FakeDaemon) -> None:
@@ -54,7 +54,7 @@ def test_an_archive_that_the_daemon_refuses_is_an_archive_error(files: Workspace
 
 def test_a_daemon_that_is_gone_is_a_connection_error(workdir: Path) -> None:
     with FakeDaemon("demo", str(workdir)):
-        files = Workspace.attach("demo").filesystem
+        files = on_its_directory(Workspace.attach("demo")).filesystem
 
     with pytest.raises(ConnectionError):
         files.snapshot()

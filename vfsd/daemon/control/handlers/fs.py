@@ -224,11 +224,12 @@ class FsMethods:
         self, work: Callable[[ToolContext], T], keep_going: CancelCheck, threads: trio.CapacityLimiter | None = None
     ) -> T:
         """Call `work` on the mount in a worker thread, as any program would."""
-        root, read_only = self._options.mountpoint, self._options.read_only
+        root, read_only, mounted = self._options.mountpoint, self._options.read_only, self._mounted.root
 
         def run() -> T:
             with acting_through_mount():
-                return work(fs_calls.directory_context(root, read_only=read_only, keep_going=keep_going))
+                mount = mounted.mount
+                return work(fs_calls.directory_context(root, read_only=read_only, mount=mount, keep_going=keep_going))
 
         with self._mounted.using_mount():
             return await trio.to_thread.run_sync(run, limiter=threads)

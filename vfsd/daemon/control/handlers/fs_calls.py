@@ -23,6 +23,7 @@ from protocol.adapters.host import HostFilesystem
 from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.adapters.tree import PathFilesTree
 from protocol.filesystem import Filesystem
+from protocol.linux.syscalls import MountId
 from protocol.paths import DEFAULT_LIMITS, CallLimitError, encode, normalise
 from protocol.search.walk import CancelCheck, never_cancelled
 from protocol.tool_messages import (
@@ -60,13 +61,15 @@ _ANSWER_BYTES: Final = 16 << 20  # of an encoded list; a longer one is "truncate
 P = TypeVar("P", EditFileParams, GlobParams, GrepParams, RmParams)
 
 
-def directory_context(root: str, *, read_only: bool = False, keep_going: CancelCheck = never_cancelled) -> ToolContext:
-    """The context for the directory `root` of this host, which may be a mount.  OSError if it is not a directory.
+def directory_context(
+    root: str, *, read_only: bool = False, mount: MountId | None = None, keep_going: CancelCheck = never_cancelled
+) -> ToolContext:
+    """The context for the directory `root` of this host, the root of `mount`.  OSError if it is not a directory.
 
     Each system call is a step of its own, so other programs may make changes in between.
     """
-    filesystem = HostFilesystem(root, read_only=read_only)
-    tree = PathFilesTree(HostFiles(root), with_xattrs=False)
+    filesystem = HostFilesystem(root, read_only=read_only, mount=mount)
+    tree = PathFilesTree(HostFiles(root, mount=mount), with_xattrs=False)
     return ToolContext(filesystem, tree=lambda: nullcontext(tree), keep_going=keep_going)
 
 
