@@ -23,7 +23,7 @@ REWIND_S ?= 120
 PAIRS ?= 20
 MATPLOTLIB := $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet -e '.[bench]'
 
-.PHONY: help setup demo test test-integrations test-weakincentives coverage coverage-report lint format man bench bench-short clean
+.PHONY: help setup demo test test-all test-integrations test-weakincentives coverage coverage-report lint format man bench bench-short clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,12 +35,17 @@ demo: ## a tour on a real mount: git, snapshot, damage, diff, restore, export
 	@$(BOOTSTRAP) fuse
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
-test: ## all tests but the long campaigns; ARGS='...' goes to pytest, COVERAGE=1 measures
-	@$(BOOTSTRAP) fuse tests
+# Which tests: short, all, or rest (all but the short ones); tests/support/suites.py has the rules.
+SUITE ?= short
+test: ## the tests to run before lunch (five minutes on two idle CPUs); ARGS='...' goes to pytest
+	@$(BOOTSTRAP) tests
 	@$(if $(COVERAGE),$(BIN)/coverage erase)
 	@$(BIN)/python -m compileall -q -j 0 protocol vfsd tests # else each worker does that
 	@$(BIN)/python -m tests.support.compiling # the same, for what pytest makes of the tests
-	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --suite $(SUITE) $(ARGS)
+
+test-all: ## all tests but the long campaigns; ARGS=--runs-long for these too
+	@$(MAKE) test SUITE=all
 
 # With packages of its own, which .venv does not need; CI does not run it.
 INTEGRATIONS := .venv-integrations
@@ -80,7 +85,7 @@ else
 	$(WINK)/bin/pytest -p no:asyncio tests/integrations/test_weakincentives.py $(ARGS)
 endif
 
-coverage: ## the same tests, and which lines and branches they reached, daemons included
+coverage: ## the tests of SUITE (short, all), and which lines and branches they reached, daemons included
 	@status=0; $(MAKE) test COVERAGE=1 || status=$$?; $(MAKE) coverage-report; exit $$status
 
 coverage-report: ## what the last measured run reached

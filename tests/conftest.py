@@ -25,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import zygote
-from tests.support.durations import CpuPlugin, DurationsPlugin
+from tests.support.durations import CpuPlugin, DurationsPlugin, record_of
 from tests.support.hang_watch import HangWatch
 from tests.support.leaks import TAG, Leaks, descriptors, mounts, open_files
 from tests.support.progress import ProgressPlugin
@@ -40,6 +40,7 @@ _SESSION_DIR = pytest.StashKey[str]()
 _HANG_WATCH = pytest.StashKey[HangWatch]()
 _PYTEST_ROOT = "PYTEST_DEBUG_TEMPROOT"  # where pytest puts its own temporary directories
 _REMOVALS = 10
+_PRINTED = 15  # lines of a failed test's output
 _REMOVAL_PAUSE_S = 0.2
 
 # A deadline measures the machine; each profile reports how to reproduce what it found.
@@ -78,8 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
         usual = "long" if _is_long(config) else "ci" if os.environ.get("CI") else "dev"
         settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or usual)
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(ProgressPlugin(config))
-        config.pluginmanager.register(DurationsPlugin())
+        record = record_of(config.getoption("--suite"))
+        config.pluginmanager.register(ProgressPlugin(config, record))
+        config.pluginmanager.register(DurationsPlugin(record))
     config.pluginmanager.register(CpuPlugin())
     # pytest's own directories stay outside of the session's, where those of failed tests can be looked at.  Workers
     # inherit the variable.
@@ -139,7 +141,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _deselect(config, items, lambda item: not _is_long(config) and item.get_closest_marker("long") is not None)
     _deselect(config, items, lambda item: suite != "all" and (suite == "rest") != _is_extended(item))
     if (worker := getattr(config, "workerinput", None)) is not None:
-        items[:] = slow_first(items, lambda item: item.get_closest_marker("slow") is not None, worker["workercount"])
+        items[:] = slow_first(
+            items,
+            lambda item: item.get_closest_marker("slow") is not None,
+            worker["workercount"],
+            lambda item: item.get_closest_marker("container") is not None,  # one Podman service and its images
+        )
 
 
 def _is_extended(item: pytest.Item) -> bool:
@@ -181,7 +188,15 @@ def pytest_runtest_makereport(
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
         report.outcome = "failed"
         report.longrepr = _FAILED_SKIP.format(reason)
+    if report.failed and item.config.option.verbose < 1:
+        report.sections = [(title, _end(text)) for title, text in report.sections]
     return report
+
+
+def _end(text: str) -> str:
+    """The last lines of what a failed test printed: its failure fits a screen (`-v` shows all)."""
+    lines = text.splitlines(keepends=True)
+    return text if len(lines) <= _PRINTED else f"... {len(lines) - _PRINTED} lines (-v)\n" + "".join(lines[-_PRINTED:])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,8 +1,8 @@
 """Record where the time of a test run goes: by file, and for the slowest tests.
 
-At the end of a run the session's main process writes `test-durations.txt` at the repository's root: seconds of set-up,
-call and clean-up, and the CPU time of the worker and of the children it reaped meanwhile (daemons are not among these).
-`ProgressPlugin` reads the file of the last run for its estimate; `.ci/run` prints its head.
+At the end of a whole suite the session's main process writes `test-durations-SUITE.txt` at the repository's root:
+seconds of set-up, call and clean-up, and the CPU time of the worker and of the children it reaped meanwhile (daemons
+are not among these).  `ProgressPlugin` reads the file of the last run for its estimate; `.ci/run` prints its head.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["RECORD", "Cost", "CpuPlugin", "DurationsPlugin", "read_record"]
+__all__ = ["Cost", "CpuPlugin", "DurationsPlugin", "read_record", "record_of"]
 
-RECORD = Path(__file__).parents[2] / "test-durations.txt"
 _SLOWEST = 300
 _PHASES = ("setup", "call", "teardown")
+
+
+def record_of(suite: str) -> Path:
+    """The file with the durations of a suite's last whole run."""
+    return Path(__file__).parents[2] / f"test-durations-{suite}.txt"
 
 
 @dataclass(slots=True)
@@ -67,7 +71,7 @@ class CpuPlugin:
 class DurationsPlugin:
     """In the main process: collect the reports, and write them when the run ends."""
 
-    def __init__(self, path: Path = RECORD) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._started_s = time.monotonic()
         self._tests: defaultdict[str, Cost] = defaultdict(Cost)
@@ -76,8 +80,12 @@ class DurationsPlugin:
         if report.when in _PHASES:
             self._tests[report.nodeid].add(report.when, report.duration, getattr(report, "cpu_s", 0.0))
 
-    def pytest_sessionfinish(self) -> None:
-        if self._tests:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        config = session.config
+        is_selection = (
+            config.option.keyword or config.option.markexpr or config.args_source != config.ArgsSource.TESTPATHS
+        )
+        if self._tests and not is_selection:
             self._path.write_text(self.text(time.monotonic() - self._started_s), encoding="utf-8")
 
     def text(self, elapsed_s: float) -> str:
@@ -106,7 +114,7 @@ def _rows(costs: dict[str, Cost], most: int | None = None) -> list[str]:
     ]
 
 
-def read_record(path: Path = RECORD) -> dict[str, float]:
+def read_record(path: Path) -> dict[str, float]:
     """Mean seconds of a test, by file, in the last recorded run; empty if there is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

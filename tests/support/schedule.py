@@ -14,14 +14,25 @@ __all__ = ["slow_first"]
 T = TypeVar("T")
 
 
-def slow_first(tests: Sequence[T], is_slow: Callable[[T], bool], workers: int) -> list[T]:
-    """Order `tests` so that each worker's part begins with its share of the slow ones; the others keep their order."""
-    slow = [test for test in tests if is_slow(test)]
-    others = [test for test in tests if not is_slow(test)]
+def slow_first(
+    tests: Sequence[T], is_slow: Callable[[T], bool], workers: int, is_shared: Callable[[T], bool] = lambda _: False
+) -> list[T]:
+    """Order `tests` so that each worker's part begins with its share of the slow ones; the others keep their order.
+
+    The part of the first worker begins with the tests that share something expensive (`is_shared`), if there are any.
+    Tests are taken from the end of a part, so most of these stay with one worker, which sets it up once.
+    """
+    shared = [test for test in tests if is_shared(test)]
+    slow = [test for test in tests if is_slow(test) and not is_shared(test)]
+    others = [test for test in tests if not is_slow(test) and not is_shared(test)]
+    shares = [slow[worker::workers] for worker in range(workers)]
+    if shared and workers > 1:
+        shares = [shared, *(slow[worker :: workers - 1] for worker in range(workers - 1))]
+    elif shared:
+        shares = [shared + slow]
     ordered: list[T] = []
-    for worker in range(workers):
+    for worker, share in enumerate(shares):
         size = (len(tests) - len(ordered)) // (workers - worker)  # as xdist divides them
-        share = slow[worker::workers]
         count = max(0, size - len(share))
         ordered += share + others[:count]
         del others[:count]

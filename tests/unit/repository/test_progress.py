@@ -15,27 +15,44 @@ REPOSITORY = Path(__file__).parents[3]
 _OF_THE_SESSION = {"PYTEST_ADDOPTS", "PYTEST_PLUGINS"}  # options and plugins that the inner session has not
 
 
-def test_a_line_comes_when_its_time_has_come_and_estimates_what_is_left() -> None:
-    now_s = 100.0
-    progress = Progress(30, lambda: now_s)
-    progress.start(2000)
-    lines = []
-    for _ in range(500):
-        now_s += 0.2
-        lines.append(progress.finished())
-    said = [line for line in lines if line]
+def lines(progress: Progress, clock: list[float]) -> list[str]:
+    """Run 200 tests of `quick`, 0.125 s each, and 100 of `slow`, 1 s each."""
+    tests = ["tests/quick.py::test"] * 200 + ["tests/slow.py::test"] * 100
+    progress.start(tests)
+    said = []
+    for test in tests:
+        clock[0] += 0.125 if "quick" in test else 1.0
+        said.append(progress.finished(test))
+    return [line for line in said if line]
+
+
+def test_a_line_comes_when_its_time_has_come() -> None:
+    clock = [100.0]
+    said = lines(Progress({}, 30, lambda: clock[0]), clock)
     assert len(said) == 3
-    assert said[0] == "150 of 2,000 tests (7 %), 0 failed, 0:30 so far, about 6:10 left"
+    assert said[0] == "205 of 300 tests (68 %), 0 failed, 0:30 so far"
+
+
+def test_the_estimate_comes_from_the_durations_of_an_earlier_run() -> None:
+    clock = [100.0]
+    # That machine was twice as fast.
+    said = lines(Progress({"tests/quick.py": 0.0625, "tests/slow.py": 0.5}, 30, lambda: clock[0]), clock)
+    assert said[0] == "205 of 300 tests (68 %), 0 failed, 0:30 so far, about 1:35 left"
+
+
+def test_durations_of_a_part_give_no_estimate() -> None:
+    clock = [100.0]
+    assert "left" not in lines(Progress({"tests/quick.py": 0.05}, 30, lambda: clock[0]), clock)[0]
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_with_and_without_workers_prints_them(tmp_path: Path, workers: str) -> None:
     (tmp_path / "test_some.py").write_text("".join(f"def test_{n}():\n    assert {n} != 1\n" for n in range(3)))
     (tmp_path / "conftest.py").write_text(
-        "from tests.support.progress import ProgressPlugin\n"
+        "from pathlib import Path\nfrom tests.support.progress import ProgressPlugin\n"
         "def pytest_configure(config):\n"
         "    if not hasattr(config, 'workerinput'):\n"
-        "        config.pluginmanager.register(ProgressPlugin(config))\n"
+        "        config.pluginmanager.register(ProgressPlugin(config, Path('none')))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_SESSION}
     environment |= {"VFSD_TEST_PROGRESS_S": "0", "PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
