@@ -82,10 +82,9 @@ class DurationsPlugin:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         config = session.config
-        is_selection = (
-            config.option.keyword or config.option.markexpr or config.args_source != config.ArgsSource.TESTPATHS
-        )
-        if self._tests and not is_selection:
+        has_all = config.args_source == config.ArgsSource.TESTPATHS
+        is_whole = has_all and not (config.option.keyword or config.option.markexpr)
+        if self._tests and is_whole:
             self._path.write_text(self.text(time.monotonic() - self._started_s), encoding="utf-8")
 
     def text(self, elapsed_s: float) -> str:

@@ -29,7 +29,7 @@ def lines(progress: Progress, clock: list[float]) -> list[str]:
 def test_a_line_comes_when_its_time_has_come() -> None:
     clock = [100.0]
     said = lines(Progress({}, 30, lambda: clock[0]), clock)
-    assert len(said) == 3
+    assert len(said) == 4
     assert said[0] == "205 of 300 tests (68 %), 0 failed, 0:30 so far"
 
 
