@@ -417,15 +417,22 @@ def drop_journal(directory: str) -> None:
     _check_used(directory)
     descriptor = lock(directory)
     try:
-        names = _check_used(directory)
-        # The images first: without them the logs do not count, whatever interrupts this.
-        for name in sorted(names):
-            os.unlink(os.path.join(directory, name))
-        for name in filter(_BELOW_FILE.fullmatch, os.listdir(directory)):
-            os.unlink(os.path.join(directory, name))
-        os.unlink(os.path.join(directory, _LOCK))
+        _check_used(directory)
+        remove_files(directory)
     finally:
         os.close(descriptor)
+
+
+def remove_files(directory: str) -> None:
+    """Remove the files of the journal in `directory`, and the directory if nothing else is in it.  OSError.
+
+    The caller holds the lock.  Files that are gone already are no error.
+    """
+    # The images first: without them the logs do not count, whatever interrupts this.
+    names = sorted(filter(_NAME.fullmatch, os.listdir(directory)))
+    for name in (*names, *filter(_BELOW_FILE.fullmatch, os.listdir(directory)), _LOCK):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, name))
     with contextlib.suppress(OSError):
         os.rmdir(directory)
 

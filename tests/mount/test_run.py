@@ -19,7 +19,8 @@ from tests.support.waiting import wait_until
 from vfsd.cli import run as run_module
 from vfsd.cli.common.supervised import Ended, NoPrivateMountError, run_in_foreground
 from vfsd.cli.main import cli
-from vfsd.machine.runtime import read_records, socket_dir
+from vfsd.machine.journals import journals_directory
+from vfsd.machine.runtime import WorkspaceRecord, read_records, socket_dir
 
 SOME = "echo two > file; echo new > added"
 
@@ -240,13 +241,100 @@ def test_sigterm_goes_to_the_command_and_the_changes_are_kept(project: Path, fla
     assert content(project) == {"file": "one\n"}
 
 
-def test_a_dead_daemon_is_reported(project: Path) -> None:
-    kill = f"kill -9 $({shlex.join(VFSD)} list | cut -f5); sleep 0.1"
-    done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; {kill}; exit 0")
+KILL_THE_DAEMON = f"kill -9 $({shlex.join(VFSD)} list | cut -f5)"
+
+
+def journals() -> list[str]:
+    """The files of all journals."""
+    return [str(path) for path in Path(journals_directory()).rglob("*")]
+
+
+def kill(record: WorkspaceRecord) -> None:
+    """Kill the daemon, and its keeper first."""
+    assert record.keeper is not None
+    for pid in (record.keeper, record.pid):
+        os.kill(pid, signal.SIGKILL)
+        wait_ended(pid)
+
+
+def test_without_a_journal_a_dead_daemon_is_reported(project: Path) -> None:
+    done = run(project, "--no-persist", "--apply", "--", "sh", "-c", f"{SOME}; {KILL_THE_DAEMON}; sleep 0.1")
     assert done.returncode == 125
     assert done.stderr.endswith("the daemon of run-project died: the changes of the command are lost\n")
     assert content(project) == {"file": "one\n"}
     assert names() == []
+
+
+def test_the_changes_survive_the_daemon(project: Path) -> None:
+    done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; {KILL_THE_DAEMON}; echo three > third")
+    assert done.returncode == 0, done.stderr
+    assert content(project) == {"file": "two\n", "added": "new\n", "third": "three\n"}
+    assert journals() == []
+
+
+@pytest.mark.parametrize("choice", ["--apply", "--discard", "--keep"])
+def test_the_changes_survive_the_daemon_and_its_keeper(project: Path, choice: str, workdir: Path) -> None:
+    go, started = workdir / "go", workdir / "started"
+    script = f"{SOME}; touch {started}; while [ ! -e {go} ]; do sleep 0.02; done"
+    with subprocess.Popen([*VFSD, "run", choice, "--", "sh", "-c", script], cwd=project) as running:
+        wait_until(started.exists, "the command has made its changes")
+        kill(read_records()[0])
+        go.touch()
+        assert running.wait() == 0
+    if choice == "--keep":
+        assert succeeded(vfsd("apply", "-w", "run-project")) == f"applied to {project}: 1 added, 1 modified\n"
+        succeeded(vfsd("unmount", "run-project"))
+    assert content(project) == ({"file": "one\n"} if choice == "--discard" else {"file": "two\n", "added": "new\n"})
+    assert journals() == []
+
+
+def test_what_is_kept_is_in_a_journal_until_it_is_discarded(project: Path) -> None:
+    kept = run(project, "--keep", "--", "sh", "-c", SOME)
+    assert "its journal takes" in kept.stderr
+    listed = vfsd("persisted", "list")
+    assert listed.stdout.startswith("run-project\tin use\t")
+    assert "`vfsd unmount --discard NAME`" in listed.stderr
+    status = succeeded(vfsd("status", "-w", "run-project"))
+    assert "\nall journals\t" in status
+    assert "\nto free them\t`vfsd persisted list`" in status
+    (record,) = read_records()
+    assert record.journal is not None
+    forked = vfsd("fork", "-w", "run-project", project.parent / "fork")
+    assert "the fork has neither a journal nor a keeper" in forked.stderr
+    succeeded(vfsd("unmount", "fork"))
+    succeeded(vfsd("unmount", "run-project"))  # with a journal it loses nothing
+    run(project, "--keep", "--", "sh", "-c", "cat file > copy")
+    assert names() == ["run-project-2"], "a new run does not continue the journal of an earlier one"
+    assert succeeded(vfsd("unmount", "run-project-2", "--discard")).startswith("unmounted run-project-2 ")
+    succeeded(vfsd(*shlex.split(record.continuing(record.journal))[1:]))
+    assert (Path(record.mountpoint) / "added").read_text() == "new\n"
+    kill(read_records()[0])
+    done = vfsd("unmount", "run-project", "--discard")
+    assert done.returncode == 0, done.stderr
+    assert "kept" not in done.stderr
+    assert journals() == []
+
+
+def test_without_a_place_for_the_journal_one_line_says_so(project: Path, workdir: Path) -> None:
+    (workdir / "file").touch()
+    environment = {**os.environ, "XDG_STATE_HOME": str(workdir / "file")}
+    command = ["run", "--apply", "--", "sh", "-c", SOME]
+    done = vfsd(*command, cwd=project, stdin=subprocess.DEVNULL, env=environment)
+    assert done.returncode == 0, done.stderr
+    warning = done.stderr.splitlines()[0]
+    assert warning.startswith(f"vfsd: the journal cannot be written in {workdir}/file/vfsd/journals (Not a directory)")
+    assert content(project) == {"file": "two\n", "added": "new\n"}
+
+
+def test_a_command_that_failed_is_not_applied(project: Path) -> None:
+    done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; exit 3")
+    assert done.returncode == 3
+    assert "the command failed with status 3, so its changes are not applied" in done.stderr
+    assert "`vfsd apply -w run-project` writes them" in done.stderr
+    assert content(project) == {"file": "one\n"}
+    killed = run(project, "--apply", "--json", "--", "sh", "-c", f"{SOME}; kill -9 $$")
+    assert (killed.returncode, json.loads(killed.stdout)["outcome"]) == (137, "kept")
+    assert content(project) == {"file": "one\n"}
 
 
 def test_without_a_private_mount_the_command_runs_at_another_path(

@@ -21,6 +21,7 @@ from vfsd.cli.common.values import BACKEND, CACHE_SIZE, NAME, SIZE, Seconds
 from vfsd.cli.common.wording import status_rows
 from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options
+from vfsd.machine.own_places import is_own_place
 from vfsd.machine.runtime import WorkspaceRecord, read_records
 from vfsd.wire import messages
 from vfsd.wire.entry_points import ENGINES, is_engine, known_engines
@@ -364,6 +365,8 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: b
             raise OSError(errno.EINVAL, str(error)) from error
     else:
         with _naming_the_store(options):
+            if is_own_place(options.workspace.mountpoint):  # of a workspace of `vfsd run` that is continued
+                os.makedirs(options.workspace.mountpoint, mode=0o700, exist_ok=True)
             ready = launch.launch(options, fork_server=fork_server)
         try:
             _emit_ready(app, ready)

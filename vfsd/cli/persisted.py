@@ -14,12 +14,14 @@ from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.journaling.absent import AbsentLower
 from protocol.journal.directory import JournalFiles, drop_journal, has_journal, is_locked, read_journal
 from protocol.journal.records import JournalDamagedError
+from protocol.store.format.layout import Layout, default_directory
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import NAME
 from vfsd.client.requests import RemoteCall
-from vfsd.machine.journals import journal_directory, journal_names, journals_directory
+from vfsd.machine.journals import disk_bytes, journal_directory, journal_names, journals_directory
+from vfsd.machine.runtime import read_records
 from vfsd.wire.messages import CompactResult, wire_path
 
 Callback = Callable[..., None]
@@ -86,7 +88,7 @@ def _show_compacted(answer: CompactResult) -> None:
 
 
 # -- list -----------------------------------------------------------------------------------------
-_COLUMNS: Final = output.columns("NAME STATE SIZE:size DIRECTORY:path")
+_COLUMNS: Final = output.columns("NAME STATE SIZE:size DIRECTORY:path KIND")
 
 
 @persisted_command.command(
@@ -98,30 +100,42 @@ _COLUMNS: Final = output.columns("NAME STATE SIZE:size DIRECTORY:path")
 )
 @click.pass_obj
 def list_command(app: App) -> None:
-    """List the journals of this user, except for those that --journal-dir put elsewhere.
+    """List what workspaces take on disk: the journals, and the store of snapshots.
 
-    The state is "in use" by a running daemon, or "kept".  Only `vfsd persisted check` reads a journal.
+    The state of a journal is "in use" by a running daemon, or "kept".  Only `vfsd persisted check` reads a journal.
+    Journals that --journal-dir put elsewhere are listed while their workspace runs.  The line of the store has the
+    kind "store".  Lines on standard error say how to free the space.
     """
-    rows = [_row(name) for name in journal_names() if has_journal(journal_directory(name))]
-    app.emit({"journals": rows}, lambda _: _show_list(rows))
+    places = {name: journal_directory(name) for name in journal_names()}
+    places |= {record.name: record.journal for record in read_records() if record.journal is not None}
+    rows = [_row(name, place) for name, place in sorted(places.items()) if has_journal(place)]
+    store = default_directory()
+    found = {"directory": wire_path(os.fsencode(store)), "size_bytes": disk_bytes(store)}
+    stores = [found] if Layout(store).exists() else []
+    app.emit({"journals": rows, "stores": stores}, lambda _: _show_list(rows, stores))
 
 
-def _row(name: str) -> dict[str, Any]:
-    directory = journal_directory(name)
-    size = sum(os.stat(os.path.join(directory, each)).st_blocks * 512 for each in os.listdir(directory))
+def _row(name: str, directory: str) -> dict[str, Any]:
     return {
         "name": name,
         "state": _USED if is_locked(directory) else _KEPT,
-        "size_bytes": size,
+        "size_bytes": disk_bytes(directory),
         "directory": wire_path(os.fsencode(directory)),
     }
 
 
-def _show_list(rows: list[dict[str, Any]]) -> None:
-    cells = [[row[key] for key in ("name", "state", "size_bytes", "directory")] for row in rows]
+def _show_list(rows: list[dict[str, Any]], stores: list[dict[str, Any]]) -> None:
+    cells = [[*(row[key] for key in ("name", "state", "size_bytes", "directory")), "journal"] for row in rows]
+    cells += [[None, None, store["size_bytes"], store["directory"], "store"] for store in stores]
     output.table(
         _COLUMNS, cells, empty=f"there is no journal in {journals_directory()}; `vfsd mount --persist` keeps one"
     )
+    if any(row["state"] == _USED for row in rows):
+        output.note("`vfsd unmount --discard NAME` ends a workspace and its journal; `vfsd compact` makes one smaller")
+    if any(row["state"] == _KEPT for row in rows):
+        output.note("`vfsd persisted drop NAME` removes the journal of a workspace that is not mounted")
+    if stores:
+        output.note("`vfsd prune --gc --keep-last N`, or `vfsd store drop` and `vfsd store gc`, make the store smaller")
 
 
 # -- check ----------------------------------------------------------------------------------------

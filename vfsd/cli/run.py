@@ -7,6 +7,7 @@ import errno
 import os
 import shlex
 import sys
+import tempfile
 from typing import Any, Final, Literal
 
 import click
@@ -17,10 +18,11 @@ from vfsd.cli.common.changes import show_stat
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.supervised import Ended, NoPrivateMountError, NotStartedError, run_in_foreground
 from vfsd.cli.common.wording import count_words
-from vfsd.cli.unmount import clear_away, unmount_running
+from vfsd.cli.unmount import clear_away, unmount_and_drop
 from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options, running_workspace
-from vfsd.client.requests import Requests
+from vfsd.client.requests import RemoteCall, Requests
+from vfsd.machine.journals import disk_bytes, journal_directory
 from vfsd.machine.own_places import make_place, remove_place
 from vfsd.machine.runtime import WORKSPACE_VARIABLE, WorkspaceRecord
 from vfsd.wire import messages, snapshot_messages
@@ -31,6 +33,7 @@ Outcome = Literal["applied", "kept", "discarded", "unchanged", "lost"]
 _FAILED: Final = 125
 _NOT_EXECUTABLE: Final = 126
 _NOT_FOUND: Final = 127
+_JOURNAL_BYTES: Final = 1 << 20  # what a disk must have room for
 _CHOICES: Final = {"a": "apply", "k": "keep", "d": "discard"}
 
 
@@ -50,8 +53,9 @@ _CHOICES: Final = {"a": "apply", "k": "keep", "d": "discard"}
 @click.option("--apply", "apply_it", is_flag=True, help="Apply the changes at the end, without asking.")
 @click.option("--keep", is_flag=True, help="Keep the overlay at the end, without asking.")
 @click.option("--discard", is_flag=True, help="Discard the changes at the end, without asking.")
+@click.option("--no-persist", "persist", flag_value=False, default=True, help="Keep the changes in memory only.")
 @click.pass_obj
-def run_command(app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, discard: bool) -> None:
+def run_command(app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, discard: bool, persist: bool) -> None:
     """Run a command on an overlay of the current directory.
 
     The command, and all that it starts, sees the overlay at the path of the current directory.  Other programs see the
@@ -63,8 +67,12 @@ def run_command(app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, 
     list` shows the workspace.  $VFSD_WORKSPACE is its name for the command, so `vfsd snapshot`, `vfsd rewind` and hooks
     act on it.
 
-    Processes that the command leaves in the background keep the overlay, too, as long as they use it.  After SIGTERM or
-    SIGHUP the changes are kept instead of applied.
+    The changes are also in a journal on disk, as with `vfsd mount --persist`: if the daemon dies, another one continues
+    with them.  The journal is removed when the changes were applied or discarded.  If it cannot be written, vfsd says
+    so, and keeps the changes in memory only, as with --no-persist.
+
+    Processes that the command leaves in the background keep the overlay, too, as long as they use it.  The changes are
+    kept instead of applied after SIGTERM or SIGHUP, and with --apply if the command failed.
 
     Ctrl-C, Ctrl-Z and signals reach the command as in a shell.  The exit status is the command's own, 128 + N if signal
     N killed it, 125 if vfsd failed, 126 if the command cannot be executed, and 127 if it was not found.  With --json,
@@ -76,7 +84,7 @@ def run_command(app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, 
     if app.workspace is not None:
         raise click.UsageError("-w selects a running workspace; `vfsd exec` runs a command in one")
     try:
-        run = _Run(app, argv)
+        run = _Run(app, argv, persist=persist)
         run.start()
         status = run.finish(flags[0] if flags else None)
     except OSError as error:
@@ -94,9 +102,10 @@ def _status_of(error: OSError) -> int:
 class _Run:
     """One overlay with its command."""
 
-    def __init__(self, app: App, argv: tuple[str, ...]) -> None:
+    def __init__(self, app: App, argv: tuple[str, ...], *, persist: bool) -> None:
         self._app = app
         self._argv = argv
+        self._persist = persist
         self._directory = os.getcwd()
         if self._directory == "/":
             raise OSError(errno.EINVAL, "cannot run over the root directory: change to the directory of a project")
@@ -108,8 +117,10 @@ class _Run:
         base = os.path.basename(self._directory)
         place = make_place(f"run-{base}", self._directory)
         try:
-            options = mount_options(place, f"overlay:{self._directory}", name=os.path.basename(place))
-            launch.launch(options)
+            name = os.path.basename(place)
+            persist = self._persist and self._can_persist(name)
+            self._options = mount_options(place, f"overlay:{self._directory}", name=name, persist=persist)
+            launch.launch(self._options)
         except ValueError as error:
             remove_place(place)
             raise OSError(errno.EINVAL, str(error)) from None
@@ -119,7 +130,25 @@ class _Run:
                 reason = "this is a user namespace, perhaps of another `vfsd run`, in which fusermount3 cannot mount"
                 raise OSError(error.errno, f"{describe(error)}; {reason}: run it outside") from None
             raise
-        return running_workspace(options.workspace.name)
+        return running_workspace(name)
+
+    def _can_persist(self, name: str) -> bool:
+        """Return whether a journal can be written; if not, say so in one line."""
+        directory = journal_directory(name)
+        try:
+            os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
+            os.mkdir(directory, 0o700)
+            try:
+                with tempfile.TemporaryFile(dir=directory) as file:
+                    os.posix_fallocate(file.fileno(), 0, _JOURNAL_BYTES)
+            finally:
+                os.rmdir(directory)
+        except OSError as error:
+            place = _shown(os.path.dirname(directory))
+            reason = f"the journal cannot be written in {place} ({error.strerror})"
+            output.note(f"{reason}: the changes are in memory only, and are lost if the daemon dies")
+            return False
+        return True
 
     @property
     def _name(self) -> str:
@@ -158,18 +187,45 @@ class _Run:
         assert self._ended is not None, "start() ended"
         status = self._ended.status
         os.chdir("/")  # this process must not keep the workspace busy
-        if not self._record.alive:
-            clear_away(self._record)
-            output.report(f"the daemon of {self._name} died: the changes of the command are lost")
-            self._emit(status, "lost", messages.ChangeCounts())
+        try:
+            self._continue()
+        except OSError as error:
+            is_lost = self._record.journal is None
+            what = "the changes of the command are lost" if is_lost else self._record.content_after_crash
+            reason = "" if is_lost else f" ({describe(error)})"
+            output.report(f"the daemon of {self._name} died{reason}: {what}")
+            self._emit(status, "lost" if is_lost else "kept", messages.ChangeCounts())
             return _FAILED
         try:
-            counts = self._show_changes()
+            try:
+                counts = self._show_changes()
+            except ConnectionError:  # the daemon died since
+                self._continue()
+                counts = self._show_changes()
+            if choice == "apply" and status != 0:
+                self._note(f"the command failed with status {status}, so its changes are not applied")
+                choice = "keep"
             outcome, is_failed = self._end_as(choice, counts)
         except OSError as error:
             raise OSError(error.errno, f"{describe(error)}; {self._kept()}") from None
         self._emit(status, outcome, counts)
         return status or int(is_failed)
+
+    def _continue(self) -> None:
+        """Find the daemon that serves now; if it died, and no keeper restarts it, start one with the journal.
+
+        OSError if there is none.
+        """
+        self._record = running_workspace(self._name)
+        if self._record.alive:
+            return
+        clear_away(self._record, says=False)
+        if self._record.journal is None:
+            self._record.check_alive()
+        os.makedirs(self._record.mountpoint, mode=0o700, exist_ok=True)
+        launch.launch(self._options)
+        self._record = running_workspace(self._name)
+        self._note(f"the daemon of {self._name} died; another one has the changes from the journal")
 
     def _show_changes(self) -> messages.ChangeCounts:
         requests = Requests(self._record.mountpoint)
@@ -206,7 +262,7 @@ class _Run:
             self._unmount(discard=True)
             self._note(f"discarded: {count_words(counts)}")
             return "discarded", False
-        self._note(self._kept())
+        self._note(self._kept() + self._on_disk())
         return "kept", False
 
     def _apply(self) -> tuple[Outcome, bool]:
@@ -228,7 +284,9 @@ class _Run:
         return "applied", False
 
     def _unmount(self, *, discard: bool) -> None:
-        answer = unmount_running(self._app, self._record, messages.UnmountParams(discard=discard))
+        answer = unmount_and_drop(self._app, self._record, messages.UnmountParams(discard=discard))
+        if answer.left is not None:
+            output.note(answer.left)
         if answer.holders:
             self._note(f"it is still in use by {', '.join(answer.holders)}")
 
@@ -238,8 +296,17 @@ class _Run:
         what = "is still mounted, and keeps what is changed from now on" if self._is_saved else "keeps the changes"
         return (
             f"workspace {self._name} {what}: `vfsd diff -w {name}` shows them, `vfsd apply -w {name}` writes"
-            f" them, `vfsd unmount {name}` removes it"
+            f" them, `vfsd unmount --discard {name}` removes it"
         )
+
+    def _on_disk(self) -> str:
+        """Say what the journal takes on disk, if there is one."""
+        if self._record.journal is None:
+            return ""
+        size = output.human_size(disk_bytes(self._record.journal))
+        status: messages.StatusResult = self._app.call(RemoteCall("status"), self._record)
+        large = f", not compacted: {status.journal_uncompacted}" if status.journal_uncompacted else ""
+        return f"; its journal takes {size} in {_shown(self._record.journal)}{large}"
 
     def _emit(self, status: int, outcome: Outcome, counts: messages.ChangeCounts) -> None:
         if self._app.json:

@@ -12,8 +12,9 @@ from operator import itemgetter
 from typing import Any, Final
 
 import click
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 
+from protocol.journal.directory import drop_journal, has_journal
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record
 from vfsd.cli.common.names import complete_workspace
@@ -21,12 +22,13 @@ from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import refuse_other_archives
 from vfsd.cli.common.wording import count_words
 from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.mount_arguments import running_workspace
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.dead_mounts import is_dead, is_held
 from vfsd.machine.journals import drop_command
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import clear_dead_mount
-from vfsd.machine.own_places import remove_place
+from vfsd.machine.own_places import is_own_place, remove_place
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
 from vfsd.wire import fs_messages, messages, snapshot_messages
 from vfsd.wire.backend_spec import BackendSpec
@@ -36,6 +38,7 @@ from vfsd.wire.sockets import remove_dead_socket
 _EXPORTS: Final = 5  # attempts, if programs change the workspace during the export
 _SUCCESSOR_TIMEOUT_S: Final = 10.0
 _SUCCESSOR_POLL_S: Final = 0.05
+_DEATHS: Final = 5  # of daemons during one unmount that drops a journal
 
 
 class _UnsavedError(OSError):
@@ -79,8 +82,9 @@ def unmount_command(
     the newest one that you took.
 
     WORKSPACE is a name, or a path in the workspace.  A workspace that programs use is not unmounted; the error names
-    them.  The mount of a dead daemon is removed.  A workspace with a journal (--persist) loses nothing, and --discard
-    does not change that: `vfsd persisted drop` removes a journal.
+    them.  The mount of a dead daemon is removed.  A workspace with a journal (--persist, and those of `vfsd run`) loses
+    nothing and does not ask: its journal stays on disk, and a mount with --persist continues it.  With --discard the
+    journal is removed, too.  So is that of `vfsd run` if all changes were applied.
     """
     if every and (workspace_argument or app.workspace):
         raise click.UsageError("give --all or a workspace, not both")
@@ -98,7 +102,7 @@ def unmount_command(
             if file is not None:
                 answer = _export_and_unmount(app, record, file, overwrite=force, lazy=lazy)
             else:
-                answer = _unmount(app, record, messages.UnmountParams(lazy=lazy, discard=discard))
+                answer = _unmount(app, record, messages.UnmountParams(lazy=lazy, discard=discard), drop=discard)
         except OSError as error:
             if not every:
                 raise
@@ -136,13 +140,26 @@ def _checked(file: str, *, every: bool, discard: bool) -> str:
     return os.path.abspath(file)
 
 
-def _unmount(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
-    """Unmount through the daemon; if it is dead, and nothing restarts it, remove what it left."""
+def _unmount(
+    app: App, record: WorkspaceRecord, params: messages.UnmountParams, *, drop: bool
+) -> messages.UnmountResult:
+    """Unmount through the daemon; if it is dead, and nothing restarts it, remove what it left.
+
+    `drop`: remove the journal, too.
+    """
     record = _with_successor(record)
+    if drop and record.journal is not None:
+        return unmount_and_drop(app, record, params)
     if not record.alive:
         if record.is_kept:
             record.check_alive()  # raises: the mount waits for the next daemon
         return clear_away(record)
+    if record.journal is not None and is_own_place(record.mountpoint):
+        try:
+            return unmount_and_drop(app, record, params)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:  # it has changes: the journal keeps them
+                raise
     if not params.discard and BackendSpec.split(record.backend).kind == "image":
         _agree_to_remove_container(app, record)
     while True:
@@ -315,15 +332,58 @@ def unmount_running(app: App, record: WorkspaceRecord, params: messages.UnmountP
     return result
 
 
-def clear_away(record: WorkspaceRecord) -> messages.UnmountResult:
-    """Remove the mount, the record and the socket of a dead daemon."""
+def unmount_and_drop(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
+    """Unmount a workspace, and remove its journal, with `discard` also if its daemon dies meanwhile.
+
+    Without `discard`, OSError (ENOTEMPTY) for unsaved changes.  Other errors as `unmount_running`.
+    """
+    params = structs.replace(params, drop_journal=True)
+    for _ in range(_DEATHS):
+        if not record.alive:
+            if record.is_kept or not params.discard:
+                record.check_alive()
+            answer = clear_away(record, says=False)
+            break
+        try:
+            answer = unmount_running(app, record, params)
+            break
+        except ConnectionError:
+            record = running_workspace(record.name)  # waits for the daemon that a keeper starts
+    else:
+        record.check_alive()
+        raise ConnectionAbortedError(errno.ECONNABORTED, f"the daemon of {record.name} died again and again: try again")
+    if record.journal is not None and not answer.holders:
+        if params.discard:
+            _drop_rest(record.journal)
+        elif has_journal(record.journal):  # of a daemon that died, maybe before it looked for unsaved changes
+            return structs.replace(answer, journal=wire_path(os.fsencode(record.journal)))
+    return answer
+
+
+def _drop_rest(directory: str) -> None:
+    """Remove what a daemon that died left of a journal that was dropped, as soon as no other daemon has it."""
+    deadline = time.monotonic() + _SUCCESSOR_TIMEOUT_S
+    while True:
+        try:
+            return drop_journal(directory)
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_SUCCESSOR_POLL_S)
+
+
+def clear_away(record: WorkspaceRecord, *, says: bool = True) -> messages.UnmountResult:
+    """Remove the mount, the record and the socket of a dead daemon; `says` where its content is."""
     if mount_at(record.mountpoint) is not None and is_dead(record.mountpoint):
         clear_dead_mount(record.mountpoint)
     remove_place(record.mountpoint)
     remove_record(record)
     with contextlib.suppress(FileExistsError):  # a new daemon of that name has already started
         remove_dead_socket(record.socket)
-    output.note(f"the daemon of {record.name} was dead: {record.content_after_crash}, its mount was removed")
+    if says:
+        output.note(f"the daemon of {record.name} was dead: {record.content_after_crash}, its mount was removed")
     return messages.UnmountResult(wire_path(os.fsencode(record.mountpoint)), lazy=True, holders=[])
 
 

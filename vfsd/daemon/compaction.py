@@ -55,6 +55,7 @@ class Compaction:
             try:
                 await self._compact_if_large()
             except OSError as error:
+                self._mounted.uncompacted = error.strerror
                 log_failure(_logger, "compacting the journal", error, level=logging.WARNING)
                 if error.errno == errno.ENOMEM:
                     await trio.sleep(_RETRY_S)
@@ -100,6 +101,7 @@ class Compaction:
         self._forks.leave_family(forked)
         if ended:
             raise self._out_of_memory() if is_killed else self._failure(os.waitstatus_to_exitcode(ended))
+        self._mounted.uncompacted = None
         return before, self._volume.journal_status().size_bytes
 
     def _limit(self, volume: ForkableVolume) -> ForkFamily | None:

@@ -136,6 +136,7 @@ class MountedVolume:
         self.engine = engine
         self.mountpoint = mountpoint
         self.change_lock = ChangeLock()
+        self.uncompacted: str | None = None  # why the journal was not compacted, although it is large
         self.compaction_lock = trio.Lock()  # taken before `change_lock`: one compaction of the journal at a time
         self._snapshotable = snapshotable(volume)
         self._replay = replay

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 _FOR_ROOT: Final = "/var/lib/vfsd/journals"
 
@@ -24,6 +25,30 @@ def journals_directory(environ: Mapping[str, str] = os.environ) -> str:
 def journal_directory(name: str) -> str:
     """Return the directory of the journal of workspace `name`, unless it was mounted with another one."""
     return os.path.join(journals_directory(), name)
+
+
+def disk_bytes(directory: str) -> int:
+    """Return the disk space of the files below `directory`, in bytes; 0 for what cannot be read."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total
+
+
+class DiskUse(NamedTuple):
+    """What this user's workspaces take on disk, in bytes."""
+
+    journals_bytes: int
+    store_bytes: int
+
+
+def disk_use() -> DiskUse:
+    """Return what the journals and the default store of snapshots take.  Any thread."""
+    from protocol.store.format.layout import default_directory  # noqa: PLC0415 start-up: few callers need it
+
+    return DiskUse(disk_bytes(journals_directory()), disk_bytes(default_directory()))
 
 
 def mount_command(

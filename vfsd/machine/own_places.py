@@ -7,12 +7,15 @@ import errno
 import itertools
 import os
 
+from vfsd.machine.journals import journal_directory
 from vfsd.machine.runtime import ensure_socket_dir, socket_dir, unique_name
 from vfsd.machine.selection import PLACES
 
 
 def make_place(base: str, outside: str) -> str:
-    """Make an empty directory for a mount, and return its path; its last component is an unused workspace name.
+    """Make an empty directory for a mount, and return its path.
+
+    Its last component is a name that neither a workspace nor a journal has.
 
     `base` is the beginning of the name.  `outside` is a directory that the mount will show, so the mountpoint must not
     be in it: OSError (EINVAL).
@@ -25,6 +28,8 @@ def make_place(base: str, outside: str) -> str:
     os.makedirs(parent, mode=0o700, exist_ok=True)
     for number in itertools.count(1):
         path = os.path.join(parent, unique_name(f"/{base}" if number == 1 else f"/{base}-{number}"))
+        if os.path.lexists(journal_directory(os.path.basename(path))):  # of an earlier run that was kept
+            continue
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
             return path

@@ -224,6 +224,10 @@ class StatusResult(msgspec.Struct, frozen=True):
     journal_bytes: int | None = None  # its size on disk
     journal_unsynced_bytes: int | None = None  # at the end of the journal, not known to be on disk
     journal_failure: str | None = None  # why it does not keep the content any more
+    journal_uncompacted: str | None = None  # why it was not compacted, although it is large
+    # On disk, of all workspaces of this user: journals, and the default store of snapshots.
+    journals_bytes: int | None = None
+    store_bytes: int | None = None
     interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it
     commands: str | None = None  # where `vfsd exec` runs commands, such as "on this host"; None: it cannot
     # Backends container:NAME and image:REF only.
@@ -239,12 +243,14 @@ class UnmountParams(Params):
 
     A busy mount is the error EBUSY, which names the processes that use it; `lazy` detaches it at once instead.
     Unsaved changes are the error ENOTEMPTY unless `discard` is set, or `token` comes from an `unsaved` result and
-    nothing has changed since.
+    nothing has changed since.  A journal saves them; but with `drop_journal` it does not count, and the unmount removes
+    it.
     """
 
     lazy: bool = False
     discard: bool = False
     token: str | None = None
+    drop_journal: bool = False
 
 
 class ForkParams(Params):

@@ -89,6 +89,9 @@ def _if_any(heading: str, kind: Kind, cell: Cell) -> list[tuple[str, Kind, Cell]
 _OVERLAY_COUNTS: Final = "what was read or changed so far; below the overlay there may be more"
 
 
+_FREE: Final = "`vfsd persisted list` shows each, and how to remove it"
+
+
 def status_rows(status: StatusResult) -> list[tuple[str, Kind, Cell]]:
     """Return heading, kind and value of each row of `vfsd status`."""
     return [
@@ -108,6 +111,10 @@ def status_rows(status: StatusResult) -> list[tuple[str, Kind, Cell]]:
         *_if_any("fsync", "text", status.fsync),
         *_if_any("journal size", "size", status.journal_bytes),
         *_if_any("journal failure", "text", status.journal_failure),
+        *_if_any("not compacted", "text", status.journal_uncompacted),
+        *_if_any("all journals", "size", status.journals_bytes or None),
+        *_if_any("snapshot store", "size", status.store_bytes or None),
+        *_if_any("to free them", "text", _FREE if status.journals_bytes or status.store_bytes else None),
         ("read-only", "text", "yes" if status.read_only else "no"),
         ("files", "count", status.files),
         ("directories", "count", status.directories),

@@ -27,6 +27,7 @@ from protocol.journal.records import JournalDamagedError
 from vfsd.daemon.backends.group_sync import GroupSync
 from vfsd.machine.journals import journal_directory
 from vfsd.machine.logs import log_failure
+from vfsd.wire.messages import from_wire_path, wire_path
 
 if TYPE_CHECKING:
     from protocol.backends.memory import MemoryVolume
@@ -39,6 +40,7 @@ _KIND: Final = "backend"
 _WORKSPACE: Final = "workspace"
 _BELOW: Final = "below"
 _ARGUMENT: Final = "argument"
+_ESCAPED: Final = "escaped"  # the argument is a wire path
 _FILTER: Final = "filter"
 _FILTERS: Final = ("include", "exclude")
 _LOCK_S: Final = 5.0
@@ -66,6 +68,8 @@ def keep_journal(
             _ARGUMENT: options.workspace.backend.argument,
             _FILTER: json.dumps([content.include, content.exclude]),
         }
+        if any("\udc80" <= character <= "\udcff" for character in options.workspace.backend.argument):  # not UTF-8
+            identity |= {_ARGUMENT: wire_path(os.fsencode(options.workspace.backend.argument)), _ESCAPED: 1}
     with _naming_read_only(directory):
         if not has_journal(directory):
             begin()
@@ -140,7 +144,10 @@ def recorded_below(options: MountOptions) -> Recorded:
     except OSError as error:
         log_failure(_logger, "reading how to open the layer below", error, path=directory, level=logging.WARNING)
         reopening = b""
-    return Recorded(str(identity.get(_BELOW, "")), str(identity.get(_ARGUMENT, "")), reopening)
+    argument = str(identity.get(_ARGUMENT, ""))
+    if identity.get(_ESCAPED):
+        argument = os.fsdecode(from_wire_path(argument))
+    return Recorded(str(identity.get(_BELOW, "")), argument, reopening)
 
 
 def _keep_reopening(directory: str, reopening: bytes) -> None:

@@ -25,6 +25,7 @@ from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
+from vfsd.machine.journals import disk_use
 from vfsd.wire.messages import METHODS, Empty, StatusResult, wire_path
 from vfsd.wire.options import WorkspaceOptions
 
@@ -172,6 +173,7 @@ class Methods:
         journaling = journaled(self._mounted.volume)
         journal = None if journaling is None else journaling.journal_status()
         memory = await trio.to_thread.run_sync(_memory) if self._forks.shares_memory else {}
+        on_disk = await trio.to_thread.run_sync(disk_use)
         return StatusResult(
             name=options.name,
             mountpoint=wire_path(os.fsencode(options.mountpoint)),
@@ -197,6 +199,9 @@ class Methods:
             journal_bytes=None if journal is None else journal.size_bytes,
             journal_unsynced_bytes=None if journal is None else journal.unsynced_bytes,
             journal_failure=None if journal is None else journal.failure,
+            journal_uncompacted=self._mounted.uncompacted,
+            journals_bytes=on_disk.journals_bytes,
+            store_bytes=on_disk.store_bytes,
             interrupted=None if snapshots is None else await snapshots.unfinished(),
             commands=self._commands.where,
             container=None if container is None or container is remote else await container.describe(),

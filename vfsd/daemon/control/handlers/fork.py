@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from protocol.errors import SnapshotNotFoundError, shown
+from protocol.volume_durability import journaled
 from protocol.volume_extensions import ForkableVolume, SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.handlers.parameters import absolute_path
@@ -83,7 +84,13 @@ class ForkMethod:
                 with contextlib.suppress(SnapshotNotFoundError):  # dropped when the fork ended
                     volume.drop_snapshot(made)
             raise
-        return _result(ready, base, ready.warnings)
+        warnings = list(ready.warnings)
+        if journaled(self._mounted.volume) is not None:
+            warnings.append(
+                "unlike its source, the fork has neither a journal nor a keeper: if its daemon dies, what was not"
+                " merged is lost"
+            )
+        return _result(ready, base, warnings)
 
     def _over_snapshot(self, stored: Stored, snapshots: SnapshotService) -> StoredForks:
         # Start-up: few workspaces need these modules.

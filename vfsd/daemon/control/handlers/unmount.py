@@ -24,6 +24,7 @@ from typing import Final
 import trio
 
 from protocol.diff.tree_diff import Change, changes, count
+from protocol.journal.directory import remove_files
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.volume_durability import journaled
@@ -194,7 +195,7 @@ class UnmountMethods:
     async def unmount(self, params: UnmountParams, call: CallContext) -> UnmountResult:
         """Unmount, and end the daemon."""
         mountpoint, volume = self._options.mountpoint, self._volume
-        journal = self._journal()
+        journal = None if params.drop_journal else self._journal()
         checked = None if params.discard or journal is not None else volume
         mark = 0 if checked is None else await self._check(checked, params, call)
         await self._mounted.wait_unused()
@@ -220,6 +221,7 @@ class UnmountMethods:
             held, is_used = await self._detach(held)
         else:
             await trio.to_thread.run_sync(mounts.unmount, mountpoint)
+        left = await self._drop_journal() if params.drop_journal else None
         changed_late = checked is not None and checked.changed_since(mark)
         if not is_used:
             self._mounted.in_background(self._end_serving)
@@ -230,8 +232,26 @@ class UnmountMethods:
             len(named),
             changed_late,
             None if journal is None else wire_path(os.fsencode(journal)),
-            None if is_used else await self._wait_removed(),
+            left if is_used or left is not None else await self._wait_removed(),
         )
+
+    async def _drop_journal(self) -> str | None:
+        """Remove the files of the journal, which the daemon has open until it ends.  Return a sentence if that fails.
+
+        A daemon that a keeper starts after a death then finds no journal, and gives the mount up.
+        """
+        volume = journaled(self._mounted.volume)
+        if volume is None:
+            return None
+        directory = volume.journal_status().directory
+        try:
+            await trio.to_thread.run_sync(remove_files, directory)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log_failure(_logger, "removing the journal", error, path=directory)
+            return f"the journal {directory} could not be removed ({error.strerror}): `vfsd persisted drop` removes it"
+        return None
 
     async def _detach(self, held: list[str]) -> tuple[list[str], bool]:
         """Unmount, lazily if the workspace is used; return who uses it, and whether anybody does.
