@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     pass
 
 __all__ = [
+    "COOKIE_END",
     "NAME_MAX",
     "RENAME_EXCHANGE",
     "RENAME_NOREPLACE",
@@ -60,6 +61,7 @@ __all__ = [
 
 ROOT_INODE: Final = 1  # FUSE_ROOT_ID, linux/fuse.h
 NAME_MAX: Final = 255  # bytes; linux/limits.h
+COOKIE_END: Final = 1 << 62  # the cookies of a volume's entries are less; `.snapshots` comes after them
 RENAME_NOREPLACE: Final = 1  # linux/fs.h
 RENAME_EXCHANGE: Final = 2
 RENAME_WHITEOUT: Final = 4
@@ -281,8 +283,10 @@ class Volume(Protocol):
     def readdir(self, inode: int, cookie: int) -> Answer[Iterator[DirectoryEntry]]:
         """List the entries after `cookie` (0: from the start), with "." and ".."; adds no lookups.
 
-        Cookies are stable and increase: a scan lists an entry that is neither added nor removed meanwhile exactly once,
-        whatever else is added or removed.
+        Cookies are stable, positive, less than COOKIE_END, and increase: a scan lists an entry that is neither added
+        nor removed meanwhile exactly once, whatever else is added or removed; a name that is given to another inode
+        stays where it is.  A scan ends although its reader adds an entry for each that it reads, or renames it: a new
+        entry's cookie is less than those that were given before.
         """
         ...
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from protocol.directory_cookies import DirectoryCookies
+from protocol.directory_cookies import DirectoryCookies, downward
 from protocol.errors import errno_of, os_error
 from protocol.linux.portable import without_privileges
 from protocol.volume import (
@@ -242,7 +242,7 @@ class FilesystemVolume:
         found = {name: entry.is_directory for entry in entries if (name := _encoded(entry.name))}
         cookies = directory.cookies
         if cookies is None:
-            cookies = directory.cookies = DirectoryCookies(sorted(found))
+            cookies = directory.cookies = downward(None, found)
         else:
             for name in [name for _, name in cookies.after(0) if name not in found]:
                 cookies.remove(name)

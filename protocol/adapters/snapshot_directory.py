@@ -15,7 +15,7 @@ import errno
 import os
 import stat
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from itertools import islice
+from operator import itemgetter
 from typing import Any, Final, NoReturn, Protocol, TypeVar, cast
 
 from protocol.adapters.answers import catching, then
@@ -23,6 +23,7 @@ from protocol.adapters.snapshot_inodes import FIRST_INODE, SnapshotInodes
 from protocol.errors import SnapshotNotFoundError, os_error, shown
 from protocol.tree import TreeEntry
 from protocol.volume import (
+    COOKIE_END,
     NAME_MAX,
     ROOT_INODE,
     SUPERUSER,
@@ -51,7 +52,6 @@ __all__ = ["NAME", "ReadableState", "SnapshotDirectoryVolume", "SnapshotStates",
 
 T = TypeVar("T")
 NAME: Final = b".snapshots"
-_COOKIE: Final = 1 << 62  # of NAME in a listing of the root; after those of the volume below
 _BATCH: Final = 1024  # entries that one request lists at most
 
 
@@ -302,7 +302,7 @@ class SnapshotDirectoryVolume:
     def readdir(self, inode: int, cookie: int) -> Answer[Iterator[DirectoryEntry]]:
         if inode >= FIRST_INODE:
             return then(self._list(inode, cookie), lambda found: (DirectoryEntry(*entry) for entry in found))
-        listed = self._volume.readdir(inode, min(cookie, _COOKIE - 1))
+        listed = self._volume.readdir(inode, min(cookie, COOKIE_END - 1))
         if not self._is_visible or inode != ROOT_INODE:
             return listed
         return then(listed, lambda found: (DirectoryEntry(*entry) for entry in self._with_top(found, cookie)))
@@ -310,21 +310,21 @@ class SnapshotDirectoryVolume:
     def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
         if inode >= FIRST_INODE:
             return iter(cast("list[PlainEntry]", self._list(inode, cookie)))
-        listed = cast("PlainEntriesVolume", self._volume).entries(inode, min(cookie, _COOKIE - 1))
+        listed = cast("PlainEntriesVolume", self._volume).entries(inode, min(cookie, COOKIE_END - 1))
         return self._with_top(listed, cookie) if self._is_visible and inode == ROOT_INODE else listed
 
     def _with_top(self, entries: Iterator[PlainEntry], cookie: int) -> Iterator[PlainEntry]:
         """Yield `entries` and, last, `.snapshots`: once, whether the volume below has an entry of that name or not."""
         if cookie == 0:
             self._own = None
-        if cookie < _COOKIE:
+        if cookie < COOKIE_END:
             for entry in entries:
                 if entry[0] == NAME:
                     self._own = entry
                 else:
                     yield entry
             _, inode, mode, _ = self._own or (NAME, FIRST_INODE, stat.S_IFDIR, 0)
-            yield NAME, inode, mode, _COOKIE
+            yield NAME, inode, mode, COOKIE_END
 
     def entry_count(self, inode: int) -> int:
         if inode < FIRST_INODE:
@@ -341,7 +341,9 @@ class SnapshotDirectoryVolume:
 
         def read(state: ReadableState) -> tuple[list[bytes], list[tuple[int, bytes, TreeEntry | None]]]:
             all_names = state.children(node.path) if names is None else names
-            batch = islice(enumerate([b".", b"..", *all_names], 1), cookie, cookie + _BATCH)
+            batch = list(enumerate((b".", b".."), 1))[cookie:]
+            start = max(0, cookie - 2)
+            batch += enumerate(all_names[start : start + _BATCH], start + 3)
             return all_names, [(at, name, state.entry(prefix + name) if at > 2 else None) for at, name in batch]
 
         def keep(result: tuple[list[bytes], list[tuple[int, bytes, TreeEntry | None]]]) -> list[PlainEntry]:
@@ -367,14 +369,18 @@ class SnapshotDirectoryVolume:
         return self._top_entries(infos, cookie)
 
     def _top_entries(self, infos: Sequence[SnapshotInfo], cookie: int) -> list[PlainEntry]:
-        """List `.snapshots`.  Cookies are serial numbers, so a snapshot that is taken meanwhile changes no other."""
+        """List `.snapshots`, the newest first.
+
+        Cookies go down as serial numbers go up, so a snapshot that is taken meanwhile lies before the reader.
+        """
         dots: list[PlainEntry] = [(b".", FIRST_INODE, stat.S_IFDIR, 1), (b"..", ROOT_INODE, stat.S_IFDIR, 2)]
         named = ((shown_name(info), info) for info in infos)
         found = [
-            (name, self._inodes.number(info, b""), stat.S_IFDIR, info.serial + 2)
+            (name, self._inodes.number(info, b""), stat.S_IFDIR, COOKIE_END - info.serial)
             for name, info in named
             if name is not None
         ]
+        found.sort(key=itemgetter(3))
         return [entry for entry in dots + found if entry[3] > cookie]
 
     # -- content -------------------------------------------------------------------------------------

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
+
+if TYPE_CHECKING:
+    from protocol.directory_cookies import DirectoryCookies
 
 INODE: Final = 1  # its attributes; it is made if it does not exist
 ENTRY: Final = 2  # a name in a directory stands for an inode; 0: for none
@@ -35,12 +38,14 @@ NOTE: Final = 18  # a value that the user of the volume keeps with it
 NEXT: Final = 19  # the number that the next inode gets, at least
 REQUEST: Final = 20  # the kernel's request that the batch belongs to, and the result of the call
 CONNECTION: Final = 21  # a new mount: requests and open files of the one before are gone
-LISTED: Final = 22  # the names of a directory get cookies, in their order
-COOKIES: Final = 23  # the names of a directory have these cookies
+LISTED: Final = 22  # written until cookies went down: the names of a directory get cookies that go up, in their order
+COOKIES: Final = 23  # the names of a directory have these cookies, and the next ones go up
 INVALIDATED: Final = 24  # the kernel caches nothing that changes without a request have made wrong
 STORE: Final = 25  # for a later STORED_BLOCK or STORED_EFFECTS; number 0: those before are not needed any more
 STORED_BLOCK: Final = 26  # a block of content that a STORE has
 STORED_EFFECTS: Final = 27  # the effects that a STORE has
+LISTED_DOWNWARD: Final = 28  # the names of a directory get cookies in the order of the names, or from now on lower ones
+COOKIES_DOWNWARD: Final = 29  # the names of a directory have these cookies, and the next ones go down
 # Of overlays; `protocol.backends.overlay.journaling.values` describes the values.
 LOWER: Final = 40  # an inode of the lower layer, as it was before its first change
 LISTING: Final = 41  # the entries of a directory of the lower layer, as they were before its first change
@@ -240,13 +245,13 @@ def connection() -> bytes:
 
 def listed(number: int) -> bytes:
     """Return the effect that the names of a directory get cookies."""
-    return _NUMBER.pack(LISTED, number)
+    return _NUMBER.pack(LISTED_DOWNWARD, number)
 
 
-def cookies(number: int, names: Iterable[tuple[bytes, int]], following: int) -> bytes:
-    """Return the effect that the names of a directory have these cookies, and the next name gets `following`."""
-    encoded = msgspec.msgpack.encode((list(names), following))
-    return _NUMBER_AND_LENGTH.pack(COOKIES, number, len(encoded)) + encoded
+def cookies(number: int, of: DirectoryCookies) -> bytes:
+    """Return the effect that the names of a directory have the cookies `of`."""
+    encoded = msgspec.msgpack.encode((list(of.pairs()), of.following))
+    return _NUMBER_AND_LENGTH.pack(COOKIES if of.ascends else COOKIES_DOWNWARD, number, len(encoded)) + encoded
 
 
 def invalidated() -> bytes:
@@ -273,8 +278,10 @@ _OF_RANGE: Final = frozenset({PUNCH, RESERVE, STORED_BLOCK})
 _WITH_OFFSET: Final = frozenset({TRUNCATE, NO_BLOCK, REQUEST})
 _WITH_DATA: Final = frozenset({WRITE, BLOCK, SPARSE_BLOCK, STORE})
 _OF_OVERLAY: Final = frozenset(range(LOWER, KNOWN + 1))
-_WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT, COOKIES}) | _OF_OVERLAY
-_WITH_NUMBER: Final = frozenset({FREE, RESET, DROP, NEXT, CONNECTION, LISTED, INVALIDATED, STORED_EFFECTS})
+_WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT, COOKIES, COOKIES_DOWNWARD}) | _OF_OVERLAY
+_WITH_NUMBER: Final = frozenset(
+    {FREE, RESET, DROP, NEXT, CONNECTION, LISTED, LISTED_DOWNWARD, INVALIDATED, STORED_EFFECTS}
+)
 
 
 def decoded(payload: bytes) -> Iterator[Effect]:

@@ -7,12 +7,13 @@ fails with EOPNOTSUPP or falls back to other calls.
 Source: the man pages of section 2; fs/attr.c.
 """
 
+import binascii
 import errno
 import os
 import stat
 import struct
 import time
-from typing import Container
+from typing import Collection, Container, Iterator, Tuple
 
 try:
     import ctypes
@@ -33,6 +34,7 @@ _ROOT_INODE = 1
 _FURTHER_DEVICES = 1 << 56
 _DEVICE_BITS = 48
 _FIRST_SPARE = 1 << 61
+HASHED_COOKIES = 1 << 30  # those of `hashed_cookies` begin here
 
 
 def os_error(code: int) -> OSError:
@@ -201,3 +203,18 @@ def copy_range(source: int, source_offset: int, target: int, target_offset: int,
             break
         copied += count
     return copied
+
+
+def hashed_cookies(names: "Collection[bytes]", taken: "Collection[int]") -> "Iterator[Tuple[bytes, int]]":
+    """Give each of `names` a cookie that depends on its bytes, below 2**31, and that is not one of `taken`.
+
+    Names whose hashes are equal get successive cookies, in the order of the names.  So a listing that goes on after
+    its directory was forgotten finds the names that it has not listed yet, whatever was added and removed meanwhile.
+    """
+    used = set(taken)
+    last = 0
+    for cookie, name in sorted((HASHED_COOKIES + (binascii.crc32(name) >> 2), name) for name in names):
+        last = max(cookie, last + 1)
+        while last in used:
+            last += 1
+        yield name, last

@@ -60,6 +60,15 @@ class CountsItsCookiesFromWhereItWasAsked(BrokenVolume):
                 yield entry._replace(cookie=at)
 
 
+class ListsNewNamesLast(BrokenVolume):
+    def readdir(self, inode: int, cookie: int) -> Any:
+        found = sorted(self.memory_volume.readdir(inode, 0), key=lambda entry: (entry.cookie > 2, entry.inode))
+        for entry in found:
+            at = entry.cookie if entry.cookie <= 2 else entry.inode + 2
+            if at > cookie:
+                yield entry._replace(cookie=at)
+
+
 class ForgetsThatItForgets(BrokenVolume):
     def forget(self, inode: int, count: int) -> None:
         del inode, count
@@ -94,6 +103,7 @@ BROKEN: Sequence[type[BrokenVolume]] = [
     SaysEpermForWhatIsMissing,
     ListsWithoutTheDots,
     CountsItsCookiesFromWhereItWasAsked,
+    ListsNewNamesLast,
     ForgetsThatItForgets,
     ShrinksNothing,
     HasNoQuota,

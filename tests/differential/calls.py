@@ -136,6 +136,7 @@ SPARSE_WHENCE: Final = Kind("whence", (os.SEEK_DATA, os.SEEK_HOLE))
 FALLOCATE_MODE: Final = Kind("falloc mode", (0, 0, 0, 1, 1, 3, 3, 3, 2, 8, 16, 17, 32, 64, 128))
 RENAME_FLAGS: Final = Kind("rename flags", (0, 1, 1, 2, 2, 2, 3, 4, 5, 6, 8))
 BOOL: Final = Kind("flag", (0, 1))
+LISTED_CHANGE: Final = Kind("change", ("rename", "copy", "link", "recreate", "replace", "there_and_back"))
 ACCESS: Final = Kind("access mode", (0, 1, 2, 3, 4, 5, 6, 7, 8))
 UID: Final = Kind("uid", (-1, -1, 0, 1001, 1001, 1002, 1002, 4_000_000_000))
 GID: Final = Kind("gid", (-1, -1, 0, 1001, 1002, 2000, 2000, 3000))
@@ -228,6 +229,7 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "renameat2": Operation(10, (_P, _P, RENAME_FLAGS)),
     "listdir": Operation(6, (DIRECTORY,)),
     "flistdir": Operation(4, (_S,)),
+    "list_changing": Operation(2, (DIRECTORY, LISTED_CHANGE)),
     "stat": Operation(4, (_P,)),
     "fstat": Operation(2, (_S,)),
     "statfs": Operation(1, (_P,)),

@@ -54,6 +54,46 @@ _TIMES: Final = struct.Struct("qqqq")
 _COPY_BYTES: Final = 1 << 20  # of a hole of 2**62 bytes as much as both have room for
 _HOLE_BYTES: Final = 300_000
 _SHORT_BYTES: Final = 64
+_LISTED: Final = 40
+_FEW_NAMES_BYTES: Final = 200
+_DIRENT_NAME_AT: Final = 19  # struct linux_dirent64
+
+
+def _next_names(directory: int) -> list[bytes] | None:
+    """The next few names of a listing without the dots; None at its end."""
+    buffer = ctypes.create_string_buffer(_FEW_NAMES_BYTES)
+    end = _checked(_libc.getdents64(directory, buffer, len(buffer)))
+    names, at = [], 0
+    while at < end:
+        (length,) = struct.unpack_from("=H", buffer, at + 16)
+        names.append(buffer[at + _DIRENT_NAME_AT : at + length].partition(b"\0")[0])
+        at += length
+    return [name for name in names if name not in {b".", b".."}] if end else None
+
+
+def _recreate(path: bytes) -> None:
+    os.unlink(path)
+    os.mknod(path)
+
+
+def _replace(path: bytes) -> None:
+    os.mknod(path + b".new")
+    os.rename(path + b".new", path)
+
+
+def _there_and_back(path: bytes) -> None:
+    os.rename(path, path + b".x")
+    os.rename(path + b".x", path)
+
+
+_CHANGES: Final[dict[str, Callable[[bytes], None]]] = {
+    "rename": lambda path: os.rename(path, path + b".x"),
+    "copy": lambda path: os.mknod(path + b"~"),
+    "link": lambda path: os.link(path, path + b".l"),
+    "recreate": _recreate,
+    "replace": _replace,
+    "there_and_back": _there_and_back,
+}
 
 
 def _checked(result: int) -> int:
@@ -300,6 +340,28 @@ class Process:
         descriptor = self.fd(slot)
         os.lseek(descriptor, 0, os.SEEK_SET)
         return _listing(descriptor)
+
+    def do_list_changing(self, path: bytes, change: str) -> tuple[list[bytes], list[bytes]]:
+        """The names that a listing of a new directory has, though each is changed, and those that are left."""
+        directory = path + b"/listed"
+        os.mkdir(directory)
+        listed: list[bytes] = []
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            for at in range(_LISTED):
+                os.mknod(b"%s/%d" % (directory, at))
+            while names := _next_names(descriptor):
+                for name in names:
+                    listed.append(name)
+                    if len(listed) > 3 * _LISTED:
+                        raise OSError(errno.ELOOP, "the listing does not end")
+                    _CHANGES[change](directory + b"/" + name)
+            return sorted(listed), sorted(os.listdir(directory))
+        finally:
+            os.close(descriptor)
+            for name in os.listdir(directory):
+                os.unlink(directory + b"/" + name)
+            os.rmdir(directory)
 
     def do_readlink(self, path: bytes) -> bytes:
         return os.readlink(path)

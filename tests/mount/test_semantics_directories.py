@@ -88,6 +88,37 @@ def test_what_stays_is_listed_exactly_once_whatever_comes_and_goes_beside_it(pla
     assert set(staying) == stay
 
 
+def _replace(path: Path) -> None:
+    (path.parent / "T").touch()
+    (path.parent / "T").rename(path)
+
+
+def _recreate(path: Path) -> None:
+    path.unlink()
+    path.touch()
+
+
+def test_a_listing_ends_and_has_each_name_once_though_its_reader_renames_makes_and_replaces(place: Path) -> None:
+    changes: dict[str, Callable[[Path], object]] = {
+        "rename": lambda path: path.rename(f"{path}.x"),
+        "copy": lambda path: Path(f"{path}~").touch(),
+        "replace": _replace,
+        "recreate": _recreate,
+    }
+    made = {f"{number:0200}" for number in range(150)}  # more than one buffer of getdents(2)
+    for kind, change in changes.items():
+        (place / kind).mkdir()
+        for name in made:
+            (place / kind / name).touch()
+        seen = []
+        with scan(place / kind) as names:
+            for name in names:
+                seen.append(name)
+                assert len(seen) <= len(made), f"{kind}: the listing does not end"
+                change(place / kind / name)
+        assert set(seen) == made
+
+
 def test_a_directory_is_emptied_while_it_is_listed(place: Path) -> None:
     for number in range(1300):  # more than two buffers of getdents(2)
         (place / f"{number}").touch()

@@ -269,6 +269,18 @@ def test_a_restore_changes_no_snapshot_and_adds_the_state_before(workspace: Work
 
 
 @pytest.mark.both_engines
+def test_a_listing_ends_though_its_reader_takes_snapshots(workspace: Workspace, root: Path) -> None:
+    for number in range(3):
+        workspace.snapshot(f"s{number}")
+    with os.scandir(root / ".snapshots") as entries:
+        seen = []
+        for entry in entries:
+            seen.append(entry.name)
+            workspace.snapshot(f"{entry.name}-{len(seen)}")
+            assert len(seen) <= 3, "the listing does not end"
+    assert sorted(seen) == ["s0", "s1", "s2"]
+
+
 def test_many_entries_are_listed_once_each(workspace: Workspace, root: Path) -> None:
     names = {f"{number:04}" * 20 for number in range(1100)}
     for name in names:

@@ -1,8 +1,9 @@
 """DirectoryEntries: the entries of one host directory in an order that stays while readers continue from a cookie.
 
 The host has an order of its own, but Python's os module cannot continue in the middle of it.  So the names are read
-when a reader begins, and the names that were there before keep their cookies: a second reader does not disturb the
-first.  Changes through the mount are added and removed at once.
+when a reader begins.  At first each gets a cookie that depends on the name only.  Names that are added later, through
+the mount or by the time another reader begins, get lower ones, so a reader does not meet what it adds itself
+(`protocol.directory_cookies`).  `evict` keeps only these: all others get the same cookies again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from protocol.directory_cookies import FIRST_COOKIE, DirectoryCookies
+from protocol.directory_cookies import ALL, DirectoryCookies
+from protocol.linux.portable import HASHED_COOKIES, hashed_cookies
 
 if TYPE_CHECKING:
     from os import stat_result
@@ -22,31 +24,25 @@ HostEntry: TypeAlias = tuple[int, int]  # as readdir(3) shows it: the inode's nu
 
 
 class DirectoryEntries:
-    """The names of one directory with their cookies."""
+    """The names of one directory with their cookies; until the first `refresh`, those of `pairs`.
 
-    __slots__ = ("_cookies", "_entries", "is_from_log", "recorded_to")
+    `is_partial`: there may be more names, and `refresh` finds them and what the names lead to.
+    """
 
-    def __init__(self) -> None:
-        self._entries: dict[bytes, HostEntry] = {}
-        self._cookies = DirectoryCookies(())
-        self.is_from_log = False  # to be refreshed before use
-        self.recorded_to = 0  # the cookies before this one are in the log of known inodes
+    __slots__ = ("_cookies", "_entries", "is_partial", "recorded_to")
 
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[bytes, int]]) -> Self:
-        """Return names with the cookies that they had in another process; `refresh` finds what they lead to."""
-        made = cls()
+    def __init__(self, pairs: Iterable[tuple[bytes, int]] = ()) -> None:
         cookies = dict(pairs)  # a name that was removed and made again has two; the later one counts
-        made.recorded_to = max(cookies.values(), default=FIRST_COOKIE - 1) + 1
-        made._cookies = DirectoryCookies.of(cookies.items(), made.recorded_to)
-        made._entries = dict.fromkeys(cookies, (0, 0))
-        made.is_from_log = True
-        return made
+        lowest = min(cookies.values(), default=HASHED_COOKIES)
+        self._entries: dict[bytes, HostEntry] = dict.fromkeys(cookies, (0, 0))
+        self._cookies = DirectoryCookies.of(cookies.items(), min(lowest, HASHED_COOKIES) - 1)
+        self.is_partial = True
+        self.recorded_to = ALL  # the names with cookies from this one on are in the log of known inodes
 
     def unrecorded(self) -> list[tuple[bytes, int]]:
-        """Return the names with cookies from `recorded_to` on, and move that behind them."""
-        found = [(name, cookie) for cookie, name in self._cookies.after(self.recorded_to - 1)]
-        self.recorded_to = self._cookies.following
+        """Return the names with cookies below `recorded_to`, and move that before them."""
+        found = list(self._cookies.pairs(below=self.recorded_to))
+        self.recorded_to = self._cookies.following + 1
         return found
 
     def refresh(self, descriptor: int) -> None:
@@ -54,15 +50,32 @@ class DirectoryEntries:
         entries = {os.fsencode(entry.name): (entry.inode(), _type_of(entry)) for entry in os.scandir(descriptor)}
         for name in self._entries.keys() - entries.keys():
             self._cookies.remove(name)
-        for name in entries:
-            if name not in self._entries:
+        new = [name for name in entries if name not in self._entries]
+        if self.is_partial:
+            pairs = list(self._cookies.pairs())
+            pairs += hashed_cookies(new, [cookie for _, cookie in pairs])
+            self._cookies = DirectoryCookies.of(pairs, self._cookies.following)
+            self.is_partial = False
+            self.recorded_to = ALL
+        else:
+            for name in new:
                 self._cookies.add(name)
         self._entries = entries
-        self.is_from_log = False
+
+    def evict(self) -> bool:
+        """Drop all names that would get the same cookies again; return whether others have got some."""
+        pairs = list(self._cookies.pairs(below=HASHED_COOKIES))
+        self._cookies = DirectoryCookies.of(pairs, self._cookies.following)
+        self._entries = {name: self._entries[name] for name, _ in pairs}
+        self.is_partial = True
+        self.recorded_to = ALL
+        return self._cookies.following < HASHED_COOKIES - 1
 
     def add(self, name: bytes, seen: stat_result) -> None:
         """Add `name`, or give it another inode."""
         if name not in self._entries:
+            if self.is_partial:
+                return
             self._cookies.add(name)
         self._entries[name] = (seen.st_ino, stat.S_IFMT(seen.st_mode))
 

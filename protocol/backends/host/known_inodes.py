@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import msgspec
 
 from protocol.backends.host.directory_entries import DirectoryEntries
+from protocol.directory_cookies import ALL
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class KnownInodes:
         for number, pairs in listings.items():
             directory = self._table.get(number)
             if directory is not None:
-                yield directory, DirectoryEntries.of(pairs)
+                yield directory, DirectoryEntries(pairs)
 
     def _enter(self, nodes: dict[int, _Node]) -> None:
         table = self._table
@@ -134,7 +135,7 @@ class KnownInodes:
             if node.is_recorded:
                 yield _packed(node)
                 if node.entries is not None:
-                    node.entries.recorded_to = 0
+                    node.entries.recorded_to = ALL
                     yield msgspec.msgpack.encode((_LISTED, node.number, node.entries.unrecorded()))
 
 
@@ -211,4 +212,4 @@ class KnownNodes:
         for number, pairs in self._pairs.items():
             directory = self._table.get(number)
             if directory is not None:
-                yield directory, DirectoryEntries.of(pairs)
+                yield directory, DirectoryEntries(pairs)

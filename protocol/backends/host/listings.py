@@ -1,7 +1,7 @@
 """Listings: the directories that programs list, with the cookies of their entries.
 
-Invariant (`check_invariants`): a node of the table is in `_read` if and only if it has `entries`; `_read` has at most
-MOST_READ_DIRECTORIES.
+Invariant (`check_invariants`): a node of the table is in `_read` if and only if it has `entries` that are complete, or
+came from another process; `_read` has at most MOST_READ_DIRECTORIES.  Those of other nodes are what `evict` has left.
 
 Threading: the serving loop only.
 """
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.host.directory_entries import DirectoryEntries
+from protocol.directory_cookies import ALL
 from protocol.volume import DirectoryEntry
 
 if TYPE_CHECKING:
@@ -35,12 +36,11 @@ class Listings:
 
     def after(self, directory: HostInode, cookie: int) -> Iterator[DirectoryEntry]:
         """Return the entries of a directory after `cookie`.  Reads it when a reader begins."""
-        entries = directory.entries
-        if entries is None or not cookie or entries.is_from_log:
+        entries = self._entries_of(directory)
+        if not cookie or entries.is_partial:
             above = self._descriptors.directory(directory)
             descriptor = os.open(_DOT, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above)
             try:
-                entries = self._entries_of(directory)
                 entries.refresh(descriptor)
             finally:
                 os.close(descriptor)
@@ -60,12 +60,20 @@ class Listings:
     def _entries_of(self, directory: HostInode) -> DirectoryEntries:
         if directory.entries is None:
             directory.entries = DirectoryEntries()
-            if len(self._read) >= MOST_READ_DIRECTORIES:
-                self.forget(next(iter(self._read)))
-        else:
+        if directory in self._read:
             del self._read[directory]
+        elif len(self._read) >= MOST_READ_DIRECTORIES:
+            self._evict(next(iter(self._read)))
         self._read[directory] = None
         return directory.entries
+
+    def _evict(self, directory: HostInode) -> None:
+        entries, known = directory.entries, self._table.known
+        self.forget(directory)
+        if entries is not None and entries.evict():
+            directory.entries = entries
+            if known is not None:
+                known.listed(directory, entries)
 
     def resume(self, listings: Iterable[tuple[HostInode, DirectoryEntries]]) -> None:
         """Continue listings of directories that programs have begun with another process."""
@@ -73,7 +81,7 @@ class Listings:
             directory.entries = entries
             self._read[directory] = None
             if self._table.known is not None:
-                entries.recorded_to = 0
+                entries.recorded_to = ALL
                 self._table.known.listed(directory, entries)
 
     def forget(self, directory: HostInode) -> None:
@@ -87,5 +95,5 @@ class Listings:
         """AssertionError if the invariant of the module's docstring does not hold."""
         assert len(self._read) <= MOST_READ_DIRECTORIES
         assert all(node.entries is not None for node in self._read)
-        assert all(node in self._read for node in self._table if node.entries is not None)
+        assert all(node in self._read or node.entries.is_partial for node in self._table if node.entries is not None)
         assert all(self._table.get(node.number) is node for node in self._read), "a listing of a node that is gone"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.ledger import SLACK_BYTES, version_bytes
-from protocol.directory_cookies import DirectoryCookies
+from protocol.directory_cookies import DirectoryCookies, downward
 from protocol.errors import os_error
 from protocol.tree import TYPE_MASK
 from protocol.volume import (
@@ -90,9 +90,10 @@ class DirectoryEntries:
         """List a directory as `readdir` does, with plain tuples, which take a third of the time of named ones."""
         directory = self._state.directory(inode)
         self._state.update_atime(directory)
-        if directory.cookies is None:
-            directory.cookies = DirectoryCookies(directory.children or ())
-        chunks = self._chunks(directory, directory.cookies, cookie)
+        cookies = directory.cookies
+        if cookies is None or cookies.ascends:
+            cookies = directory.cookies = downward(cookies, directory.children or ())
+        chunks = self._chunks(directory, cookies, cookie)
         return itertools.chain(self._dots(directory, cookie), itertools.chain.from_iterable(chunks))
 
     def _dots(self, directory: Inode, cookie: int) -> Iterator[PlainEntry]:
@@ -257,10 +258,10 @@ class DirectoryEntries:
         target = state.own(self._inodes[target.inode])  # not the old version of `source`, if they are one
         if victim is not None:
             victim = state.own(victim)
-            state.drop_entry(target, new_name, victim)
+        state.move_entry(source, name, target, new_name, node, victim)
+        if victim is not None:
             victim.ctime_ns = now
             state.release(victim)
-        state.move_entry(source, name, target, new_name, node)
         _modified(source, now)
         if target is not source:
             _modified(target, now)

@@ -397,6 +397,9 @@ class MemoryState:
         """Remove `name` of `inode` from `directory` (both owned).  The caller releases `inode`."""
         self.set_name(directory, name, 0)
         directory.size -= DIRECTORY_ENTRY_BYTES
+        self._drop_link(directory, name, inode)
+
+    def _drop_link(self, directory: Inode, name: bytes, inode: Inode) -> None:
         inode.links = without_link(inode.links, (directory.inode, name))
         self.ledger.metadata -= ENTRY_BYTES + len(name)
         if inode.children is not None:
@@ -408,12 +411,17 @@ class MemoryState:
             self.count(inode, -1)
             self.orphans.add(inode.inode)
 
-    def move_entry(self, old: Inode, old_name: bytes, new: Inode, new_name: bytes, inode: Inode) -> None:
-        """Rename `inode` to a name that does not exist yet (all owned)."""
+    def move_entry(
+        self, old: Inode, old_name: bytes, new: Inode, new_name: bytes, inode: Inode, victim: Inode | None
+    ) -> None:
+        """Rename `inode` to a name that `victim` has, or that does not exist yet (all owned)."""
         self.set_name(old, old_name, 0)
         self.set_name(new, new_name, inode.inode)
         old.size -= DIRECTORY_ENTRY_BYTES
-        new.size += DIRECTORY_ENTRY_BYTES
+        if victim is None:
+            new.size += DIRECTORY_ENTRY_BYTES
+        else:
+            self._drop_link(new, new_name, victim)
         link = (new.inode, new_name)
         if len(inode.links) == 1:
             inode.links = (link,)

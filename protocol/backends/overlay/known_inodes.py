@@ -24,7 +24,7 @@ import msgspec
 from protocol.backends.overlay.children import UnfilledChildren
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.lower import IdentityRecord, RecordedStat, identity_record, recorded_identity
-from protocol.directory_cookies import DirectoryCookies
+from protocol.directory_cookies import AscendingCookies, DirectoryCookies, downward
 from protocol.tree import TYPE_MASK
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ _NS: Final = 10**9
 _FILLED: Final = 1  # the entries of a directory: [name, number, type bits, key]
 _LOADED: Final = 2  # the attributes of an inode: `_STAT`
 _CORRECTED: Final = 3  # the type bits that a name has below by now, 0: none
-_LISTED: Final = 4  # the entries of a directory got cookies
-_COOKIES: Final = 5  # they have these cookies: [[name, cookie]], the next cookie
+_LISTED: Final = 4  # written until cookies went down: the entries of a directory got cookies, in their order
+_COOKIES: Final = 5  # they have these cookies: [[name, cookie]], the next cookie, which goes up
+_LISTED_DOWNWARD: Final = 6  # the entries of a directory got cookies in the order of the names, or get lower ones
+_COOKIES_DOWNWARD: Final = 7  # as _COOKIES; the next cookie goes down
 
 # Mode, links, uid, gid, device of a device node, sectors, atime in s and ns, the identity, xattrs, target of a symlink.
 _STAT: Final = tuple[
@@ -95,17 +97,19 @@ class KnownInodes:
         elif code == _CORRECTED:
             state.correct(number, msgspec.msgpack.decode(value, type=int))
         elif number in self._from_log:
-            self._set_cookies(number, None if code == _LISTED else value)
+            self._set_cookies(number, code, value)
 
-    def _set_cookies(self, number: int, value: msgspec.Raw | None) -> None:
+    def _set_cookies(self, number: int, code: int, value: msgspec.Raw) -> None:
         directory = self._state.table.loaded(number)
-        if directory is None or directory.cookies is not None or number in self._state.listed:
+        if directory is None or number in self._state.listed:
             return
-        if value is None:
-            directory.cookies = DirectoryCookies(directory.children or ())
-        else:
-            pairs, following = msgspec.msgpack.decode(value, type=_Cookies)
-            directory.cookies = DirectoryCookies.of(pairs, following)
+        names = directory.children or ()
+        if code == _LISTED_DOWNWARD:
+            directory.cookies = downward(directory.cookies, names)
+        elif directory.cookies is None:
+            kind = DirectoryCookies if code == _COOKIES_DOWNWARD else AscendingCookies
+            pairs, following = msgspec.msgpack.decode(value, type=_Cookies) if code != _LISTED else (None, 0)
+            directory.cookies = kind(names) if pairs is None else kind.of(pairs, following)
 
     # -- what the process before had -----------------------------------------------------------------
     @property
@@ -156,7 +160,7 @@ class KnownInodes:
 
     def listed(self, number: int) -> None:
         """Record that the entries of a directory get cookies."""
-        self._append(_record(_LISTED, number, None))
+        self._append(_record(_LISTED_DOWNWARD, number, None))
 
     def _append(self, record: bytes) -> None:
         if self.recent is not None:
@@ -187,7 +191,8 @@ class KnownInodes:
                 rows = [(name, at, state.kind(at) & TYPE_MASK, keys.get(at)) for name, at in children.items()]
                 yield _record(_FILLED, number, rows)
                 if inode.cookies is not None:
-                    yield _record(_COOKIES, number, (list(inode.cookies.pairs()), inode.cookies.following))
+                    code = _COOKIES if inode.cookies.ascends else _COOKIES_DOWNWARD
+                    yield _record(code, number, (list(inode.cookies.pairs()), inode.cookies.following))
         for number, inode in list(dict.items(state.table)):
             if isinstance(inode, OverlayInode) and number not in state.recorded:
                 yield _loaded(inode)

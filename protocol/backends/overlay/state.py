@@ -558,10 +558,12 @@ class OverlayState(MemoryState):
         _count_entries(directory)
         super().drop_entry(directory, name, inode)
 
-    def move_entry(self, old: Inode, old_name: bytes, new: Inode, new_name: bytes, inode: Inode) -> None:
+    def move_entry(
+        self, old: Inode, old_name: bytes, new: Inode, new_name: bytes, inode: Inode, victim: Inode | None
+    ) -> None:
         _count_entries(old)
         _count_entries(new)
-        super().move_entry(old, old_name, new, new_name, inode)
+        super().move_entry(old, old_name, new, new_name, inode, victim)
 
 
 def _count_entries(directory: Inode) -> None:

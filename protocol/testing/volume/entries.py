@@ -17,6 +17,7 @@ from protocol.testing.volume.driver import (
     fails,
 )
 from protocol.volume import (
+    COOKIE_END,
     NAME_MAX,
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
@@ -394,6 +395,23 @@ class EntriesContract(VolumeSuite):
                     fs.unlink(b"%d" % at)
                     there.remove(at)
         assert all(seen.count(b"%d" % at) == 1 for at in range(0, 1000, 2))
+
+    def test_a_scan_ends_and_lists_a_name_once_though_its_reader_adds_and_replaces_names(self, fs: Driver) -> None:
+        there = [b"%d" % at for at in range(60)]
+        for name in there:
+            fs.file(name)
+        seen: list[bytes] = []
+        cookie = 2
+        while batch := [entry for _, entry in zip(range(5), fs.entries(b"", cookie), strict=False)]:
+            cookie = batch[-1].cookie
+            assert cookie < COOKIE_END
+            for entry in batch:
+                seen.append(entry.name)
+                assert len(seen) < 500, "the scan does not end"
+                fs.file(b"%d.new" % len(seen))
+                fs.file(b"%d.t" % len(seen))
+                fs.volume.rename(ROOT_INODE, b"%d.t" % len(seen), ROOT_INODE, there[-1 - len(seen) % 60])
+        assert all(seen.count(name) == 1 for name in there)
 
     def test_rm_rf_removes_each_file_while_listing(self, fs: Driver) -> None:
         fs.directory(b"d")

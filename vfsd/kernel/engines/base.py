@@ -11,12 +11,14 @@ import errno
 import logging
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Final, Literal, Protocol, runtime_checkable
 
 from protocol.values import Value
 from protocol.volume import Volume
 
 _logger = logging.getLogger(__name__)
+
+_POSITIONS_KEPT: Final = 256
 
 
 class EngineSettings(Value):
@@ -185,6 +187,26 @@ class HandedOverEngine(ResumableEngine, Protocol):
     def go_on(self) -> None:
         """End the pause, if there is one."""
         ...
+
+
+class ListingPositions:
+    """Where the last replies to listings ended: tells a reader that goes on from one that has moved with seekdir(3).
+
+    Such a reader often wants one entry, so the engine answers with a few, and with as many as fit if it goes on.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, int], None] = {}
+
+    def is_new(self, directory: int, cookie: int) -> bool:
+        """Return whether a reader that begins at `cookie` comes neither from the start nor from a reply."""
+        return cookie != 0 and (directory, cookie) not in self._ends
+
+    def ended(self, directory: int, cookie: int) -> None:
+        """Note that a reply ends at `cookie`."""
+        self._ends[directory, cookie] = None
+        if len(self._ends) > _POSITIONS_KEPT:
+            del self._ends[next(iter(self._ends))]
 
 
 def invalidate_attributes(engine: Engine, inode: int) -> None:

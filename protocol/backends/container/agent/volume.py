@@ -63,6 +63,7 @@ MAX_FILE_BYTES: Final = 2**63 - 1
 # A page that a kernel requests with attributes (READDIRPLUS) has some 200 entries, without attributes 1,000.
 _PAGE_ENTRIES: Final = 200
 _MOST_PAGE_ENTRIES: Final = 1600
+_SOUGHT_ENTRIES: Final = 50  # after a cookie of no page that is known: seekdir(3), or a listing during changes
 _LISTED_S: Final = 0.2
 _PAGES_KEPT: Final = 16
 # A kernel asks for this before the first write to a file; a new file cannot have it.
@@ -364,7 +365,7 @@ class AgentVolume:
     def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry] | Answer[Iterator[DirectoryEntry]]:
         """A page of the entries after `cookie`; empty at the end."""
         page = self._fresh_page(inode) if cookie else None
-        wanted = _PAGE_ENTRIES
+        wanted = _SOUGHT_ENTRIES if cookie else _PAGE_ENTRIES
         if page is not None:
             at = page.positions.get(cookie, 0)
             if 0 < at < len(page.entries):

@@ -11,6 +11,7 @@ import os
 import stat
 import threading
 from bisect import bisect_right
+from typing import Iterable, Tuple
 
 from protocol.backends.container.helper.inode_table import AgentInode, AgentInodeTable
 from protocol.backends.container.helper.wire import (
@@ -36,10 +37,12 @@ from protocol.backends.container.helper.wire import (
     unpack,
 )
 from protocol.linux.portable import (
+    HASHED_COOKIES,
     Handle,
     birth_ns,
     copy_range,
     fallocate,
+    hashed_cookies,
     kill_privileges,
     os_error,
     renameat2,
@@ -61,24 +64,47 @@ _NOTHING: Reply = ((), ())
 
 
 class Scan:
-    """The names of one directory, each with a cookie that stays valid while a listing continues from it."""
+    """The names of one directory, each with a cookie that stays valid while a listing continues from it.
+
+    At first each name gets a cookie that depends on the name only, and names that are new later get lower ones.
+    """
 
     def __init__(self) -> None:
         self._cookies: "dict[bytes, int]" = {}
         self._order: "list[int]" = []
         self._names: "list[bytes]" = []
-        self._next = _FIRST_COOKIE
+        self._lowest = HASHED_COOKIES
+        self.is_partial = True  # there may be more names
 
     def refresh(self, directory: int) -> None:
-        """Read the directory again: known names keep their cookies, new names come last."""
+        """Read the directory again: known names keep their cookies, new names come first."""
         found = {os.fsencode(name) for name in os.listdir(directory)}
-        kept = [(cookie, name) for name, cookie in self._cookies.items() if name in found]
         new = sorted(found.difference(self._cookies))
-        kept += zip(range(self._next, self._next + len(new)), new)  # noqa: B905 (newer than Python 3.6)
-        self._next += len(new)
-        self._cookies = {name: cookie for cookie, name in kept}
-        self._order = [cookie for cookie, _ in kept]
-        self._names = [name for _, name in kept]
+        if not self.is_partial and self._lowest - len(new) < _FIRST_COOKIE:
+            self.evict(0)  # after 2**30 new names listings begin anew
+            new = sorted(found)
+        kept = {name: cookie for name, cookie in self._cookies.items() if name in found}
+        if self.is_partial:
+            kept.update(hashed_cookies(new, kept.values()))
+            self.is_partial = False
+        else:
+            self._lowest -= len(new)
+            kept.update(zip(new, range(self._lowest, self._lowest + len(new))))  # noqa: B905 (newer than Python 3.6)
+        self._set(kept.items())
+
+    def _set(self, pairs: "Iterable[Tuple[bytes, int]]") -> None:
+        ordered = sorted((cookie, name) for name, cookie in pairs)
+        self._cookies = {name: cookie for cookie, name in ordered}
+        self._order = [cookie for cookie, _ in ordered]
+        self._names = [name for _, name in ordered]
+
+    def evict(self, below: int = HASHED_COOKIES) -> bool:
+        """Drop the names that would get the same cookies again; return whether some are left."""
+        self._set([(name, cookie) for name, cookie in self._cookies.items() if cookie < below])
+        self.is_partial = True
+        if not self._cookies:
+            self._lowest = HASHED_COOKIES
+        return bool(self._cookies)
 
     def after(self, cookie: int, most: int) -> "list[tuple[int, bytes]]":
         """The cookies and names of the next `most` entries."""
@@ -414,7 +440,7 @@ class Files:
             node = self.table.node(number)
             above = self.table.directory(node)
             scan = self._scan(node)
-        if not cookie or not scan.after(0, 1):
+        if not cookie or scan.is_partial:
             readable = Handle(os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above.fd))
             with self.table.lock:
                 scan.refresh(readable.fd)
@@ -446,11 +472,12 @@ class Files:
         scan = node.scan
         if not isinstance(scan, Scan):
             scan = node.scan = Scan()
-            if len(self._scans) >= _SCANS_KEPT:
-                oldest = next(iter(self._scans))
-                oldest.scan = None
-                del self._scans[oldest]
         self._scans.pop(node, None)
+        if len(self._scans) >= _SCANS_KEPT:
+            oldest = next(iter(self._scans))
+            del self._scans[oldest]
+            if isinstance(oldest.scan, Scan) and not oldest.scan.evict():
+                oldest.scan = None
         self._scans[node] = None
         return scan
 

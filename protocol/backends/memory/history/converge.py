@@ -82,6 +82,7 @@ class Converger:
         self._own_view = self._view if self._view is not None and self._view.belongs_to(state) else None
         self._linked: dict[int, int] = {}  # inode in the tree -> live inode: hard links
         self._directories: dict[bytes, int] = {}  # path -> live inode of the directories of this run
+        self._cookie: int | None = None  # of the name that is being replaced
 
     def run(self) -> None:
         """Make the changes.  ENOENT for a path in neither; ENOTDIR, ENOSPC."""
@@ -158,7 +159,7 @@ class Converger:
             found = self._child(above, entry.name)
             if found is None or not found.is_dir:
                 if found is not None:
-                    self._remove(above, entry.name)
+                    self._vacate(above, entry.name)
                 return self._make(self._state.inodes[above.inode], entry.name, entry)
             node = found
         if self._replace:
@@ -173,7 +174,7 @@ class Converger:
         node = self._child(above, name)
         wanted = self._wanted(entry, node)
         if node is not None and node.inode != wanted:
-            self._remove(above, name)
+            self._vacate(above, name)
             node = None
         if node is None:
             above = self._state.inodes[above.inode]
@@ -262,8 +263,17 @@ class Converger:
         state = self._state
         directory, node = state.own(directory), state.own(node)
         state.add_entry(directory, name, node)
+        if self._cookie is not None and directory.cookies is not None:
+            directory.cookies.put_back(name, self._cookie)
+            self._cookie = None
         directory.mtime_ns = directory.ctime_ns = node.ctime_ns = state.clock()
         return node
+
+    def _vacate(self, directory: Inode, name: bytes) -> None:
+        """Remove `name`, which `_link` gives to another inode next: a listing that is in progress lists it once."""
+        cookies = self._state.inodes[directory.inode].cookies
+        self._cookie = None if cookies is None or cookies.ascends else cookies.cookie(name)
+        self._remove(directory, name)
 
     def _remove(self, directory: Inode, name: bytes) -> None:
         """Remove `name` and everything below it."""

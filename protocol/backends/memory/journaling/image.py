@@ -104,7 +104,7 @@ class Image:
         """Yield the cookies of the directories that were listed."""
         for number, live in self._state.inodes.items():
             if live.cookies is not None:
-                yield effects.cookies(number, live.cookies.pairs(), live.cookies.following)
+                yield effects.cookies(number, live.cookies)
 
     def begin_step(self, epoch: Epoch) -> Iterator[bytes]:  # noqa: ARG002
         """Yield what a subclass records of an epoch itself."""

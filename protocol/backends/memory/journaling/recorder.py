@@ -365,8 +365,10 @@ class Recorder:
 
     def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
         directory = self._inodes.get(inode)
-        if directory is not None and directory.cookies is None and directory.children is not None:
-            self.record_listing(directory)
+        if directory is not None and directory.children is not None:
+            cookies = directory.cookies
+            if cookies is None or cookies.ascends:
+                self.record_listing(directory)
         found: Iterator[PlainEntry] = self._replaced["entries"](inode, cookie)
         return found
 

@@ -17,6 +17,7 @@ Threading: nothing else uses the state.
 
 from __future__ import annotations
 
+import functools
 import stat
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, Inode, with_link, without_link
 from protocol.backends.memory.ledger import CONTENT_BYTES, DIRECTORY_BYTES, ENTRY_BYTES, INODE_BYTES
 from protocol.backends.memory.reservations import Reserved
-from protocol.directory_cookies import DirectoryCookies
+from protocol.directory_cookies import AscendingCookies, DirectoryCookies, downward
 from protocol.journal import effects
 from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
@@ -92,8 +93,10 @@ class Replay:
             effects.NOTE: self._note,
             effects.NEXT: self._next,
             effects.CONNECTION: self._connection,
-            effects.LISTED: self._listed,
-            effects.COOKIES: self._cookies,
+            effects.LISTED: self._listed_ascending,
+            effects.COOKIES: functools.partial(self._cookies, AscendingCookies),
+            effects.LISTED_DOWNWARD: self._listed,
+            effects.COOKIES_DOWNWARD: functools.partial(self._cookies, DirectoryCookies),
             effects.INVALIDATED: self._invalidated,
         }
         self._waiting: dict[int, bytes] = {}  # INODE effects whose attributes are not set yet, by inode
@@ -223,11 +226,15 @@ class Replay:
 
     def _listed(self, number: int) -> None:
         node = self._state.inodes[number]  # cookies belong to no version
-        node.cookies = DirectoryCookies(node.children or ())
+        node.cookies = downward(node.cookies, node.children or ())
 
-    def _cookies(self, number: int, encoded: bytes) -> None:
+    def _listed_ascending(self, number: int) -> None:
+        node = self._state.inodes[number]
+        node.cookies = AscendingCookies(node.children or ())
+
+    def _cookies(self, kind: type[DirectoryCookies], number: int, encoded: bytes) -> None:
         names, following = msgspec.msgpack.decode(encoded, type=_COOKIES)
-        self._state.inodes[number].cookies = DirectoryCookies.of(names, following)
+        self._state.inodes[number].cookies = kind.of(names, following)
 
     def _collect(self, batch: Sequence[bytes]) -> None:
         """Collect what a change without a request of the kernel may have made wrong in the kernel's caches."""

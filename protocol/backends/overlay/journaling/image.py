@@ -50,7 +50,7 @@ class OverlayImage(Image):
         for number, live in self._overlay.table.items():
             is_listed = not isinstance(live, OverlayInode) or number in self._overlay.listed
             if live.cookies is not None and is_listed:
-                yield effects.cookies(number, live.cookies.pairs(), live.cookies.following)
+                yield effects.cookies(number, live.cookies)
 
     def effects(self) -> Iterator[bytes]:
         yield effects.of_overlay(effects.DEVICE, self._overlay.device, None)

@@ -71,7 +71,7 @@ class Introductions:
         for number in self._listed:
             live = self._state.table.loaded(number)
             if live is not None and live.cookies is not None:
-                yield effects.cookies(number, live.cookies.pairs(), live.cookies.following)
+                yield effects.cookies(number, live.cookies)
 
     def withdraw(self) -> None:
         """Forget that these effects are in the journal."""

@@ -33,6 +33,7 @@ from protocol.volume import (
 )
 from protocol.volume_durability import AnsweringVolume, journaled
 from vfsd.kernel.engines import policy
+from vfsd.kernel.engines.base import ListingPositions
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.extended_attributes import ExtendedAttributes
 from vfsd.kernel.engines.native.handler import BODY, Handler, Method, Request, then, tried
@@ -76,6 +77,7 @@ class Operations:
         self._pieces = cast("ContentPiecesVolume", volume) if capabilities.content_pieces else None
         self._kernel_sets_times = InitFlag.WRITEBACK_CACHE in flags  # of a file that is written
         self._xattrs = ExtendedAttributes(volume, flags, invalidate_attributes) if xattrs else None
+        self._positions = ListingPositions()
         self._cancel = cancel
         self._invalidate_attributes = invalidate_attributes
         self._record_statfs = record_statfs
@@ -303,15 +305,20 @@ class Operations:
 
     def _readdir(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
-        size = min(size, MAX_WRITE_BYTES)
-        return then(self._entries(node, cookie), lambda entries: dirents(entries, size))
+        size = min(size, _SOUGHT_BYTES if self._positions.is_new(node, cookie) else MAX_WRITE_BYTES)
+        return then(self._entries(node, cookie), lambda entries: self._dirents(node, entries, size))
+
+    def _dirents(self, node: int, entries: Iterator[PlainEntry], size: int) -> bytes:
+        packed, end = dirents(entries, size)
+        self._positions.ended(node, end)
+        return packed
 
     def _entries(self, node: int, cookie: int) -> Answer[Iterator[PlainEntry]]:
         return self._volume.readdir(node, cookie) if self._plain is None else self._plain.entries(node, cookie)
 
     def _readdirplus(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
-        size = min(size, MAX_WRITE_BYTES)
+        size = min(size, _SOUGHT_BYTES if self._positions.is_new(node, cookie) else MAX_WRITE_BYTES)
         plain = self._plain
         if not cookie and plain is not None and plain.entry_count(node) * _DIRENTPLUS_BYTES > _LARGE_REPLIES * size:
             size = min(size, _SAMPLE_BYTES)
@@ -330,11 +337,13 @@ class Operations:
         lookup = self._volume.lookup if quiet is None else quiet.find
         parts: list[bytes] = []
         waiting: list[tuple[int, PlainEntry, Awaitable[Attributes]]] = []
+        end = 0
         for entry in entries:
             name = entry[0]
             size -= (_DIRENTPLUS_BYTES + len(name)) & ~7
             if size < 0:
                 break
+            end = entry[3]
             found: Any = None
             if name not in _DOTS:
                 try:
@@ -348,6 +357,7 @@ class Operations:
             else:
                 waiting.append((len(parts), entry, found))
                 parts.append(self.replies.direntplus_bare(entry))
+        self._positions.ended(node, end)
         return self._await_lookups(parts, waiting) if waiting else b"".join(parts)
 
     async def _await_lookups(
@@ -488,6 +498,7 @@ _DIRENTPLUS_BYTES: Final = wire.FUSE_DIRENTPLUS.size + 7  # without the name; en
 # costs a program that only lists the most.
 _LARGE_REPLIES: Final = 4
 _SAMPLE_BYTES: Final = 16 << 10  # 100 entries
+_SOUGHT_BYTES: Final = 2 << 10  # the reply to a reader that has moved: 12 entries with attributes, or 60 without
 
 
 def _whole(size: int, written: int) -> int:

@@ -203,9 +203,10 @@ def dirent(entry: PlainEntry) -> bytes:
     return _DIRENT[length](inode, cookie, length, mode >> 12, name)
 
 
-def dirents(entries: Iterable[PlainEntry], size: int) -> bytes:
-    """Pack the entries that fit into `size` bytes, the answer to READDIR."""
+def dirents(entries: Iterable[PlainEntry], size: int) -> tuple[bytes, int]:
+    """Pack the entries that fit into `size` bytes, the answer to READDIR; return it and the cookie of the last one."""
     parts: list[bytes] = []
+    end = 0
     for name, inode, mode, cookie in entries:
         length = len(name)
         packed = _DIRENT[length](inode, cookie, length, mode >> 12, name)
@@ -213,7 +214,8 @@ def dirents(entries: Iterable[PlainEntry], size: int) -> bytes:
         if size < 0:
             break
         parts.append(packed)
-    return b"".join(parts)
+        end = cookie
+    return b"".join(parts), end
 
 
 class _Packers(dict[int, Callable[..., bytes]]):

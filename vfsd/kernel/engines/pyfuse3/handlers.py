@@ -37,6 +37,7 @@ from vfsd.kernel.engines.base import (
     ChangeObserver,
     EngineSettings,
     Impersonator,
+    ListingPositions,
     attribute_change,
 )
 
@@ -46,6 +47,7 @@ _logger = logging.getLogger(__name__)
 _FOREVER_S: Final = 1e9
 _BLOCK_BYTES: Final = 4096  # st_blksize: a page, the unit of the kernel's cache
 _MAX_REQUESTS_BEFORE_RETRY: Final = 64
+_SOUGHT_ENTRIES: Final = 12  # in the reply to a reader of a directory that has moved
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,6 +128,7 @@ class Handlers(pyfuse3.Operations):
         self.invalidate_attributes: Callable[[int], None] = lambda _inode: None
         self.observer: ChangeObserver | None = None  # set by the engine
         self._opened: dict[int, _OpenFile] = {}
+        self._positions = ListingPositions()
         self._last_handle = 0
         self._volume = volume
         self._opening = cast("OpeningVolume", volume) if volume.capabilities.opens else None
@@ -347,13 +350,18 @@ class Handlers(pyfuse3.Operations):
     @_handler
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         volume = self._volume
+        room = _SOUGHT_ENTRIES if self._positions.is_new(fh, start_id) else -1
+        end = start_id
         for name, inode, mode, cookie in await _result(volume.readdir(fh, start_id)):
+            if not room:
+                break
             if name in {b".", b".."}:
                 # READDIRPLUS counts no lookup for these two; the kernel uses only their number and type.
                 entry = pyfuse3.EntryAttributes()
                 entry.st_ino, entry.st_mode = inode, mode
                 if not pyfuse3.readdir_reply(token, name, entry, cookie):
-                    return
+                    break
+                end, room = cookie, room - 1
                 continue
             try:
                 # Repeated here, because the token has entries already.
@@ -363,7 +371,9 @@ class Handlers(pyfuse3.Operations):
             entry = self._fill(attributes, self._timeout_s)
             if not pyfuse3.readdir_reply(token, name, entry, cookie):
                 volume.forget(entry.st_ino, 1)
-                return
+                break
+            end, room = cookie, room - 1
+        self._positions.ended(fh, end)
 
     @_handler
     async def releasedir(self, fh: int) -> None:

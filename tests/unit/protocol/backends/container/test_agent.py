@@ -18,12 +18,14 @@ import trio
 import trio.testing
 
 from protocol.backends.container.agent.link import AgentLink
+from protocol.backends.container.agent.replies import entries_in
 from protocol.backends.container.agent.start import helper_command, helper_program
 from protocol.backends.container.agent.stream import STDERR, STDOUT, Output
 from protocol.backends.container.agent.volume import AgentVolume
+from protocol.backends.container.helper import files
 from protocol.backends.container.helper.wire import ENTRY, FORGET, HEADER, MAGIC, Op, pack, unpack
 from protocol.backends.container.idmap import IdMap, swapped
-from protocol.volume import AttributeChanges, Caller
+from protocol.volume import COOKIE_END, AttributeChanges, Caller
 from tests.support.agents import LocalStream, local_agent
 
 ME = Caller(0, 0)
@@ -319,6 +321,35 @@ def test_names_that_are_none_never_reach_the_helper() -> None:
             assert helper.asked == []
 
     trio.run(main)
+
+
+# -- listings ----------------------------------------------------------------------------------
+def test_readers_continue_after_more_directories_were_listed_than_the_helper_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_SCANS_KEPT", 3)
+    helper = files.Files(os.fsencode(tmp_path))
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).mkdir()
+    numbers = {one.entry.name: one.entry.inode for one in entries_in(helper.readdir(1, 0, 100)[1][0], 0)}
+
+    def listed(cookie: int) -> list[tuple[bytes, int]]:
+        page = helper.readdir(numbers[b"a"], cookie, 100)[1][0]
+        return [(one.entry.name, one.entry.cookie) for one in entries_in(page, cookie)]
+
+    readers = []
+    for number in range(20):
+        (tmp_path / "a" / f"{number}").touch()
+        entries = listed(0)
+        readers.append((entries[: number // 2 + 3], {name for name, _ in entries}))
+        if number % 5 == 0:
+            for name in (b"b", b"c", b"d"):
+                helper.readdir(numbers[name], 0, 100)
+    (tmp_path / "a" / "late").touch()
+    for seen, there in readers:
+        names = [name for name, _ in (*seen, *listed(seen[-1][1])) if name in there]
+        assert sorted(names) == sorted(there)
+    assert listed(0)[-1][1] < COOKIE_END
 
 
 # -- lookups are given back --------------------------------------------------------------------

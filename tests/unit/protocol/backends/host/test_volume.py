@@ -487,12 +487,24 @@ def test_a_reader_continues_a_listing_after_more_directories_were_listed_than_ar
     first = volume.lookup(ROOT_INODE, names[0]).inode
     for number in range(20):
         (inside / os.fsdecode(names[0]) / str(number)).touch()
-    begun = [entry for entry, _ in zip(volume.readdir(first, 0), range(10), strict=False)]
-    for name in names[1:]:
+    readers = []
+    for number in range(20, 30):  # each reader finds more names than the one before
+        entries = list(volume.readdir(first, 0))
+        readers.append((entries[: number // 2], {entry.name for entry in entries}))
+        volume.mknod(first, b"%d" % number, stat.S_IFREG | 0o644, 0, ME)
+        (inside / os.fsdecode(names[0]) / f"outside{number}").touch()
+    for at, name in enumerate(names[1:]):
         list(volume.readdir(volume.lookup(ROOT_INODE, name).inode, 0))
         volume.check_invariants()
-    rest = list(volume.readdir(first, begun[-1].cookie))
-    assert sorted(entry.name for entry in begun + rest) == sorted([b".", b"..", *(b"%d" % n for n in range(20))])
+        if at % 100 == 99:
+            volume.unlink(first, b"%d" % (at // 100))
+            volume.mknod(first, b"late%d" % at, stat.S_IFREG | 0o644, 0, ME)
+    gone = {b"0", b"1"}
+    for seen, there in readers:
+        rest = list(volume.readdir(first, seen[-1].cookie))
+        listed = [entry.name for entry in (*seen, *rest) if entry.name in there - gone]
+        assert sorted(listed) == sorted(there - gone)
+    volume.check_invariants()
 
 
 def test_an_executable_that_was_written_can_be_executed_by_others_soon(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import stat
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from protocol.backends.memory import MemoryVolume
+from protocol.directory_cookies import AscendingCookies
+from protocol.journal import effects
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges
 from protocol.volume_durability import UNIQUE_RESEND
 from tests.support.journals import JournalInMemory, assert_same_volume, replayed
@@ -63,6 +66,59 @@ def test_a_listing_continues_at_its_cookie(image: bool) -> None:
     again = continued(journal)
     cookie = seen[-1][3]
     assert list(again.entries(ROOT_INODE, cookie)) == list(volume.entries(ROOT_INODE, cookie))
+
+
+def test_a_listing_that_an_earlier_vfsd_began_continues_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    volume, journal = begun()
+    names = [b"n%02d" % (each * 7 % 40) for each in range(40)]
+    for name in names:
+        file(volume, name)
+    root = volume.getattr(ROOT_INODE)
+    monkeypatch.setattr(effects, "listed", lambda number: struct.pack("<BQ", effects.LISTED, number))
+    list(volume.entries(ROOT_INODE, 0))
+    monkeypatch.undo()
+    root.cookies = AscendingCookies(root.children or ())
+    file(volume, b"added")
+    volume.unlink(ROOT_INODE, b"n03")
+    names = [name for name in (*names, b"added") if name != b"n03"]
+    again, following = replayed(journal.batches()), JournalInMemory()
+    following.keep(again)  # begins with an image
+    again.connect(is_known=True)
+    file(again, b"before")
+    position = 3 + 19  # of the twentieth name: that vfsd gave cookies from 3 on, in the order of creation
+    seen = []
+    for name, _, _, _ in again.entries(ROOT_INODE, position):
+        seen.append(name)
+        file(again, name + b".new")
+    assert seen == [*names[20:], b"before"]
+    third = continued(following)
+    for cookie in (0, position, list(again.entries(ROOT_INODE, position))[5][3]):
+        assert list(third.entries(ROOT_INODE, cookie)) == list(again.entries(ROOT_INODE, cookie))
+
+
+@pytest.mark.parametrize("kind", ["rename", "restore of a path", "restore"])
+def test_a_replaced_name_stays_where_it_was_in_a_listing_also_after_a_replay(kind: str) -> None:
+    volume, journal = begun()
+    for each in range(40):
+        file(volume, b"n%02d" % each)
+    volume.take_snapshot("s")
+    for each in range(0, 40, 2):
+        volume.unlink(ROOT_INODE, b"n%02d" % each)
+        file(volume, b"n%02d" % each)
+    before = list(volume.entries(ROOT_INODE, 0))
+    if kind == "rename":
+        for each in range(0, 40, 2):
+            file(volume, b"t")
+            volume.rename(ROOT_INODE, b"t", ROOT_INODE, b"n%02d" % each)
+    elif kind == "restore":
+        volume.restore_snapshot("s")
+    else:
+        volume.restore_snapshot("s", paths=[b"n%02d" % each for each in range(40)])
+    after = list(volume.entries(ROOT_INODE, 0))
+    assert [(name, cookie) for name, _, _, cookie in after] == [(name, cookie) for name, _, _, cookie in before]
+    assert after != before
+    file(volume, b"new")
+    assert list(continued(journal).entries(ROOT_INODE, 0)) == list(volume.entries(ROOT_INODE, 0))
 
 
 def test_a_request_that_comes_again_has_its_recorded_result() -> None:

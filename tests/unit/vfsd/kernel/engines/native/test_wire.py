@@ -493,8 +493,13 @@ def test_of_a_large_directory_the_kernel_gets_the_attributes_of_a_few_entries_fi
         first = more
         names += [name for name, _ in more]
     assert sorted(names) == [b".", b"..", *(b"%04d" % number for number in range(count))]
-    if not all_at_once:
-        assert len(listed(Opcode.READDIRPLUS, 10)) > 700, "somebody looks at them: all that there is room for"
+    for opcode, few in ((Opcode.READDIRPLUS, 20), (Opcode.READDIR, 100)):
+        before, (name, position), (after, _) = listed(Opcode.READDIR, 0)[-3:]
+        sought = listed(opcode, position)
+        assert sought[0][0] == after, (before, name)
+        assert len(sought) < few, "a reader that moves to a position wants few entries"
+        if not all_at_once:
+            assert len(listed(opcode, sought[-1][1])) > 700, "a reader that goes on: all that there is room for"
 
 
 NO_REPLY = {Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT}
