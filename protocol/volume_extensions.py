@@ -351,6 +351,7 @@ class ApplyResult(Protocol):
     changes: list[Change]
     conflicts: list[ApplyConflict]
     error: BaseException | None  # what stopped it; some changes may be written
+    repositories: list[bytes]  # git repositories that both sides changed, which are in neither of the above
 
     @property
     def recovery(self) -> str | None:

@@ -61,7 +61,8 @@ _LINKED: Final = ("objects", "refs", "packed-refs", "reftable", "shallow")
 _FORMATS: Final = ("objectFormat", "refStorage")
 _NO_SYMLINKS: Final = ("", "refs", REFS, "objects", "objects/pack")
 _NAMES_TRIED: Final = 10
-_HEAD_BYTES: Final = 4096
+_FILE_BYTES: Final = 65536  # far more than a HEAD and the names of other object directories have
+_FAN_OUT: Final = re.compile("[0-9a-f]{2}")
 _HASH: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _NOT_IN_REFS: Final = re.compile(r"\.(?=\.|$|lock$)")  # of what a name of a workspace may have
 
@@ -240,8 +241,8 @@ class _Fetch:
                 raise GitError(f"{name or 'it'} is a symlink, which can lead out of the workspace")
         directory = tempfile.mkdtemp(dir=self._private)
         there, here = os.path.join(directory, "there"), os.path.join(directory, "here")
-        from_git = self._git(there, source)
-        git = self._git(here, target)
+        from_git = _private(there, source, self._keep_going, also=target)
+        git = _private(here, target, self._keep_going)
         heads = {tree: _head(os.path.join(source, tree)) for tree in ("", *_work_trees(source))}
         refs = self._refs(from_git)
         specs = [("refs/heads/*", "*")] if any(ref.startswith("refs/heads/") for ref in refs) else []
@@ -255,22 +256,6 @@ class _Fetch:
             ref = _detached(tree) if _HASH.fullmatch(head) else head.removeprefix("refs/heads/")
             commands += self._commands(git, target, tree, f"{REFS}/{namespace}/{ref}", is_needed=is_needed and not tree)
         return namespace, commands
-
-    def _git(self, directory: str, repository: str) -> PrivateGit:
-        os.mkdir(directory)
-        links = {name: os.path.join(repository, name) for name in _LINKED}
-        links = {name: path for name, path in links.items() if os.path.lexists(path)}
-        git = PrivateGit(directory, self._keep_going, _FETCHED.encode(), links, "refs/heads/none")
-        formats = {name: self._setting(git, repository, f"extensions.{name}") for name in _FORMATS}
-        lines = [f"\t{name} = {value}\n" for name, value in formats.items() if value.isalnum()]
-        with open(git.path("config"), "a") as out:
-            out.writelines(["[extensions]\n", *lines])
-        return git
-
-    def _setting(self, git: PrivateGit, repository: str, name: str) -> str:
-        config = os.path.join(repository, "config")
-        git.run(["config", "--file", config, "--get", name], os.devnull, "value", fine=(0, 1))
-        return os.fsdecode(git.output("value")).rstrip("\n")
 
     def _refs(self, git: PrivateGit) -> dict[str, str]:
         git.run(["for-each-ref", "--format=%(refname) %(objectname)"], os.devnull, "refs-found")
@@ -321,18 +306,82 @@ class _Fetch:
     def _place(self, git: PrivateGit, repository: str, tree: str) -> str | None:
         """Return the directory of a work tree; None if it is not in the target, or there is none."""
         if tree:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 found = os.path.dirname(_first_line(os.path.join(repository, tree, "gitdir")))
                 return self._inside(os.path.join(repository, tree, found))
             return None
         if repository == self._target:
             return self._inside(os.path.dirname(repository)) if os.path.basename(repository) == ".git" else None
-        found = self._setting(git, repository, "core.worktree")
+        found = _setting(git, repository, "core.worktree")
         return self._inside(os.path.join(repository, found)) if found else None
 
     def _inside(self, path: str) -> str | None:
         path = os.path.normpath(path)
         return path if (path + "/").startswith(self._root.rstrip("/") + "/") and os.path.isdir(path) else None
+
+
+def has_nothing_staged(repository: str, directory: str, keep_going: Callable[[], None]) -> bool:
+    """Whether the index in `directory` has what the commit has that is checked out.  False if git cannot tell.
+
+    `directory`: the repository, or that of a linked work tree or a submodule in it.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="vfsd-index-") as private:
+            objects = directory if _is_repository(directory) else repository
+            git = _private(os.path.join(private, "git"), objects, keep_going)
+            os.symlink(os.path.join(directory, "index"), git.path("index"))
+            words = ["diff-index", "--cached", "--quiet", _head(directory) or "HEAD"]
+            return git.run(words, os.devnull, "said", fine=(0, 1, 128)) == 0
+    except (GitError, OSError):
+        return False
+
+
+def _private(directory: str, repository: str, keep_going: Callable[[], None], also: str | None = None) -> PrivateGit:
+    """Make a private repository with the objects and refs of `repository`.
+
+    `also`: objects of this repository are read there.  In an overlay, they may have changed below, or be gone.
+    """
+    os.mkdir(directory)
+    links = {name: os.path.join(repository, name) for name in _LINKED}
+    links = {name: path for name, path in links.items() if os.path.lexists(path)}
+    if also is not None:
+        links["objects"] = os.path.join(directory, "others")
+        _link_others(os.path.join(repository, "objects"), os.path.join(also, "objects"), links["objects"])
+    git = PrivateGit(directory, keep_going, _FETCHED.encode(), links, "refs/heads/none")
+    formats = {name: _setting(git, repository, f"extensions.{name}") for name in _FORMATS}
+    lines = [f"\t{name} = {value}\n" for name, value in formats.items() if value.isalnum()]
+    with open(git.path("config"), "a") as out:
+        out.writelines(["[extensions]\n", *lines])
+    return git
+
+
+def _link_others(source: str, target: str, made: str) -> None:
+    """Make the object directory `made` with the objects of `source`; those that `target` has are read there."""
+    for name in sorted(os.listdir(source)):
+        if name != "pack" and not _FAN_OUT.fullmatch(name):
+            continue
+        os.makedirs(os.path.join(made, name))
+        there = os.path.join(target, name)
+        known = frozenset(os.listdir(there) if os.path.isdir(there) else ())
+        found: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # removed below an overlay, which has listed it before
+            found = os.listdir(os.path.join(source, name))
+        for each in found:
+            if each not in known and (name != "pack" or each.startswith("pack-")):
+                os.symlink(os.path.join(source, name, each), os.path.join(made, name, each))
+    others = [os.fsencode(target)]
+    with contextlib.suppress(OSError, ValueError):
+        lines = _read(os.path.join(source, "info/alternates")).splitlines()
+        others += [os.path.join(os.fsencode(source), line) for line in lines]
+    os.makedirs(os.path.join(made, "info"))
+    with open(os.path.join(made, "info/alternates"), "wb") as out:
+        out.writelines(line + b"\n" for line in others)
+
+
+def _setting(git: PrivateGit, repository: str, name: str) -> str:
+    config = os.path.join(repository, "config")
+    git.run(["config", "--file", config, "--get", name], os.devnull, "value", fine=(0, 1))
+    return os.fsdecode(git.output("value")).rstrip("\n")
 
 
 def _has(git: PrivateGit, ref: str) -> bool:
@@ -361,12 +410,16 @@ def _head(repository: str) -> str:
 
 
 def _first_line(path: str) -> str:
-    """Return the first line of a regular file.  OSError, ValueError."""
+    return os.fsdecode(_read(path)).partition("\n")[0]
+
+
+def _read(path: str) -> bytes:
+    """Read a small regular file.  OSError; ValueError for another one."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("not a file")
-        return os.fsdecode(os.read(descriptor, _HEAD_BYTES)).partition("\n")[0]
+        return os.read(descriptor, _FILE_BYTES)
     finally:
         os.close(descriptor)
 

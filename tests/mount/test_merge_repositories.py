@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.mount.conftest import check_invariants, mounted
+from tests.mount.conftest import check_invariants, complaints, mounted
 from tests.mount.forking import Fork, forking, put
+from tests.support.unmounting import unmount_when_idle
 from vfsd import Workspace
 from vfsd.cli.main import cli
 from vfsd.client.results import Repository
@@ -164,6 +165,58 @@ def test_branches_that_cannot_be_fetched_are_offered_again(target: Workspace, fo
     assert not (ours / "new").exists()  # that change was merged
     run(found.repositories["r/.git"])
     check(ours, own, new)
+
+
+@pytest.fixture
+def overlay(workdir: Path) -> Iterator[tuple[Path, Workspace]]:
+    """A directory with a repository `r`, and an overlay of it in which an agent has committed."""
+    below = workdir / "below"
+    below.mkdir()
+    repository(below / "r")
+    with Workspace.mount(workdir / "over", backend=f"overlay:{below}", engine="native", name="over") as workspace:
+        yield below / "r", workspace
+        check_invariants(workspace)
+        unmount_when_idle(workspace)
+    assert all("changed a file below" in line for line in complaints("over"))
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["loose", "packed"])
+def test_an_apply_leaves_a_repository_that_has_moved_on_below(overlay: tuple[Path, Workspace], is_packed: bool) -> None:
+    below, workspace = overlay
+    first = changed_line(Path(workspace.path, "r"), 3)
+    own = commit(below, "own")
+    if is_packed:
+        git(below, "gc", "-q")
+    before = git(below, "for-each-ref"), git(below, "ls-files", "--stage")
+
+    assert list(workspace.apply(dry_run=True).repositories) == ["r/.git"]
+    applied = workspace.apply(force=is_packed)
+
+    assert applied.conflicts == {}
+    assert {change.path for change in applied.changes} == {"r/lines"}
+    assert git(below, "ls-files", "--stage") == before[1]
+    assert git(below, "for-each-ref", "refs/heads") == before[0]
+    assert applied.repositories["r/.git"].refs == "refs/vfsd/over", applied.repositories
+    assert CliRunner().invoke(cli, ["unmount", "over"]).exit_code == 1
+    run(applied.repositories["r/.git"])
+    check(below, first, own)
+
+
+def test_git_status_below_does_not_keep_an_apply_from_a_repository(overlay: tuple[Path, Workspace]) -> None:
+    below, workspace = overlay
+    new = commit(Path(workspace.path, "r"), "new")
+    os.utime(below / "base", (1, 1))
+    git(below, "status")
+    (below / "other").write_text("staged\n")
+    git(below, "add", "other")
+    assert list(workspace.apply(dry_run=True).repositories) == ["r/.git"]
+    git(below, "rm", "-q", "--cached", "other")
+    (below / "other").unlink()
+
+    applied = workspace.apply()
+
+    assert (applied.conflicts, applied.repositories) == ({}, {})
+    check(below, new)
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
-from vfsd.cli.common.changes import show_changes, show_expired, show_outcome
+from vfsd.cli.common.changes import show_changes, show_expired, show_outcome, show_repositories
 from vfsd.cli.common.names import complete_path
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.wording import count_words
@@ -35,6 +35,9 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
     write, the directory does not change.  If it is killed later, the next apply, or the next mount of the directory,
     completes it and reports that.
 
+    A git repository that was changed there, too, is not written, also with --force: it gets the branches of the
+    workspace as refs/vfsd/WORKSPACE/*, and the command prints how to merge them with git.
+
     `vfsd restore --undo` goes back to the state that was applied.  It does not change the directory.
     """
 
@@ -46,8 +49,11 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
             show_changes(changes)
         for conflict in answer.conflicts:
             output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
+        if dry_run:
+            show_repositories(answer.repositories)
         if answer.applied:
             output.say(f"applied to {place}: {count_words(answer.counts)}")
+            show_repositories(answer.repositories)
             show_expired(answer.expired)
         elif answer.conflicts:
             conflicts = output.counted(len(answer.conflicts), "conflict", "conflicts")

@@ -14,7 +14,7 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record, report
-from vfsd.cli.common.changes import show_stat
+from vfsd.cli.common.changes import show_repositories, show_stat
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.supervised import Ended, NoPrivateMountError, NotStartedError, run_in_foreground
 from vfsd.cli.common.wording import count_words
@@ -275,6 +275,7 @@ class _Run:
             output.report(f"{conflicts} in {_shown(self._directory)}; nothing was written; {self._kept()}")
             return "kept", True
         self._note(f"applied to {_shown(self._directory)}: {count_words(answer.counts)}")
+        show_repositories(answer.repositories)
         try:
             self._unmount(discard=False)
         except OSError as error:  # a process that the command left has changed something since, or has a file open

@@ -41,9 +41,12 @@ from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.intent_log import ApplyIntentLog, Recovered, has_intent_log, intent_log
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, identity, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place, set_attributes
-from protocol.diff.tree_diff import Change, changes, entry_or_none
+from protocol.diff.tree_diff import Change, changes, entry_or_none, is_at_or_below, is_below
 from protocol.linux.portable import Handle
 from protocol.linux.syscalls import syncfs
+from protocol.merge.git import has_nothing_staged
+from protocol.merge.repositories import Repositories
+from protocol.merge.sides import Trees, metadata_of
 from protocol.tree import TreeEntry
 from protocol.volume_extensions import ApplyConflict
 
@@ -72,6 +75,9 @@ class Applied:
     error: BaseException | None = None
     renewed: dict[tuple[int, int], Identity] = field(default_factory=dict)  # by (st_dev, st_ino): new ctime
     recovered: Recovered | None = None  # an apply that was killed earlier
+    repositories: list[bytes] = field(
+        default_factory=list
+    )  # changed below, too, so they and their changes are left out
 
     @property
     def recovery(self) -> str | None:
@@ -168,7 +174,7 @@ class OverlayApply:
 
     def finish(self, result: Applied) -> None:
         self._volume.applied(self._live, result)
-        if not (self._paths or result.error):
+        if not (self._paths or result.error or result.repositories):
             self._volume.mark_saved(self._live)
 
     def _write(self, found: Sequence[Change], begun: ApplyIntentLog, result: Applied) -> None:
@@ -213,8 +219,53 @@ class OverlayApply:
         kept, left = self._kept_directories(result.changes)
         found = [conflict for change in result.changes if (conflict := self._conflict(change)) is not None]
         result.conflicts = sorted([*found, *left], key=lambda conflict: conflict.path.split(b"/"))
+        if result.conflicts:
+            self._leave_repositories(result)
         if self._force:
             result.changes = [change for change in result.changes if change.path not in kept]
+
+    def _leave_repositories(self, result: Applied) -> None:
+        """Leave out of `result` the git repositories that another program changed below, too.
+
+        `git status`, and git when it makes an object that exists, change no repository.
+        """
+        repositories = Repositories(Trees(self._base, self._live, self._live, self._keep_going))
+        of = {each.path: repositories.of(each.path) for each in result.conflicts}
+        changed = {change.path: change for change in result.changes}
+        anew = {
+            path for path, place in of.items() if place is not None and self._is_written_anew(changed.get(path), place)
+        }
+        left = frozenset(place for path, place in of.items() if place is not None and path not in anew)
+        result.repositories = sorted(left)
+        result.conflicts = [each for each in result.conflicts if of[each.path] not in left and each.path not in anew]
+        result.changes = [
+            change
+            for change in result.changes
+            if not is_at_or_below(change.path, left)
+            and not (change.new is None and any(is_below(place, change.path) for place in left))
+            and not (change.path in anew and change.kind == "metadata")
+        ]
+
+    def _is_written_anew(self, change: Change | None, repository: bytes) -> bool:
+        """Whether a conflict in a repository is only about times, or about an index in which nothing is staged."""
+        if change is None or change.old is None or change.new is None:
+            return False
+        there = self._stat(change.path)
+        if there is None or not stat.S_ISREG(there.st_mode):
+            return False
+        if change.kind == "metadata" and change.new.is_file:
+            entries = (change.old, change.new)
+            return metadata_of(change.old) == metadata_of(change.new) and all(
+                (there.st_size, there.st_mode) == (each.size, each.mode) for each in entries
+            )
+        directory, _, name = change.path.rpartition(b"/")
+        if name != b"index" or not is_at_or_below(directory, {repository}):
+            return False
+        root = f"/proc/{os.getpid()}/fd/{self._root}/"
+        if not has_nothing_staged(root + os.fsdecode(repository), root + os.fsdecode(directory), self._keep_going):
+            return False
+        self._identities[change.path] = identity(there)
+        return True
 
     def _kept_directories(self, found: Sequence[Change]) -> tuple[set[bytes], list[ApplyConflict]]:
         """Return the directories that cannot be removed, and for each the first entry that only the directory has."""

@@ -203,7 +203,7 @@ class MergeMethods:
     async def _fetch_branches(self, repositories: Sequence[bytes], fork: str) -> list[RepositoryRecord]:
         record = read_record(fork)
         source = record.mountpoint if record is not None and record.alive else ""
-        return await in_thread(fetched_repositories, repositories, source, self._mounted.mountpoint, fork, fork)
+        return await in_thread(fetched_repositories, repositories, source, self._mounted.mountpoint, fork)
 
     def _answer(self, other: Other, made: Plan, outcome: Outcome) -> MergeResult:
         answer = _result(other, made, applied=True)

@@ -13,25 +13,20 @@ from vfsd.wire.messages import wire_path
 
 def planned_repositories(repositories: Sequence[bytes], other: str) -> list[RepositoryRecord]:
     """Return the records of a dry run, and of a merge whose conflicts prevent it."""
-    detail = f"changed here and in {other}: a merge keeps it, and fetches the branches of {other} into it"
+    detail = f"changed on both sides, so it is kept as it is, and gets the branches of {other}"
     return [RepositoryRecord(wire_path(path), detail) for path in repositories]
 
 
-def fetched_repositories(
-    repositories: Sequence[bytes], source: str, target: str, name: str, other: str
-) -> list[RepositoryRecord]:
-    """Fetch the branches of the repositories below the directory `source` into those below `target`.
-
-    `name`: the namespace of the branches.  `other`: the side that they are from.
-    """
+def fetched_repositories(repositories: Sequence[bytes], source: str, target: str, other: str) -> list[RepositoryRecord]:
+    """Fetch the branches of the workspace `other`, mounted at `source`, into the repositories below `target`."""
     from protocol.merge.git import Fetched, fetch_repository  # noqa: PLC0415 (few merges need git)
 
     records = []
     for path in repositories:
         fetched = Fetched(path, problem=f"{other} has ended")
         if source:
-            fetched = fetch_repository(path, source, target, name)
-        kept = f"changed here and in {other}, so it was kept as it is"
+            fetched = fetch_repository(path, source, target, other)
+        kept = "changed on both sides, so it was kept as it is"
         if fetched.problem:
             detail = f"{kept}; the branches of {other} could not be fetched: {fetched.problem}"
         else:

@@ -26,6 +26,7 @@ from vfsd.daemon.control.handlers.changes import (
     written_patch,
 )
 from vfsd.daemon.control.handlers.parameters import absolute_path, tree_paths
+from vfsd.daemon.control.handlers.repositories import fetched_repositories, planned_repositories
 from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.merging.layered_tree import LayeredTree
 from vfsd.daemon.merging.other import OtherWorkspaces
@@ -210,7 +211,13 @@ class TreeMethods:
                 raise done.error
         stream = OutputPieces(call.output_from_thread) if params.stream else None
         result = await in_answer_thread(self._result, done, step.safety, is_written=is_written, stream=stream)
+        name, directory = self._options.name, self._options.backend.argument
+        result.repositories = planned_repositories(done.repositories, name)
         if is_written:
+            if done.repositories:
+                result.repositories = await in_thread(
+                    fetched_repositories, done.repositories, self._mounted.mountpoint, directory, name
+                )
             result.expired = expired_records(step.expired, self._snapshots.collect_pruned())
         return result
 
