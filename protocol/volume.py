@@ -41,6 +41,7 @@ __all__ = [
     "RENAME_WHITEOUT",
     "ROOT_INODE",
     "SUPERUSER",
+    "AppendingVolume",
     "AttributeChanges",
     "Attributes",
     "Buffer",
@@ -192,6 +193,7 @@ class VolumeCapabilities(Value):
     recoverable: bool = False  # RecoverableVolume: another process can continue to serve its kernel
     acls: bool = False  # stores POSIX ACLs and applies them, and the umask, to modes and to new entries
     flush: bool = False  # FlushingVolume: wants a request for each close(2)
+    appends: bool = False  # AppendingVolume: finds the end of a file for an append itself
     opens: bool = False  # OpeningVolume: wants a request for each open(2) of a file
     durable: bool = True  # fsync has something to do; without, an engine need not forward it
     paths: bool = False  # NamedVolume: tells a path of an inode
@@ -343,6 +345,21 @@ class FlushingVolume(Volume, Protocol):
 
     def flush(self, inode: int) -> Answer[None]:
         """Handle the close(2) of a descriptor of `inode`; close(2) fails with the error that this raises."""
+        ...
+
+
+class AppendingVolume(Volume, Protocol):
+    """A volume that appends at the end that a file really has (capability `appends`).
+
+    A kernel appends at the size that it has cached.  Another program, or a change that did not come through the mount,
+    may have changed the size since.
+    """
+
+    def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[tuple[int, int]]:
+        """Write `data` at the end of the file; return the count written and the size after that.  Errors as `write`.
+
+        No other write of the file, by whatever program, comes between finding the end and writing there.
+        """
         ...
 
 

@@ -28,6 +28,7 @@ from protocol.volume import (
     ROOT_INODE,
     SUPERUSER,
     Answer,
+    AppendingVolume,
     AttributeChanges,
     Attributes,
     Buffer,
@@ -397,10 +398,17 @@ class SnapshotDirectoryVolume:
         return self._using(node.info, lambda state: state.read(node.path, offset, size))
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[int]:
+        self._check_written(inode)
+        return self._volume.write(inode, offset, data, kill_privileges=kill_privileges)
+
+    def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[tuple[int, int]]:
+        self._check_written(inode)
+        return cast("AppendingVolume", self._volume).append(inode, data, kill_privileges=kill_privileges)
+
+    def _check_written(self, inode: int) -> None:
         if inode >= FIRST_INODE:
             self.on_refused_write(inode)
             raise os_error(errno.EROFS)
-        return self._volume.write(inode, offset, data, kill_privileges=kill_privileges)
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> Answer[None]:
         _check_writable(inode)

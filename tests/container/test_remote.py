@@ -144,6 +144,10 @@ def test_both_ends_see_one_directory_and_its_snapshots(end: End, workspace: Work
     workspace.snapshot("one")
     end.inside("echo from there > d/g; rm d/f; chmod 750 d")
     assert (root / "d" / "g").read_text() == "from there\n"
+    with (root / "d" / "g").open("ab", 0) as appending:
+        end.inside("echo again >> d/g")
+        appending.write(b"from here\n")
+    assert end.inside("cat d/g") == (root / "d" / "g").read_bytes() == b"from there\nagain\nfrom here\n"
     assert {change.path for change in workspace.diff("one").changes} >= {"d/f", "d/g"}
     workspace.restore("one")
     assert end.inside("ls d; cat d/f") == b"f\nfrom here"

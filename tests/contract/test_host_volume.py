@@ -69,6 +69,15 @@ class OverHostDirectory(VolumeContract):
         # Given to the caller when it was there already.
         assert (inode.mtime_ns, inode.ctime_ns) == (now, now)
 
+    def test_an_append_is_at_the_end_that_another_program_made(self, fs: Driver, tmp_path: Path) -> None:
+        number, path = fs.file(b"f", b"one"), tmp_path / "tmpfs-0" / "f"
+        with path.open("ab") as file:
+            file.write(b"other")
+        assert fs.volume.append(number, b"two") == (3, 11)  # type: ignore[attr-defined]
+        os.truncate(path, 1)
+        assert fs.volume.append(number, b"three") == (5, 6)  # type: ignore[attr-defined]
+        assert fs.read(number) == b"othree"
+
     def test_a_change_of_content_or_owner_removes_file_capabilities(self, fs: Driver) -> None:
         changes: tuple[Callable[[int], object], ...] = (
             lambda number: fs.volume.write(number, 0, b"x"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 import shutil
 import signal
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -267,6 +270,41 @@ def test_changes_beside_the_mount_are_seen(root: Path, directory: Path) -> None:
     wait_until(lambda: not (root / "g").exists())
     os.chmod(directory / "f", 0o600)
     wait_until(lambda: stat.S_IMODE((root / "f").stat().st_mode) == 0o600)
+
+
+@pytest.mark.both_engines
+def test_an_append_is_at_the_real_end_and_every_reader_sees_it_there(mount: MountIt, directory: Path) -> None:
+    log = directory / "log"
+    log.write_bytes(b"x" * 100)
+    roots = [Path(mount(backend=f"host:{directory}", cache_timeout_s=TIMEOUT_S).path) for _ in range(2)]
+    with ExitStack() as stack:
+        here, there = (stack.enter_context((root / "log").open("r+b", 0)) for root in roots)
+        ours, theirs, below = (stack.enter_context((p / "log").open("ab", 0)) for p in (*roots, directory))
+        mapped = stack.enter_context(mmap.mmap(here.fileno(), 100, prot=mmap.PROT_READ))
+        assert here.read() == there.read() == mapped[:] == b"x" * 100
+        expected = b"x" * 100
+        for at, writer in enumerate((ours, below, ours, theirs, below, theirs, ours, theirs, ours)):
+            record = b"%d\n" % at * (at + 1)
+            assert writer.write(record) == len(record)
+            expected += record
+            assert log.read_bytes() == expected
+            if writer is not below:  # a reader of the same mount sees it at once
+                assert os.pread((here if writer is ours else there).fileno(), 1000, 0) == expected
+        for reader in (here, there):
+            wait_until(lambda: os.pread(reader.fileno(), 1000, 0) == expected)  # noqa: B023 (called at once)
+        os.truncate(log, 0)
+        ours.write(b"rotated\n")
+        assert log.read_bytes() == os.pread(here.fileno(), 1000, 0) == b"rotated\n"
+        wait_until(lambda: mapped[:8] == b"rotated\n")
+        wait_until(lambda: os.pread(there.fileno(), 1000, 0) == b"rotated\n")
+        # Neither a write elsewhere nor a page of a mapping is an append, though its descriptor can append.
+        fcntl.fcntl(ours, fcntl.F_SETFL, os.O_RDWR)
+        os.pwrite(ours.fileno(), b"R", 0)
+        both = stack.enter_context((roots[0] / "log").open("a+b", 0))
+        with mmap.mmap(both.fileno(), 8) as changed:
+            changed[1] = ord("O")
+            changed.flush()
+        assert log.read_bytes() == b"ROtated\n"
 
 
 @pytest.mark.both_engines

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import MountIt, check_invariants, complaints
+from tests.support.waiting import wait_until
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
@@ -317,6 +318,7 @@ def test_what_is_excluded_is_not_there(mount: MountIt, repository: Path, workdir
 
 
 @pytest.mark.both_engines
+@pytest.mark.both_engines
 def test_a_file_that_changes_below_is_followed_and_reported(engine: str, repository: Path, workdir: Path) -> None:
     name = f"{workdir.name}-f"
     with Workspace.mount(workdir / "m", engine=engine, name=name, backend=f"overlay:{repository}") as workspace:
@@ -333,8 +335,21 @@ def test_a_file_that_changes_below_is_followed_and_reported(engine: str, reposit
                 found = page.read_text()
                 assert found in ("page 1\n" * 20, whole)
         assert workspace.status().changed_below == 1
+        page, below = page.with_name("page2.md"), repository / "docs" / "page2.md"
+        with page.open("ab", 0) as file, below.open("ab", 0) as other:
+            assert len(page.read_bytes()) == 140
+            other.write(b"from below\n")
+            file.write(b"one\n")
+            file.write(b"two\n")
+
+        def is_appended() -> bool:
+            with contextlib.suppress(OSError):  # as above
+                return page.read_bytes() == below.read_bytes() + b"one\ntwo\n"
+            return False
+
+        wait_until(is_appended)
         check_invariants(workspace)
-    assert ["changed a file below" in line for line in complaints(name)] == [True]
+    assert ["changed a file below" in line for line in complaints(name)] == [True, True]
 
 
 def test_an_export_of_the_changes_holds_only_them(mount: MountIt, repository: Path, workdir: Path) -> None:

@@ -6,11 +6,11 @@ import errno
 import os
 import stat
 from collections.abc import Awaitable, Coroutine, Mapping
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar, cast
 
 from protocol.adapters.path_filesystem.files import Status
 from protocol.errors import os_error
-from protocol.volume import ROOT_INODE, Answer, AttributeChanges, Attributes, Caller, Volume
+from protocol.volume import ROOT_INODE, Answer, AppendingVolume, AttributeChanges, Attributes, Caller, Volume
 
 T = TypeVar("T")
 
@@ -142,7 +142,10 @@ class VolumeFile:
         return bytes(now(self._volume.read(self.node, offset, size)))
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> int:
-        written = now(self._volume.write(self.node, self.size() if self._appends else offset, data))
+        if self._appends and self._volume.capabilities.appends:
+            written, _ = now(cast("AppendingVolume", self._volume).append(self.node, data))
+        else:
+            written = now(self._volume.write(self.node, self.size() if self._appends else offset, data))
         if not written:
             raise os_error(errno.ENOSPC)
         return written

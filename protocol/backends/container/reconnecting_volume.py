@@ -39,6 +39,7 @@ from protocol.volume import (
     ROOT_INODE,
     SUPERUSER,
     Answer,
+    AppendingVolume,
     AttributeChanges,
     Attributes,
     Buffer,
@@ -119,6 +120,7 @@ class ReconnectingVolume:
             external_changes=True,
             self_check=True,
             acls=supports_acl,
+            appends=True,
             paths=True,
             recoverable=keep is not None,
             handover=prepare is not None,
@@ -488,6 +490,10 @@ class ReconnectingVolume:
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[int]:
         return self._connected().write(self._inner(inode), offset, data, kill_privileges=kill_privileges)
+
+    def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[tuple[int, int]]:
+        volume = cast("AppendingVolume", self._connected())
+        return volume.append(self._inner(inode), data, kill_privileges=kill_privileges)
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> Answer[None]:
         return self._connected().fallocate(self._inner(inode), mode, offset, length)

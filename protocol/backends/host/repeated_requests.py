@@ -14,6 +14,7 @@ host shows what happened:
 - unlink, rmdir: done if the name is gone, or leads to another inode.
 - rename: done if the new name leads to the inode that was moved, and the old one does not.
 - setxattr with XATTR_CREATE, removexattr: the facts say whether the attribute existed.
+- append: done as far as the bytes are behind the old end of the file.
 - All others are made again: the same bytes at the same offset, the same attributes.
 
 What remains: another program that makes the same name between the facts and the daemon's death, some microseconds.
@@ -42,13 +43,14 @@ if TYPE_CHECKING:
 _XATTR_CREATE: Final = 1  # linux/xattr.h
 _WRAPPED: Final = (
     "mknod", "mkdir", "symlink", "link", "unlink", "rmdir", "rename", "setattr", "setxattr", "removexattr", "write",
-    "fallocate", "copy_range",
+    "append", "fallocate", "copy_range",
 )  # fmt: skip
 # The words of an entry of the slot.
 _UNIQUE, _CALL, _IS_DONE, _RESULT, _TIME, _FACTS = range(6)
 _FACTS_MAX: Final = 4
 _ENTRY_WORDS: Final = _FACTS + _FACTS_MAX
 _ENTRIES: Final = 32
+_OTHERS_BYTES: Final = 1 << 20  # that other programs may append between the facts of an append and the append
 _NEWEST: Final = _ENTRY_WORDS * _ENTRIES  # the word with the position of the entry that was written last
 
 
@@ -287,6 +289,23 @@ class RepeatedRequests:
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         return self._again("write", inode, offset, data, kill_privileges=kill_privileges)
+
+    def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> tuple[int, int]:
+        found = self._found()
+        if found is not None and self._is_done(found):
+            return found.result, self._volume.getattr(inode).size
+        self._intend(self._volume.getattr(inode).size) if found is None else self._repeat(found)
+        there = 0 if found is None else self._appended(inode, found.facts[0], bytes(data))
+        written, size = self._replaced["append"](inode, data[there:], kill_privileges=kill_privileges)
+        self._done(there + written)
+        return there + written, size
+
+    def _appended(self, inode: int, end: int, data: bytes) -> int:
+        """How many bytes of `data` the call before appended to a file that ended at `end`."""
+        tail = bytes(self._volume.read(inode, end, len(data) + _OTHERS_BYTES))
+        if data in tail:
+            return len(data)
+        return len(tail) if data.startswith(tail) else 0  # killed in the middle of the write
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
         self._again("fallocate", inode, mode, offset, length)

@@ -82,6 +82,7 @@ class HostVolume:
             external_changes=True,
             self_check=True,
             acls=_keeps_acls(root),
+            appends=True,
             paths=True,
             orphans=True,
             recoverable=True,
@@ -416,6 +417,14 @@ class HostVolume:
         if kill_privileges:
             portable.kill_privileges(descriptor)
         return written
+
+    def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> tuple[int, int]:
+        self._check_writable()
+        descriptor = self._descriptors.file(self._node(inode), write=True)
+        written = portable.append(descriptor, data)
+        if kill_privileges:
+            portable.kill_privileges(descriptor)
+        return written, os.fstat(descriptor).st_size
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
         self._check_writable()

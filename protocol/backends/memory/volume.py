@@ -65,6 +65,7 @@ class MemoryVolume:
     capabilities: VolumeCapabilities = VolumeCapabilities(
         snapshots=True,
         acls=True,
+        appends=True,
         durable=False,
         content_pieces=True,
         quiet_lookups=True,
@@ -505,6 +506,10 @@ class MemoryVolume:
             if written < len(data):
                 break
         return done
+
+    def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> tuple[int, int]:
+        written = self.write(inode, self.getattr(inode).size, data, kill_privileges=kill_privileges)
+        return written, self.getattr(inode).size
 
     def fsync(self, inode: int, *, data_only: bool) -> None:  # noqa: ARG002
         """Sync the journal.  Without one, memory cannot be made more durable."""

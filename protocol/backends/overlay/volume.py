@@ -320,6 +320,12 @@ class OverlayVolume(MemoryVolume):
         with self._lock:
             return self._following(inode, self._memory_write, inode, offset, data, kill_privileges=kill_privileges)
 
+    def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> tuple[int, int]:
+        with self._lock:
+            if self.lower.can_change:
+                self._check_lower(inode)
+            return super().append(inode, data, kill_privileges=kill_privileges)
+
     def _fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
         with self._lock:
             self._following(inode, self._memory_fallocate, inode, mode, offset, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from typing import cast
 
 from protocol.testing.volume.driver import (
     ALICE,
@@ -17,7 +18,7 @@ from protocol.testing.volume.driver import (
     VolumeSuite,
     fails,
 )
-from protocol.volume import ROOT_INODE, Buffer
+from protocol.volume import ROOT_INODE, AppendingVolume, Buffer
 
 
 class ContentContract(VolumeSuite):
@@ -42,6 +43,20 @@ class ContentContract(VolumeSuite):
         for at, data in enumerate(buffers):
             fs.volume.write(number, 2 * at, data)
         assert fs.read(number) == b"ababab"
+
+    def test_an_append_is_at_the_end_and_tells_the_size(self, fs: Driver) -> None:
+        if not fs.volume.capabilities.appends:
+            return
+        volume = cast("AppendingVolume", fs.volume)
+        number = fs.file(b"f", mode=0o4755)
+        assert volume.append(number, b"x" * 4090) == (4090, 4090)
+        assert volume.append(number, memoryview(b"0123456789")) == (10, 4100)
+        fs.set(number, size=2)
+        assert volume.append(number, b"yz", kill_privileges=True) == (2, 4)
+        assert fs.read(number) == b"xxyz"
+        assert fs.stat(number).mode & 0o7777 == 0o755
+        with fails(errno.EISDIR):
+            volume.append(ROOT_INODE, b"x")
 
     def test_writing_nothing_changes_nothing(self, fs: Driver, clock: Clock) -> None:
         number = fs.file(b"f", b"x")

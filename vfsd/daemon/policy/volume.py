@@ -34,6 +34,7 @@ from protocol.volume import (
     RENAME_EXCHANGE,
     SUPERUSER,
     Answer,
+    AppendingVolume,
     AttributeChanges,
     Attributes,
     Buffer,
@@ -81,6 +82,8 @@ class PolicyVolume:
         # A caller that wants snapshots and the like asks the volume itself, and checks what it does: `trees`.
         self.capabilities: Final = VolumeCapabilities(
             acls=capabilities.acls,
+            appends=capabilities.appends,
+            answers_once=capabilities.answers_once,
             flush=capabilities.flush,
             journal=capabilities.journal,
             durable=capabilities.durable,
@@ -443,10 +446,14 @@ class PolicyVolume:
         return self._shown(inode, lambda: volume.read_pieces(inode, offset, size))
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[int]:
-        def write() -> Answer[int]:
-            return self._volume.write(inode, offset, data, kill_privileges=kill_privileges)
+        return self._written(inode, lambda: self._volume.write(inode, offset, data, kill_privileges=kill_privileges))
 
-        def decide(is_protected: bool) -> Answer[int]:
+    def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[tuple[int, int]]:
+        volume = cast("AppendingVolume", self._volume)
+        return self._written(inode, lambda: volume.append(inode, data, kill_privileges=kill_privileges))
+
+    def _written(self, inode: int, write: Callable[[], Answer[T]]) -> Answer[T]:
+        def decide(is_protected: bool) -> Answer[T]:
             if is_protected:
                 self.on_refused_write(inode)
                 raise DeniedByPolicyError("write", self._path_of(inode), "the policy of this workspace protects it")

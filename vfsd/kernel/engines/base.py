@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, Protocol, runtime_checkable
+
+import trio
 
 from protocol.values import Value
 from protocol.volume import Volume
@@ -19,6 +21,7 @@ from protocol.volume import Volume
 _logger = logging.getLogger(__name__)
 
 _POSITIONS_KEPT: Final = 256
+_INVALIDATED_AFTER_S: Final = 0.1
 
 
 class EngineSettings(Value):
@@ -220,6 +223,47 @@ def invalidate_attributes(engine: Engine, inode: int) -> None:
     except OSError as error:
         if error.errno != errno.ENOENT:  # not cached
             _logger.warning("cannot invalidate the kernel's cached mode of inode %d: %s", inode, error)
+
+
+class StaleContent:
+    """Invalidates inodes whose cached pages a write has made wrong, soon after its answer.
+
+    In a worker thread, because the kernel waits for pages of requests that the loop has to answer.
+
+    With a cache timeout, the kernel requests the attributes before the next read(2), and drops the pages itself.  An
+    invalidation at that moment would make it ignore the answer (the attribute version, fuse_change_attributes), so a
+    reader would not see the end of the file.  The invalidation is for mappings then, and comes later.
+    """
+
+    def __init__(self, invalidate_inode: Callable[..., None], cache_timeout_s: float) -> None:
+        self._invalidate_inode = invalidate_inode
+        self._delay_s = 0.0 if math.isinf(cache_timeout_s) else _INVALIDATED_AFTER_S
+        self._inodes: set[int] = set()
+        self._is_running = False
+
+    def add(self, inode: int) -> None:
+        """Invalidate `inode`.  Call it on the loop."""
+        self._inodes.add(inode)
+        if not self._is_running:
+            self._is_running = True
+            trio.lowlevel.spawn_system_task(self._run)
+
+    async def _run(self) -> None:
+        try:
+            while self._inodes:
+                await trio.sleep(self._delay_s)
+                inodes, self._inodes = self._inodes, set()
+                await trio.to_thread.run_sync(self._invalidate, inodes, abandon_on_cancel=True)
+        finally:
+            self._is_running = False
+
+    def _invalidate(self, inodes: set[int]) -> None:
+        for inode in inodes:
+            try:
+                self._invalidate_inode(inode, content=True)
+            except OSError as error:
+                if error.errno not in {errno.ENOENT, errno.ENOTCONN}:  # not cached; unmounted
+                    _logger.warning("cannot invalidate the kernel's cached pages of inode %d: %s", inode, error)
 
 
 class EngineFactory(Protocol):

@@ -182,6 +182,13 @@ def number_in(numbers: tuple[int, ...], most: int) -> int:
     return numbers[0]
 
 
+def appended_in(numbers: tuple[int, ...], most: int) -> tuple[int, int]:
+    """The reply to an append of `most` bytes: the count written, and the size of the file."""
+    if len(numbers) != 2 or not 0 <= numbers[0] <= min(most, numbers[1]):
+        raise WireError(f"{numbers} for an append of {most} bytes")
+    return numbers[0], numbers[1]
+
+
 def string_in(strings: list[bytes], most: int) -> bytes:
     """The single string of a reply, of at most `most` bytes."""
     if len(strings) != 1 or len(strings[0]) > most:

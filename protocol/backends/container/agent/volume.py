@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 import trio
 
@@ -30,6 +31,7 @@ from protocol.backends.container.agent.link import AgentLink, Reply
 from protocol.backends.container.agent.replies import (
     KnownInode,
     Listed,
+    appended_in,
     attributes_in,
     entries_in,
     number_in,
@@ -106,7 +108,7 @@ class AgentVolume:
     ) -> None:
         self.read_only = read_only
         self.capabilities: Final = VolumeCapabilities(
-            acls=supports_acl, recoverable=True, handover=True, answers_once=True
+            acls=supports_acl, appends=True, recoverable=True, handover=True, answers_once=True
         )
         self.known: list[KnownInode] = []  # of the process before
         self.on_taken: Callable[[HeldHelper], None] = lambda _: None
@@ -115,6 +117,7 @@ class AgentVolume:
             self.serve(link, ids, user)
         self._pages: dict[int, _Page] = {}
         self._new: dict[int, float] = {}  # new files, and until when they count as new
+        self._appending: WeakValueDictionary[int, trio.StrictFIFOLock] = WeakValueDictionary()  # by inode
         self._change_count = 0  # grows at the start and at the end of each change
         self._changes_in_flight = 0
 
@@ -257,6 +260,11 @@ class AgentVolume:
             self._link.forget(inode, count)
 
     async def getattr(self, inode: int) -> PlainAttributes:
+        appending = self._appending.get(inode)
+        if appending is not None:
+            # A kernel that got the new size before the answer to the append would show the pages that it filled for it.
+            async with appending:
+                pass
         numbers, _ = await self._link.call(Op.GETATTR, (inode,))
         return self._shown(inode, numbers)
 
@@ -424,6 +432,24 @@ class AgentVolume:
             written += count
             if count < len(part) or written == len(data):
                 return written
+
+    async def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> tuple[int, int]:
+        self._check_writable()
+        written = size = 0
+        # A write(2) with O_DIRECT may be several requests at once, whose data has to keep its order.
+        async with self._appending.setdefault(inode, trio.StrictFIFOLock()):
+            while True:
+                part = bytes(memoryview(data)[written : written + CHUNK_BYTES])
+                try:
+                    numbers, _ = await self._change(Op.APPEND, (inode, int(kill_privileges)), (part,))
+                except OSError:
+                    if written:
+                        return written, size
+                    raise
+                count, size = self._checked(lambda: appended_in(numbers, len(part)))  # noqa: B023 (called at once)
+                written += count
+                if count < len(part) or written == len(data):
+                    return written, size
 
     async def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
         self._check_writable()

@@ -39,6 +39,7 @@ from protocol.backends.container.helper.wire import (
 from protocol.linux.portable import (
     HASHED_COOKIES,
     Handle,
+    append,
     birth_ns,
     copy_range,
     fallocate,
@@ -128,7 +129,8 @@ class Files:
             Op.SETATTR: self.setattr, Op.READLINK: self.readlink, Op.MKNOD: self.mknod, Op.MKDIR: self.mkdir,
             Op.SYMLINK: self.symlink, Op.LINK: self.link, Op.UNLINK: self.unlink, Op.RMDIR: self.rmdir,
             Op.RENAME: self.rename, Op.READDIR: self.readdir, Op.READ: self.read, Op.WRITE: self.write,
-            Op.FALLOCATE: self.fallocate, Op.SEEK: self.seek, Op.COPY: self.copy, Op.FSYNC: self.fsync,
+            Op.APPEND: self.append, Op.FALLOCATE: self.fallocate, Op.SEEK: self.seek, Op.COPY: self.copy,
+            Op.FSYNC: self.fsync,
             Op.STATFS: self.statfs, Op.GETXATTR: self.getxattr, Op.SETXATTR: self.setxattr,
             Op.LISTXATTR: self.listxattr, Op.REMOVEXATTR: self.removexattr, Op.TMPFILE: self.tmpfile,
             Op.KNOWN: self.known,
@@ -497,6 +499,13 @@ class Files:
         if kill:
             kill_privileges(handle.fd)
         return (written,), ()
+
+    def append(self, number: int, kill: int, data: bytes) -> Reply:
+        handle = self._file(number, write=True)
+        written = append(handle.fd, data)
+        if kill:
+            kill_privileges(handle.fd)
+        return (written, os.fstat(handle.fd).st_size), ()
 
     def fallocate(self, number: int, mode: int, offset: int, length: int) -> Reply:
         handle = self._file(number, write=True)

@@ -17,8 +17,8 @@ from typing import Any, Callable, Tuple
 Reply = Tuple[Tuple[int, ...], Tuple[bytes, ...]]  # in the syntax of Python 3.6
 Operation = Callable[..., Any]  # from the numbers and strings of a request to the Reply
 
-VERSION = 3
-MAGIC = b"vfsd-helper 3\n"  # the helper's first bytes, so that other output of the image is not taken for a frame
+VERSION = 4
+MAGIC = b"vfsd-helper 4\n"  # the helper's first bytes, so that other output of the image is not taken for a frame
 HEADER = struct.Struct("<IIH")  # bytes in the body, number of the request, Op or errno
 ONCE = 0x4000
 KEY = struct.Struct("<Q")
@@ -92,6 +92,7 @@ class Op:
     KNOWN = 35  # after which inode -> whether there are more; KNOWN...
     END = 36  # -> no reply; end the helper
     SETTLE = 37  # -> ; wait until no change of an earlier stream is executed any more
+    APPEND = 38  # inode, whether to clear suid and sgid; data -> written, the file's size after that
 
 
 # Operations that wait for a disk or move much data: another thread serves the next request at once.
@@ -100,8 +101,8 @@ SLOW = frozenset({Op.FALLOCATE, Op.COPY, Op.FSYNC, Op.TREE_NEXT})
 # Operations that change something: repeated, they would fail, or undo what was changed since.
 CHANGES = frozenset(
     {
-        Op.SETATTR, Op.MKNOD, Op.MKDIR, Op.SYMLINK, Op.LINK, Op.UNLINK, Op.RMDIR, Op.RENAME, Op.WRITE, Op.FALLOCATE,
-        Op.COPY, Op.SETXATTR, Op.REMOVEXATTR, Op.TMPFILE,
+        Op.SETATTR, Op.MKNOD, Op.MKDIR, Op.SYMLINK, Op.LINK, Op.UNLINK, Op.RMDIR, Op.RENAME, Op.WRITE, Op.APPEND,
+        Op.FALLOCATE, Op.COPY, Op.SETXATTR, Op.REMOVEXATTR, Op.TMPFILE,
     }
 )  # fmt: skip
 MAKES = frozenset({Op.MKNOD, Op.MKDIR, Op.SYMLINK, Op.LINK, Op.TMPFILE})  # whose replies have a lookup

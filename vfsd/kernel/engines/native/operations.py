@@ -19,6 +19,7 @@ import trio
 from protocol.errors import os_error
 from protocol.volume import (
     Answer,
+    AppendingVolume,
     AttributeChanges,
     Attributes,
     Buffer,
@@ -52,7 +53,8 @@ class Operations:
     """The opcodes over one volume.
 
     `flags` are the negotiated ones.  `cancel` cancels a pending request.  `invalidate_attributes` invalidates the
-    kernel's cached attributes of an inode.  `record_statfs` gets the thread's id of each statfs request.
+    kernel's cached attributes of an inode; `invalidate_content` does so soon, with its pages.  `record_statfs` gets the
+    thread's id of each statfs request.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Operations:
         xattrs: bool = True,
         cancel: Callable[[int], None] = lambda _unique: None,
         invalidate_attributes: Callable[[int], None] = lambda _inode: None,
+        invalidate_content: Callable[[int], None] = lambda _inode: None,
         record_statfs: Callable[[int], None] = lambda _thread_id: None,
     ) -> None:
         self._volume = volume
@@ -76,10 +79,14 @@ class Operations:
         self._plain = cast("PlainEntriesVolume", volume) if capabilities.plain_entries else None
         self._pieces = cast("ContentPiecesVolume", volume) if capabilities.content_pieces else None
         self._kernel_sets_times = InitFlag.WRITEBACK_CACHE in flags  # of a file that is written
+        # With write-back cache the kernel's size is the right one.
+        appends = capabilities.appends and not self._kernel_sets_times
+        self._appending = cast("AppendingVolume", volume) if appends else None
         self._xattrs = ExtendedAttributes(volume, flags, invalidate_attributes) if xattrs else None
         self._positions = ListingPositions()
         self._cancel = cancel
         self._invalidate_attributes = invalidate_attributes
+        self._invalidate_content = invalidate_content
         self._record_statfs = record_statfs
         self._journaled = journaled(volume)
         self.waits_for_syncs = False  # the session waits for `unsynced` before it answers
@@ -385,7 +392,7 @@ class Operations:
         return self._volume.read(node, offset, size)
 
     def _write(self, node: int, message: Request, length: int) -> object:
-        _, offset, size, flags, _, _, _ = wire.FUSE_WRITE_IN.unpack_from(message, BODY)
+        _, offset, size, flags, _, open_flags, _ = wire.FUSE_WRITE_IN.unpack_from(message, BODY)
         data = memoryview(message)[WRITE_DATA_AT : WRITE_DATA_AT + size]
         if offset < 0 or WRITE_DATA_AT + size > length:
             raise os_error(errno.EINVAL)
@@ -394,17 +401,32 @@ class Operations:
             if self._kernel_sets_times:
                 return then(self._volume.getattr(node), lambda found: self._write_cached(found, offset, data))
             return then(self._volume.write(node, offset, data), functools.partial(_whole, size))
+        write: Callable[..., Any] = self._volume.write
+        if open_flags & os.O_APPEND and self._appending is not None:
+            write = self._append
         if not flags & wire.FUSE_WRITE_KILL_SUIDGID:
-            return self._volume.write(node, offset, data)
+            return write(node, offset, data)
 
-        def write(found: Attributes) -> object:
+        def checked(found: Attributes) -> object:
             if not policy.has_set_id(found.mode):
-                return self._volume.write(node, offset, data)
+                return write(node, offset, data)
             # The kernel does not expect that a write changes the mode, and would keep the cached one.
-            answer = self._volume.write(node, offset, data, kill_privileges=True)
+            answer = write(node, offset, data, kill_privileges=True)
             return then(answer, lambda written: self._invalidate_attributes(node) or written)
 
-        return then(self._volume.getattr(node), write)
+        return then(self._volume.getattr(node), checked)
+
+    def _append(self, node: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> Any:
+        """Write at the end of the file.  `offset` is where the kernel takes it to be, and has filled its pages."""
+        assert self._appending is not None
+
+        def check(appended: tuple[int, int]) -> int:
+            written, size = appended
+            if size != offset + written:
+                self._invalidate_content(node)
+            return written
+
+        return then(self._appending.append(node, data, kill_privileges=kill_privileges), check)
 
     def _write_cached(self, found: Attributes, offset: int, data: memoryview) -> object:
         """Write back cached pages.  Their times are those of the write(2), which the kernel sends in a SETATTR.

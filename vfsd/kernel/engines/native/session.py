@@ -36,7 +36,7 @@ from protocol.volume import Volume
 from protocol.volume_durability import current_request, journaled
 from vfsd.kernel.engines import base, policy
 from vfsd.kernel.engines.arrivals import repeated
-from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator
+from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator, StaleContent
 from vfsd.kernel.engines.markers import Markers
 from vfsd.kernel.engines.native import abandoned, mounting, observation, wire
 from vfsd.kernel.engines.native.answers import error_answer, send_reply
@@ -108,6 +108,7 @@ class NativeEngine:
         is_cached = settings.write_back and not settings.read_only
         write_out = functools.partial(self.invalidate_inode, content=True)
         self._barrier = Barrier(settings.mountpoint, write_out) if is_cached else None
+        self._stale = StaleContent(self.invalidate_inode, settings.cache_timeout_s)
         self._operations = self._operations_over(volume, self._replies)
         self._buffers = BufferPool()
         self._buffer: mmap.mmap = self._buffers.take()
@@ -257,6 +258,7 @@ class NativeEngine:
             xattrs=self._settings.xattrs,
             cancel=self._cancel,
             invalidate_attributes=functools.partial(base.invalidate_attributes, self),
+            invalidate_content=self._stale.add,
             record_statfs=self._markers.record,
         )
         if self._barrier is not None:
@@ -396,7 +398,12 @@ class NativeEngine:
             if hasattr(answer, "__await__"):
                 self._answer_later(descriptor, operations, opcode, unique, answer)
                 return
-            if opcode == _WRITE and answer < length - WRITE_DATA_AT and may_postpone:
+            if (
+                opcode == _WRITE
+                and answer < length - WRITE_DATA_AT
+                and may_postpone
+                and not wire.FUSE_WRITE_IN.unpack_from(buffer, wire.IN_HEADER_BYTES)[5] & os.O_APPEND  # would repeat it
+            ):
                 self._postpone(unique, length)
                 return
             message = reply(unique, answer)

@@ -26,6 +26,7 @@ from vfsd.kernel.engines.base import (
     ChangeObserver,
     EngineSettings,
     Impersonator,
+    StaleContent,
     invalidate_attributes,
     mount_options,
 )
@@ -101,6 +102,7 @@ class Pyfuse3Engine:
         self._device = 0 if made is None else made.device
         self._handlers.is_readable = self._readable
         self._handlers.invalidate_attributes = functools.partial(invalidate_attributes, self)
+        self._handlers.invalidate_content = StaleContent(self.invalidate_inode, self._settings.cache_timeout_s).add
         self._closed = False
 
     def observe(self, observer: ChangeObserver) -> None:

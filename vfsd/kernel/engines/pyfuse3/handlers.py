@@ -24,6 +24,7 @@ from protocol.errors import DeniedByPolicyError, NotReadyError, SnapshotNotFound
 from protocol.volume import (
     RENAME_EXCHANGE,
     Answer,
+    AppendingVolume,
     AttributeChanges,
     Attributes,
     Caller,
@@ -48,6 +49,7 @@ _FOREVER_S: Final = 1e9
 _BLOCK_BYTES: Final = 4096  # st_blksize: a page, the unit of the kernel's cache
 _MAX_REQUESTS_BEFORE_RETRY: Final = 64
 _SOUGHT_ENTRIES: Final = 12  # in the reply to a reader of a directory that has moved
+_SIZES_KEPT: Final = 16
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,15 +125,18 @@ class Handlers(pyfuse3.Operations):
         self.in_progress: set[int] = set()  # numbers of requests
         self.background_requests = 0  # so many that the kernel may have sent from its background queue
         self.record_statfs: Callable[[int], None] = lambda _thread_id: None  # set by the engine
-        # Set by the engine: whether the device holds requests, and the invalidation of cached attributes.
+        # Set by the engine: whether the device holds requests, and the invalidation of cached attributes, and of pages.
         self.is_readable: Callable[[], bool] = lambda: False
         self.invalidate_attributes: Callable[[int], None] = lambda _inode: None
+        self.invalidate_content: Callable[[int], None] = lambda _inode: None
         self.observer: ChangeObserver | None = None  # set by the engine
         self._opened: dict[int, _OpenFile] = {}
         self._positions = ListingPositions()
         self._last_handle = 0
         self._volume = volume
         self._opening = cast("OpeningVolume", volume) if volume.capabilities.opens else None
+        self._appending = cast("AppendingVolume", volume) if volume.capabilities.appends else None
+        self._kernel_sizes: dict[int, tuple[int, ...]] = {}  # of each file that the kernel knows: see `_appends`
         self._flush = cast("FlushingVolume", volume).flush if volume.capabilities.flush else None
         self._xattrs = settings.xattrs
         self.enable_acl = settings.xattrs and volume.capabilities.acls
@@ -178,8 +183,7 @@ class Handlers(pyfuse3.Operations):
         if observer is not None:
             observer.entry_changed(change, ctx.pid, parent, name)
 
-    @staticmethod
-    def _fill(attributes: Attributes, timeout_s: float) -> pyfuse3.EntryAttributes:
+    def _fill(self, attributes: Attributes, timeout_s: float) -> pyfuse3.EntryAttributes:
         entry = pyfuse3.EntryAttributes()
         entry.st_ino = attributes.inode
         entry.generation = attributes.generation
@@ -190,12 +194,39 @@ class Handlers(pyfuse3.Operations):
         entry.st_gid = attributes.gid
         entry.st_rdev = attributes.rdev
         entry.st_size = attributes.size
+        if self._appending is not None and stat.S_ISREG(attributes.mode):
+            self._kernel_got_size(attributes.inode, attributes.size)
         entry.st_blksize = _BLOCK_BYTES
         entry.st_blocks = attributes.blocks
         entry.st_atime_ns = attributes.atime_ns
         entry.st_mtime_ns = attributes.mtime_ns
         entry.st_ctime_ns = attributes.ctime_ns
         return entry
+
+    def _kernel_got_size(self, inode: int, size: int) -> None:
+        """Note that the kernel may have this size of a file from now on, or one of those before."""
+        sizes = self._kernel_sizes.get(inode)
+        if sizes is None:
+            self._kernel_sizes[inode] = (size,)
+        elif size != sizes[-1]:
+            self._kernel_sizes[inode] = (*sizes[1 - _SIZES_KEPT :], size)
+
+    def _kernel_grew(self, inode: int, end: int) -> None:
+        """Note that the kernel has written up to `end`."""
+        sizes = self._kernel_sizes.get(inode, ())
+        if len(sizes) > 1:
+            self._kernel_got_size(inode, end)
+        elif sizes and sizes[0] < end:
+            self._kernel_sizes[inode] = (end,)
+
+    def _appends(self, opened: _OpenFile, offset: int) -> bool:
+        """Whether a write at `offset` is one at the end of the file, which libfuse does not say.
+
+        The kernel appends at the size that it has.  Other offsets are those of pages of a mapping, or of writes after
+        fcntl(2) removed O_APPEND.  While another program changes the size, it is not certain which size the kernel has:
+        it may have sent the request before it got the last one, or have dropped that.
+        """
+        return bool(opened.flags & os.O_APPEND) and offset in self._kernel_sizes.get(opened.inode, ())
 
     async def _wait_for_forgets(self) -> None:
         """Let other tasks read the requests in the device, up to `_MAX_REQUESTS_BEFORE_RETRY` of them.
@@ -225,6 +256,7 @@ class Handlers(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         self.requests += 1
         for inode, count in inode_list:
+            self._kernel_sizes.pop(inode, None)
             try:
                 self._volume.forget(inode, count)
             except Exception:  # FORGET has no reply
@@ -260,6 +292,8 @@ class Handlers(pyfuse3.Operations):
             kill_privileges=chown or (fields.update_size and not policy.may_keep_set_id(ctx.uid)),
         )
         filled = self._fill(await _result(volume.setattr(inode, changes)), timeout_s)
+        if fields.update_size and self._appending is not None:
+            self._kernel_sizes[inode] = (filled.st_size,)
         change = attribute_change(
             size=fields.update_size,
             owner=chown,
@@ -393,6 +427,8 @@ class Handlers(pyfuse3.Operations):
             now_ns = time.time_ns()  # even if the file is empty already
             changes = AttributeChanges(size=0, mtime_ns=now_ns, ctime_ns=now_ns, kill_privileges=kill)
             await _result(self._volume.setattr(inode, changes))
+            if self._appending is not None:
+                self._kernel_sizes[inode] = (0,)
             if kill:
                 self.invalidate_attributes(inode)
             if self.observer is not None:
@@ -435,12 +471,19 @@ class Handlers(pyfuse3.Operations):
     @_handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         self.background_requests += 1
-        inode, clears_set_id, thread, opener, _ = self._opened[fh]
+        opened = self._opened[fh]
+        inode, clears_set_id, thread, opener, _ = opened
         kill = clears_set_id and await self._has_set_id(inode)
-        written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
-        if written < len(buf):
-            await self._wait_for_forgets()  # as after ENOSPC: see `_handler`
+        if self._appending is not None and self._appends(opened, off):
+            written, size = await _result(self._appending.append(inode, buf, kill_privileges=kill))
+            if size != off + written:
+                self.invalidate_content(inode)
+        else:
             written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
+            if written < len(buf):
+                await self._wait_for_forgets()  # as after ENOSPC: see `_handler`
+                written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
+        self._kernel_grew(inode, off + written)
         if kill:
             self.invalidate_attributes(inode)
         if self.observer is not None:

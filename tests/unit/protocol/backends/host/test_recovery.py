@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from protocol.backends.host import HostVolume
+from protocol.backends.host import HostVolume, repeated_requests
 from protocol.linux.shared_log import SharedLog
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, SUPERUSER
 
@@ -47,7 +47,8 @@ class Served:
         """Execute the request 7; the process dies before it has recorded the result."""
         self.request(7, call)
         slot = SharedLog(self.log.descriptor).slot
-        slot[slot[320] * 10 + 2] = 0
+        newest = slot[repeated_requests._NEWEST]
+        slot[newest * repeated_requests._ENTRY_WORDS + repeated_requests._IS_DONE] = 0
         self.restart()
 
 
@@ -147,6 +148,29 @@ def test_a_request_that_comes_again_is_executed_once(served: Served, name: str, 
     served.restart()  # a second death, before the request comes
     served.request(7 | RESEND, call)
     assert shown(served.directory) == expected
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        (b"", b"record"),
+        (b"rec", b"record"),  # killed in the middle
+        (b"record", b"record"),
+        (b"other", b"otherrecord"),
+        (b"otherrecord", b"otherrecord"),
+        (b"recordother", b"recordother"),
+    ],
+)
+def test_an_append_that_comes_again_adds_what_is_not_there(served: Served, there: bytes, expected: bytes) -> None:
+    def append(volume: HostVolume) -> tuple[int, int]:
+        return volume.append(find(volume, b"file"), memoryview(b"record"))
+
+    served.dies_after(append)
+    (served.directory / "file").write_bytes(b"content" + there)
+    for _ in range(2):
+        assert served.request(7 | RESEND, append) == (6, 7 + len(expected))
+        assert (served.directory / "file").read_bytes() == b"content" + expected
+        served.restart()
 
 
 @pytest.mark.parametrize("name", ["mkdir", "mknod", "symlink", "link", "setxattr"])
