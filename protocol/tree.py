@@ -19,13 +19,16 @@ from protocol.values import Value
 
 __all__ = [
     "CHUNK_BYTES",
+    "LOST",
     "TYPE_MASK",
     "ByteProgress",
     "Filtered",
     "HasMode",
     "LookupTree",
+    "LosingTree",
     "Tree",
     "TreeEntry",
+    "losing",
     "no_progress",
     "unfiltered",
 ]
@@ -151,6 +154,29 @@ class Filtered(Protocol):
     def unfiltered(self) -> Tree:
         """The complete tree."""
         ...
+
+
+@runtime_checkable
+class LosingTree(Protocol):
+    """A tree of an earlier state whose files partly lie in a directory that other programs may change."""
+
+    def is_lost(self, path: bytes) -> bool:
+        """Return whether the file at `path` was changed by another program since, so that reading it fails (ESTALE)."""
+        ...
+
+    def lost_paths(self, other: Tree) -> list[bytes]:
+        """Return the paths of the files that are lost in this tree and not in `other`, sorted."""
+        ...
+
+
+LOST: Final = "another program changed it below the overlay since, so its content in the snapshot is lost"
+"""The reason why a path is lost, for users."""
+
+
+def losing(tree: Tree) -> LosingTree | None:
+    """Return the complete tree of `tree` if files in it can be lost."""
+    complete = unfiltered(tree)
+    return complete if isinstance(complete, LosingTree) else None
 
 
 def unfiltered(tree: Tree) -> Tree:

@@ -350,6 +350,7 @@ class ApplyResult(Protocol):
 
     changes: list[Change]
     conflicts: list[ApplyConflict]
+    problems: list[ApplyConflict]  # paths that cannot be written, with `force` either
     error: BaseException | None  # what stopped it; some changes may be written
     repositories: list[bytes]  # git repositories that both sides changed, which are in neither of the above
 
@@ -391,6 +392,21 @@ class OverlaidVolume(SnapshotableVolume, Protocol):
     @property
     def apply_interrupted(self) -> bool:
         """Whether an apply was interrupted; the next one completes it or rolls it back."""
+        ...
+
+    def check_below(self) -> None:
+        """Notice files of the lower layer that other programs changed, if few enough were read.  A worker thread."""
+        ...
+
+    def following_tree(self, name: str) -> AbstractContextManager[Tree]:
+        """Open a tree of snapshot `name` in which files that other programs changed below are as they are now.
+
+        For the base of a merge: what changed below both sides is no change of either.
+        """
+        ...
+
+    def lose_changed(self, name: str) -> None:
+        """Make live files unreadable that other programs changed below since snapshot `name`, which was restored."""
         ...
 
     def base_tree(self) -> AbstractContextManager[Tree]:

@@ -118,7 +118,7 @@ class OverlayMachine(MemoryMachine):
         fill(self.directory_below, spec)
         self.below = os.fsencode(self.directory_below)
         self.before = seen(self.below)
-        self.now = 1_000
+        self.now = 4 * 10**18  # later than every file below, so no file there changed after a snapshot
         self.views = []
         self.stamp = 0
         self.model = Plain(self.node(self.below, {}))

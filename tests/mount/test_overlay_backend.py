@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import random
@@ -350,6 +351,54 @@ def test_a_file_that_changes_below_is_followed_and_reported(engine: str, reposit
         wait_until(is_appended)
         check_invariants(workspace)
     assert ["changed a file below" in line for line in complaints(name)] == [True, True]
+
+
+def test_a_snapshot_shows_no_content_that_other_programs_wrote_below_after_it(
+    engine: str, repository: Path, workdir: Path
+) -> None:
+    lost = "another program changed it below the overlay since, so its content in the snapshot is lost"
+    name = f"{workdir.name}-s"
+    with Workspace.mount(workdir / "m", engine=engine, name=name, backend=f"overlay:{repository}") as workspace:
+        root = Path(workspace.path)
+        (root / "src" / "sum.c").read_text()
+        workspace.snapshot("s1")
+        (repository / "src" / "sum.c").write_text("theirs, and longer than before\n")
+        (repository / "test.py").write_text("theirs, and nobody had read it\n")
+        for name in ("src/sum.c", "test.py"):
+            with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+                (root / ".snapshots" / "s1" / name).read_text()
+        found = workspace.diff("s1")
+        assert {change.path: change.change for change in found.changes} == {
+            "src/sum.c": "modified",
+            "test.py": "modified",
+        }
+        assert found.problems == dict.fromkeys(("src/sum.c", "test.py"), lost)
+        with pytest.raises(OSError, match=r"content in the snapshot is lost.*src/sum\.c"):
+            workspace.export(workdir / "s1.zip", snapshot="s1")
+        restored = workspace.restore("s1")
+        assert restored.problems == found.problems
+        assert not restored.changes
+        assert (root / "src" / "sum.c").read_text() == "theirs, and longer than before\n"
+        assert workspace.restore("s1", [root / "Makefile"]).problems == {}
+        assert (root / ".snapshots" / "s1" / "Makefile").read_text() == (repository / "Makefile").read_text()
+        with workspace.fork(workdir / "of-snapshot", snapshot="s1") as fork:
+            copy = Path(fork.path)
+            with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+                (copy / "src" / "sum.c").read_text()
+            (copy / "new").write_text("new\n")
+            assert fork.apply().conflicts == dict.fromkeys(("src/sum.c", "test.py"), "was changed by another program")
+            merged = workspace.merge(fork)
+            assert [change.path for change in merged.changes] == ["new"]
+        with workspace.fork(workdir / "of-now") as fork:
+            (repository / "Makefile").write_text("theirs\n")
+            assert (Path(fork.path) / ".gitignore").read_text()
+            (Path(fork.path) / "more").write_text("more\n")
+            (root / "Makefile").write_text("mine, after theirs\n")
+            merged = workspace.merge(fork)  # what changed below both is no change of the fork
+            assert merged.applied
+            assert [change.path for change in merged.changes] == ["more"]
+        check_invariants(workspace)
+    assert all("changed a file below" in line for line in complaints(name))
 
 
 def test_an_export_of_the_changes_holds_only_them(mount: MountIt, repository: Path, workdir: Path) -> None:

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 from protocol.diff.patch import GIT_APPLY_LIMIT_BYTES
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
-from vfsd.cli.common.changes import plain_change, show_changes, show_stat
+from vfsd.cli.common.changes import note_problems, plain_change, show_changes, show_stat
 from vfsd.cli.common.names import complete_path, complete_snapshot, complete_workspace
 from vfsd.cli.common.paging import PatchColours, paged
 from vfsd.cli.common.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
@@ -146,9 +146,11 @@ def _answer(app: App, request: RemoteCall[Any], mode: str | None) -> None:
     if mode == "stat":
         request.params.mode = "stat"
     if not (app.json or mode == "stat" or output.on_terminal()):
-        write_changes(app, request, _name if mode == "names" else plain_change)
-        return
-    call_with_changes(app, request, "comparing", {"stat": _show_stat, "names": _show_names}.get(mode or "", _show))
+        answer = write_changes(app, request, _name if mode == "names" else plain_change)
+    else:
+        show = {"stat": _show_stat, "names": _show_names}.get(mode or "", _show)
+        answer = call_with_changes(app, request, "comparing", show)
+    note_problems(answer.problems)
 
 
 def _show(_answer: snapshot_messages.DiffResult, changes: ChangeSpool) -> None:

@@ -6,7 +6,7 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
-from vfsd.cli.common.changes import show_changes, show_expired, show_outcome, show_repositories
+from vfsd.cli.common.changes import show_changes, show_expired, show_outcome, show_problems, show_repositories
 from vfsd.cli.common.names import complete_path
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.wording import count_words
@@ -31,9 +31,11 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
 
     If other programs have changed one of the paths there, or a directory that would be removed has entries that are
     hidden or new, nothing is written: the command names the paths and exits with status 1.  --force writes all the
-    same, and keeps such a directory.  Each file is replaced atomically.  If the apply is killed before it begins to
-    write, the directory does not change.  If it is killed later, the next apply, or the next mount of the directory,
-    completes it and reports that.
+    same, makes directories anew that other programs removed, and keeps a directory with such entries.  It leaves out
+    files of which the workspace has only parts, if the others are lost below, and exits with status 1.
+
+    Each file is replaced atomically.  If the apply is killed before it begins to write, the directory does not change.
+    If it is killed later, the next apply, or the next mount of the directory, completes it and reports that.
 
     A git repository that was changed there, too, is not written, also with --force: it gets the branches of the
     workspace as refs/vfsd/WORKSPACE/*, and the command prints how to merge them with git.
@@ -55,7 +57,7 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
             output.say(f"applied to {place}: {count_words(answer.counts)}")
             show_repositories(answer.repositories)
             show_expired(answer.expired)
-        elif answer.conflicts:
+        elif answer.conflicts and not force:
             conflicts = output.counted(len(answer.conflicts), "conflict", "conflicts")
             output.report(
                 f"{conflicts} in {place}; nothing was written: `vfsd apply --force` overwrites changed files and keeps"
@@ -64,7 +66,8 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
 
     app.paths = paths
     answer = call_with_changes(app, app.requests.apply(paths, dry_run=dry_run, force=force), "applying", show)
-    if answer.conflicts and not answer.applied:
+    show_problems(answer.problems, "could not be written")
+    if answer.conflicts and not (answer.applied or force):
         click.get_current_context().exit(1)
 
 

@@ -223,7 +223,8 @@ def restore_command(
         request = requests.restore(source, paths, of=of and in_home(of), store=store, dry_run=dry_run)
     try:
         if dry_run:
-            call_with_changes(app, request, "comparing", _show_dry_run)
+            answer = call_with_changes(app, request, "comparing", _show_dry_run)
+            show_problems(answer.problems, "cannot be restored")
             return
         answer = app.call(request, label="restoring")
     except FileNotFoundError as error:

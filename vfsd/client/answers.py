@@ -101,7 +101,14 @@ def _records(output: bytes) -> Iterator[ChangeRecord]:
 
 def _diff(answer: snapshot_messages.DiffResult, output: bytes) -> results.Diff:
     changes = _changes(_records(output)) if output else _changes(answer.changes)
-    return results.Diff(a=answer.a, b=answer.b, counts=answer.counts, changes=changes, truncated=answer.truncated)
+    return results.Diff(
+        a=answer.a,
+        b=answer.b,
+        counts=answer.counts,
+        changes=changes,
+        truncated=answer.truncated,
+        problems=_reasons(answer.problems),
+    )
 
 
 def _patch(answer: snapshot_messages.DiffResult, output: bytes) -> results.Patch:

@@ -71,6 +71,8 @@ class Diff:
     """The changes from state `a` to state `b` (None: the live state).  False if nothing differs.
 
     `changes` lists all changes or, with `complete=False`, the first 10,000; `truncated` says that there are more.
+    `problems` are the files among them that another program changed below an overlay after a snapshot, so that their
+    content in it is lost.
     """
 
     a: str
@@ -78,6 +80,7 @@ class Diff:
     counts: Counts
     changes: tuple[Change, ...]
     truncated: bool = False
+    problems: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self.counts.total > 0
@@ -120,8 +123,10 @@ class Applied:
 
     `conflicts` maps paths that other programs changed there, and entries that prevent the removal of their directory,
     to the reason.  If there are any, and without `force`, `applied` is False and nothing was written.  With `force`
-    such a directory is kept, and `changes` omits it.  `recovered` describes a killed apply that this one completed or
-    undid first.  `safety_snapshot` contains the state that was written; `expired` is as in `Restored`.
+    such a directory is kept, and `changes` omits it; `problems` are the files that cannot be written even so, because
+    another program changed them below and the workspace holds only parts of them.  `recovered` describes a killed apply
+    that this one completed or undid first.  `safety_snapshot` contains the state that was written; `expired` is as in
+    `Restored`.
     `repositories`, by path, are as in `Merged`.
     """
 
@@ -130,6 +135,7 @@ class Applied:
     counts: Counts
     changes: tuple[Change, ...]
     conflicts: Mapping[str, str]
+    problems: Mapping[str, str] = field(default_factory=dict)
     truncated: bool = False
     recovered: str | None = None
     safety_snapshot: str | None = None

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from protocol.linux.regular_file import open_regular
 from protocol.volume_durability import journaled, recoverable
-from protocol.volume_extensions import CacheInvalidation, snapshotable
+from protocol.volume_extensions import CacheInvalidation, overlaid, snapshotable
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.forks.forks import Origin
 from vfsd.daemon.snapshots.directory import SnapshotDirectory, open_directory
@@ -93,6 +93,9 @@ async def opened(
     volume = snapshotable(origin.backend.volume)
     if origin.restores_base and volume is not None:
         volume.restore_snapshot(origin.base)
+        over = overlaid(volume)
+        if over is not None:
+            over.lose_changed(origin.base)
         infos = volume.snapshots()
         origin.merges.record(infos[-1].serial, origin.merges.at(volume.snapshot(origin.base).serial))
     return origin.backend, origin

@@ -142,7 +142,8 @@ async def apply(request: Request) -> Response:
     source = workspace_of(request)
     call: RemoteCall[Applied] = source.requests.apply(_paths(form), force=_force(form))
     found: Applied = await complete(source, call)
-    notes = [*([found.recovered] if found.recovered else []), *problem_lines(found.conflicts), *_repositories(found)]
+    problems = problem_lines({**found.conflicts, **found.problems})
+    notes = [*([found.recovered] if found.recovered else []), *problems, *_repositories(found)]
     if not found.applied:
         title = f"Nothing was written to {found.directory}: {counted(len(found.conflicts), 'conflict')}."
         return done(request, source, title=title, notes=notes)

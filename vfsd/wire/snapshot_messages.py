@@ -174,6 +174,8 @@ class DiffResult(msgspec.Struct):
     """Result of `diff`.  `counts` covers all changes that the patterns select.  With `against`, `a` is "" and `b` the
     name of the other workspace.
 
+    `problems`: files that another program changed below an overlay after a snapshot, whose content there is lost.
+
     Mode "patch": `problems` are changes that the patch cannot express; `omitted` are those that git does not track
     (empty directories, the content of `.git`).  Both together list at most CHANGES_LISTED.  `patch_bytes` is the size.
     """
@@ -277,6 +279,7 @@ class ApplyResult(msgspec.Struct):
     counts: ChangeCounts
     changes: list[ChangeRecord]
     conflicts: list[ProblemRecord]  # paths that another program changed too, or that prevent a directory's removal
+    problems: list[ProblemRecord] = []  # with `force`: files that could not be written, because their content is lost
     truncated: bool = False
     recovered: str | None = None  # an interrupted apply that this one finished or undid first
     safety_snapshot: str | None = None  # the state that was written; `undo` returns to it

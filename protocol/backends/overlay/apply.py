@@ -13,6 +13,8 @@ Invariant, without `force`: content that another program wrote below after the w
 replaced or removed.  The base holds the identity that the workspace showed at that moment (see `OverlayState.refresh`
 and `OverlayState.own`).  A run reads it once, before anything else, and compares it with the directory when it looks
 for conflicts and when it plans a step; the step compares with the planned state right before it renames or removes.
+A file whose content is partly lost, because it was changed below, cannot be written: `force` leaves it out.
+A directory that another program removed or replaced is a conflict, and `force` makes it anew for what is written in it.
 A directory is removed only if this run removes all its entries.  If others are in it, hidden ones or those of other
 programs, it is a conflict, and `force` keeps the directory: so no step fails because a directory is not empty, unless
 an entry appears after the check.
@@ -36,12 +38,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.intent_log import ApplyIntentLog, Recovered, has_intent_log, intent_log
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, identity, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place, set_attributes
-from protocol.diff.tree_diff import Change, changes, entry_or_none, is_at_or_below, is_below
+from protocol.diff.tree_diff import Change, changes, entry_or_none, is_at_or_below, is_below, walk_order
 from protocol.linux.portable import Handle
 from protocol.linux.syscalls import syncfs
 from protocol.merge.git import has_nothing_staged
@@ -71,6 +74,7 @@ class Applied:
     changes: list[Change] = field(default_factory=list)
     parents: set[bytes] = field(default_factory=set)  # new directories that are written without everything below them
     conflicts: list[ApplyConflict] = field(default_factory=list)
+    problems: list[ApplyConflict] = field(default_factory=list)  # left out although `force` is set
     identities: _Identities = field(default_factory=dict)  # by path, of the paths that were written
     error: BaseException | None = None
     renewed: dict[tuple[int, int], Identity] = field(default_factory=dict)  # by (st_dev, st_ino): new ctime
@@ -215,14 +219,54 @@ class OverlayApply:
         return self._expectations[path]
 
     def _check(self, result: Applied) -> None:
-        """Set the conflicts of `result`.  With `force`, leave out its changes of directories that must be kept."""
+        """Set the conflicts of `result`.  With `force`, also its `problems`, and the changes that will be written."""
         kept, left = self._kept_directories(result.changes)
         found = [conflict for change in result.changes if (conflict := self._conflict(change)) is not None]
-        result.conflicts = sorted([*found, *left], key=lambda conflict: conflict.path.split(b"/"))
+        reason = "is no directory any more: another program removed or replaced it"
+        gone = [ApplyConflict(path, reason) for path in self._missing_directories(result.changes)]
+        result.conflicts = sorted([*found, *left, *gone], key=lambda conflict: conflict.path.split(b"/"))
         if result.conflicts:
             self._leave_repositories(result)
         if self._force:
-            result.changes = [change for change in result.changes if change.path not in kept]
+            lost = {change.path for change in result.changes if self._is_lost(change)}
+            reason = "was changed by another program, and the parts that the workspace did not write are lost"
+            result.problems = [ApplyConflict(path, f"{reason}: `vfsd discard` it") for path in sorted(lost)]
+            written = [change for change in result.changes if change.path not in kept | lost]
+            missing = self._missing_directories(written)
+            made = [Change(path, "added", None, self._live.entry(path)) for path in missing]
+            result.changes = sorted([*written, *made], key=lambda change: walk_order(change.path))
+            result.parents |= missing
+
+    def _missing_directories(self, found: Sequence[Change]) -> set[bytes]:
+        """Return the directories above new entries that are neither in the directory below nor made by a change."""
+        made = {change.path for change in found if change.new is not None and change.new.is_dir}
+        checked: set[bytes] = set()
+        missing = set()
+        for change in found:
+            above = change.path.rpartition(b"/")[0]
+            while change.new is not None and above and above not in checked:
+                checked.add(above)
+                there = self._stat(above)
+                if above not in made and (there is None or not stat.S_ISDIR(there.st_mode)):
+                    missing.add(above)
+                above = above.rpartition(b"/")[0]
+        return missing
+
+    def _is_lost(self, change: Change) -> bool:
+        """Return whether a file cannot be written because parts of its content were only below."""
+        if change.new is None or not change.new.is_file or change.path in self._done:
+            return False
+        content = self._live.find(change.path).content
+        there = self._stat(change.path)
+        if not isinstance(content, LowerContent) or not content.needs_lower:
+            return False
+        if there is not None and self._is_same_file(change, there):
+            return False
+        try:
+            next(content.lower.ranges(0, content.limit), None)
+        except ChangedBelowError:
+            return True
+        return False
 
     def _leave_repositories(self, result: Applied) -> None:
         """Leave out of `result` the git repositories that another program changed below, too.
@@ -345,7 +389,10 @@ class OverlayApply:
     def _has_content(self, path: bytes) -> bool:
         directory, name = place(self._root, path)
         file = Handle(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory.fd))
-        return all(os.read(file.fd, len(chunk)) == chunk for chunk in self._live.chunks(path, _CHUNK_BYTES))
+        try:
+            return all(os.read(file.fd, len(chunk)) == chunk for chunk in self._live.chunks(path, _CHUNK_BYTES))
+        except ChangedBelowError:
+            return False
 
     # -- staging -----------------------------------------------------------------------------------
     def _execute(self, found: Sequence[Change], begun: ApplyIntentLog) -> None:
@@ -442,12 +489,19 @@ class OverlayApply:
         for other in self._live.paths(self._live.find(new.path)):
             if other == new.path or (other in self._changed and other not in self._done and other not in self._staged):
                 continue
+            if other not in self._staged and other not in self._done and not self._has_expected(other):
+                continue
             source, other_name = place(self._root, self._staged.get(other, other))
             self._touch(source, other_name)
             with contextlib.suppress(OSError):  # EXDEV, EMLINK: make a separate file instead
                 os.link(other_name, name, src_dir_fd=source.fd, dst_dir_fd=directory.fd, follow_symlinks=False)
                 return True
         return False
+
+    def _has_expected(self, path: bytes) -> bool:
+        """Return whether the file at `path` is still the one that the workspace shows there."""
+        there, expected = self._stat(path), self._expected(path)
+        return there is not None and expected is not None and identity(there)[:4] == expected[:4]
 
     def _make(self, directory: Handle, name: bytes, new: TreeEntry) -> None:
         flags = os.O_PATH

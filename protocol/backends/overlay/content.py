@@ -105,6 +105,12 @@ class LowerContent(Content):
         return not self.blocks and not self.masked and self.limit == self.lower.size and not self.reserved
 
     @property
+    def needs_lower(self) -> bool:
+        """Whether a part of the content is read from the lower file."""
+        covered = sum(index * BLOCK_BYTES < self.limit for index in self.blocks.keys() | self.masked)
+        return covered < -(-self.limit // BLOCK_BYTES)
+
+    @property
     def sectors(self) -> int:
         """Units of 512 bytes: the pages in memory, and the part of the lower file that is still visible."""
         above = super().sectors

@@ -16,12 +16,15 @@ import errno
 import os
 import resource
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from protocol.backends.overlay.lower import (
     FIRST_NEW_NUMBER,
+    LOST_NS,
+    REMOVED,
     ChangedBelowError,
     Identity,
     Lower,
@@ -124,12 +127,12 @@ class HostLower(RootDirectory, Lower):
         """Open the regular file at the path of `file` for reading.  It may be another one by now."""
         handle = self._files.get(file)
         if handle is None:
-            directory, name = self.parent(file.path)
             try:
+                directory, name = self.parent(file.path)
                 handle = Handle(open_to_read(directory.fd, name))
             except OSError as error:
                 if is_gone(error):
-                    raise ChangedBelowError(file.path) from None
+                    raise ChangedBelowError(file.path, REMOVED) from None
                 raise
             self._files.put(file, handle)
         return handle
@@ -181,6 +184,9 @@ class HostFile(LowerFile):
     def __init__(self, lower: HostLower, path: bytes, seen: LowerStat) -> None:
         super().__init__(path, seen)
         self.lower = lower
+        ctime_ns = seen.st_ctime_ns
+        if ctime_ns <= time.time_ns() or ctime_ns == LOST_NS:  # else another machine's clock set it
+            self.changed_ns = ctime_ns
 
     def read(self, offset: int, size: int) -> bytes:
         if isinstance(self.kept, bytes):

@@ -26,7 +26,10 @@ from protocol.volume_extensions import VolumeUsage
 
 Identity: TypeAlias = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
 
+REMOVED: Final = "another program removed the file below the overlay: remove it here, too, or write it anew"
 _NS: Final = 10**9
+LOST_NS: Final = (1 << 63) - 1
+"""The ctime in the identity of a file whose content is lost: no file has it."""
 IdentityRecord: TypeAlias = tuple[int, int, int, int, int, int, int]
 """An `Identity` as a journal has it: device, inode, size, mtime and ctime in s and ns each."""
 FileRecord: TypeAlias = tuple[bytes, int, int, int, int, int, int, int, int]
@@ -40,13 +43,13 @@ _VANISHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EX
 class ChangedBelowError(OSError):
     """A file of the lower directory changed since it was loaded (ESTALE); `path` is relative to that directory."""
 
-    def __init__(self, path: bytes) -> None:
-        super().__init__(
-            errno.ESTALE,
-            "another program changed the file below the overlay, and the parts that were not copied up are lost;"
-            " `vfsd discard` shows the new file",
-            path.decode("utf-8", "backslashreplace"),
-        )
+    def __init__(
+        self,
+        path: bytes,
+        reason: str = "another program changed the file below the overlay, and the parts that were not copied up are"
+        " lost; `vfsd discard` shows the new file",
+    ) -> None:
+        super().__init__(errno.ESTALE, reason, path.decode("utf-8", "backslashreplace"))
         self.path = path
 
 
@@ -223,15 +226,17 @@ class LowerFile(ABC):
     """The entry at a path of the lower layer, in the state in which it was loaded.
 
     `sectors` is its size on disk in units of 512 bytes.  `kept` is content that outlives the path (`keep`).
-    `is_recorded`: a journal has that content.
+    `is_recorded`: a journal has that content.  `changed_ns` is not before the last change by another program; 0 if
+    that is not known, and in a layer that cannot change.  Later changes by `apply` do not move it.
     """
 
-    __slots__ = ("identity", "is_recorded", "kept", "path", "sectors")
+    __slots__ = ("changed_ns", "identity", "is_recorded", "kept", "path", "sectors")
 
     def __init__(self, path: bytes, seen: LowerStat) -> None:
         self.path = path
         self.identity = identity(seen)
         self.sectors = seen.st_blocks
+        self.changed_ns = 0
         self.kept: Handle | bytes | None = None
         self.is_recorded = False
 

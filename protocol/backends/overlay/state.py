@@ -29,6 +29,7 @@ import functools
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -41,11 +42,13 @@ from protocol.backends.overlay.hidden_names import HiddenNames
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.lower import (
     FIRST_NEW_NUMBER,
+    LOST_NS,
     Identity,
     Lower,
     LowerEntry,
     LowerFile,
     LowerStat,
+    RecordedStat,
     identity,
     is_gone,
 )
@@ -71,6 +74,8 @@ class OverlayState(MemoryState):
         super().__init__(clock, seen.st_uid, seen.st_gid)
         self.lower = lower
         self.path_filter = path_filter
+        self._started_ns = time.time_ns()
+        self._changed: set[int] = set()  # inodes whose lower file changed since then
         self.lock = threading.RLock()
         self.hidden_names = HiddenNames(path_filter, lower, self.path)
         self.check_new_name = self.hidden_names.check_new
@@ -219,7 +224,7 @@ class OverlayState(MemoryState):
                     seen = self.lower.stat(path)
                     if was is not None and not self._is_same_file(seen, was):
                         seen = was  # as it was loaded first: the next check finds the change
-                    inode = self._loaded(number, path, seen)
+                    inode = self._loaded(number, path, seen, directory)
             except OSError as error:
                 if not is_gone(error):
                     raise
@@ -256,9 +261,14 @@ class OverlayState(MemoryState):
         self.table[inode.inode] = inode
         self.table.below += 1
 
-    def _loaded(self, number: int, path: bytes, seen: LowerStat) -> OverlayInode:
+    def _loaded(self, number: int, path: bytes, seen: LowerStat, directory: int = 0) -> OverlayInode:
         target = self.lower.readlink(path) if stat.S_ISLNK(seen.st_mode) else None
-        return self._inode(number, self.lower.file(path, seen), seen, self.lower.xattrs(path), target)
+        file = self.lower.file(path, seen)
+        above = self.table.loaded(directory)
+        if isinstance(above, OverlayInode) and above.lower.changed_ns > above.lower.identity[3]:
+            # Its ctime, and not its mtime, changed: it may have been renamed, and have had other files before.
+            file.changed_ns = max(file.changed_ns, above.lower.changed_ns)
+        return self._inode(number, file, seen, self.lower.xattrs(path), target)
 
     def _inode(
         self, number: int, file: LowerFile, seen: LowerStat, xattrs: Xattrs | None, target: bytes | None
@@ -274,6 +284,8 @@ class OverlayState(MemoryState):
             self._paths[number] = file.path
         elif kind == stat.S_IFREG:
             inode.content = LowerContent(inode.lower, self.ledger)
+            if file.changed_ns > self._started_ns:
+                self._changed.add(number)
         elif target is not None:
             inode.target = target
             inode.size = len(target)
@@ -482,6 +494,9 @@ class OverlayState(MemoryState):
             if seen.st_mode & TYPE_MASK != live.mode & TYPE_MASK or not live.nlink or not live.follows(old.identity):
                 return False, True
             new = self.lower.file(old.path, seen)
+            if new.identity[:2] != old.identity[:2]:
+                new.changed_ns = max(new.changed_ns, self._replaced_ns(old.path))
+            self._changed.add(number)
             xattrs = self.lower.xattrs(old.path)
             for version in list(self.versions(number)):
                 if isinstance(version, OverlayInode) and version.follows(old.identity):
@@ -505,6 +520,33 @@ class OverlayState(MemoryState):
                 self.resize(inode, seen.st_size)
         inode.set_size_and_times(seen)
         charge(inode)
+
+    def _replaced_ns(self, path: bytes) -> int:
+        """Return a time that is not before the one at which `path` became the name of another file.
+
+        A rename of a directory above gives only that directory another ctime.
+        """
+        newest = 0
+        while path:
+            path = path.rpartition(b"/")[0]
+            newest = max(newest, self.lower.stat(path).st_ctime_ns)
+        return min(newest, time.time_ns())
+
+    def changed_since(self, time_ns: int) -> list[int]:
+        """Return the live inodes whose lower file another program has changed since, as far as that was noticed."""
+        with self.lock:
+            numbers = self._changed if time_ns >= self._started_ns else self.table.keys()
+            found = [(number, self.table.loaded(number)) for number in numbers]
+        return [number for number, live in found if isinstance(live, OverlayInode) and live.lower.changed_ns > time_ns]
+
+    def lose(self, number: int) -> None:
+        """Make the content of a live file unreadable: it is no longer below, and what is there now is another one's."""
+        live = self.own(self.table[number])
+        assert isinstance(live, OverlayInode)
+        self.resize(live, max(live.size, 1))  # so that every reader meets the error
+        seen = RecordedStat(0, 0, 0, 0, 0, 0, live.size, 0, 0, LOST_NS, live.lower.sectors, 0)
+        live.lower = self.lower.file(live.lower.path, seen)
+        self.swap_content(live, LowerContent(live.lower, self.ledger), shared=False)
 
     def renew(self, renewed: Mapping[tuple[int, int], Identity]) -> None:
         """Take over the identities of inodes whose ctime an apply changed, by (st_dev, st_ino)."""

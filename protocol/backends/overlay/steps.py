@@ -91,8 +91,8 @@ class Steps:
         try:
             directory, name = place(self._root, step.path)
         except OSError as error:
-            if is_gone(error) and step.do == "remove":
-                return True
+            if is_gone(error):
+                return step.do == "remove"
             raise
         self._unsynced.add(step.path.rpartition(b"/")[0])
         there = _stat(directory, name)
@@ -149,7 +149,12 @@ class Steps:
     def _set(self, step: Step) -> bool:
         new = step.attributes
         assert new is not None
-        directory, name = place(self._root, step.path)
+        try:
+            directory, name = place(self._root, step.path)
+        except OSError as error:
+            if is_gone(error):
+                return False
+            raise
         there = _stat(directory, name)
         if there is None:
             return False

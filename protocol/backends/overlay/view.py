@@ -1,44 +1,108 @@
-"""OverlayTree: one state of an overlay as a read-only tree that follows changes of the lower files.
+"""OverlayTree: one state of an overlay as a read-only tree.
 
-A file without changes in the overlay is read in its present state, from its beginning.  If it changes between two
-pieces, or the overlay holds parts of it, reading fails with ESTALE and names the file.
+In the live state and in the base, a file without changes in the overlay is read as it is below now, from its beginning.
+If it changes between two pieces, or the overlay holds parts of it, reading fails with ESTALE and names the file.
+
+A snapshot is immutable.  It has no copy of the files below, so a file that another program changed there after the
+snapshot was taken is *lost* in it: reading it fails with ESTALE, and it differs from every state in which it is not
+lost.  `LowerFile.changed_ns` says when it changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 from protocol.backends.memory.history.view import SnapshotTree
-from protocol.backends.overlay.lower import ChangedBelowError
-from protocol.tree import CHUNK_BYTES
+from protocol.backends.overlay.content import LowerContent
+from protocol.backends.overlay.lower import LOST_NS, ChangedBelowError
+from protocol.tree import CHUNK_BYTES, LOST, Tree, TreeEntry, losing
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.memory.state import MemoryState
+    from protocol.backends.overlay.inode import OverlayInode
+    from protocol.backends.overlay.state import OverlayState
 
 
 class OverlayTree(SnapshotTree):
     """See `SnapshotTree`.  `recheck` is `OverlayVolume.recheck`."""
 
     def __init__(
-        self, recheck: Callable[[int, bytes], tuple[bool, bool]], state: MemoryState, epoch: Epoch, pinned: Epoch
+        self, recheck: Callable[[int, bytes], tuple[bool, bool]], state: OverlayState, epoch: Epoch, pinned: Epoch
     ) -> None:
         super().__init__(state, epoch, pinned)
         self._recheck = recheck
+        self._overlay = state
+        self.taken_ns = LOST_NS - 1 if epoch.info is None else epoch.info.created_ns
+
+    def follow(self) -> None:
+        """Show files that other programs changed below as they are now, also in a snapshot."""
+        self.taken_ns = LOST_NS - 1
+
+    # -- protocol.tree.LosingTree --------------------------------------------------------------
+    def is_lost(self, path: bytes) -> bool:
+        try:
+            return self._is_lost(self.find(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _is_lost(self, node: Inode) -> bool:
+        content = node.content
+        if not isinstance(content, LowerContent) or content.lower.changed_ns <= self.taken_ns:
+            return False
+        # A file that was lost before it became live can be written again.
+        return content.lower.kept is None and (content.limit > 0 or content.lower.changed_ns != LOST_NS)
+
+    def _entry(self, path: bytes, inode: Inode) -> TreeEntry:
+        entry = super()._entry(path, inode)
+        # The attributes are those of the file below.  A kernel reads no file that is empty, and would not meet ESTALE.
+        return replace(entry, size=1) if not entry.size and entry.is_file and self._is_lost(inode) else entry
+
+    def lost_paths(self, other: Tree) -> list[bytes]:
+        theirs = losing(other)
+        return sorted(
+            path
+            for path in self.touched(other) or ()
+            if self.is_lost(path) and not (theirs is not None and theirs.is_lost(path))
+        )
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:
+        found = super().touched(other)
+        if found is None or not isinstance(other, OverlayTree):
+            return found
+        since = min(self.taken_ns, other.taken_ns)
+        numbers = () if since == LOST_NS - 1 else self._overlay.changed_since(since)
+        return {*found, *(path for number in numbers for tree in (self, other) for path in tree.paths_of(number))}
+
+    def same_content(self, path: bytes, other: Tree, other_path: bytes | None = None) -> bool | None:
+        if isinstance(other, OverlayTree):
+            mine, theirs = self.is_lost(path), other.is_lost(path if other_path is None else other_path)
+            if mine or theirs:
+                return mine and theirs
+        return super().same_content(path, other, other_path)
+
+    # -- content -------------------------------------------------------------------------------
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self.read_node(self._file(path), offset, size)
 
     def read_node(self, node: Inode, offset: int, size: int) -> bytes:
+        self._check(node)
         try:
             return super().read_node(node, offset, size)
         except ChangedBelowError as error:
             follows, _ = self._recheck(node.inode, error.path)
             if not follows:
                 raise
+            self._check(node)
             return super().read_node(node, offset, size)
+
+    def _check(self, node: Inode) -> None:
+        """Raise ChangedBelowError if the content of a file is lost."""
+        if self._is_lost(node):
+            raise ChangedBelowError(cast("OverlayInode", node).lower.path, LOST)
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
         node = self._file(path)

@@ -10,6 +10,7 @@ Changes of a lower directory by other programs, while the overlay is mounted:
   invalidates the kernel's cache of the file, and the next read returns the new content.  Without `on_change` no read
   fails.  The kernel does not repeat reads that it has cached, so `tidy` checks all files that the kernel has looked up,
   a part of them at a time.
+- In a snapshot, the file is lost from then on (see `view`).
 - A file with changes in the overlay (content in part, attributes, another name) does not follow: reading content that
   has to come from the lower file fails with ESTALE, until the file is discarded.
 - Names that appear or disappear in a directory that was listed already are not noticed; a name that disappeared is
@@ -72,6 +73,7 @@ _CHANGING: Final = (
     "forget", "link", "mkdir", "mknod", "removexattr", "rmdir", "setattr", "setxattr", "symlink", "tmpfile", "unlink"
 )  # fmt: skip
 _CHECKED_AT_ONCE: Final = 1000  # files: takes some milliseconds
+_CHECKED_BEFORE: Final = 10_000  # files that are checked before states are compared; `tidy` alone checks more
 
 
 def _locked(lock: AbstractContextManager[object], method: Callable[P, T]) -> Callable[P, T]:
@@ -198,6 +200,35 @@ class OverlayVolume(MemoryVolume):
             setattr(self, name, _locked(self._lock, getattr(self, name)))
         self._history.make_tree = functools.partial(OverlayTree, self.recheck, self._overlay)
         self._history.starts_empty = False
+
+    # -- changes below -----------------------------------------------------------------------------
+    def check_below(self) -> None:
+        """Look for files that other programs changed, unless very many files were loaded.  Any thread."""
+        if self.lower.can_change and dict.__len__(self._overlay.table) <= _CHECKED_BEFORE:
+            self.directory.forget_directories()
+            known = self._overlay.known
+            with self._lock:
+                numbers = [*self._overlay.table, *(() if known is None else known.expected_numbers)]
+            for first in range(0, len(numbers), _CHECKED_AT_ONCE):
+                with self._lock:
+                    for number in numbers[first : first + _CHECKED_AT_ONCE]:
+                        self._check_lower(number, is_known=True)
+
+    @contextmanager
+    def following_tree(self, name: str) -> Iterator[SnapshotTree]:
+        """See `OverlaidVolume`."""
+        with self.tree(name) as tree:
+            cast("OverlayTree", tree).follow()
+            yield tree
+
+    def lose_changed(self, name: str) -> None:
+        """See `OverlaidVolume`."""
+        with self._lock, self._history.tree(name) as wanted, self._history.tree() as live:
+            lost = wanted.lost_paths(live)  # type: ignore[attr-defined]
+        with self._lock, self._history.changes():
+            for path in lost:
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    self._overlay.lose(self._overlay.inode_at(path).inode)
 
     # -- the base ----------------------------------------------------------------------------------
     @contextmanager
@@ -386,13 +417,16 @@ class OverlayVolume(MemoryVolume):
             for number in numbers:
                 self._check_lower(number)
 
-    def _check_lower(self, number: int) -> None:
+    def _check_lower(self, number: int, *, is_known: bool = False) -> None:
+        """Check a file that the kernel has looked up, or, if it `is_known`, that was loaded."""
         inode = self._overlay.table.loaded(number)
         known = self._overlay.known
         if inode is None and known is not None and known.expected(number) is not None:
             with suppress(OSError):  # no memory, or no right to read it any more
                 inode = self._overlay.table.get(number)
-        if not isinstance(inode, OverlayInode) or inode.content is None or number not in self._overlay.lookups:
+        if not isinstance(inode, OverlayInode) or inode.content is None:
+            return
+        if not is_known and number not in self._overlay.lookups:
             return
         file = inode.lower
         if file.kept is not None:

@@ -34,12 +34,17 @@ def plain_change(change: ChangeRecord) -> str:
     return change_line(change.change, _path(change))
 
 
-def show_problems(problems: Sequence[ProblemRecord], verb: str = "could not be restored") -> None:
-    """Print problems on standard error; if there are any, the command exits with status 1."""
+def note_problems(problems: Sequence[ProblemRecord]) -> bool:
+    """Print the first problems on standard error; return whether there are more."""
     for problem in problems[:_PROBLEMS_SHOWN]:
         output.note(f"{shortened(problem.path)}: {problem.reason}")
+    return len(problems) > _PROBLEMS_SHOWN
+
+
+def show_problems(problems: Sequence[ProblemRecord], verb: str = "could not be restored") -> None:
+    """Print problems on standard error; if there are any, the command exits with status 1."""
     if problems:
-        more = " (the first of them are above; --json lists all)" if len(problems) > _PROBLEMS_SHOWN else ""
+        more = " (the first of them are above; --json lists all)" if note_problems(problems) else ""
         output.report(f"{counted(len(problems), 'path')} {verb}{more}")
         click.get_current_context().exit(1)
 

@@ -256,6 +256,10 @@ class SnapshotService(Protocol):
         """Drop the snapshots `names`; if one does not exist, drop none.  Open trees stay readable."""
         ...
 
+    async def check_below(self) -> None:
+        """Notice changes of files below an overlay, so that a comparison names them."""
+        ...
+
     async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:
         """Drop the snapshots in a store, but those in `keep`, that were only needed by workspaces that have ended."""
         ...

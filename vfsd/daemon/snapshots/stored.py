@@ -197,6 +197,9 @@ class StoreSnapshots:
         else:
             _logger.info("freed %d bytes of the snapshot store", report.freed_bytes, extra={"operation": "store gc"})
 
+    async def check_below(self) -> None:
+        """Nothing: the store has the content."""
+
     async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:
         for _ in await in_thread(drop_unused_bases, self._store, self._key, keep):
             self._note_dropped()

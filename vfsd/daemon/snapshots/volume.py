@@ -16,12 +16,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import trio
 
-from protocol.diff.tree_diff import Change, changes, summary
+from protocol.diff.tree_diff import Change, changes, is_below, summary
 from protocol.diff.tree_diff import count as count_changes
 from protocol.errors import SnapshotNotFoundError
-from protocol.tree import Tree, TreeEntry
+from protocol.linux import file_clock
+from protocol.tree import LOST, Tree, TreeEntry, losing
 from protocol.types import ChangeCounts
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import (
@@ -55,6 +57,8 @@ from vfsd.daemon.snapshots.base import (
     check_names,
     free_name,
     in_bytes,
+    is_fork_base,
+    is_merge_base,
     log_expired,
     no_lower_layer,
     none_needed,
@@ -70,6 +74,7 @@ from vfsd.wire.snapshot_messages import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)
 _TAG_CHARACTERS: Final = TAG_MAX_BYTES // 4
+_TICK_NS: Final = 10_000_000
 _HISTORY_NOTE: Final = "undo"
 _MERGES_NOTE: Final = "merges"
 
@@ -188,6 +193,10 @@ class VolumeSnapshots:
             name = name or free_name(SNAPSHOT_PREFIX, self._volume.snapshots())
             info = self._volume.take_snapshot(name, tag=tag, kind=kind)
             await self._mounted.snapshots_taken()
+            if self._overlaid is not None:
+                # Later changes of a file below have a later ctime.
+                while 0 <= info.created_ns - file_clock.now_ns() < _TICK_NS:
+                    await trio.sleep(0.001)
             return info
 
     async def infos(self) -> Sequence[SnapshotInfo]:
@@ -231,7 +240,23 @@ class VolumeSnapshots:
         serial = volume.snapshot(name).serial  # raises if there is none
         merged = self.merges.now if paths else self.merges.at(serial)
         restore = functools.partial(volume.restore_snapshot, name, paths)
-        return await self._step(restore, f"restore {name}", name, observer, merged=merged)
+        problems = await self._lost(name, paths)
+        outcome = await self._step(restore, f"restore {name}", name, observer, merged=merged)
+        return msgspec.structs.replace(outcome, problems=problems)
+
+    async def check_below(self) -> None:
+        if self._overlaid is not None:
+            await trio.to_thread.run_sync(self._overlaid.check_below)
+
+    async def _lost(self, name: str, paths: Sequence[bytes]) -> dict[bytes, str]:
+        """Return the files of a snapshot whose content a restore cannot bring back, and why."""
+        if self._overlaid is None:
+            return {}
+        await self.check_below()
+        with self._volume.tree(name) as wanted, self._volume.tree() as live:
+            tree = losing(wanted)
+            found = [] if tree is None else await trio.to_thread.run_sync(tree.lost_paths, live)
+        return {path: LOST for path in found if not paths or any(is_below(path, top) for top in paths)}
 
     def _lower(self) -> OverlaidVolume:
         if self._overlaid is None:
@@ -368,7 +393,12 @@ class VolumeSnapshots:
             made = await self._invalidate(invalidation, safety, before, observer)
             if made.earlier is not None:
                 self._last_history = before.moved(to, None)
-            return self._outcome(source, safety, made, step)
+            problems: Mapping[bytes, str] = {}
+            try:
+                problems = await self._lost(source, ())
+            except Exception as error:  # noqa: BLE001 -- the step is made
+                log_failure(_logger, "looking for files that changed below", error, level=logging.WARNING)
+            return msgspec.structs.replace(self._outcome(source, safety, made, step), problems=problems)
 
     def _change(
         self,
@@ -505,8 +535,18 @@ class VolumeSnapshots:
     # -- states --------------------------------------------------------------------------------------
     @asynccontextmanager
     async def tree(self, name: str | None, observer: CallObserver) -> AsyncIterator[Tree]:  # noqa: ARG002
-        with self._lower().base_tree() if name == BASE else self._volume.tree(name) as tree:
+        if name == BASE:
+            opened = self._lower().base_tree()
+        elif name is not None and self._overlaid is not None and self._is_of_merges(name):
+            opened = self._overlaid.following_tree(name)
+        else:
+            opened = self._volume.tree(name)
+        with opened as tree:
             yield self._mounted.shown(tree)
+
+    def _is_of_merges(self, name: str) -> bool:
+        info = self._volume.snapshot(name)
+        return is_fork_base(info) or is_merge_base(info)
 
     async def stored_state(self, name: str | None, observer: CallObserver) -> None:
         del name, observer

@@ -159,7 +159,23 @@ class SnapshotTree:
 
     # -- Tree ----------------------------------------------------------------------------------
     def entry(self, path: bytes) -> TreeEntry:
-        return _entry(path, self.find(path))
+        return self._entry(path, self.find(path))
+
+    def _entry(self, path: bytes, inode: Inode) -> TreeEntry:
+        return TreeEntry(
+            path=path,
+            mode=inode.mode,
+            size=0 if inode.is_dir else inode.size,
+            mtime_ns=inode.mtime_ns,
+            uid=inode.uid,
+            gid=inode.gid,
+            nlink=inode.nlink,
+            inode=inode.inode,
+            rdev=inode.rdev,
+            target=inode.target or b"",
+            xattrs=inode.xattrs or {},
+            ctime_ns=inode.ctime_ns,
+        )
 
     def children(self, path: bytes) -> list[bytes]:
         inode = self.find(path)
@@ -171,7 +187,7 @@ class SnapshotTree:
         stack = [(path, self.find(path))]
         while stack:
             at, inode = stack.pop()
-            yield _entry(at, inode)
+            yield self._entry(at, inode)
             if inode.children is None:
                 continue
             prefix = at + b"/" if at else b""
@@ -277,20 +293,3 @@ def _read(inode: Inode, offset: int, size: int) -> bytes:
     if size <= 0:
         return b""
     return bytes(inode.content.read(offset, size)) if inode.content is not None else bytes(size)
-
-
-def _entry(path: bytes, inode: Inode) -> TreeEntry:
-    return TreeEntry(
-        path=path,
-        mode=inode.mode,
-        size=0 if inode.is_dir else inode.size,
-        mtime_ns=inode.mtime_ns,
-        uid=inode.uid,
-        gid=inode.gid,
-        nlink=inode.nlink,
-        inode=inode.inode,
-        rdev=inode.rdev,
-        target=inode.target or b"",
-        xattrs=inode.xattrs or {},
-        ctime_ns=inode.ctime_ns,
-    )

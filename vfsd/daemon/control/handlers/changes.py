@@ -15,7 +15,7 @@ from protocol.adapters.filtered import FilteredTree
 from protocol.adapters.path_filter import PathFilter
 from protocol.diff.patch import Uncarried, line_stat, write_patch
 from protocol.diff.tree_diff import Change, ChangeKind, changes
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import LOST, Tree, TreeEntry, losing
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext
@@ -117,6 +117,11 @@ class Differences:
         else:
             self.truncated = True
 
+    def add_problem(self, problem: ProblemRecord) -> None:
+        """List a file whose content is lost in one of the states."""
+        if len(self.problems) < CHANGES_LISTED:
+            self.problems.append(problem)
+
     def add_uncarried(self, uncarried: Uncarried) -> None:
         """List a change that the patch cannot express."""
         if len(self.problems) + len(self.omitted) >= CHANGES_LISTED:
@@ -154,8 +159,11 @@ async def compare(
         call.progress_nowait(next(paths_done), 0, "files")
 
     def run() -> None:
+        maybe_lost = [tree for tree in (losing(old), losing(new)) if tree is not None]
         for change in _changes(old, new, paths, rule, keep_going):
             found.add(change, record)
+            if any(tree.is_lost(change.path) for tree in maybe_lost):
+                found.add_problem(ProblemRecord(wire_path(change.path), LOST))
         if pieces is not None:
             pieces.flush()
 

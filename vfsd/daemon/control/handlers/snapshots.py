@@ -189,10 +189,11 @@ class SnapshotMethods:
             else:
                 _check_created(infos, name, params.created_at)
         if params.dry_run:
+            await snapshots.check_below()
             async with snapshots.tree(None, call) as live, snapshots.tree(name, call) as wanted:
                 await self._check_policy(live, wanted, paths, f"restore {source}", call)
                 found = await compare(live, wanted, paths, call, stream=params.stream)
-            return RestoreResult(source, None, found.counts, found.records, found.truncated)
+            return RestoreResult(source, None, found.counts, found.records, found.truncated, found.problems)
         return self._restored(source, await snapshots.restore(name, paths, call))
 
     def _store(self, directory: str | None) -> Store:

@@ -127,6 +127,7 @@ class TreeMethods:
         a = BASE if from_base else params.a if params.a is not None else await self._newest(snapshots)
         if params.b is None:
             await self._mounted.write_back()
+        await snapshots.check_below()
         async with snapshots.tree(a, call) as old, snapshots.tree(params.b, call) as new:
             shown = wire_path(os.fsencode(str(self._options.backend))) if from_base else a
             yield shown, params.b, old, new
@@ -234,7 +235,8 @@ class TreeMethods:
             applied=is_written,
             counts=found.counts,
             changes=found.records,
-            conflicts=[ProblemRecord(wire_path(conflict.path), conflict.reason) for conflict in done.conflicts],
+            conflicts=[ProblemRecord(wire_path(each.path), each.reason) for each in done.conflicts],
+            problems=[ProblemRecord(wire_path(each.path), each.reason) for each in done.problems],
             truncated=found.truncated,
             recovered=done.recovery,
             safety_snapshot=safety,

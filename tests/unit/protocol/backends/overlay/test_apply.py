@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -354,3 +355,44 @@ def test_a_file_that_a_directory_replaces_has_to_be_named(below: Path) -> None:
     assert (below / "big").read_bytes()[:1] == b"b"
     assert run(volume, [b"big"]).conflicts == []
     assert changed(volume) == []
+
+
+@pytest.mark.parametrize("instead", ["nothing", "symlink", "file", "directory"])
+def test_a_directory_that_vanished_below_is_a_conflict_and_force_makes_it_anew(below: Path, instead: str) -> None:
+    build = below / "build"
+    build.mkdir()
+    for name in ("whole", "part", "removed", "kept"):
+        (build / name).write_bytes(b"1" * (2 * BLOCK))
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    fs.unlink(b"build/whole")
+    fs.file(b"build/whole", b"2")
+    fs.link(fs.at(b"build/whole"), b"other-name")
+    fs.file(b"build/new", b"2")
+    fs.unlink(b"build/removed")
+    volume.write(fs.at(b"build/part"), 0, b"2")
+    fs.file(b"elsewhere", b"2")
+    outside = below.with_name("outside")
+    outside.mkdir()
+    shutil.rmtree(build)
+    if instead == "symlink":
+        build.symlink_to(outside)
+    elif instead == "file":
+        build.write_bytes(b"theirs")
+    elif instead == "directory":
+        build.mkdir()
+    found = run(volume)
+    assert [conflict.path for conflict in found.conflicts if conflict.reason == "was removed by another program"] == [
+        b"build/part",
+        b"build/whole",
+    ]
+    assert (found.conflicts[0].path == b"build") == (instead != "directory")
+    assert not (below / "elsewhere").exists()
+    assert run(volume, [b"elsewhere"]).conflicts == []
+    assert [problem.path for problem in run(volume, force=True).problems] == [b"build/part"]
+    assert {name: (build / name).read_bytes() for name in os.listdir(build)} == {"new": b"2", "whole": b"2"}
+    assert (below / "other-name").stat().st_ino == (build / "whole").stat().st_ino
+    assert changed(volume) == [b"build/part"]
+    volume.discard([b"build/part"])
+    assert run(volume).changes == []
+    assert os.listdir(outside) == []

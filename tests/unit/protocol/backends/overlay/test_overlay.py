@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
 from protocol.linux import file_clock
 from protocol.testing.volume.driver import Clock, Driver, fails
+from protocol.tree import losing
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller
 from protocol.volume_extensions import CacheInvalidation
 
@@ -399,6 +401,108 @@ def test_a_tree_follows_too_and_says_which_file_it_cannot_read(below: Path) -> N
         write_patch(base, live, changes(base, live), patch.extend)
     assert b"# Not in this patch: held (another program changed it below the overlay)" in patch
     assert b"+++ b/new" in patch
+    volume.check_invariants()
+
+
+def _rewrite(place: Path) -> None:
+    place.write_bytes(b"yy" + place.read_bytes()[2:])  # of the same size
+
+
+def _empty(place: Path) -> None:
+    place.write_bytes(b"")
+
+
+def _replace(place: Path) -> None:
+    other = place.parent.parent / "other"
+    other.write_bytes(b"another")
+    os.utime(other, (1, 1))
+    other.rename(place)
+
+
+def _replace_directory(place: Path) -> None:
+    place.parent.rename(place.parent.with_name("moved"))
+    place.parent.with_name("another").rename(place.parent)
+
+
+@pytest.mark.parametrize("change", [_rewrite, _empty, _replace, _replace_directory], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "unread"])
+def test_a_file_that_changed_below_is_lost_in_the_snapshots_before(
+    below: Path, change: Callable[[Path], None], is_read: bool
+) -> None:
+    (below / "src" / "another").mkdir()
+    (below / "src" / "another" / "x").write_bytes(b"another")
+    volume, fs = over(below)
+    path = b"src/deep/x"
+    if is_read:
+        assert fs.read(path) == b"x" * 10
+    taken = volume.take_snapshot("before")
+    file_clock.outlast_tick(taken.created_ns)
+    change(below / os.fsdecode(path))
+    file_clock.outlast_tick(file_clock.now_ns())
+    content = (below / os.fsdecode(path)).read_bytes()
+    if is_read:
+        volume.check_below()
+    else:
+        assert fs.read(path) == content
+    volume.take_snapshot("after")
+    with volume.tree("before") as before, volume.tree("after") as after, volume.tree() as live:
+        assert before.entry(path).size > 0, "a kernel would not read an empty file"
+        with fails(errno.ESTALE):
+            before.read(path, 0, 10)
+        with fails(errno.ESTALE):
+            list(before.chunks(path))
+        assert b"".join(after.chunks(path)) == b"".join(live.chunks(path)) == content
+        assert [(each.path, each.kind) for each in changes(before, live)] == [(path, "modified")]
+        assert list(changes(after, live)) == []
+        lost = losing(before)
+        assert lost is not None
+        assert lost.lost_paths(live) == [path]
+        patch = bytearray()
+        write_patch(before, live, changes(before, live), patch.extend)
+        assert b"# Not in this patch: src/deep/x (another program changed it" in patch
+    with volume.following_tree("before") as base, volume.tree() as live:
+        assert list(changes(base, live)) == [], "the base of a merge"
+    volume.restore_snapshot("before")
+    assert fs.read(path) == content, "a restore leaves it alone"
+    volume.check_invariants()
+
+
+def test_what_a_snapshot_of_an_apply_shows_is_not_lost_by_that_apply(below: Path) -> None:
+    os.link(below / "README", below / "twin")
+    volume, fs = over(below)
+    fs.set(b"src/main.c", mode=0o600)
+    fs.file(b"README.new", b"new")
+    fs.at(b"twin")
+    taken = volume.take_snapshot("before")
+    file_clock.outlast_tick(taken.created_ns)
+    fs.unlink(b"README")
+    volume.write(fs.at(b"src/deep/x"), 0, b"changed")
+    with volume.applying([], force=False, dry_run=False) as apply:
+        apply.finish(apply.write(lambda: None))
+    with volume.tree("before") as before:
+        names = (b"README", b"twin", b"src/main.c", b"src/deep/x")
+        assert [before.read(name, 0, 10) for name in names] == [b"read me", b"read me", b"main", b"x" * 10]
+
+
+def test_a_fork_of_a_snapshot_cannot_read_what_changed_below_since_until_it_is_discarded(below: Path) -> None:
+    volume, fs = over(below)
+    fs.read(b"README")
+    taken = volume.take_snapshot("before")
+    file_clock.outlast_tick(taken.created_ns)
+    (below / "README").write_bytes(b"theirs")
+    volume.check_below()
+    volume.restore_snapshot("before")
+    volume.lose_changed("before")  # as the new process of a fork does
+    with fails(errno.ESTALE):
+        fs.read(b"README")
+    with volume.tree("before") as before, volume.tree() as live:
+        assert list(changes(before, live)) == []
+    with volume.applying([], force=True, dry_run=False) as apply:
+        done = apply.write(lambda: None)
+    assert [conflict.path for conflict in (*done.conflicts, *done.problems)] == [b"README", b"README"]
+    assert (below / "README").read_bytes() == b"theirs"
+    volume.discard([b"README"])
+    assert fs.read(b"README") == b"theirs"
     volume.check_invariants()
 
 
