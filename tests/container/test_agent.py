@@ -50,6 +50,7 @@ def root(workspace: Workspace) -> Path:
 
 
 # -- inside and outside ------------------------------------------------------------------------------
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_what_is_edited_outside_runs_inside_and_what_is_written_inside_is_read_outside(
     container: Container, workspace: Workspace, root: Path
@@ -72,6 +73,7 @@ def test_what_is_edited_outside_runs_inside_and_what_is_written_inside_is_read_o
     assert stat.S_ISFIFO((root / "out" / "fifo").lstat().st_mode)
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, container: Container) -> None:
     check_git_works(root, workdir, container)
@@ -79,6 +81,7 @@ def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, contain
     assert os.listdir(root) == []
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_files_of_every_kind_keep_what_they_are(root: Path, container: Container) -> None:
     (root / "f").write_text("content")
@@ -290,6 +293,7 @@ def test_while_the_helper_is_gone_all_is_eio_and_nobody_waits(
     assert (root / "f").read_text() == "x"
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_a_program_that_waits_for_a_helper_that_does_not_answer_can_be_killed(
     container: Container, workspace: Workspace, root: Path
@@ -327,6 +331,7 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_a_program_that_is_interrupted_all_the_time_sees_no_eintr(root: Path) -> None:
     subprocess.run([sys.executable, "-c", RESTLESS, str(root)], check=True, timeout=PATIENCE_S)
@@ -347,6 +352,7 @@ def test_an_image_without_python_is_refused_with_what_to_do(
         mount_container(start_container(), transport="agent")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -418,9 +424,11 @@ def shared(podman: PodmanService, python_image: str, session_dir: str) -> Iterat
         container.remove()
 
 
+@pytest.mark.extended
 class TestFilesystem(OnMount, FilesystemContract):
     pass
 
 
+@pytest.mark.extended
 class TestStreaming(OnMount, StreamingContract):
     pass

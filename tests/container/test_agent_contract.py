@@ -23,6 +23,8 @@ from tests.container.conftest import inside
 from tests.contract.test_host_volume import TestAgentVolume as HelperContract
 from tests.support.agents import served
 
+pytestmark = pytest.mark.extended
+
 _numbers = itertools.count(1)
 
 

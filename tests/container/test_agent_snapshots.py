@@ -67,6 +67,7 @@ def spoil(root: Path, container: Container) -> None:
     )
 
 
+@pytest.mark.extended
 def test_a_restore_brings_back_everything_that_was_there_and_nothing_else(
     workspace: Workspace, root: Path, container: Container
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_restore_brings_back_everything_that_was_there_and_nothing_else(
     assert listed(container) == spoiled
 
 
+@pytest.mark.extended
 def test_what_was_just_written_inside_is_in_the_snapshot_whatever_the_kernel_has_cached(
     container: Container, mount_container: MountContainer
 ) -> None:
@@ -111,6 +113,7 @@ def test_what_was_just_written_inside_is_in_the_snapshot_whatever_the_kernel_has
         shutil.rmtree(root, ignore_errors=True)
 
 
+@pytest.mark.extended
 def test_open_files_go_on_through_a_restore(workspace: Workspace, root: Path) -> None:
     (root / "f").write_text("one")
     workspace.snapshot("one")
@@ -123,6 +126,7 @@ def test_open_files_go_on_through_a_restore(workspace: Workspace, root: Path) ->
     assert (root / "f").read_text() == "one"
 
 
+@pytest.mark.extended
 def test_a_container_goes_into_an_archive_and_another_comes_out_of_it(
     workspace: Workspace, root: Path, container: Container, workdir: Path
 ) -> None:
@@ -137,6 +141,7 @@ def test_a_container_goes_into_an_archive_and_another_comes_out_of_it(
     assert listed(container) == expected
 
 
+@pytest.mark.extended
 def test_diff_names_what_was_changed_inside(workspace: Workspace, root: Path, container: Container) -> None:
     fill(root)
     workspace.snapshot("one")
@@ -148,6 +153,7 @@ def test_diff_names_what_was_changed_inside(workspace: Workspace, root: Path, co
     assert {path for path, kind in found if kind != "metadata"} == {"d/f7", "d/f8", "new"}
 
 
+@pytest.mark.extended
 def test_snapshots_outlive_the_mount(container: Container, mount_container: MountContainer) -> None:
     first = mount_container(container, transport="agent")
     (Path(first.path) / "f").write_text("kept")
@@ -162,6 +168,7 @@ def test_snapshots_outlive_the_mount(container: Container, mount_container: Moun
     assert inside(container, "cat /workspace/f") == b"kept"
 
 
+@pytest.mark.extended
 def test_the_snapshot_directory_equals_a_copy_that_was_made_then(
     workspace: Workspace, root: Path, workdir: Path
 ) -> None:

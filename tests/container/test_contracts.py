@@ -22,7 +22,10 @@ from tests.support.contracts_on_mounts import OnMount
 from tests.support.host_directories import HostClock
 from vfsd.client.workspace import Workspace
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: reaches a container through /proc")
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: reaches a container through /proc"),
+    pytest.mark.extended,
+]
 
 
 @pytest.fixture(scope="module")

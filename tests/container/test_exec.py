@@ -70,6 +70,7 @@ class TestInAnImagesContainer(ExecSuite):
         yield from one_for_all(session_dir, podman, backend=f"image:{busybox_image}", cache_timeout_s=0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("keeper", [False, True], ids=["next mount", "keeper"])
 def test_what_a_killed_daemon_left_in_a_container_that_stays_is_ended_by_the_next(
     start_container: StartContainer, podman: PodmanService, workdir: Path, keeper: bool
@@ -97,6 +98,7 @@ def test_what_a_killed_daemon_left_in_a_container_that_stays_is_ended_by_the_nex
         assert (where.running("sleep 7005"), where.running("sleep 9000")) == (0, 1)
 
 
+@pytest.mark.extended
 def test_commands_of_a_container_workspace_run_in_that_container(
     start_container: StartContainer, podman: PodmanService, workdir: Path
 ) -> None:

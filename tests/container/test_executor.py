@@ -89,6 +89,7 @@ def test_standard_input_is_given_whole_and_ends(executor: BlockingExecutor) -> N
     assert executor.run(["cat"]).stdout == b""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("size", [100, 200_000])
 @pytest.mark.parametrize("script", ["exec <&-", "head -c 5 >/dev/null"])
 def test_input_that_is_not_read_costs_no_output(executor: BlockingExecutor, script: str, size: int) -> None:
@@ -150,6 +151,7 @@ def test_what_only_looks_like_a_refusal_is_the_commands_own(executor: BlockingEx
 ESCAPING = "setsid sh -c 'sleep 1000 & exec sleep 2000' & (sleep 3000 &) ; sleep 0.2"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ending", ["", "; sleep 4000"], ids=["it ended", "its time was over"])
 def test_nothing_is_left_of_a_command_not_even_in_other_sessions(
     executor: BlockingExecutor, container: Container, way: str, ending: str
@@ -159,6 +161,7 @@ def test_nothing_is_left_of_a_command_not_even_in_other_sessions(
     assert sleepers(container) == []
 
 
+@pytest.mark.extended
 def test_another_command_and_the_containers_own_processes_stay(own_container: Container, way: str) -> None:
     container = own_container
     executor = BlockingExecutor(ContainerCommandRunner(lambda: container))
@@ -177,6 +180,7 @@ def test_another_command_and_the_containers_own_processes_stay(own_container: Co
     assert sleepers(container) == ["sleep 9000"]
 
 
+@pytest.mark.extended
 def test_in_a_container_of_ours_a_process_that_throws_off_its_mark_is_found_too(
     own_container: Container, way: str
 ) -> None:
@@ -200,6 +204,7 @@ def test_killing_from_another_thread_ends_the_wait(executor: BlockingExecutor, c
     assert sleepers(container) == []
 
 
+@pytest.mark.extended
 def test_the_time_of_a_command_is_over_also_in_a_container_that_is_paused(own_container: Container) -> None:
     executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container))
     running = executor.start(Command(["sh", "-c", "echo said; exec sleep 1000"]), CommandLimits(timeout_s=3))
@@ -253,6 +258,7 @@ def test_a_signal_reaches_the_command_and_what_it_runs(container: Container, way
 BOMB = "bomb() { bomb | bomb & }; bomb & exec sleep 1000"  # one fork, then none: it cannot fail
 
 
+@pytest.mark.extended
 def test_a_fork_bomb_ends_at_its_time(own_container: Container, way: str) -> None:
     """From inside there is no process left to do it with: the container of ours is restarted."""
     executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container, owned=True))

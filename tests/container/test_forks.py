@@ -25,6 +25,7 @@ def written(root: Path, path: str, content: str) -> None:
     (root / path).write_text(content)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("transport", ["agent", "rootfs"])
 def test_a_fork_of_a_container_is_merged_into_it(
     mount_container: MountContainer, container: Container, workdir: Path, transport: str
@@ -71,6 +72,7 @@ def test_several_forks_of_a_container_have_one_state(
         assert source.diff(against=first).counts.modified == 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["host", "memory"])
 def test_a_sandbox_gives_the_fork_a_sandbox_of_its_own(
     podman: PodmanService, busybox_image: str, workdir: Path, backend: str

@@ -55,6 +55,7 @@ def upgradable(workdir: Path, podman: PodmanService, busybox_image: str) -> Iter
 
 
 # -- a keeper ----------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_a_random_writer_sees_what_its_twin_sees(kept: KeptImage, workdir: Path, runs_long: bool) -> None:
     workspace = kept.mount()
     twin = workdir / "twin"
@@ -68,6 +69,7 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: KeptImage, workdir: Path,
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptImage) -> None:
     check_executed_once(kept, "exclusive create")
 
@@ -101,6 +103,7 @@ def test_daemon_and_keeper_are_killed_and_the_next_mount_continues(kept: KeptIma
             assert (kept.path / "f").read_bytes() == b"hours of work"
 
 
+@pytest.mark.extended
 def test_a_keeper_that_gives_up_leaves_the_container_to_the_next_mount(kept: KeptImage) -> None:
     kept.mount()
     (kept.path / "f").write_bytes(b"x")
@@ -113,6 +116,7 @@ def test_a_keeper_that_gives_up_leaves_the_container_to_the_next_mount(kept: Kep
     assert [each.id for each in containers_of(kept.podman, kept.name)] == [one.container.id]
 
 
+@pytest.mark.extended
 def test_a_container_that_was_removed_while_no_daemon_ran_ends_the_mount_and_the_next_one_is_new(
     kept: KeptImage,
 ) -> None:
@@ -126,6 +130,7 @@ def test_a_container_that_was_removed_while_no_daemon_ran_ends_the_mount_and_the
 
 
 # -- upgrades ----------------------------------------------------------------------------------------
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "options",
     [{"protect": ("secret",), "memory_bytes": 64 << 20}, {"keeper": False}],
@@ -159,6 +164,7 @@ def test_an_upgrade_hands_the_container_over(
     check_invariants(Workspace.attach(workspace.name))
 
 
+@pytest.mark.extended
 def test_either_daemon_is_killed_at_the_last_steps_of_an_upgrade(
     upgradable: Callable[..., Upgradable], podman: PodmanService, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +179,7 @@ def test_either_daemon_is_killed_at_the_last_steps_of_an_upgrade(
             wait_until(lambda: workspace.record.is_kept, "a keeper")
 
 
+@pytest.mark.extended
 def test_an_upgraded_workspace_whose_processes_are_all_killed_continues(
     upgradable: Callable[..., Upgradable], podman: PodmanService
 ) -> None:
@@ -193,6 +200,7 @@ def test_an_upgraded_workspace_whose_processes_are_all_killed_continues(
 
 
 # -- systemd -----------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_systemd_holds_the_container_for_the_next_start(
     workdir: Path, podman: PodmanService, busybox_image: str
 ) -> None:

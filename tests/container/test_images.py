@@ -55,6 +55,7 @@ def test_a_workspace_of_an_image_has_a_container_of_its_own_until_it_is_unmounte
     assert ours(podman, workspace.name) == []
 
 
+@pytest.mark.extended
 def test_the_command_removes_no_container_with_files_that_no_snapshot_has(
     mount_container: MountContainer, podman: PodmanService, busybox_image: str
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_signal_ends_the_container_too(
     assert ours(podman, workspace.name) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
 def test_only_a_mount_of_the_same_name_continues_in_the_container_that_a_killed_daemon_left(
     killed: str, mount_container: MountContainer, podman: PodmanService, busybox_image: str, is_stopped: bool
@@ -136,6 +138,7 @@ def test_a_start_that_fails_leaves_the_files_of_the_daemon_before(
     assert ours(podman, killed) == left
 
 
+@pytest.mark.extended
 def test_other_options_make_a_new_container_and_the_mount_says_where_the_files_are(
     killed: str, mount_container: MountContainer, podman: PodmanService, busybox_image: str, workdir: Path
 ) -> None:
@@ -161,6 +164,7 @@ def test_other_options_make_a_new_container_and_the_mount_says_where_the_files_a
     assert Path(shown.path, "f").read_text() == "work"
 
 
+@pytest.mark.extended
 def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
     start_container: StartContainer, podman: PodmanService
 ) -> None:
@@ -193,6 +197,7 @@ def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
     assert removed == ["w"] * (1 + (stopped.id not in left))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("purpose", ["sandbox", "workspace"])
 def test_an_owner_is_dead_if_nobody_has_its_lease(
     start_container: StartContainer, podman: PodmanService, purpose: str
@@ -251,6 +256,7 @@ with contextlib.closing(PodmanService(sys.argv[1])) as service:
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("options", [["--mount-proc"], []], ids=["own proc", "proc of the parent namespace"])
 def test_the_container_of_a_daemon_in_another_pid_namespace_is_left_alone(
     podman: PodmanService, busybox_image: str, options: list[str]

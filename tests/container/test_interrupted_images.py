@@ -61,6 +61,7 @@ def interrupt_start(workdir: Path, name: str, image: str, service: HeldService) 
         mounting.check_interrupted()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("request_line", [CREATED, STARTED, "GET .*/containers/[0-9a-f]{64}/json"])
 def test_an_interrupted_mount_leaves_no_container(
     podman: PodmanService, busybox_image: str, workdir: Path, request_line: str
@@ -88,6 +89,7 @@ def left(busybox_image: str, podman: PodmanService, workdir: Path) -> Iterator[C
         yield container
 
 
+@pytest.mark.extended
 def test_an_interrupted_mount_leaves_the_container_that_it_was_to_continue_in(
     left: Container, podman: PodmanService, busybox_image: str, workdir: Path
 ) -> None:
@@ -113,6 +115,7 @@ def check_left(left: Container, podman: PodmanService, workspace: str) -> None:
     assert inside(left, "cat /workspace/f") == b"work"
 
 
+@pytest.mark.extended
 def test_an_unmount_that_cannot_remove_the_container_says_what_stays(
     mount_container: MountContainer, podman: PodmanService, busybox_image: str, workdir: Path
 ) -> None:

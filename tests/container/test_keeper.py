@@ -75,6 +75,7 @@ def test_open_files_mappings_directories_and_locks_continue(kept: KeptContainer)
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 def test_a_random_writer_sees_what_its_twin_sees(kept: KeptContainer, workdir: Path, runs_long: bool) -> None:
     workspace = kept.mount()
     twin = workdir / "twin"
@@ -86,17 +87,20 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: KeptContainer, workdir: P
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("change", ["exclusive create", "rename"])
 def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptContainer, change: str) -> None:
     check_executed_once(kept, change)
 
 
+@pytest.mark.extended
 def test_an_owner_is_mapped_also_by_the_next_daemon(keep: Callable[..., KeptContainer]) -> None:
     kept = keep(options=MAPPED)
     check_executed_once(kept, "mkdir")
     assert {path.stat().st_uid for path in kept.path.rglob("*")} == {0}
 
 
+@pytest.mark.extended
 def test_files_that_the_container_removed_or_that_have_no_name_are_stale(keep: Callable[..., KeptContainer]) -> None:
     kept = keep()
     kept.mount()
@@ -119,6 +123,7 @@ def test_files_that_the_container_removed_or_that_have_no_name_are_stale(keep: C
     assert os.listdir(kept.path) == ["moved"]
 
 
+@pytest.mark.extended
 def test_programs_wait_for_a_podman_service_that_is_restarted_when_the_daemon_dies(
     keep: Callable[..., KeptContainer], workdir: Path
 ) -> None:
@@ -137,6 +142,7 @@ def test_programs_wait_for_a_podman_service_that_is_restarted_when_the_daemon_di
     assert mounted.status().container == "running"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("is_running", [False, True], ids=["stopped", "restarted"])
 def test_a_container_that_ended_while_no_daemon_ran_ends_the_mount(kept: KeptContainer, is_running: bool) -> None:
     kept.mount()
@@ -153,6 +159,7 @@ def test_a_container_that_ended_while_no_daemon_ran_ends_the_mount(kept: KeptCon
     assert (restarted if is_running else "is not running") in log_of(kept.name)
 
 
+@pytest.mark.extended
 def test_a_container_that_is_restarted_under_a_daemon_is_served_and_has_no_keeper_any_more(
     keep: Callable[..., KeptContainer],
 ) -> None:
@@ -167,6 +174,7 @@ def test_a_container_that_is_restarted_under_a_daemon_is_served_and_has_no_keepe
     assert f"the keeper of {kept.name} could not restart its daemon: the container was" in vfsd("doctor").stdout
 
 
+@pytest.mark.extended
 def test_a_container_that_is_restarted_is_served_and_the_helper_in_it_has_a_keeper_as_before(
     keep: Callable[..., KeptContainer], python_image: str
 ) -> None:
@@ -184,6 +192,7 @@ def test_a_container_that_is_restarted_is_served_and_the_helper_in_it_has_a_keep
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 def test_the_helper_keeps_files_that_the_container_removed_or_that_have_no_name(
     keep: Callable[..., KeptContainer], python_image: str
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_container_has_no_network_and_a_limit_of_processes_unless_asked_otherw
     assert shown(container)["HostConfig"]["PidsLimit"] > 0
 
 
+@pytest.mark.extended
 def test_a_container_goes_through_its_life(start_container: StartContainer) -> None:
     container = start_container()
     first = container.inspect()
@@ -164,6 +165,7 @@ def test_two_containers_of_one_name_cannot_be_made(
         podman.create(ContainerSpec(busybox_image, name=container.name))
 
 
+@pytest.mark.extended
 def test_containers_are_found_by_their_labels(start_container: StartContainer, podman: PodmanService) -> None:
     one = start_container(labels={"mine": "1", "kind": "x"})
     two = start_container(labels={"mine": "2", "kind": "x"})
@@ -209,6 +211,7 @@ def registry() -> Iterator[str]:
             thread.join()
 
 
+@pytest.mark.extended
 def test_a_pull_that_fails_says_whether_registry_access_or_image_is_missing(
     podman: PodmanService, registry: str, workdir: Path
 ) -> None:
@@ -301,6 +304,7 @@ def test_a_service_of_another_machine_is_reached_through_one_ssh(
     assert calls[0].endswith("-- me@there")
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_a_container_of_another_machine_is_mounted_by_a_helper_inside(
     mount_container: MountContainer,

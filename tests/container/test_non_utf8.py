@@ -29,6 +29,7 @@ def executor(container: Container) -> BlockingExecutor:
     return BlockingExecutor(ContainerCommandRunner(lambda: container, "/workspace"))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stdin", [b"", b"input"], ids=["without input", "with input"])
 def test_words_and_variables_arrive_with_every_byte(executor: BlockingExecutor, stdin: bytes) -> None:
     script = 'printf %s "$1" "$PLAIN" "$RAW"; cat'
@@ -42,6 +43,7 @@ def test_words_and_variables_arrive_with_every_byte(executor: BlockingExecutor, 
     assert executor.run(["sh", "-c", "exit 7", RAW]).exit_status == 7
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stdin", [b"", b"input"], ids=["without input", "with input"])
 def test_a_directory_and_a_program_may_have_any_name(executor: BlockingExecutor, stdin: bytes) -> None:
     name = os.fsdecode(b"d\xff")
@@ -52,6 +54,7 @@ def test_a_directory_and_a_program_may_have_any_name(executor: BlockingExecutor,
     assert executor.run([os.fsdecode(b"./d\xff/echo"), "x"], stdin=stdin).stdout == b"x\n"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stdin", [b"", b"input"], ids=["without input", "with input"])
 def test_what_is_missing_is_named(executor: BlockingExecutor, stdin: bytes) -> None:
     program = os.fsdecode(b"no-\xff")
@@ -63,6 +66,7 @@ def test_what_is_missing_is_named(executor: BlockingExecutor, stdin: bytes) -> N
     assert caught.value.filename == f"/workspace/{program}"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "env", [{"A-B": os.fsdecode(b"\xff")}, {os.fsdecode(b"N\xff"): "x"}], ids=["no name for a shell", "raw name"]
 )

@@ -61,6 +61,7 @@ def workspace(mount_container: MountContainer, container: Container, transport: 
     return mount_container(container, transport=transport, complaints=["the helper in it is lost"], **POLICY)
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_no_system_call_changes_what_is_protected_or_makes_what_is_hidden(workspace: Workspace) -> None:
     root = Path(workspace.path)
@@ -85,6 +86,7 @@ def test_no_system_call_changes_what_is_protected_or_makes_what_is_hidden(worksp
     assert all(change.process is not None and change.process.pid == os.getpid() for change in denied)
 
 
+@pytest.mark.extended
 def test_the_daemon_respects_it_and_programs_in_the_container_do_not(
     workspace: Workspace, container: Container, tmp_path: Path, workdir: Path
 ) -> None:
@@ -111,6 +113,7 @@ def test_the_daemon_respects_it_and_programs_in_the_container_do_not(
     fails(errno.EPERM, (root / "hidden/seen").touch)
 
 
+@pytest.mark.extended
 def test_the_container_of_an_image_is_not_removed_with_what_an_export_lacks(
     mount_container: MountContainer, busybox_image: str, workdir: Path
 ) -> None:
@@ -154,6 +157,7 @@ def check_refused(run: Callable[[str], bytes], root: Path, kinds: Sequence[str] 
     assert state(root) == before
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_a_mount_that_is_bound_into_a_container_holds_its_root(
     engine: str, workdir: Path, start_container: StartContainer
@@ -176,6 +180,7 @@ def test_a_mount_that_is_bound_into_a_container_holds_its_root(
             mapped.remove()
 
 
+@pytest.mark.extended
 def test_a_sandbox_is_held(workdir: Path, podman: PodmanService, busybox_image: str) -> None:
     sandbox = {"sandbox": f"image:{busybox_image}", "podman_url": podman.address.url}
     below = workdir / "below"

@@ -29,6 +29,7 @@ def container(start_container: StartContainer, python_image: str) -> Container:
     return start_container(python_image)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("hide", [(), ("*.hidden",)], ids=["all", "policy"])
 @pytest.mark.parametrize("transport", ["agent", "rootfs"])
 def test_snapshots_have_the_inode_numbers_and_ctimes(
@@ -49,6 +50,7 @@ def test_snapshots_have_the_inode_numbers_and_ctimes(
     assert {name.decode(): (row.size, row.mtime_ns) for name, row in rows.items()} == expected
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("transport", "hide"), [("agent", ()), ("rootfs", ()), ("rootfs", ("*.hidden",))], ids=["agent", "rootfs", "policy"]
 )

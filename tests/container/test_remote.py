@@ -32,7 +32,7 @@ from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import read_record
 
-pytestmark = pytest.mark.fuse
+pytestmark = [pytest.mark.fuse, pytest.mark.extended]
 
 PATIENCE_S = 60.0
 LOST = "the helper is lost"

@@ -38,6 +38,7 @@ def remote(container: Container) -> Iterator[RemoteFilesystem]:
         yield remote
 
 
+@pytest.mark.extended
 def test_files_go_into_the_container_and_back(remote: RemoteFilesystem, container: Container) -> None:
     content = bytes(range(256)) * 3000
     remote.write("src/a.py", "print(1)\n# needle\n")

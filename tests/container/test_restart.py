@@ -57,6 +57,7 @@ def root(workspace: Workspace) -> Path:
     return Path(workspace.path)
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_a_stopped_container_is_eio_and_comes_back_when_it_is_started_again(
     container: Container, workspace: Workspace, root: Path
@@ -91,6 +92,7 @@ def test_a_stopped_container_is_eio_and_comes_back_when_it_is_started_again(
     assert inside(container, "cat /workspace/d/f") == b"after"
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_what_changed_while_it_was_not_served_is_seen(
     start_container: StartContainer, mount_container: MountContainer, workdir: Path
@@ -118,6 +120,7 @@ def test_what_changed_while_it_was_not_served_is_seen(
     assert (root / "new").is_dir()
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_files_and_directories_that_were_open_go_on_after_a_restart(
     container: Container, workspace: Workspace, root: Path
@@ -138,6 +141,7 @@ def test_files_and_directories_that_were_open_go_on_after_a_restart(
     assert inside(container, "cat /workspace/a/b/f") == b"0123456789!"
 
 
+@pytest.mark.extended
 def test_an_open_file_that_is_not_there_any_more_is_stale_and_never_another(
     container: Container, workspace: Workspace, root: Path, start_container: StartContainer
 ) -> None:
@@ -163,6 +167,7 @@ def test_an_open_file_that_is_not_there_any_more_is_stale_and_never_another(
     os.close(directory)
 
 
+@pytest.mark.extended
 def test_a_container_removed_and_made_anew_under_its_name_is_served(
     container: Container, root: Path, workspace: Workspace, start_container: StartContainer
 ) -> None:
@@ -179,6 +184,7 @@ def test_a_container_removed_and_made_anew_under_its_name_is_served(
     assert inside(anew, "cat /workspace/f") == b"second"
 
 
+@pytest.mark.extended
 def test_a_paused_container_is_read_and_written_through_proc(
     container: Container, root: Path, workspace: Workspace
 ) -> None:
@@ -214,6 +220,7 @@ def test_an_open_file_does_not_keep_a_stopped_container_from_being_removed(
         wait_until(lambda: not answers(root))
 
 
+@pytest.mark.extended
 def test_restarts_one_after_another_leave_a_mount_that_works(
     container: Container, workspace: Workspace, root: Path
 ) -> None:
@@ -226,6 +233,7 @@ def test_restarts_one_after_another_leave_a_mount_that_works(
     assert inside(container, "ls /workspace | wc -l").strip() == b"3"
 
 
+@pytest.mark.extended
 def test_a_daemon_ends_quickly_while_it_waits_for_its_container(container: Container, workspace: Workspace) -> None:
     container.remove()
     wait_until(lambda: not answers(Path(workspace.path)))
@@ -237,6 +245,7 @@ def test_a_daemon_ends_quickly_while_it_waits_for_its_container(container: Conta
     assert subprocess.run(["mountpoint", "-q", workspace.path], check=False).returncode != 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("transport", ["rootfs", "agent"])
 def test_calls_about_a_stopped_container_say_how_to_start_it(
     start_container: StartContainer, mount_container: MountContainer, python_image: str, workdir: Path, transport: str

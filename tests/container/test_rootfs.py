@@ -37,6 +37,7 @@ def root(workspace: Workspace) -> Path:
     return Path(workspace.path)
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_what_is_edited_outside_runs_inside(container: Container, root: Path) -> None:
     script = root / "bin" / "hello"
@@ -47,6 +48,7 @@ def test_what_is_edited_outside_runs_inside(container: Container, root: Path) ->
     assert inside(container, "/workspace/bin/hello", "you") == b"hello, you\n"
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_what_is_written_inside_is_read_outside(container: Container, root: Path) -> None:
     inside(
@@ -58,6 +60,7 @@ def test_what_is_written_inside_is_read_outside(container: Container, root: Path
     assert (root / "out" / "link").read_text() == "made inside\n"
 
 
+@pytest.mark.extended
 def test_a_working_directory_of_ones_own_choice_is_made_when_missing(
     start_container: StartContainer, mount_container: MountContainer
 ) -> None:
@@ -70,12 +73,14 @@ def test_a_working_directory_of_ones_own_choice_is_made_when_missing(
     assert (workspace.status().transport, workspace.status().container) == ("rootfs", "running")
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, container: Container) -> None:
     check_git_works(root, workdir, container)
 
 
 # -- the container changes beside the mount ----------------------------------------------------------
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_a_file_that_grows_inside_while_it_is_read_outside_shows_what_is_there(
     container: Container, mount_container: MountContainer
@@ -96,6 +101,7 @@ def test_a_file_that_grows_inside_while_it_is_read_outside_shows_what_is_there(
     assert seen == b"start\n" + b"".join(b"line %d\n" % number for number in range(1, 201)) + b"end\n"
 
 
+@pytest.mark.extended
 def test_files_replaced_inside_while_they_are_read_outside_are_never_a_mixture(
     container: Container, mount_container: MountContainer
 ) -> None:
@@ -115,6 +121,7 @@ def test_files_replaced_inside_while_they_are_read_outside_are_never_a_mixture(
 
 
 # -- a hostile container ------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_nothing_made_inside_leads_the_daemon_to_the_hosts_files(container: Container, root: Path) -> None:
     """The daemon reads only the container's files; a program on this host that follows a link gets this host's file."""
     inside(
@@ -130,6 +137,7 @@ def test_nothing_made_inside_leads_the_daemon_to_the_hosts_files(container: Cont
     assert inside(container, "cat /secret") == b"inside\n"
 
 
+@pytest.mark.extended
 def test_a_working_directory_behind_links_is_the_containers_own(
     start_container: StartContainer, mount_container: MountContainer, workdir: Path
 ) -> None:
@@ -167,6 +175,7 @@ def test_a_working_directory_through_proc_is_refused(start_container: StartConta
         assert "symbolic links" in refused(container, place)
 
 
+@pytest.mark.extended
 def test_directories_moved_about_inside_lead_nowhere_else(
     container: Container, mount_container: MountContainer
 ) -> None:
@@ -189,6 +198,7 @@ def test_directories_moved_about_inside_lead_nowhere_else(
     assert (root / "a/b/c/f").read_text() == "in\n"
 
 
+@pytest.mark.extended
 def test_set_uid_programs_and_devices_made_inside_do_nothing_on_this_host(container: Container, root: Path) -> None:
     inside(container, "cp /bin/busybox /workspace/su; chmod 4755 /workspace/su; mknod /workspace/null c 1 3")
 
@@ -204,6 +214,7 @@ def mount_flags(mountpoint: Path) -> set[str]:
 
 
 # -- what the container's file system is -------------------------------------------------------------
+@pytest.mark.extended
 def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
     start_container: StartContainer, mount_container: MountContainer
 ) -> None:
@@ -255,6 +266,7 @@ def test_what_is_mounted_below_is_not_entered(start_container: StartContainer, m
 
 
 # -- whose files they are --------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_owners_are_shown_as_the_container_shows_them(
     start_container: StartContainer, mount_container: MountContainer
 ) -> None:

@@ -52,6 +52,7 @@ def inside(user: Rootless, place: str, script: str, *options: str) -> str:
     return user.vfsd("-w", place, "exec", *options, "--", "sh", "-ec", script).stdout
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_an_image_is_a_workspace_with_commands_and_snapshots(user: Rootless, place: str) -> None:
     user.vfsd("mount", place, "--name", place, "--backend", f"image:{PYTHON}", "--podman-url", user.url)
@@ -70,6 +71,7 @@ def test_an_image_is_a_workspace_with_commands_and_snapshots(user: Rootless, pla
     assert (restored.returncode, "g: owner 1000" in restored.stderr) == (1, True)
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_a_container_of_the_users_is_mounted_by_name(user: Rootless, place: str) -> None:
     podman = ("podman", "--url", user.url)
@@ -85,6 +87,7 @@ def test_a_container_of_the_users_is_mounted_by_name(user: Rootless, place: str)
         user.run(*podman, "rm", "--force", "--time=0", f"{place}-c")
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_programs_go_on_when_the_daemon_is_killed_and_when_it_is_upgraded(user: Rootless, place: str) -> None:
     user.vfsd("mount", place, "--name", place, "--backend", f"image:{PYTHON}", "--podman-url", user.url)
@@ -100,6 +103,7 @@ def test_programs_go_on_when_the_daemon_is_killed_and_when_it_is_upgraded(user: 
     assert inside(user, place, "ls") == "made\n"
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_daemon_and_keeper_are_killed_and_the_next_mount_continues_in_the_container(user: Rootless, place: str) -> None:
     mount = ("mount", place, "--name", place, "--backend", f"image:{PYTHON}", "--podman-url", user.url)
@@ -124,6 +128,7 @@ def test_daemon_and_keeper_are_killed_and_the_next_mount_continues_in_the_contai
     assert user.run("podman", "--url", user.url, "ps", "--all", "--quiet").stdout == ""
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 @pytest.mark.slow
 def test_a_sandbox_sees_the_mount_and_leaves_nothing_running(user: Rootless, place: str) -> None:
@@ -140,6 +145,7 @@ def test_a_sandbox_sees_the_mount_and_leaves_nothing_running(user: Rootless, pla
     assert inside(user, place, "cat f g") == "outside\ninside\n"
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_rootfs_reaches_what_the_users_own_ids_may_change(user: Rootless, place: str) -> None:
     options = ("--backend", f"image:{PYTHON}", "--podman-url", user.url, "--transport", "rootfs")

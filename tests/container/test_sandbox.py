@@ -65,6 +65,7 @@ def fs_exec(workspace: Workspace, script: str, **options: Any) -> fs.FsExecResul
         return result
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("served_by", ENGINES)
 def test_host_and_sandbox_see_the_same_files_at_once(
     sandboxed: SandboxIt, podman: PodmanService, served_by: str
@@ -97,6 +98,7 @@ def test_host_and_sandbox_see_the_same_files_at_once(
         assert shell.wait(60) == 0
 
 
+@pytest.mark.extended
 def test_a_sandbox_sees_nothing_else_of_this_machine(sandboxed: SandboxIt, podman: PodmanService) -> None:
     workspace = sandboxed()
     done = fs_exec(workspace, "ls /; cat /proc/net/route | wc -l; ls -d " + workspace.path)
@@ -109,6 +111,7 @@ def test_a_sandbox_sees_nothing_else_of_this_machine(sandboxed: SandboxIt, podma
     assert workspace.status().commands == f"in a sandbox of {whole['ImageName']} (container {state.name})"
 
 
+@pytest.mark.extended
 def test_many_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt, runs_long: bool) -> None:
     count = 50 if runs_long else 12
     workspace = sandboxed(snapshot_each=True)
@@ -135,6 +138,7 @@ def test_many_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt, runs_l
     assert (tags["exec-1"] or "").startswith("sh -c 'echo 0 > f0")
 
 
+@pytest.mark.extended
 def test_a_fork_has_a_sandbox_of_its_own(sandboxed: SandboxIt, podman: PodmanService, workdir: Path) -> None:
     source = sandboxed()
     fs_exec(source, "echo source > file")
@@ -148,6 +152,7 @@ def test_a_fork_has_a_sandbox_of_its_own(sandboxed: SandboxIt, podman: PodmanSer
     assert fs_exec(source, "cat file").stdout == b"source\n"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["overlay", "host"])
 def test_overlay_and_host_workspaces_have_sandboxes_too(sandboxed: SandboxIt, workdir: Path, kind: str) -> None:
     below = workdir / "below"
@@ -160,6 +165,7 @@ def test_overlay_and_host_workspaces_have_sandboxes_too(sandboxed: SandboxIt, wo
     assert (below / "f").read_text() == ("changed\n" if kind == "host" else "below\n")
 
 
+@pytest.mark.extended
 def test_a_python_project_is_tested_in_the_sandbox(
     sandboxed: SandboxIt, python_image: str, podman: PodmanService
 ) -> None:
@@ -205,6 +211,7 @@ def bring_git(root: Path) -> list[str]:
     return [word for name, value in variables.items() for word in ("-e", f"{name}={value}")]
 
 
+@pytest.mark.extended
 def test_a_repository_is_cloned_and_tested_in_the_sandbox(
     sandboxed: SandboxIt, python_image: str, podman: PodmanService, workdir: Path
 ) -> None:
@@ -232,6 +239,7 @@ def test_a_repository_is_cloned_and_tested_in_the_sandbox(
     assert run(where, *git, "--cwd", "clone", "--", "git", "status", "-s", "new").stdout == b"?? new\n"
 
 
+@pytest.mark.extended
 def test_the_shell_and_python_tools_run_in_the_sandbox(sandboxed: SandboxIt, python_image: str) -> None:
     workspace = sandboxed(image=python_image)
     assert isinstance(workspace.executor, Executor)
@@ -257,6 +265,7 @@ while True:
 """
 
 
+@pytest.mark.extended
 def test_a_fork_bomb_stays_below_its_limit_and_ends_at_its_time(
     sandboxed: SandboxIt, python_image: str, podman: PodmanService
 ) -> None:
@@ -275,6 +284,7 @@ def test_a_fork_bomb_stays_below_its_limit_and_ends_at_its_time(
     assert where.running("os.fork") == 0
 
 
+@pytest.mark.extended
 def test_memory_beyond_its_limit_is_the_commands_loss_alone(sandboxed: SandboxIt, python_image: str) -> None:
     workspace = sandboxed(image=python_image, memory_bytes=96 << 20)
     take = "import sys; taken = bytearray(int(sys.argv[1]) << 20); print(len(taken))"
@@ -300,6 +310,7 @@ def processes_in(podman: PodmanService, workspace: Workspace) -> int:
 
 
 # -- its life -----------------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_a_running_command_keeps_a_workspace_from_being_unmounted(ending: Workspace, podman: PodmanService) -> None:
     workspace = ending
     where = where_of(workspace, container_of(podman, workspace))
@@ -312,6 +323,7 @@ def test_a_running_command_keeps_a_workspace_from_being_unmounted(ending: Worksp
         assert client.wait(60) != 0
 
 
+@pytest.mark.extended
 def test_who_holds_the_mount_here_keeps_the_sandbox_as_it_is(ending: Workspace, podman: PodmanService) -> None:
     workspace = ending
     fs_exec(workspace, "echo installed > /root/tool")
@@ -322,6 +334,7 @@ def test_who_holds_the_mount_here_keeps_the_sandbox_as_it_is(ending: Workspace, 
     workspace.unmount()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", ["umount", "SIGTERM"])
 def test_however_it_ends_the_sandbox_goes_with_the_workspace(ending: Workspace, how: str) -> None:
     handle = os.pidfd_open(ending.pid)
@@ -351,6 +364,7 @@ def test_a_sandbox_that_could_not_be_removed_is_removed_by_the_next_attempt(
     assert sandboxes(podman, workspace) == []
 
 
+@pytest.mark.extended
 def test_a_sandbox_that_was_removed_is_made_again(sandboxed: SandboxIt, podman: PodmanService) -> None:
     workspace = sandboxed()
     fs_exec(workspace, "echo text > f")
@@ -361,6 +375,7 @@ def test_a_sandbox_that_was_removed_is_made_again(sandboxed: SandboxIt, podman: 
     assert len(sandboxes(podman, workspace)) == 1
 
 
+@pytest.mark.extended
 def test_the_next_daemon_removes_the_sandbox_of_one_that_was_killed(
     podman: PodmanService, busybox_image: str, workdir: Path
 ) -> None:
@@ -405,6 +420,7 @@ def test_options_that_make_no_sense_are_refused(workdir: Path, options: dict[str
         Workspace.mount(workdir / "m", **options)
 
 
+@pytest.mark.extended
 def test_another_user_of_the_container_needs_allow_other(sandboxed: SandboxIt, podman: PodmanService) -> None:
     workspace = sandboxed(allow_other=True)
     where: Where = where_of(workspace, container_of(podman, workspace))

@@ -34,6 +34,7 @@ def sshd(server: Sshd, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sshd]:
     server.known_hosts.write_text(known_hosts)
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_a_workspace_and_its_commands_reach_the_container_through_ssh(
     mount_container: MountContainer,
@@ -60,6 +61,7 @@ def test_a_workspace_and_its_commands_reach_the_container_through_ssh(
     assert (done.returncode, done.stdout) == (0, b"through two pipes")
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_a_workspace_of_an_image_of_another_machine_removes_its_container(
     mount_container: MountContainer, python_image: str, podman: PodmanService, sshd: Sshd
@@ -76,6 +78,7 @@ def test_a_workspace_of_an_image_of_another_machine_removes_its_container(
     assert podman.labelled({"vfsd.workspace": workspace.name}) == []
 
 
+@pytest.mark.extended
 def test_errors_on_the_way_are_those_of_ssh(podman: PodmanService, sshd: Sshd) -> None:
     with (
         closing(PodmanService(f"ssh://{sshd.host}/nowhere/podman.sock")) as nowhere,

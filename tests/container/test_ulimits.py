@@ -15,6 +15,7 @@ from tests.container.images import write_busybox_image
 from tests.container.service import NoPodmanError, running_service
 
 
+@pytest.mark.extended
 def test_a_container_starts_with_limits_that_podman_may_set(workdir: Path) -> None:
     archive = workdir / "busybox.tar"
     write_busybox_image(archive)

@@ -35,6 +35,7 @@ def upgradable(workdir: Path, start_container: StartContainer) -> Iterator[Calla
         yield start
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("keeper", [True, False], ids=["keeper", "no keeper"])
 @pytest.mark.parametrize("transport", ["rootfs", "agent"])
 def test_programs_snapshots_and_the_container_go_on(
@@ -117,6 +118,7 @@ def test_tar_goes_on(upgradable: Callable[..., InContainer], workdir: Path) -> N
     check_invariants(Workspace.attach(workspace.name))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("transport", ["rootfs", "agent"])
 def test_either_daemon_is_killed_at_the_last_steps(
     upgradable: Callable[..., InContainer],
@@ -139,6 +141,7 @@ def test_either_daemon_is_killed_at_the_last_steps(
     assert workspace.container.inspect().pid == run
 
 
+@pytest.mark.extended
 def test_a_container_that_was_restarted_is_refused_and_served_on(upgradable: Callable[..., InContainer]) -> None:
     workspace = upgradable()
     attached = workspace.mount()
@@ -151,6 +154,7 @@ def test_a_container_that_was_restarted_is_refused_and_served_on(upgradable: Cal
     assert workspace.record.pid == pid
 
 
+@pytest.mark.extended
 def test_an_image_with_the_agent_goes_on(workdir: Path, podman: PodmanService, python_image: str) -> None:
     root, name, url = workdir / "image", f"{workdir.name}-image", podman.address.url
     root.mkdir()

@@ -59,6 +59,7 @@ def kind_of(test: str) -> str:
     return test.split("::")[1].removeprefix("Test")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("suite", BROKEN)
 def test_every_broken_filesystem_fails_its_suite_and_a_sound_one_passes(pytester: pytest.Pytester, suite: str) -> None:
     pytester.makepyfile(SOURCE.format(suite=suite))

@@ -28,6 +28,7 @@ class TestBroken(VolumeContract):
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [kind.__name__ for kind in BROKEN])
 def test_a_broken_volume_fails_the_suite(pytester: pytest.Pytester, kind: str) -> None:
     pytester.makepyfile(SOURCE.format(kind=kind))

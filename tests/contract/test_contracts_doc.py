@@ -29,6 +29,7 @@ def example() -> str:
     return str(source)
 
 
+@pytest.mark.extended
 def test_the_example_keeps_the_contract(pytester: pytest.Pytester) -> None:
     passed, failed = run(pytester, example())
     assert failed == set()
@@ -36,6 +37,7 @@ def test_the_example_keeps_the_contract(pytester: pytest.Pytester) -> None:
     assert len(passed) > 50
 
 
+@pytest.mark.extended
 def test_the_example_without_its_return_fails_as_the_page_says(pytester: pytest.Pytester) -> None:
     source = example()
     assert "        return count\n" in source

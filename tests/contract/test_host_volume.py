@@ -124,12 +124,14 @@ class TestHostVolume(OverHostDirectory):
             volume.close()
 
 
+@pytest.mark.extended
 class TestHostVolumeWithFewDescriptors(TestHostVolume):
     """The same, when almost every call must close something to open something else."""
 
     descriptors = 2
 
 
+@pytest.mark.extended
 class TestAgentVolume(OverHostDirectory):
     """The helper that vfsd starts in containers, run on this host."""
 

@@ -90,6 +90,7 @@ SHOWN = (
 )  # fmt: skip
 
 
+@pytest.mark.extended
 class TestOverlayVolumeOverWhatIsThere(TestOverlayVolume):
     @pytest.fixture
     def fs(self, volume: MakeVolume, clock: Clock) -> Driver:
@@ -143,6 +144,7 @@ class InLayers(Driver):
         return number
 
 
+@pytest.mark.extended
 class TestOverlayVolumeOverLayers(TestOverlayVolume):
     """Over an archive or a stored snapshot, whose root is empty, and with the content of each file in another one."""
 

@@ -51,6 +51,7 @@ def test_random_calls_of_several_users_are_answered_as_tmpfs_answers_them(bench:
             raise AssertionError(f"seed {seed}, {finding.difference}\n{script(finding.calls)}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("layer", LAYERS)
 def test_an_archive_or_a_snapshot_below_is_answered_as_tmpfs_answers(
     layer: str, session_dir: str, tmp_path: Path, runs_long: bool

@@ -134,6 +134,7 @@ class Vandal:
                 )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(3))
 def test_a_view_in_another_thread_never_changes(seed: int, runs_long: bool) -> None:
     changes = LONG_CHANGES if runs_long else CHANGES

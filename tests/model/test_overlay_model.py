@@ -318,4 +318,4 @@ TestOverSnapshot.settings = settings(max_examples=settings().max_examples, state
 TestOverSnapshot.pytestmark = [pytest.mark.timeout(3600)]
 TestOverlayModel = OverlayMachine.TestCase
 TestOverlayModel.settings = settings(max_examples=4 * settings().max_examples, stateful_step_count=40)
-TestOverlayModel.pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+TestOverlayModel.pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(3600)]

@@ -334,6 +334,7 @@ def subject_of(kind: str) -> Iterator[InVolume | InStore]:
         shutil.rmtree(directory)
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(3600)  # a long run makes 2,000 histories
 @pytest.mark.parametrize("kind", ["memory", "overlay", "host"])
 @pytest.mark.slow

@@ -196,6 +196,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.extended
 def test_every_hostile_archive_is_refused_with_its_own_error_and_nothing_changes(
     workspace: Workspace, filled: Path, workdir: Path
 ) -> None:

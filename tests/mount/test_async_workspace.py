@@ -50,6 +50,7 @@ async def command_started(file: Path) -> int:
 COMMAND = ["sh", "-c", "sleep 1000 & echo $! >pid; wait"]
 
 
+@pytest.mark.extended
 def test_large_output_arrives_in_messages_that_do_not_stop_the_loop(
     workdir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +145,7 @@ def test_calls_run_in_parallel(workdir: Path, run: Run) -> None:
         run(body)
 
 
+@pytest.mark.extended
 def test_a_host_restore_that_is_cancelled_is_done_or_not_done(workdir: Path, run: Run) -> None:
     """At whatever moment: the state is one of the two, and `last_cancelled` says which."""
     below = workdir / "below"

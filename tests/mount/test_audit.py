@@ -237,6 +237,7 @@ def engine_of(workspace: Workspace) -> str:
     return workspace.status().engine
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_thirty_two_writers_at_once_are_told_apart(workspace: Workspace, root: Path) -> None:
     script = 'for i in $(seq 12); do echo "$i" > "$0-$i"; mv "$0-$i" "$0.$i"; done; rm "$0".*'
@@ -564,6 +565,7 @@ def test_follow_since_a_snapshot_yields_everything_after_it_once(workspace: Work
     assert [isinstance(one, LoggedChange) and one.path for one in found] == ["b", "c"]
 
 
+@pytest.mark.extended
 def test_a_follower_that_reads_nothing_misses_changes_and_delays_nobody(workspace: Workspace, root: Path) -> None:
     with ControlClient(workspace.socket) as client:
         call = workspace._requests.watch()

@@ -47,6 +47,7 @@ def created(cwd: str, name: str) -> Path:
     return Path(done.stdout.rstrip("\n"))
 
 
+@pytest.mark.extended
 def test_a_sub_agent_gets_a_fork_of_the_workspace(workspace: Workspace, root: Path, places: Path) -> None:
     (root / "file").write_text("one\n")
     first, second = created(workspace.path, "fix the bug/1"), created(workspace.path, "fix the bug/1")
@@ -130,6 +131,7 @@ def test_outside_a_workspace_it_is_a_worktree_of_git(workdir: Path, places: Path
     assert (created(str(project), "agent") / "file").read_text() == "two\n", "its branch is not reset"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("path", ["", "relative", "/", "/etc", "/nowhere/.claude/worktrees/x"])
 def test_nothing_else_is_removed(workspace: Workspace, path: str) -> None:
     done = hook("WorktreeRemove", worktree_path=path)

@@ -67,6 +67,7 @@ def rewrite(root: Path, count: int) -> None:
             file.write(os.urandom(MIB))
 
 
+@pytest.mark.extended
 def test_a_change_that_needs_the_memory_ends_the_compaction(workspace: Workspace) -> None:
     root = Path(workspace.path)
     rewrite(root, 60)
@@ -91,6 +92,7 @@ def test_a_change_that_needs_the_memory_ends_the_compaction(workspace: Workspace
     rewrite(root, 60)
 
 
+@pytest.mark.extended
 def test_a_compaction_without_room_is_refused_before_it_begins(workspace: Workspace) -> None:
     root = Path(workspace.path)
     with pytest.raises(OSError, match="No space left"):
@@ -104,6 +106,7 @@ def test_a_compaction_without_room_is_refused_before_it_begins(workspace: Worksp
     succeeded(vfsd("compact", "-w", workspace.name))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_compaction_that_begins_by_itself_and_has_no_room_is_logged(workspace: Workspace) -> None:
     root = Path(workspace.path)

@@ -154,6 +154,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             yield directory
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("option", ["--of ", "--of="])
 def test_bash_completes_what_follows_a_colon_or_an_equals_sign(
     workspace: Workspace, stored: Path, workdir: Path, option: str
@@ -171,6 +172,7 @@ def test_bash_completes_what_follows_a_colon_or_an_equals_sign(
         bash.close()
 
 
+@pytest.mark.extended
 def test_zsh_completes_paths_and_keeps_an_option_before_an_equals_sign(
     workspace: Workspace, stored: Path, workdir: Path
 ) -> None:
@@ -185,6 +187,7 @@ def test_zsh_completes_paths_and_keeps_an_option_before_an_equals_sign(
         zsh.close()
 
 
+@pytest.mark.extended
 def test_fish_completes_paths_and_values(workspace: Workspace, stored: Path, workdir: Path) -> None:
     root = Path(workspace.path)
     (root / "with,comma").touch()

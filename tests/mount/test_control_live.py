@@ -178,6 +178,7 @@ def big(root: Path) -> Path:
     return root
 
 
+@pytest.mark.extended
 def test_an_export_whose_client_is_killed_leaves_no_file(workspace: Workspace, big: Path, workdir: Path) -> None:
     out = workdir / "out"
     out.mkdir()
@@ -200,6 +201,7 @@ with ControlClient({socket_path(workspace.name)!r}) as client:
     assert os.listdir(out) == ["a.zip"]
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_an_export_is_the_state_at_the_call_whatever_is_written_meanwhile(
     workspace: Workspace, big: Path, workdir: Path
@@ -236,6 +238,7 @@ def contents(path: Path) -> dict[str, str]:
         }
 
 
+@pytest.mark.extended
 def test_a_snapshot_that_is_read_may_be_dropped_or_is_busy_but_the_export_is_whole(
     workspace: Workspace, big: Path, workdir: Path
 ) -> None:
@@ -302,6 +305,7 @@ def test_a_patch_of_many_files_does_not_wait_for_the_loop_at_each(workspace: Wor
     assert len(pieces) < 50
 
 
+@pytest.mark.extended
 def test_reading_an_archive_tells_how_far_it_is(workspace: Workspace, big: Path, workdir: Path) -> None:
     workspace.export(workdir / "a.zip")
     for path in big.iterdir():

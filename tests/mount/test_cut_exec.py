@@ -70,6 +70,7 @@ def kept(workdir: Path) -> Iterator[KeptFar]:
     wait_until(lambda: not workspace.processes(), "the end of the helper")
 
 
+@pytest.mark.extended
 def test_open_files_go_on_with_the_same_helper_and_so_do_keeper_and_upgrade(kept: KeptFar) -> None:
     below, root = kept.below, kept.path
     (below / "dir" / "below").mkdir(parents=True)
@@ -101,6 +102,7 @@ def test_open_files_go_on_with_the_same_helper_and_so_do_keeper_and_upgrade(kept
     assert "restarted the daemon" in kept.status
 
 
+@pytest.mark.extended
 def test_a_change_that_was_answered_is_there_once_and_one_that_failed_at_most_once(kept: KeptFar) -> None:
     kept.mount()
     stop = threading.Event()
@@ -141,6 +143,7 @@ def test_a_change_that_was_answered_is_there_once_and_one_that_failed_at_most_on
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 def test_if_the_helper_has_ended_another_one_is_started_and_keeper_and_upgrade_go_on(kept: KeptFar) -> None:
     kept.mount()
     (kept.path / "file").write_bytes(b"x")
@@ -155,6 +158,7 @@ def test_if_the_helper_has_ended_another_one_is_started_and_keeper_and_upgrade_g
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 def test_while_a_file_is_open_that_the_next_helper_does_not_find_there_is_no_keeper_and_no_upgrade(
     kept: KeptFar,
 ) -> None:
@@ -176,6 +180,7 @@ def test_while_a_file_is_open_that_the_next_helper_does_not_find_there_is_no_kee
     assert os.listdir(kept.path) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native", "pyfuse3"])
 def test_without_a_keeper_the_next_connection_starts_another_helper(kept: KeptFar, engine: str) -> None:
     """A helper that does not wait for another daemon ends with its connection."""

@@ -54,6 +54,7 @@ def failure(name: str) -> str | None:
     return None if record is None else record.failure
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_programs_continue_after_the_daemon_was_killed(workdir: Path, backend: str) -> None:
     service = unit(workdir, backend)
@@ -78,6 +79,7 @@ def test_programs_continue_after_the_daemon_was_killed(workdir: Path, backend: s
         check_invariants(Workspace.attach(service.name))
 
 
+@pytest.mark.extended
 def test_a_random_writer_sees_what_its_twin_sees(workdir: Path, runs_long: bool) -> None:
     service = unit(workdir, "host")
     twin = workdir / "twin"
@@ -100,6 +102,7 @@ def test_a_random_writer_sees_what_its_twin_sees(workdir: Path, runs_long: bool)
         check_invariants(Workspace.attach(service.name))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("end", ["stop", "unmount"])
 def test_nothing_is_stored_after_a_clean_end(workdir: Path, end: str) -> None:
     service = unit(workdir, file=SYSTEMD / "user" / UNIT.name)
@@ -141,6 +144,7 @@ def test_a_stop_that_comes_before_the_next_daemon_serves_unmounts(workdir: Path)
         assert not os.path.ismount(service.mountpoint)
 
 
+@pytest.mark.extended
 def test_a_mount_that_was_unmounted_meanwhile_is_made_anew(workdir: Path) -> None:
     service = unit(workdir)
     with service.managed() as manager:
@@ -155,6 +159,7 @@ def test_a_mount_that_was_unmounted_meanwhile_is_made_anew(workdir: Path) -> Non
         assert len(manager.names) == 4
 
 
+@pytest.mark.extended
 def test_a_mount_with_other_options_is_given_up(workdir: Path) -> None:
     service = unit(workdir)
     with service.managed() as manager, Program() as program:
@@ -171,6 +176,7 @@ def test_a_mount_with_other_options_is_given_up(workdir: Path) -> None:
         assert len(manager.names) == 4
 
 
+@pytest.mark.extended
 def test_a_start_that_cannot_continue_says_why_and_a_later_one_continues(workdir: Path) -> None:
     service = unit(workdir)
     journals, away = service.state / "vfsd", service.state / "away"
@@ -206,6 +212,7 @@ def test_a_mount_is_given_up_after_five_deaths_without_an_answer(workdir: Path) 
         assert (service.mountpoint / "file").read_text() == "content"
 
 
+@pytest.mark.extended
 def test_commands_wait_for_the_next_daemon_and_say_what_they_wait_for(workdir: Path) -> None:
     service = unit(workdir)
     with service.managed() as manager:
@@ -224,6 +231,7 @@ def test_commands_wait_for_the_next_daemon_and_say_what_they_wait_for(workdir: P
         assert "keeper\tsystemd" in said
 
 
+@pytest.mark.extended
 def test_status_does_not_promise_a_store_that_the_unit_may_not_have(workdir: Path) -> None:
     service = unit(workdir)
     with service.managed(store_size=0):
@@ -235,6 +243,7 @@ def test_no_keeper_stores_nothing(workdir: Path) -> None:
         assert manager.names == []
 
 
+@pytest.mark.extended
 def test_an_upgraded_daemon_is_kept(workdir: Path) -> None:
     service = unit(workdir)
     with service.managed() as manager, Program() as program:
@@ -248,6 +257,7 @@ def test_an_upgraded_daemon_is_kept(workdir: Path) -> None:
         assert program("os.read(held, 9)") == b"content"
 
 
+@pytest.mark.extended
 def test_an_exec_workspace_goes_on_with_its_helper(workdir: Path) -> None:
     (below := workdir / "there").mkdir()
     command = workdir / "far"
@@ -273,6 +283,7 @@ def test_an_exec_workspace_goes_on_with_its_helper(workdir: Path) -> None:
         check_invariants(Workspace.attach(service.name))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("backend", "upgrades", "options"), [("host", 2, ()), ("overlay", 1, ("--exclude", "left"))])
 def test_a_tightened_policy_holds_after_an_upgrade_and_a_death(
     workdir: Path, backend: str, upgrades: int, options: tuple[str, ...]

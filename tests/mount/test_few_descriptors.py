@@ -17,6 +17,7 @@ _LIMIT = 48
 _FILES = 60
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["memory", "overlay", "host"])
 def test_with_all_descriptors_in_use_calls_are_answered(workdir: Path, backend: str) -> None:
     (workdir / "low").mkdir()

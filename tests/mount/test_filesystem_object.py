@@ -167,6 +167,7 @@ with Workspace.mount(sys.argv[1], filesystem=files, engine=sys.argv[2]) as mount
 """
 
 
+@pytest.mark.extended
 def test_the_process_that_serves_it_starts_programs_on_it_and_in_it(engine: str, workdir: Path) -> None:
     # In a process of its own: one that waits for itself would hold up all tests that follow.
     place = workdir / "m"
@@ -247,6 +248,7 @@ def elsewhere(script: str) -> Iterator[None]:
         other.communicate()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("lazy", [False, True])
 def test_an_unmount_ends_although_another_mount_namespace_has_a_copy_of_the_mount(
     engine: str, workdir: Path, lazy: bool

@@ -74,6 +74,7 @@ def numbers(top: str, way: str) -> list[int]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["mmap", "pwrite"])
 def test_each_fork_has_whole_records_and_all_that_were_done(source: Workspace, workdir: Path, way: str) -> None:
     with ExitStack() as stack:
@@ -107,6 +108,7 @@ def test_dirty_pages_that_nobody_has_flushed_are_in_the_fork(source: Workspace, 
             assert Path(copy.path, "data").read_bytes() == b"m" * len(mapping)
 
 
+@pytest.mark.extended
 def test_writers_of_many_forks_never_see_each_other(source: Workspace, workdir: Path) -> None:
     """64 programs write at once, 16 in each fork; `bench.forks` does the same with 64 forks."""
     with ExitStack() as stack:

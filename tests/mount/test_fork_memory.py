@@ -76,6 +76,7 @@ def taken(workspaces: list[Workspace]) -> int:
     return found
 
 
+@pytest.mark.extended
 def test_forks_that_rewrite_everything_stay_within_the_limit(family: list[Workspace]) -> None:
     source, *forks = family
     peak = 0
@@ -100,6 +101,7 @@ def test_forks_that_rewrite_everything_stay_within_the_limit(family: list[Worksp
     assert taken(family) <= LIMIT + slack_bytes(len(family))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["memory"], indirect=True)
 @pytest.mark.parametrize("killed", [False, True], ids=["unmounted", "killed"])
 def test_a_fork_that_ends_gives_its_memory_back(family: list[Workspace], killed: bool) -> None:
@@ -125,6 +127,7 @@ def test_a_fork_that_ends_gives_its_memory_back(family: list[Workspace], killed:
     wait_until(lambda: free_bytes(source) > MIB, "df shows what the fork that ended has freed")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["memory"], indirect=True)
 def test_overwriting_without_a_snapshot_counts(family: list[Workspace]) -> None:
     """The blocks are changed in place, which the volume does not account for; the pages were shared before."""
@@ -136,6 +139,7 @@ def test_overwriting_without_a_snapshot_counts(family: list[Workspace]) -> None:
     assert taken(family) <= LIMIT + slack_bytes(len(family))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["memory"], indirect=True)
 def test_names_and_attributes_count(family: list[Workspace]) -> None:
     _, first, second, third = family

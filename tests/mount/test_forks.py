@@ -116,6 +116,7 @@ def test_an_older_state_can_be_forked(source: Workspace, fork: Fork) -> None:
     assert not os.path.exists(Path(source.path).parent / "other")
 
 
+@pytest.mark.extended
 def test_forks_of_forks_outlive_their_source(source: Workspace, fork: Fork, workdir: Path) -> None:
     first = fork("first")
     write(first, "first")
@@ -133,6 +134,7 @@ def test_forks_of_forks_outlive_their_source(source: Workspace, fork: Fork, work
     assert not os.path.ismount(workdir / "first")
 
 
+@pytest.mark.extended
 def test_the_source_keeps_the_base_until_the_forks_have_ended(source: Workspace, fork: Fork) -> None:
     def names() -> set[str]:
         return {each.name for each in source.snapshots()}
@@ -162,6 +164,7 @@ def test_files_that_the_source_has_unlinked_and_open_are_not_in_the_fork(source:
         assert len(file.read()) == 1 << 20
 
 
+@pytest.mark.extended
 def test_a_fork_during_an_export_has_no_open_views(source: Workspace, fork: Fork, workdir: Path) -> None:
     write(source, "x" * (32 << 20), "large")
     done = threading.Event()
@@ -186,6 +189,7 @@ def test_a_fork_during_an_export_has_no_open_views(source: Workspace, fork: Fork
         assert archive.testzip() is None
 
 
+@pytest.mark.extended
 def test_a_fork_during_an_import_owes_it_no_memory(source: Workspace, fork: Fork, workdir: Path) -> None:
     many = Path(source.path, "many")
     many.mkdir()
@@ -212,6 +216,7 @@ def test_a_fork_during_an_import_owes_it_no_memory(source: Workspace, fork: Fork
         check_invariants(copy)
 
 
+@pytest.mark.extended
 def test_writes_are_in_the_fork_in_their_order(source: Workspace, fork: Fork) -> None:
     """Two counters are increased in turn, so in no state do they differ by more than one."""
     stop = threading.Event()
@@ -237,6 +242,7 @@ def test_writes_are_in_the_fork_in_their_order(source: Workspace, fork: Fork) ->
         assert -1 in (first, second) or 0 <= first - second <= 1
 
 
+@pytest.mark.extended
 def test_many_forks_at_once(source: Workspace, workdir: Path) -> None:
     names = [f"fork-of-{number}" for number in range(6)]
     with ThreadPoolExecutor(len(names)) as threads:
@@ -281,6 +287,7 @@ def test_the_descriptors_of_the_source_are_not_in_the_fork(source: Workspace, fo
     assert not [link for link in links if link.startswith(source.path)]
 
 
+@pytest.mark.extended
 def test_the_state_of_a_fork_does_not_depend_on_its_source(source: Workspace, fork: Fork) -> None:
     """Random changes of three copies, each compared with what it should have."""
     generator = random.Random(7)
@@ -361,6 +368,7 @@ def test_a_diff_is_since_the_newest_snapshot_or_since_the_fork(workdir: Path) ->
             assert [each.path for each in source.diff().changes] == ["file"]
 
 
+@pytest.mark.extended
 def test_an_unmount_of_a_fork_loses_its_own_changes_only(source: Workspace, fork: Fork) -> None:
     fork("unchanged")
     changed, with_snapshot = fork("changed"), fork("with-snapshot")
@@ -377,6 +385,7 @@ def test_an_unmount_of_a_fork_loses_its_own_changes_only(source: Workspace, fork
     assert os.path.ismount(orphan.path)
 
 
+@pytest.mark.extended
 def test_a_fork_that_max_memory_does_not_allow_is_refused(workdir: Path) -> None:
     mib = 1 << 20
 

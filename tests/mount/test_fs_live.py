@@ -115,6 +115,7 @@ def test_a_process_that_runs_it_gets_the_envelope_alone(workspace: Workspace, ro
     assert (root / "d" / "f").read_bytes() == b"\xff\0"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_odd_names_go_there_and_back(run: Run, root: Path, name: bytes) -> None:
     path = b"dir/" + name
@@ -345,6 +346,7 @@ def test_edits_of_many_clients_and_writes_through_the_mount_are_all_there(worksp
     assert len(os.listdir(root / "by-mount")) == 50
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 @pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_is_done_by_turns_both_sides_agree_with_a_plain_model(
@@ -567,6 +569,7 @@ def test_searches_stop_at_their_limits_and_say_so(run: Run, root: Path) -> None:
     assert run("glob", "*", "--limit", "101")["truncated"] is False
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_the_mount_answers_while_a_search_runs(workspace: Workspace, root: Path) -> None:
     for number in range(200):

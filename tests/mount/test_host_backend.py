@@ -83,6 +83,7 @@ def tree_of(place: Path) -> dict[str, tuple[object, ...]]:
 # -- programs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_git_works_in_it_and_finds_the_same_beside_it(root: Path, directory: Path, workdir: Path) -> None:
     origin = workdir / "origin"
     origin.mkdir()
@@ -233,6 +234,7 @@ def test_unnamed_files_get_a_name(root: Path, directory: Path, engine: str) -> N
     assert (directory / "named").read_bytes() == b"content"
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_what_was_done_through_the_mount_is_in_the_directory(root: Path, directory: Path) -> None:
     if os.geteuid() == 0:
@@ -415,6 +417,7 @@ def public() -> Iterator[Path]:
         yield Path(place)
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: works as several users")
 def test_a_daemon_without_privileges_serves_what_is_its_users(public: Path, engine: str) -> None:

@@ -66,6 +66,7 @@ def without_directory_times(tree: dict[str, tuple[object, ...]]) -> dict[str, tu
 
 
 # -- the cycle ---------------------------------------------------------------------------------------
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_a_restore_brings_back_everything_that_was_there_and_nothing_else(
     workspace: Workspace, root: Path, directory: Path
@@ -103,6 +104,7 @@ def test_what_is_the_same_is_not_touched(workspace: Workspace, root: Path, direc
     assert {name for name in before if before[name] != after[name]} == {"f7"}
 
 
+@pytest.mark.extended
 def test_a_snapshot_after_each_tool_call_and_back_to_any_of_them(
     workspace: Workspace, root: Path, directory: Path, workdir: Path
 ) -> None:
@@ -284,6 +286,7 @@ def test_open_files_go_on_as_if_the_restore_had_renamed_others_over_them(
     assert program("os.pread(changed, 9, 0)") == b"three"
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_many_files_are_restored_under_a_program_that_reads_them(
     workspace: Workspace, root: Path, program: Program
@@ -430,6 +433,7 @@ def test_an_export_is_the_state_at_one_moment_whatever_is_written_meanwhile(
     assert [info.name for info in workspace.snapshots()] == ["one"]
 
 
+@pytest.mark.extended
 def test_a_state_goes_from_the_host_into_memory_and_into_an_overlay_and_back(
     mount: MountIt, workspace: Workspace, root: Path, directory: Path, workdir: Path
 ) -> None:
@@ -456,6 +460,7 @@ def test_a_state_goes_from_the_host_into_memory_and_into_an_overlay_and_back(
     assert [info.name for info in workspace.snapshots()] == ["one", "safety-1", "safety-2"]
 
 
+@pytest.mark.extended
 def test_a_snapshot_of_a_directory_is_restored_into_any_other_workspace(
     mount: MountIt, workspace: Workspace, directory: Path, workdir: Path
 ) -> None:
@@ -610,6 +615,7 @@ def test_a_read_only_mount_is_compared_and_exported_and_never_restored(
     assert (directory / "a").read_text() == "changed"
 
 
+@pytest.mark.extended
 def test_progress_is_told_and_a_client_that_goes_ends_the_work(workspace: Workspace, root: Path) -> None:
     for number in range(64):
         (root / f"f{number}").write_bytes(os.urandom(256 * 1024))
@@ -644,6 +650,7 @@ def public() -> Iterator[Path]:
         yield Path(place)
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: works as several users")
 @pytest.mark.extended
@@ -796,6 +803,7 @@ class Half:
             succeeded(vfsd("unmount", self.name))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["finish", "undo"])
 @pytest.mark.slow
 def test_a_restore_whose_daemon_is_killed_is_finished_or_undone_by_the_next(
@@ -817,6 +825,7 @@ def test_a_restore_whose_daemon_is_killed_is_finished_or_undone_by_the_next(
         assert tree_of(half.place) == expected
 
 
+@pytest.mark.extended
 def test_a_restore_of_some_paths_that_was_killed_is_finished_with_these(
     workdir: Path, directory: Path, engine: str
 ) -> None:
@@ -832,6 +841,7 @@ def test_a_restore_of_some_paths_that_was_killed_is_finished_with_these(
         assert tree_of(directory) == expected
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["finish", "undo"])
 def test_an_import_whose_daemon_is_killed_is_finished_or_undone_by_the_next(
     workdir: Path, directory: Path, engine: str, way: str

@@ -24,6 +24,7 @@ def started(*words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["memory", "host"])
 @pytest.mark.parametrize("delay_s", [0.5])  # before, while or after the daemon works: each is right
 def test_what_a_restore_says_after_control_c_is_true(

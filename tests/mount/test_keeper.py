@@ -67,6 +67,7 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: Kept, workdir: Path, runs
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", ["wal", "delete"])
 def test_sqlite_goes_on(kept: Kept, mode: str, runs_long: bool) -> None:
     kept.mount()
@@ -75,6 +76,7 @@ def test_sqlite_goes_on(kept: Kept, mode: str, runs_long: bool) -> None:
         insert_rows(kept.path, mode, lambda written: written >= count and kept.kills >= 2)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_git_and_tar_go_on(kept: Kept, workdir: Path, runs_long: bool) -> None:
     kept.mount()
@@ -109,6 +111,7 @@ def test_a_thousand_changes_of_pid(kept: Kept, workdir: Path) -> None:
     assert facts(kept.path) == facts(twin)
 
 
+@pytest.mark.extended
 def test_open_files_mappings_directories_and_locks_continue(kept: Kept) -> None:
     kept.mount()
     root = kept.path
@@ -139,6 +142,7 @@ def test_a_directory_in_use_keeps_its_path_after_a_recovery_from_an_image(kept: 
         assert program("os.getcwd()") == str(kept.path / "dir" / "below")
 
 
+@pytest.mark.extended
 def test_rm_that_is_interrupted_between_two_listings_removes_everything(kept: Kept) -> None:
     kept.mount()
     while not kept.kills:
@@ -150,12 +154,14 @@ def test_rm_that_is_interrupted_between_two_listings_removes_everything(kept: Ke
 
 
 # -- one request, at each step ---------------------------------------------------------------------
+@pytest.mark.extended
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: Kept, change: str) -> None:
     check_executed_once(kept, change)
 
 
 # -- more deaths -----------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_a_replacement_may_be_killed_four_times_in_a_row(kept: Kept) -> None:
     workspace = kept.mount()
     for number in range(2000):
@@ -166,6 +172,7 @@ def test_a_replacement_may_be_killed_four_times_in_a_row(kept: Kept) -> None:
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 def test_five_deaths_in_a_row_end_the_mount_with_a_message(kept: Kept) -> None:
     kept.mount()
     (kept.path / "f").write_bytes(b"kept")
@@ -185,6 +192,7 @@ def test_five_deaths_in_a_row_end_the_mount_with_a_message(kept: Kept) -> None:
     assert (kept.path / "f").read_bytes() == b"kept"
 
 
+@pytest.mark.extended
 def test_a_workspace_that_is_used_over_its_socket_only_is_not_given_up(kept: Kept) -> None:
     workspace = kept.mount()
     for number in range(DEATHS_MAX + 1):
@@ -202,6 +210,7 @@ def test_a_daemon_that_only_refuses_requests_has_done_its_work(kept: Kept) -> No
     assert os.listdir(kept.path) == []
 
 
+@pytest.mark.extended
 def test_reads_that_the_kernel_answers_do_not_count_as_work_of_the_daemon(kept: Kept) -> None:
     kept.mount()
     (kept.path / "f").write_bytes(b"cached")
@@ -243,6 +252,7 @@ def test_without_its_keeper_a_daemon_serves_on_and_says_so(kept: Kept) -> None:
 
 
 # -- the end ---------------------------------------------------------------------------------------
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["unmount", "SIGTERM to the daemon", "SIGTERM to the keeper", "fusermount3"])
 def test_an_unmount_ends_daemon_and_keeper(kept: Kept, way: str) -> None:
     kept.mount()
@@ -421,6 +431,7 @@ def test_without_resending_a_request_in_progress_fails_and_the_mount_continues(
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 def test_without_its_journal_a_workspace_is_not_continued_as_an_empty_one(kept: Kept) -> None:
     kept.mount()
     (kept.path / "f").write_bytes(b"content")
@@ -449,6 +460,7 @@ def test_without_its_journal_a_workspace_is_not_continued_as_an_empty_one(kept: 
     assert (kept.path / "f").read_bytes() + (kept.path / "g").read_bytes() == b"contentlater"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("options", [{}, {"persist": False, "journal_dir": None}], ids=["persist", "memory"])
 def test_snapshots_that_were_dropped_for_lack_of_memory_are_named_by_the_next_daemon(
     kept: Kept, options: dict[str, Any]
@@ -482,6 +494,7 @@ def test_snapshots_that_were_dropped_for_lack_of_memory_are_named_by_the_next_da
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 def test_labels_survive_a_death_and_an_upgrade(kept: Kept) -> None:
     workspace = kept.mount()
     with subprocess.Popen(["sh", "-c", "read line; mkdir e"], cwd=kept.path, stdin=subprocess.PIPE) as other:
@@ -502,6 +515,7 @@ def test_labels_survive_a_death_and_an_upgrade(kept: Kept) -> None:
     assert {change.path: change.label for change in workspace.log()} == {"d": None, "e": "another's"}
 
 
+@pytest.mark.extended
 def test_snapshots_that_were_read_can_be_read_and_listed_after_a_death_and_an_upgrade(kept: Kept) -> None:
     workspace = kept.mount()
     (kept.path / "dir").mkdir()

@@ -135,6 +135,7 @@ def connections(workdir: Path) -> Iterator[Path | None]:
     subprocess.run(["umount", path], check=True)
 
 
+@pytest.mark.extended
 def test_programs_do_not_notice_that_the_daemon_is_killed(
     workspace: Workspace, connections: Path | None, workdir: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_open_files_mappings_directories_and_locks_continue(kept: KeptCommand) -
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 def test_a_random_writer_sees_what_its_twin_sees(kept: KeptCommand, workdir: Path, runs_long: bool) -> None:
     workspace = kept.mount()
     twin = workdir / "twin"
@@ -104,12 +105,14 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: KeptCommand, workdir: Pat
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptCommand, change: str) -> None:
     check_executed_once(kept, change)
     assert facts(kept.path) == facts(kept.below)
 
 
+@pytest.mark.extended
 def test_without_resending_a_request_that_was_read_after_a_write_fails(
     kept: KeptCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +163,7 @@ def test_many_writers_at_once_lose_nothing_and_see_no_error(kept: KeptCommand, w
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 def test_deaths_in_a_row_are_survived(kept: KeptCommand) -> None:
     kept.mount()
     for number in range(500):
@@ -184,6 +188,7 @@ def test_a_command_in_a_shell_does_not_wait_for_the_mount(kept: KeptCommand, mon
     assert os.listdir(kept.path) == ["file"]
 
 
+@pytest.mark.extended
 def test_a_helper_that_ends_while_no_daemon_runs_ends_the_mount(kept: KeptCommand) -> None:
     kept.mount()
     record = kept.record
@@ -199,6 +204,7 @@ def test_a_helper_that_ends_while_no_daemon_runs_ends_the_mount(kept: KeptComman
     assert "the helper that has the files open has ended" in log_of(kept.name)
 
 
+@pytest.mark.extended
 def test_a_helper_that_ends_under_a_daemon_is_started_again_and_the_keeper_goes_on(kept: KeptCommand) -> None:
     kept.mount()
     (kept.path / "file").write_bytes(b"x")
@@ -220,6 +226,7 @@ def test_a_helper_that_ends_under_a_daemon_is_started_again_and_the_keeper_goes_
     assert (kept.below / "new").read_bytes() == b"New"
 
 
+@pytest.mark.extended
 def test_the_helper_ends_with_an_unmount_and_with_a_mount_without_a_keeper(kept: KeptCommand) -> None:
     kept.mount()
     kept.kill()

@@ -51,6 +51,7 @@ def test_open_files_mappings_directories_and_locks_continue(kept: KeptHost) -> N
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 def test_a_random_writer_sees_what_its_twin_sees(kept: KeptHost, workdir: Path, runs_long: bool) -> None:
     workspace = kept.mount()
     twin = workdir / "twin"
@@ -62,6 +63,7 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: KeptHost, workdir: Path, 
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("change", [change for change in CHANGES if change != "temporary file"])
 def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptHost, change: str) -> None:
     check_executed_once(kept, change)
@@ -83,6 +85,7 @@ def test_a_file_that_cannot_be_found_again_is_stale(kept: KeptHost) -> None:
     assert os.listdir(kept.path) == []
 
 
+@pytest.mark.extended
 def test_deaths_in_a_row_are_survived(kept: KeptHost) -> None:
     kept.mount()
     for number in range(500):

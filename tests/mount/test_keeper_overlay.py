@@ -48,6 +48,7 @@ def numbers(root: Path) -> dict[str, int]:
     return {str(path.relative_to(root)): path.lstat().st_ino for path in root.rglob("*")}
 
 
+@pytest.mark.extended
 def test_open_files_mappings_directories_and_locks_continue(kept: KeptOverlay) -> None:
     below, root = kept.below, kept.path
     (below / "dir" / "below").mkdir(parents=True)
@@ -101,6 +102,7 @@ def test_inode_numbers_stay(kept: KeptOverlay) -> None:
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_an_interrupted_listing_of_a_directory_that_changes_is_complete(kept: KeptOverlay, runs_long: bool) -> None:
     for number in range(4000):
@@ -133,6 +135,7 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: KeptOverlay, workdir: Pat
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("change", ["exclusive create", "unlink", "rename", "append", "fallocate", "copy", "link"])
 def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptOverlay, change: str) -> None:
     check_executed_once(kept, change)
@@ -182,6 +185,7 @@ def stored(workdir: Path, below: Path) -> str:
     return f"overlay:snapshot:base@{below}"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("make", [archive, stored])
 def test_an_overlay_over_an_archive_or_a_stored_snapshot_continues(
     kept: KeptOverlay, workdir: Path, make: Callable[[Path, Path], str]
@@ -201,6 +205,7 @@ def test_an_overlay_over_an_archive_or_a_stored_snapshot_continues(
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("is_taken", [False, True], ids=["dropped", "another of that name"])
 def test_a_snapshot_that_is_dropped_while_no_daemon_runs_stays_below(kept: KeptOverlay, is_taken: bool) -> None:
     (kept.below / "file").write_bytes(b"below")

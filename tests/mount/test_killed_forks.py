@@ -58,6 +58,7 @@ def nothing_is_left(place: Path) -> bool:
     return mount_at(str(place)) is None and read_record(place.name) is None and not daemons(place)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("step", SOURCE_STEPS)
 def test_a_source_that_is_killed_leaves_no_fork(source: Workspace, workdir: Path) -> None:
     with pytest.raises(OSError, match=r"(?s)."):
@@ -65,6 +66,7 @@ def test_a_source_that_is_killed_leaves_no_fork(source: Workspace, workdir: Path
     wait_until(lambda: nothing_is_left(workdir / "unborn"), "the fork has ended and its mount is gone")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("step", [*FORK_STEPS, NO_DESCRIPTOR])
 def test_a_fork_that_is_killed_before_it_is_ready_leaves_nothing(source: Workspace, workdir: Path, step: str) -> None:
     for _ in range(2):

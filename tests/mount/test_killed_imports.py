@@ -73,6 +73,7 @@ def killed(workdir: Path) -> Iterator[Killed]:
     workspace.end()
 
 
+@pytest.mark.extended
 def test_an_import_that_is_killed_happened_and_can_be_undone_or_did_not_happen(killed: Killed, archive: Path) -> None:
     everything = {"kept", *(f"d{at}" for at in range(_DIRECTORIES))}
     workspace = killed.mount()

@@ -78,6 +78,7 @@ def backend(layer: Layer, project: Path, store: Path, workdir: Path) -> str:
     return f"overlay:snapshot:v1@{project}"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("is_on_directory", [False, True])
 def test_the_index_of_git_is_valid_at_the_next_mount(
     mount: MountIt, backend: str, project: Path, workdir: Path, is_on_directory: bool
@@ -107,6 +108,7 @@ def test_the_index_of_git_is_valid_at_the_next_mount(
         check_invariants(workspace)
 
 
+@pytest.mark.extended
 def test_a_workspace_over_a_layer_does_what_one_over_a_directory_does(
     mount: MountIt, backend: str, workdir: Path
 ) -> None:
@@ -134,6 +136,7 @@ def test_a_workspace_over_a_layer_does_what_one_over_a_directory_does(
     assert (Path(again.path) / "README").read_text() == "read mechanged\n"
 
 
+@pytest.mark.extended
 def test_a_fork_reads_the_layer_of_its_source_after_that_has_ended(
     workdir: Path, backend: str, store: Path, layer: Layer
 ) -> None:
@@ -193,6 +196,7 @@ def test_an_archive_that_fails_later_is_eio_in_the_log_and_the_changes_stay(work
         unmount_when_idle(workspace)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("backend", "message"),
     [

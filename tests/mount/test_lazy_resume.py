@@ -114,6 +114,7 @@ def equal(left: Path, right: Path) -> bool:
     return not different and not errors and all(equal(left / name, right / name) for name in found.common_dirs)
 
 
+@pytest.mark.extended
 def test_all_content_is_that_of_the_snapshot(mount: MountIt, proxy: FaultyProxy, project: Path) -> None:
     workspace, root = resume(mount)
     at_mount = proxy.sent_bytes
@@ -128,6 +129,7 @@ def test_all_content_is_that_of_the_snapshot(mount: MountIt, proxy: FaultyProxy,
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 def test_a_workspace_over_it_does_what_every_overlay_does(mount: MountIt, proxy: FaultyProxy, workdir: Path) -> None:
     workspace, root = resume(mount, exec_on_host=True)
     workspace.snapshot("before")
@@ -172,6 +174,7 @@ def corrupted_data(method: str, path: str) -> str | None:
     return "corrupt" if method == "GET" and path.endswith("data.pack") else None
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_while_the_network_is_down_only_reads_of_what_is_not_cached_fail(
     engine: str, proxy: FaultyProxy, project: Path, workdir: Path
@@ -194,6 +197,7 @@ def test_while_the_network_is_down_only_reads_of_what_is_not_cached_fail(
         assert len(complaints(workspace.name)) == 1
 
 
+@pytest.mark.extended
 def test_a_mount_ends_in_time_if_the_store_falls_silent(proxy: FaultyProxy, workdir: Path) -> None:
     go = threading.Event()
 
@@ -225,6 +229,7 @@ def processes_with(variable: str) -> list[bytes]:
     return found
 
 
+@pytest.mark.extended
 def test_an_interrupted_mount_leaves_no_process_that_waits_for_the_store(proxy: FaultyProxy, workdir: Path) -> None:
     asked, go = threading.Event(), threading.Event()
 
@@ -290,6 +295,7 @@ def test_damaged_content_is_named_and_never_returned(engine: str, proxy: FaultyP
         assert (root / "big").read_bytes() == BIG
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 def test_lost_inode_numbers_are_named_and_the_contents_are_there(
     engine: str, project: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
@@ -319,6 +325,7 @@ def is_served_by_another(workspace: Workspace, pid: int) -> bool:
         return False
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 def test_a_killed_helper_is_replaced_and_a_killed_daemon_leaves_none(
     mount: MountIt, engine: str, proxy: FaultyProxy, workdir: Path
@@ -337,6 +344,7 @@ def test_a_killed_helper_is_replaced_and_a_killed_daemon_leaves_none(
     assert not [path for _, path in proxy.requests if path.endswith("data.pack")], "the cache was not used"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 def test_changes_persist_and_a_killed_daemon_leaves_no_helper(
     proxy: FaultyProxy, engine: str, project: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
@@ -403,6 +411,7 @@ def change_and_lose_store(proxy: FaultyProxy, root: Path) -> None:
     proxy.fault = down
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_the_keeper_needs_no_answer_of_the_store(
     kept: Kept, proxy: FaultyProxy, project: Path, has_cache: bool
@@ -423,6 +432,7 @@ def test_the_keeper_needs_no_answer_of_the_store(
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("persist", [True, False])
 def test_an_upgrade_needs_no_answer_of_the_store(kept: Kept, proxy: FaultyProxy, project: Path, persist: bool) -> None:
     root = kept.path
@@ -442,6 +452,7 @@ def test_an_upgrade_needs_no_answer_of_the_store(kept: Kept, proxy: FaultyProxy,
     check_invariants(Workspace.attach(kept.name))
 
 
+@pytest.mark.extended
 def test_a_new_mount_needs_no_answer_of_the_store(kept: Kept, proxy: FaultyProxy, project: Path) -> None:
     given = {"backend": f"overlay:{URL}#one", "remote_timeout_s": OUTAGE_S, "keeper": False}
     workspace = kept.mount(**given)
@@ -452,6 +463,7 @@ def test_a_new_mount_needs_no_answer_of_the_store(kept: Kept, proxy: FaultyProxy
     check_without_store(proxy, kept.path, project)
 
 
+@pytest.mark.extended
 def test_a_damaged_record_of_the_snapshot_is_not_used(kept: Kept, proxy: FaultyProxy) -> None:
     given = {"backend": f"overlay:{URL}#one", "remote_timeout_s": OUTAGE_S, "keeper": False}
     with kept.mount(**given) as workspace:
@@ -474,6 +486,7 @@ def test_a_damaged_record_of_the_snapshot_is_not_used(kept: Kept, proxy: FaultyP
 
 
 # -- two machines -----------------------------------------------------------------------------------
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 def test_an_index_of_git_is_valid_on_the_next_machine(
     mount: MountIt, proxy: FaultyProxy, workdir: Path, monkeypatch: pytest.MonkeyPatch
@@ -494,6 +507,7 @@ def test_an_index_of_git_is_valid_on_the_next_machine(
     assert (there / "d1" / "f1").read_text() == "changed"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 @pytest.mark.parametrize("kind", ["host", "memory", "overlay"])
 def test_an_index_of_git_is_valid_after_the_first_resume(
@@ -530,6 +544,7 @@ def test_an_index_of_git_is_valid_after_the_first_resume(
     assert equal(root / "d3", there / "d3")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 def test_the_cache_is_bounded(mount: MountIt, proxy: FaultyProxy, project: Path, workdir: Path) -> None:
     _, root = resume(mount, cache_bytes=16 << 20)
@@ -539,6 +554,7 @@ def test_the_cache_is_bounded(mount: MountIt, proxy: FaultyProxy, project: Path,
     assert int(used.stdout.split()[0]) <= 16 << 10
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 def test_a_cache_that_cannot_be_written_is_named(engine: str, proxy: FaultyProxy, project: Path, workdir: Path) -> None:
     (workdir / "cache").write_text("not a directory")
@@ -556,6 +572,7 @@ def test_a_cache_that_cannot_be_written_is_named(engine: str, proxy: FaultyProxy
     unmount_when_idle(workspace)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 def test_without_a_cache_everything_can_be_read(
     mount: MountIt, proxy: FaultyProxy, project: Path, workdir: Path
@@ -565,6 +582,7 @@ def test_without_a_cache_everything_can_be_read(
     assert not (workdir / "cache" / "vfsd" / "blobs").exists()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 def test_a_prefetch_makes_the_network_unnecessary(mount: MountIt, proxy: FaultyProxy, project: Path) -> None:
     workspace, root = resume(mount, prefetch=True, remote_timeout_s=OUTAGE_S)
@@ -573,6 +591,7 @@ def test_a_prefetch_makes_the_network_unnecessary(mount: MountIt, proxy: FaultyP
     assert equal(root, project)
 
 
+@pytest.mark.extended
 def test_errors_are_one_line_that_says_what_to_do(
     proxy: FaultyProxy, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,6 +274,7 @@ def test_a_busy_mount_is_detached_on_a_signal_its_holder_is_named_and_gets_time(
     assert left_behind("work") == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 def test_a_holder_that_does_not_let_go_keeps_no_daemon(
     mount: MountCli, place: Path, program: Callable[..., Program]
@@ -303,6 +304,7 @@ def test_a_second_signal_ends_it_at_once(mount: MountCli, place: Path, program: 
 
 
 # -- unmounting ---------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_a_busy_mount_is_not_unmounted_and_the_error_names_who_holds_it(
     mount: MountCli, place: Path, program: Callable[..., Program]
 ) -> None:
@@ -424,6 +426,7 @@ def test_the_name_of_a_dead_daemon_is_free_for_another_place(mount: MountCli, wo
     assert f"{workdir}/other" in succeeded(vfsd("status", "same"))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native"])
 def test_list_mount_and_status_do_not_hang_on_a_daemon_that_is_stopped(mount: MountCli, place: Path) -> None:

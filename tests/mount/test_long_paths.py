@@ -48,6 +48,7 @@ def depth_of(top: Path) -> int:
     return depth
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["memory", "host", "overlay"])
 def test_everything_works_on_a_path_longer_than_one_system_call_takes(mount: MountIt, workdir: Path, kind: str) -> None:
     below = workdir / "below"
@@ -79,6 +80,7 @@ def test_everything_works_on_a_path_longer_than_one_system_call_takes(mount: Mou
     assert (found.returncode, "-needle" in found.stdout) == (0, True)
 
 
+@pytest.mark.extended
 def test_an_export_leaves_out_what_no_zip_can_name_and_says_so(workspace: Workspace, root: Path, workdir: Path) -> None:
     make_chain(root, TOO_LONG)
     (root / "z").write_text("is there")
@@ -98,6 +100,7 @@ def test_an_export_leaves_out_what_no_zip_can_name_and_says_so(workspace: Worksp
     assert (root / "z").read_text() == "is there"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.TGZ", "a.7z", "-"])
 def test_an_export_under_the_name_of_another_kind_of_archive_is_wrong_use(
     workspace: Workspace, workdir: Path, name: str

@@ -60,6 +60,7 @@ def check_bounded(kind: str, workspace: Workspace, limit: int) -> None:
     assert (Path(workspace.path) / "after").read_bytes() == b"x" * MIB
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("engine", "kind"), [*(("native", kind) for kind in USUAL), ("pyfuse3", "sparse")])
 def test_the_resident_set_is_bounded_by_max_memory(mount: MountIt, kind: str) -> None:
     check_bounded(kind, mount(max_memory=LIMIT), LIMIT)
@@ -92,6 +93,7 @@ def test_at_the_limit_a_snapshot_is_refused_with_what_to_do_and_removing_makes_r
     assert {"named", "another"} <= {snapshot.name for snapshot in workspace.snapshots()}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["memory", "overlay"])
 @pytest.mark.parametrize("engine", ["native"])
 def test_what_was_dropped_for_lack_of_memory_is_named_and_no_undo_goes_over_two_steps(
@@ -186,6 +188,7 @@ def check_survives(kind: str, cgroup: Path, workdir: Path) -> None:
         workspace.unmount()
 
 
+@pytest.mark.extended
 def test_with_defaults_the_daemon_survives_in_a_cgroup_of_400_mib(cgroup: Path, workdir: Path) -> None:
     check_survives("large_xattrs", cgroup, workdir)
 

@@ -356,6 +356,7 @@ def test_a_snapshot_that_a_fork_was_made_from_is_not_dropped_without_a_word(targ
     target.drop("other")
 
 
+@pytest.mark.extended
 def test_a_fork_that_was_merged_completely_is_unmounted_without_a_question(target: Workspace, fork: Fork) -> None:
     def unmount(name: str) -> Any:
         return CliRunner().invoke(cli, ["unmount", name])
@@ -508,6 +509,7 @@ def test_what_a_program_changes_during_a_merge_is_not_lost(target: Workspace, fo
     assert text(target, "unrelated") == "written meanwhile\n"
 
 
+@pytest.mark.extended
 def test_writers_in_both_workspaces_lose_nothing(target: Workspace, fork: Fork) -> None:
     copy = fork()
     stop = threading.Event()
@@ -664,6 +666,7 @@ def relay(workdir: Path) -> Iterator[Relay]:
 STEPS = ("lineage", "changes", "middle", "state")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("step", STEPS)
 def test_the_end_of_the_forks_daemon_leaves_the_target_as_it_was(
     target: Workspace, fork: Fork, relay: Relay, step: str
@@ -685,6 +688,7 @@ def test_the_end_of_the_forks_daemon_leaves_the_target_as_it_was(
     forget(copy)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("step", STEPS)
 def test_the_end_of_the_targets_daemon_leaves_the_fork_as_it_was(workdir: Path, relay: Relay, step: str) -> None:
     source = Workspace.mount(workdir / "source", engine="native", name="source")
@@ -703,6 +707,7 @@ def test_the_end_of_the_targets_daemon_leaves_the_fork_as_it_was(workdir: Path, 
     forget(source)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("step", STEPS)
 def test_a_cancelled_merge_leaves_both_as_they_were(target: Workspace, fork: Fork, relay: Relay, step: str) -> None:
     copy = fork()
@@ -758,6 +763,7 @@ def run(*words: str) -> Any:
     return CliRunner().invoke(cli, list(words))
 
 
+@pytest.mark.extended
 def test_the_commands_say_what_they_did(target: Workspace, fork: Fork) -> None:
     copy = fork()
     put(copy, "new", "new\n")

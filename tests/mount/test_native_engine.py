@@ -326,6 +326,7 @@ def test_a_busy_mount_is_gone_from_the_mount_table_after_a_stop(workdir: Path) -
         os.close(busy)
 
 
+@pytest.mark.extended
 def test_a_mount_that_covers_ours_is_not_taken_away_with_it(workdir: Path) -> None:
     with mounted(workdir) as mount:
         subprocess.run(["mount", "-t", "tmpfs", "stranger", mount.path], check=True)
@@ -419,6 +420,7 @@ def test_dirty_pages_are_in_the_volume_once_markers_have_passed(mount: Mounted) 
     os.unlink(mount.path / "f")
 
 
+@pytest.mark.extended
 def test_markers_do_not_pass_on_a_mount_that_is_covered(workdir: Path) -> None:
     with mounted(workdir) as mount:
         subprocess.run(["mount", "-t", "tmpfs", "stranger", mount.path], check=True)
@@ -488,6 +490,7 @@ def test_statx_shows_the_time_of_birth(top: Path) -> None:
     assert (inode, size, blocks) == (found.st_ino, 1, found.st_blocks)
 
 
+@pytest.mark.extended
 def test_changing_content_as_another_user_clears_set_id_bits(workdir: Path) -> None:
     with mounted(workdir, allow_other=True) as mount:
         os.chmod(mount.path, 0o755)
@@ -502,6 +505,7 @@ def test_changing_content_as_another_user_clears_set_id_bits(workdir: Path) -> N
         assert stat.S_IMODE(os.stat(file).st_mode) == 0o755
 
 
+@pytest.mark.extended
 def test_permissions_are_checked_by_the_kernel(workdir: Path) -> None:
     with mounted(workdir, allow_other=True) as mount:
         (mount.path / "secret").write_bytes(b"x")
@@ -513,6 +517,7 @@ def test_permissions_are_checked_by_the_kernel(workdir: Path) -> None:
 
 
 # What the kernel need not check it need not ask for: with allow_other it wants the directory's mode before each change.
+@pytest.mark.extended
 @pytest.mark.parametrize(("allow_other", "requests"), [(False, 0), (True, 1)])
 def test_where_only_root_enters_a_change_of_a_directory_asks_nothing_for_permissions(
     workdir: Path, allow_other: bool, requests: int
@@ -529,6 +534,7 @@ def test_where_only_root_enters_a_change_of_a_directory_asks_nothing_for_permiss
             assert count() == 2 + requests  # LOOKUP, RENAME
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("allow_other", [False, True])
 def test_root_may_do_all_but_execute_what_nobody_may(workdir: Path, allow_other: bool) -> None:
     with mounted(workdir, allow_other=allow_other) as mount:
@@ -551,6 +557,7 @@ def test_root_may_do_all_but_execute_what_nobody_may(workdir: Path, allow_other:
         assert not os.access(mount.path / "absent", os.F_OK)
 
 
+@pytest.mark.extended
 def test_the_mode_that_an_acl_brings_is_seen_at_once(workdir: Path) -> None:
     with mounted(workdir) as mount:
         (mount.path / "f").touch()
@@ -701,6 +708,7 @@ def test_fsync_of_files_and_directories(top: Path) -> None:
         os.close(fd)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("kind", "requests"), [("memory", 0), ("awaiting", 2)])
 def test_a_volume_is_asked_to_make_durable_only_if_it_has_anything_durable(
     workdir: Path, kind: str, requests: int
@@ -746,6 +754,7 @@ def test_a_name_known_to_be_missing_is_not_asked_for_again(mount: Mounted) -> No
         assert count() == 0
 
 
+@pytest.mark.extended
 def test_absence_is_asked_for_again_where_others_may_end_it(workdir: Path) -> None:
     with mounted(workdir, cache_timeout_s=60.0) as mount:
         assert not (mount.path / "f").exists()
@@ -839,6 +848,7 @@ def test_with_a_timeout_of_zero_changes_behind_the_mount_are_seen(workdir: Path)
 
 
 # -- volumes that must wait, and volumes that fail -----------------------------------------------
+@pytest.mark.extended
 def test_a_volume_that_must_wait_serves_the_same(workdir: Path) -> None:
     with mounted(workdir, "awaiting") as mount:
         top = mount.path
@@ -868,6 +878,7 @@ def test_a_request_that_waits_holds_up_no_other(workdir: Path) -> None:
         assert [reader.communicate(timeout=20)[0] for reader in readers] == [b"x" * 100] * 3
 
 
+@pytest.mark.extended
 def test_an_interrupted_request_stops_waiting(workdir: Path) -> None:
     with mounted(workdir, "awaiting") as mount:
         mount.ask("need", 0)
@@ -880,6 +891,7 @@ def test_an_interrupted_request_stops_waiting(workdir: Path) -> None:
         assert mount.ask("under_way") == 0
 
 
+@pytest.mark.extended
 def test_a_stop_leaves_nobody_waiting(workdir: Path) -> None:
     with mounted(workdir, "awaiting") as mount:
         (mount.path / "f").write_bytes(b"x" * 100)
@@ -893,6 +905,7 @@ def test_a_stop_leaves_nobody_waiting(workdir: Path) -> None:
         assert reader.returncode == 1
 
 
+@pytest.mark.extended
 def test_what_nobody_expected_is_eio_and_one_log_entry_with_its_traceback(workdir: Path) -> None:
     with mounted(workdir, "broken") as mount:
         os.symlink("target", mount.path / "l")

@@ -58,6 +58,7 @@ def git(*arguments: str, cwd: Path) -> str:
     return run("git", *arguments, cwd=cwd)
 
 
+@pytest.mark.extended
 def test_git_clones_commits_checks_and_packs(root: Path, workdir: Path) -> None:
     origin = make_project(workdir / "origin")
     git("init", "-q", "-b", "main", cwd=origin)
@@ -83,6 +84,7 @@ def test_git_clones_commits_checks_and_packs(root: Path, workdir: Path) -> None:
     assert git("rev-list", "--count", "HEAD", cwd=clone).strip() == "2"
 
 
+@pytest.mark.extended
 def test_a_git_index_is_still_fresh_after_a_restore(root: Path, workspace: Workspace) -> None:
     repo = make_project(root / "repo")
     git("init", "-q", cwd=repo)
@@ -117,6 +119,7 @@ def make_wheel(folder: Path) -> Path:
     return wheel
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_virtual_environment_works_and_pip_installs_into_it(root: Path, workdir: Path, runs_long: bool) -> None:
     wheel = make_wheel(workdir / "wheels")
@@ -205,6 +208,7 @@ def test_tar_there_and_back_compares_equal(root: Path, project: Path) -> None:
         assert len(archive.getmembers()) == len(comparable(project))
 
 
+@pytest.mark.extended
 def test_rsync_there_and_back_compares_equal(root: Path, project: Path, workdir: Path) -> None:
     run("rsync", "-aHAX", f"{project}/", "copy/", cwd=root)
     run("rsync", "-aHAX", f"{root}/copy/", "back/", cwd=workdir)
@@ -213,6 +217,7 @@ def test_rsync_there_and_back_compares_equal(root: Path, project: Path, workdir:
     assert run("rsync", "-aHAXni", "--delete", "--checksum", f"{project}/", "copy/", cwd=root) == ""
 
 
+@pytest.mark.extended
 def test_cp_archive_keeps_everything(root: Path, project: Path) -> None:
     run("cp", "-a", project, "copy", cwd=root)
     assert comparable(root / "copy") == comparable(project)
@@ -221,6 +226,7 @@ def test_cp_archive_keeps_everything(root: Path, project: Path) -> None:
     assert comparable(root / "again") == comparable(project)
 
 
+@pytest.mark.extended
 def test_sed_mv_and_find_do_what_they_do(root: Path) -> None:
     place = make_project(root / "project")
     run("sed", "-i", "s/VALUE/CHANGED/", "pkg1/sub1/mod_1.py", cwd=place)
@@ -245,6 +251,7 @@ def test_ripgrep_finds_what_grep_finds(root: Path) -> None:
     assert len(grep.splitlines()) > 10
 
 
+@pytest.mark.extended
 def test_npm_installs_and_runs_a_local_package(root: Path, workdir: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip("npm is missing: install npm")

@@ -211,6 +211,7 @@ def home_of_nobody() -> Iterator[Path]:
     shutil.rmtree(home)
 
 
+@pytest.mark.extended
 def test_a_user_without_privileges_mounts_works_and_unmounts(
     everybodys_fuse: None, home_of_nobody: Path, engine: str
 ) -> None:
@@ -251,6 +252,7 @@ def _fuse_conf() -> list[str]:
     return [line.strip() for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.extended
 def test_root_controls_another_users_workspace_and_a_third_user_does_not(
     everybodys_fuse: None, home_of_nobody: Path
 ) -> None:
@@ -363,6 +365,7 @@ def test_what_has_attributes_keeps_them_while_the_mount_shows_none(mount: MountI
     assert os.getxattr(Path(third.path) / "f", "user.kept") == b"yes"
 
 
+@pytest.mark.extended
 def test_without_xattrs_a_new_file_costs_a_request_less_and_a_copy_of_it_four(mount: MountIt) -> None:
     def requests(workspace: Workspace) -> tuple[int, int]:
         before = workspace.status().requests

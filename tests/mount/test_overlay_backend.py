@@ -89,6 +89,7 @@ def repository(workdir: Path) -> Path:
     return place
 
 
+@pytest.mark.extended
 def test_a_repository_is_built_tested_changed_and_the_changes_go_to_other_clones(
     mount: MountIt, repository: Path, workdir: Path
 ) -> None:
@@ -201,6 +202,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("read_before", [True, False], ids=["read", "unread"])
 def test_apply_protects_what_others_wrote_after_the_workspace_changed_the_file_however_it_did(
     engine: str, workdir: Path, read_before: bool
@@ -253,6 +255,7 @@ def test_apply_refuses_to_remove_a_directory_to_which_others_added_a_file(mount:
     assert sorted(os.listdir(place / "d")) == ["old", "theirs"]
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 def test_mounting_looks_at_no_file_whatever_is_below(mount: MountIt, workdir: Path) -> None:
     place = workdir / "many"
@@ -318,6 +321,7 @@ def test_what_is_excluded_is_not_there(mount: MountIt, repository: Path, workdir
     assert ".env" not in listed
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 @pytest.mark.both_engines
 def test_a_file_that_changes_below_is_followed_and_reported(engine: str, repository: Path, workdir: Path) -> None:
@@ -438,6 +442,7 @@ def half_applied(workdir: Path) -> Path:
     return place
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["overlay", "host"])
 def test_the_next_mount_of_the_directory_finishes_an_apply_and_says_so(
     workdir: Path, half_applied: Path, engine: str, backend: str
@@ -455,6 +460,7 @@ def test_the_next_mount_of_the_directory_finishes_an_apply_and_says_so(
     assert len(complaints(workdir.name)) == 1
 
 
+@pytest.mark.extended
 def test_status_tells_of_an_apply_that_was_killed_and_the_next_one_finishes_it(
     mount: MountIt, half_applied: Path, workdir: Path
 ) -> None:
@@ -478,6 +484,7 @@ def held(place: Path) -> dict[str, object]:
     return {path: data for path, (_, data) in contents(place).items()}
 
 
+@pytest.mark.extended
 def test_a_daemon_killed_while_it_applies_leaves_the_directory_whole(workdir: Path, engine: str) -> None:
     place, chance = workdir / "below", random.SystemRandom()
     place.mkdir()

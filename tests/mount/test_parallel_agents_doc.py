@@ -16,6 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "parallel-agents.md"
 _BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.extended
 def test_the_run_works_pasted_from_top_to_bottom(workdir: Path) -> None:
     blocks = _BLOCK.findall(PAGE.read_text())
     script = "".join(text for kind, text in blocks if kind == "sh")

@@ -101,6 +101,7 @@ def change(root: Path) -> None:
     subprocess.run([*GIT, "add", "--all"], cwd=root, check=True)
 
 
+@pytest.mark.extended
 def test_git_apply_of_a_patch_makes_the_second_state_of_the_first(place: Place) -> None:
     fill(place.root)
     copy = place.scratch / "copy"
@@ -145,6 +146,7 @@ def test_what_a_patch_cannot_carry_is_named_with_status_1(place: Place) -> None:
     assert dict(place.workspace.patch("carried", paths=[place.root]).problems) == {f"{name}/fifo": "a special file"}
 
 
+@pytest.mark.extended
 def test_patterns_limit_a_diff_and_its_counts(place: Place) -> None:
     place.workspace.snapshot("filtered")
     for path in ("a.py", "b.log", "sub/c.py", "sub/d.log", "build/e.py", "sub/build/f.py"):
@@ -186,6 +188,7 @@ def test_patterns_limit_a_diff_and_its_counts(place: Place) -> None:
     assert b"'!'" in done.stderr
 
 
+@pytest.mark.extended
 def test_an_export_with_patterns_is_an_archive_of_what_is_left(place: Place) -> None:
     name = place.root.name
     (place.root / "cache").mkdir()
@@ -209,6 +212,7 @@ def test_an_export_with_patterns_is_an_archive_of_what_is_left(place: Place) -> 
     assert exported.files == 1
 
 
+@pytest.mark.extended
 def test_many_changes_are_listed_whole(tmp_path: Path, workdir: Path) -> None:
     below = workdir / "below"
     (below / "d").mkdir(parents=True)

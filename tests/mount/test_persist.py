@@ -167,6 +167,7 @@ def check_killed_writer(persistent: Persistent, seed: int, before: Mapping[str, 
     assert len(different) <= 2, different
 
 
+@pytest.mark.extended
 def test_sqlite_is_intact_after_kill_9_and_has_what_was_committed(persistent: Persistent) -> None:
     persistent.mount()
     program = """
@@ -272,6 +273,7 @@ def until_refused(change: Callable[[int], object]) -> int | None:
     return None
 
 
+@pytest.mark.extended
 def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent, workdir: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can mount a tmpfs")
@@ -469,6 +471,7 @@ def test_a_compacted_journal_is_small_and_complete(persistent: Persistent) -> No
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 def test_the_workspace_changes_while_its_journal_is_compacted(persistent: Persistent) -> None:
     persistent.mount()
     for number in range(300):
@@ -486,6 +489,7 @@ def test_the_workspace_changes_while_its_journal_is_compacted(persistent: Persis
     assert tree_hash(persistent.path) == content
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_copy_of_a_journal_in_use_is_a_state_of_that_time_or_is_refused(
     persistent: Persistent, workdir: Path

@@ -97,6 +97,7 @@ def names(workspace: Workspace) -> list[str]:
     return [info.name for info in workspace.snapshots()]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("source", "is_killed"), [("memory", True), ("memory", False), ("overlay", True)], indirect=["source"]
 )

@@ -121,6 +121,7 @@ def test_a_resumed_overlay_can_be_applied_forked_and_compacted(overlay: Persiste
     assert diff(workspace) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("size", [1000, 5 * BLOCK])
 @pytest.mark.parametrize("is_compacted", [True, False])
 def test_after_an_apply_and_a_crash_snapshots_have_the_old_content(
@@ -226,6 +227,7 @@ def test_the_journal_of_an_overlay_is_checked_without_its_directory(overlay: Per
     assert "that the workspace changed" in said
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_writer_was_answered_is_there_after_kill_9(workdir: Path, seed: int) -> None:
     workspace = PersistentOverlay(workdir)

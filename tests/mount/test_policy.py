@@ -234,6 +234,7 @@ def test_an_export_and_a_diff_leave_out_what_is_hidden(shared: tuple[Workspace, 
     assert not any(name in listed for name in (".env", "envalias", "private/", "hidden/inside"))
 
 
+@pytest.mark.extended
 def test_what_leaves_the_workspace_says_how_many_names_it_lacks(shared: tuple[Workspace, Path], tmp_path: Path) -> None:
     workspace, _ = shared
 

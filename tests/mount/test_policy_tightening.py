@@ -167,6 +167,7 @@ def test_a_fork_has_the_policy_of_its_source(workdir: Path) -> None:
                     workspace.merge(fork, dry_run=dry_run)
 
 
+@pytest.mark.extended
 def test_a_snapshot_and_a_fork_on_disk_leave_nothing_out(workdir: Path) -> None:
     """What stays on this machine is under the same policy, so it is whole."""
     place = workdir / "h"
@@ -225,6 +226,7 @@ def test_a_backend_that_waits_for_its_answers_is_held_as_well(workdir: Path) -> 
         assert [each.name for each in workspace.snapshots()] == ["kept"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["memory", "host", "exec"])
 def test_a_pattern_for_all_dotfiles_is_not_for_the_names_under_which_vfsd_writes(workdir: Path, backend: str) -> None:
     (below := workdir / "below").mkdir()
@@ -257,6 +259,7 @@ def test_a_pattern_for_all_dotfiles_is_not_for_the_names_under_which_vfsd_writes
         assert sorted(os.listdir(root)) == ["e", "file", "link"]
 
 
+@pytest.mark.extended
 def test_an_upgraded_daemon_has_the_policy_with_what_was_added(workdir: Path) -> None:
     with Workspace.mount(workdir / "u", name=f"{workdir.name}-u", protect=["nothing"]) as workspace:
         root = Path(workspace.path)
@@ -272,6 +275,7 @@ def test_an_upgraded_daemon_has_the_policy_with_what_was_added(workdir: Path) ->
             fails(errno.ENOENT, (root / name).lstat)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "steps", [("kill", "kill"), ("upgrade", "kill", "kill"), ("kill", "upgrade", "kill")], ids="-".join
 )

@@ -37,6 +37,7 @@ def answer(environment: dict[str, str], *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["memory", "overlay", "host"])
 def test_a_pushed_state_is_pulled_and_mounted(
     backend: str, s3_environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +143,7 @@ def test_a_restore_of_a_pulled_snapshot_says_which_option_it_needs(
         assert Path(work.path, "file").read_text() == "pushed"
 
 
+@pytest.mark.extended
 def test_errors_are_one_line(s3_environment: dict[str, str], tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/errors"
     others = dict(s3_environment)

@@ -180,6 +180,7 @@ def test_with_a_finite_timeout_absence_is_asked_for_again(tmp_path):
 # -- files -------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_large_reads_and_writes_arrive_whole(mount):
     data = os.urandom(5 * 1024 * 1024 + 17)
     write(mount.path + "/file", data)
@@ -430,6 +431,7 @@ CASES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("user", [0, NOBODY])
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_suid_and_sgid_are_cleared_as_on_tmpfs(mount, tmpfs, user, kind):

@@ -171,6 +171,7 @@ def test_the_example_passes(pytester: pytest.Pytester) -> None:
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=3)
 
 
+@pytest.mark.extended
 def test_a_session_that_uses_no_fixture_imports_no_client_and_mounts_nothing(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -184,6 +185,7 @@ def test_other():
     pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:anyio").assert_outcomes(passed=1)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_session_unmounts_what_a_killed_session_left(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(

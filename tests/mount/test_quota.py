@@ -12,6 +12,7 @@ from tests.mount.conftest import MountIt
 ROUNDS = 3000
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])  # the pyfuse3 engine's docstring says what it cannot
 def test_the_inode_of_an_unlinked_file_is_free_for_the_next(mount: MountIt) -> None:
     root = Path(mount(max_inodes=3).path)

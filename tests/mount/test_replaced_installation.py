@@ -35,6 +35,7 @@ def old(workdir: Path) -> Iterator[Path]:
         yield root
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [Kept, KeptOverlay, KeptHost, KeptCommand])
 def test_a_daemon_whose_installation_is_gone_serves_is_restarted_and_is_upgraded(
     workdir: Path, old: Path, kind: type[Kept]

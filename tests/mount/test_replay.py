@@ -311,6 +311,7 @@ def hammering(check: Callable[[], None], threads: int = 2) -> Iterator[None]:
         raise failures[0]
 
 
+@pytest.mark.extended
 def test_nobody_sees_anything_but_the_restored_state_while_the_changes_are_replayed(mount, watcher):
     root = mount.path
     write(root + "/back", "back")

@@ -73,6 +73,7 @@ while True:
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_programs_that_are_stopped_in_mid_request_harm_nothing(root: Path, number: signal.Signals) -> None:
     (root / "f").write_bytes(os.urandom(8 * MIB))
@@ -91,6 +92,7 @@ def test_programs_that_are_stopped_in_mid_request_harm_nothing(root: Path, numbe
         shutil.rmtree(root / f"d{round_}")
 
 
+@pytest.mark.extended
 def test_a_signal_that_is_handled_does_not_break_reads_and_writes(root: Path) -> None:
     """An interval timer fires all the time: no call may fail or come back short for it (signal(7), local files)."""
     code = """
@@ -110,6 +112,7 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 # -- crowds -----------------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_a_thousand_files_are_open_at_once_and_unlinked(root: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * OPEN_FILES), hard))
@@ -156,6 +159,7 @@ def _list_and_empty(workspace: Workspace, count: int) -> None:
     assert len(os.listdir(root / "many")) == count
 
 
+@pytest.mark.extended
 def test_a_directory_of_thousands_is_listed_and_emptied_at_once(workspace: Workspace) -> None:
     _list_and_empty(workspace, 1_200)
 
@@ -169,6 +173,7 @@ def test_a_directory_of_two_hundred_thousand_is_listed_and_emptied_at_once(workd
         _list_and_empty(workspace, 200_000)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_sixty_four_processes_work_on_one_file(root: Path) -> None:
     code = """
@@ -234,6 +239,7 @@ def test_threads_that_make_rename_and_remove_the_same_names_leave_a_sound_tree(w
 
 
 # -- full -------------------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_many_writers_on_a_full_volume_leave_it_sound(mount: MountIt) -> None:
     workspace = mount(max_bytes=2 * MIB, max_inodes=200)
     root = Path(workspace.path)
@@ -303,6 +309,7 @@ def cpu_ns(pid: int) -> int:
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in Path(f"/proc/{pid}/task").iterdir())
 
 
+@pytest.mark.extended
 def test_a_daemon_waits_awake_for_microseconds_only(mount: MountIt) -> None:
     workspace = mount()
     root = Path(workspace.path)

@@ -44,6 +44,7 @@ def content(project: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in project.iterdir()}
 
 
+@pytest.mark.extended
 def test_what_a_process_in_the_background_writes_later_is_kept(project: Path, workdir: Path) -> None:
     go = workdir / "go"
     late = f"while [ ! -e {go} ]; do sleep 0.05; done; echo late > late"
@@ -65,6 +66,7 @@ def test_what_a_process_in_the_background_writes_later_is_kept(project: Path, wo
         (project / "late").unlink()
 
 
+@pytest.mark.extended
 def test_the_outer_of_two_runs_keeps_what_the_inner_one_is_based_on(project: Path) -> None:
     inner = f"{shlex.join(VFSD)} run --keep -- sh -c 'echo in > inner'"
     done = run(project, "--apply", "--", "sh", "-c", inner)
@@ -130,6 +132,7 @@ def test_other_programs_see_the_directory_and_no_mount(project: Path) -> None:
         assert running.wait() == 0
 
 
+@pytest.mark.extended
 def test_paths_of_vfsd_commands_in_it_are_those_that_the_command_sees(project: Path) -> None:
     (project / "src").mkdir()
     (project / "src" / "file").write_text("one\n")
@@ -192,6 +195,7 @@ def test_conflicts_are_reported_and_the_changes_are_kept(project: Path) -> None:
     assert content(project) == {"file": "other\n"}
 
 
+@pytest.mark.extended
 def test_a_run_in_a_run_and_in_a_workspace(project: Path, workdir: Path) -> None:
     inner = shlex.join([*VFSD, "run", "--apply", "--", "sh", "-c", SOME])
     assert run(project, "--apply", "--", "sh", "-c", inner).returncode == 0
@@ -385,6 +389,7 @@ def shell(project: Path) -> Iterator[Shell]:
         yield started
 
 
+@pytest.mark.extended
 def test_a_terminal_is_asked(shell: Shell, project: Path) -> None:
     shell.run(f"run -- sh -c '{SOME}'")
     shell.expect(r"apply, keep or discard these changes\? \[a/k/d\] ")
@@ -396,6 +401,7 @@ def test_a_terminal_is_asked(shell: Shell, project: Path) -> None:
     assert content(project) == {"file": "two\n", "added": "new\n"}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("key", ["\x03", "\x04", "k\n"])
 def test_ctrl_c_and_the_end_of_the_input_keep_the_changes(shell: Shell, key: str) -> None:
     shell.run(f"run -- sh -c '{SOME}'")
@@ -406,6 +412,7 @@ def test_ctrl_c_and_the_end_of_the_input_keep_the_changes(shell: Shell, key: str
     assert names() == ["run-project"]
 
 
+@pytest.mark.extended
 def test_ctrl_c_is_for_the_command(shell: Shell) -> None:
     shell.run(
         f"run --discard -- sh -c 'trap \"echo caught; exit 7\" INT; {SOME}; echo start; while :; do sleep 1; done'"
@@ -417,6 +424,7 @@ def test_ctrl_c_is_for_the_command(shell: Shell) -> None:
     assert shell.status() == 7
 
 
+@pytest.mark.extended
 def test_ctrl_z_and_fg(shell: Shell) -> None:
     shell.run("run --keep -- sh -c 'echo start; exec cat'")
     shell.expect("start\n")
@@ -434,6 +442,7 @@ def test_ctrl_z_and_fg(shell: Shell) -> None:
     assert shell.status() == 0
 
 
+@pytest.mark.extended
 def test_a_program_that_stops_itself_gives_the_terminal_back(shell: Shell) -> None:
     shell.run("run --keep -- sh -c 'kill -STOP $$; echo resumed; exit 5'")
     shell.expect(r"Stopped")
@@ -443,6 +452,7 @@ def test_a_program_that_stops_itself_gives_the_terminal_back(shell: Shell) -> No
     assert shell.status() == 5
 
 
+@pytest.mark.extended
 def test_a_killed_program_leaves_the_terminal_usable(shell: Shell) -> None:
     shell.run("run --keep -- sh -c 'stty raw -echo; kill -9 $$'")
     shell.expect("the command changed nothing")
@@ -451,6 +461,7 @@ def test_a_killed_program_leaves_the_terminal_usable(shell: Shell) -> None:
     shell.expect("(?m)^icanon$")
 
 
+@pytest.mark.extended
 def test_an_interactive_shell_in_it_has_job_control(shell: Shell) -> None:
     shell.run("run --keep -- env PS1='inner> ' bash --norc --noprofile --noediting -i")
     shell.expect("inner> ")

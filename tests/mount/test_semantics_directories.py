@@ -39,6 +39,7 @@ def renameat2(source: Path, target: Path, flags: int) -> int:
 
 
 # -- removed while open ---------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_a_directory_that_was_removed_while_open_is_empty_and_takes_nothing(place: Path) -> None:
     (place / "d").mkdir()
     with Program(cwd=place / "d") as inside:
@@ -70,6 +71,7 @@ def scan(path: Path) -> Iterator[Iterator[str]]:
         yield (entry.name for entry in entries)
 
 
+@pytest.mark.extended
 def test_what_stays_is_listed_exactly_once_whatever_comes_and_goes_beside_it(place: Path) -> None:
     stay = {f"stays-{number}" for number in range(800)}
     for number in range(800):
@@ -119,6 +121,7 @@ def test_a_listing_ends_and_has_each_name_once_though_its_reader_renames_makes_a
         assert set(seen) == made
 
 
+@pytest.mark.extended
 def test_a_directory_is_emptied_while_it_is_listed(place: Path) -> None:
     for number in range(1300):  # more than two buffers of getdents(2)
         (place / f"{number}").touch()
@@ -128,6 +131,7 @@ def test_a_directory_is_emptied_while_it_is_listed(place: Path) -> None:
     assert os.listdir(place) == []
 
 
+@pytest.mark.extended
 def test_seekdir_goes_back_to_where_telldir_was(place: Path) -> None:
     for number in range(500):
         (place / f"n{number}").touch()
@@ -293,6 +297,7 @@ def _levels(top: Path) -> int:
     return max(line.count("/d") for line in found.splitlines())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("on", EACH_ENGINE_AND_BACKEND_ONCE, indirect=True)
 def test_a_tree_of_a_thousand_levels_is_made_walked_and_removed(place: Path) -> None:
     (place / "top").mkdir()
@@ -302,6 +307,7 @@ def test_a_tree_of_a_thousand_levels_is_made_walked_and_removed(place: Path) -> 
     assert os.listdir(place) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("engine", ["native"])
 def test_a_tree_of_a_thousand_levels_is_snapshotted_compared_exported_and_restored(
     mount: MountIt, workdir: Path

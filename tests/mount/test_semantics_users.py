@@ -160,6 +160,7 @@ def test_a_chmod_by_who_is_not_of_the_group_drops_set_group_id(place: Path, as_u
 SET_IDS = [(0o6777, 0o777), (0o6767, 0o2767), (0o4777, 0o777)]  # sgid without group execute is no privilege
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("before", "after"), SET_IDS)
 @pytest.mark.parametrize(
     "change",

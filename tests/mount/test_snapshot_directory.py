@@ -281,6 +281,7 @@ def test_a_listing_ends_though_its_reader_takes_snapshots(workspace: Workspace, 
     assert sorted(seen) == ["s0", "s1", "s2"]
 
 
+@pytest.mark.extended
 def test_many_entries_are_listed_once_each(workspace: Workspace, root: Path) -> None:
     names = {f"{number:04}" * 20 for number in range(1100)}
     for name in names:

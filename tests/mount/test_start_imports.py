@@ -79,6 +79,7 @@ def imported_in_functions(module: str) -> set[str]:
     return {node.module for node in imports if node.module and within(node.module, ("protocol", "vfsd"))}
 
 
+@pytest.mark.extended
 def test_a_daemon_imports_nothing_later(workdir: Path) -> None:
     """The files of vfsd may have been replaced since it started (`pip install --upgrade`)."""
     done = subprocess.run([sys.executable, "-c", EVERYTHING], capture_output=True, text=True, check=True, cwd=workdir)
@@ -87,6 +88,7 @@ def test_a_daemon_imports_nothing_later(workdir: Path) -> None:
     assert later == NOT_AT_THE_START
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [Kept, KeptOverlay, KeptHost, KeptCommand])
 def test_a_replacement_imports_nothing_before_it_serves(workdir: Path, kind: type[Kept]) -> None:
     """The files of vfsd may have been replaced since the first daemon started (`pip install --upgrade`)."""

@@ -212,6 +212,7 @@ def test_changes_go_both_ways_and_between_forks(source: Workspace, fork: Fork, d
     assert listing(directory) == listing(Path(grandchild.path))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_killed_merge_is_finished_or_undone(workdir: Path, directory: Path, store: Path) -> None:
     """The daemon of the directory dies while it changes the files."""

@@ -81,6 +81,7 @@ def fio(place: Path, *options: str) -> None:
     shutil.rmtree(directory)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "backend"), COMBINATIONS, indirect=["engine"])
 def test_stress_ng_verifies_what_it_does_on_a_mount(workspace: Workspace) -> None:
@@ -102,6 +103,7 @@ def test_stress_ng_passes_where_it_passes_on_tmpfs(mount: MountIt, workdir: Path
     assert status == expected, said
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("engine", "backend"), COMBINATIONS, indirect=["engine"])
 @pytest.mark.parametrize("io_engine", ["psync", "mmap"])
 def test_fio_finds_no_bad_block(root: Path, io_engine: str) -> None:

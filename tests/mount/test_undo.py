@@ -292,6 +292,7 @@ def writers(place: Path, count: int = 3) -> Iterator[None]:
             each.communicate()
 
 
+@pytest.mark.extended
 @pytest.mark.both_engines
 @pytest.mark.slow
 def test_restores_next_to_programs_that_write_succeed(
@@ -341,6 +342,7 @@ def test_file_tools_next_to_programs_that_write_succeed(workspace: Workspace, ro
             assert (written.path, written.bytes_written) == (name, 100)
 
 
+@pytest.mark.extended
 def test_restores_at_once_come_one_after_the_other(workspace: Workspace, root: Path) -> None:
     for number in range(3):
         (root / "file").write_text(str(number))

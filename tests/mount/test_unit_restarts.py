@@ -47,6 +47,7 @@ class Service(Unit):
         return self.state / "vfsd" / "journals" / self.name
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("unit", "options"),
     [("system", "--max-bytes 64MiB"), ("user", "--backend memory"), ("user", "--fsync always --backend=memory")],
@@ -65,6 +66,7 @@ def test_content_and_snapshots_in_memory_outlive_stops_and_crashes(unit: str, wo
                 main.wait(60)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("option", ["--backend overlay:{}", "--max-memory 1GiB --backend=overlay:{}"])
 def test_the_changes_of_an_overlay_outlive_a_restart(option: str, workdir: Path) -> None:
     (workdir / "below").mkdir()

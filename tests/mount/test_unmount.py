@@ -166,6 +166,7 @@ def test_a_workspace_without_changes_or_content_is_unmounted_at_once(mount: Moun
         assert not is_mounted(workspace)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "change",
     [
@@ -287,6 +288,7 @@ def test_all_unmounts_those_that_lose_nothing(workspace: Workspace, root: Path, 
 
 
 # -- on a terminal -------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_a_terminal_is_asked_and_only_yes_unmounts(workspace: Workspace, root: Path) -> None:
     (root / "file").write_text("work")
     for keys, status, says in ((b"n\n", 1, "still mounted"), (b"\n", 1, "--export"), (b"\x04", 1, "still mounted")):
@@ -327,6 +329,7 @@ def test_what_changes_while_it_asks_is_asked_about_again(workspace: Workspace, r
     assert not is_mounted(workspace)
 
 
+@pytest.mark.extended
 def test_a_token_is_good_for_one_state(workspace: Workspace, root: Path) -> None:
     (root / "file").write_text("work")
     with daemon_end(workspace.status().pid) as wait_ended, ControlClient(socket_of(workspace)) as client:
@@ -370,6 +373,7 @@ def test_an_export_that_fails_leaves_the_workspace_mounted(workspace: Workspace,
     assert (root / "file").stat().st_size == 1 << 20
 
 
+@pytest.mark.extended
 def test_a_busy_workspace_is_exported_and_stays(workspace: Workspace, root: Path, workdir: Path) -> None:
     (root / "file").write_text("work")
     with open(root / "file"):

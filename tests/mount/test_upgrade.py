@@ -105,6 +105,7 @@ def upgradable(workdir: Path, request: pytest.FixtureRequest) -> Iterator[Upgrad
 
 
 # -- programs that go on ---------------------------------------------------------------------------
+@pytest.mark.extended
 def test_a_random_writer_sees_what_its_twin_sees(upgradable: Upgradable, workdir: Path, runs_long: bool) -> None:
     workspace = upgradable.mount()
     twin = workdir / "twin"
@@ -115,6 +116,7 @@ def test_a_random_writer_sees_what_its_twin_sees(upgradable: Upgradable, workdir
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", ["wal", "delete"])
 def test_sqlite_goes_on(workdir: Path, mode: str) -> None:
     upgradable = Upgradable(workdir)
@@ -126,6 +128,7 @@ def test_sqlite_goes_on(workdir: Path, mode: str) -> None:
         upgradable.end()
 
 
+@pytest.mark.extended
 def test_tar_goes_on(upgradable: Upgradable, workdir: Path) -> None:
     upgradable.mount()
     source = workdir / "source"
@@ -144,6 +147,7 @@ def test_tar_goes_on(upgradable: Upgradable, workdir: Path) -> None:
     check_invariants(Workspace.attach(upgradable.name))
 
 
+@pytest.mark.extended
 def test_open_files_mappings_directories_and_locks_continue(upgradable: Upgradable) -> None:
     upgradable.mount()
     root = upgradable.path
@@ -166,6 +170,7 @@ def test_open_files_mappings_directories_and_locks_continue(upgradable: Upgradab
     assert workspace.status().files == 1503
 
 
+@pytest.mark.extended
 def test_a_file_without_a_name_is_freed_when_it_is_closed_after_an_upgrade(upgradable: Upgradable) -> None:
     workspace = upgradable.mount()
     with (upgradable.path / "gone").open("w+b") as gone:
@@ -201,6 +206,7 @@ def test_snapshots_undo_and_the_names_of_the_daemons_are_kept(upgradable: Upgrad
     assert read_record(upgradable.name) is None
 
 
+@pytest.mark.extended
 def test_what_was_saved_needs_no_question_at_the_end(workdir: Path) -> None:
     upgradable = Upgradable(workdir)
     workspace = upgradable.mount()
@@ -212,6 +218,7 @@ def test_what_was_saved_needs_no_question_at_the_end(workdir: Path) -> None:
     succeeded(vfsd("unmount", workspace.name))
 
 
+@pytest.mark.extended
 def test_limits_and_forks_afterwards(workdir: Path) -> None:
     upgradable = Upgradable(workdir, max_memory=32 << 20)
     workspace = upgradable.mount()
@@ -234,6 +241,7 @@ def test_limits_and_forks_afterwards(workdir: Path) -> None:
         upgradable.end()
 
 
+@pytest.mark.extended
 def test_a_journal_goes_on_and_is_complete(workdir: Path) -> None:
     upgradable = Upgradable(workdir, **UNKEPT)
     workspace = upgradable.mount()
@@ -255,6 +263,7 @@ def test_a_journal_goes_on_and_is_complete(workdir: Path) -> None:
         upgradable.end()
 
 
+@pytest.mark.extended
 def test_the_keeper_of_the_new_daemon_restarts_it(workdir: Path) -> None:
     upgradable = Upgradable(workdir, **KEPT)
     workspace = upgradable.mount()
@@ -292,6 +301,7 @@ def test_the_command_says_what_it_did_and_upgrades_all(workdir: Path) -> None:
         upgradable.end()
 
 
+@pytest.mark.extended
 def test_a_running_command_prevents_it_and_a_call_is_waited_for(workdir: Path) -> None:
     upgradable = Upgradable(workdir, exec_on_host=True)
     workspace = upgradable.mount()
@@ -306,6 +316,7 @@ def test_a_running_command_prevents_it_and_a_call_is_waited_for(workdir: Path) -
         upgradable.end()
 
 
+@pytest.mark.extended
 def test_calls_that_come_meanwhile_are_made_by_the_new_daemon(upgradable: Upgradable, workdir: Path) -> None:
     workspace = upgradable.mount()
     (upgradable.path / "f").write_text("one")
@@ -428,6 +439,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.extended
 def test_a_new_daemon_that_does_not_come_up_leaves_the_old_one(upgradable: Upgradable, workdir: Path) -> None:
     workspace = upgradable.mount()
     (upgradable.path / "f").write_text("one")
@@ -509,6 +521,7 @@ class Dying:
             raise AssertionError(Path(log_path(self.upgradable.name)).read_text()) from error
 
 
+@pytest.mark.extended
 def test_the_new_daemon_is_killed_at_each_step(
     upgradable: Upgradable, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,6 +540,7 @@ def test_the_new_daemon_is_killed_at_each_step(
         assert upgradable.record.pid == pid
 
 
+@pytest.mark.extended
 def test_the_old_daemon_of_a_keeper_is_killed_at_each_step(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     upgradable = Upgradable(workdir, **KEPT)
     try:
@@ -552,6 +566,7 @@ def test_the_old_daemon_of_a_keeper_is_killed_at_each_step(workdir: Path, monkey
         upgradable.end()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("options", "step"),
     [(MEMORY, "after Finish"), (MEMORY, "after Go"), (UNKEPT, "before Go")],

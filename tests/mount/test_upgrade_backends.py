@@ -57,6 +57,7 @@ def twin_of(below: Path, twin: Path) -> None:
 
 
 # -- programs that go on ---------------------------------------------------------------------------
+@pytest.mark.extended
 def test_open_files_mappings_directories_and_locks_continue(over: Over) -> None:
     below, root = over.below, over.path
     (below / "dir" / "below").mkdir(parents=True)
@@ -117,6 +118,7 @@ def test_a_random_writer_sees_what_its_twin_sees(over: Over, workdir: Path, runs
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 def test_a_tree_below_is_walked_while_it_is_upgraded(plain: Over, workdir: Path) -> None:
     """Inodes are loaded before, during and after the upgrades; those that programs know keep their numbers."""
     over = plain
@@ -142,6 +144,7 @@ def test_a_tree_below_is_walked_while_it_is_upgraded(plain: Over, workdir: Path)
 
 
 # -- what is kept ----------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_the_base_of_an_overlay_is_kept(plain: Over) -> None:
     over = plain
     fill(over.below)
@@ -161,6 +164,7 @@ def test_the_base_of_an_overlay_is_kept(plain: Over) -> None:
         check_invariants(workspace)
 
 
+@pytest.mark.extended
 def test_a_file_that_changes_below_shows_its_new_content(plain: Over) -> None:
     (plain.below / "f").write_bytes(b"1" * 8192)
     plain.mount()
@@ -177,6 +181,7 @@ def test_a_file_that_changes_below_shows_its_new_content(plain: Over) -> None:
         wait_until(is_new, "the new content")
 
 
+@pytest.mark.extended
 def test_the_keeper_of_the_new_daemon_restarts_it(workdir: Path) -> None:
     over = Over(workdir, persist=True)
     fill(over.below)
@@ -214,6 +219,7 @@ def remote(workdir: Path, below: Path) -> str:
     return f"overlay:{url}"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("make", [archive, stored, remote])
 def test_an_overlay_over_an_archive_or_a_snapshot_goes_on(plain: Over, workdir: Path, make: Any) -> None:
     fill(plain.below)
@@ -231,6 +237,7 @@ def test_an_overlay_over_an_archive_or_a_snapshot_goes_on(plain: Over, workdir: 
     check_invariants(workspace)
 
 
+@pytest.mark.extended
 def test_the_content_of_a_stored_snapshot_stays_during_upgrades(plain: Over, workdir: Path) -> None:
     fill(plain.below)
     plain.options["backend"] = stored(workdir, plain.below)
@@ -243,6 +250,7 @@ def test_the_content_of_a_stored_snapshot_stays_during_upgrades(plain: Over, wor
     assert (plain.path / "n1").read_bytes() == b"x" * 300_000
 
 
+@pytest.mark.extended
 def test_another_lower_layer_in_its_place_is_refused(plain: Over, workdir: Path) -> None:
     fill(plain.below)
     plain.options["backend"] = archive(workdir, plain.below)
@@ -260,6 +268,7 @@ def test_another_lower_layer_in_its_place_is_refused(plain: Over, workdir: Path)
     succeeded(vfsd("upgrade", plain.name))
 
 
+@pytest.mark.extended
 def test_a_directory_that_was_moved_stays_what_is_mounted(over: Over, workdir: Path) -> None:
     fill(over.below)
     over.mount()
@@ -290,6 +299,7 @@ def test_a_directory_that_was_moved_stays_what_is_mounted(over: Over, workdir: P
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------
+@pytest.mark.extended
 @pytest.mark.parametrize("options", [KINDS["kept"], KINDS["host"]], ids=["overlay", "host"])
 def test_either_daemon_is_killed_at_the_last_steps(
     workdir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -314,6 +324,7 @@ def test_either_daemon_is_killed_at_the_last_steps(
 
 
 # -- `host:` ---------------------------------------------------------------------------------------
+@pytest.mark.extended
 @pytest.mark.parametrize("keeper", [True, False])
 def test_files_without_names_of_a_host_directory_live(workdir: Path, keeper: bool) -> None:
     over = Over(workdir, "host", keeper=keeper)
@@ -408,6 +419,7 @@ def test_commands_at_the_same_time_all_give_a_true_answer(workdir: Path) -> None
         upgradable.end()
 
 
+@pytest.mark.extended
 def test_all_goes_on_past_a_workspace_that_cannot_be_upgraded(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names decide the order: the first one cannot be upgraded."""
     monkeypatch.setenv("VFSD_RUNTIME_DIR", str(workdir / "run"))  # those of other tests are not its business

@@ -111,6 +111,7 @@ def test_a_workspace_that_nobody_uses_after_an_upgrade_keeps_its_helper(upgradab
         assert workspace.command.processes() == [helper, relay]
 
 
+@pytest.mark.extended
 def test_tar_goes_on(upgradable: Callable[..., OverCommand], workdir: Path) -> None:
     workspace = upgradable()
     attached = workspace.mount()
@@ -130,6 +131,7 @@ def test_tar_goes_on(upgradable: Callable[..., OverCommand], workdir: Path) -> N
     check_invariants(attached)
 
 
+@pytest.mark.extended
 def test_either_daemon_is_killed_at_the_last_steps(
     upgradable: Callable[..., OverCommand], workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +148,7 @@ def test_either_daemon_is_killed_at_the_last_steps(
             assert os.pread(held.fileno(), 9, 0) == b"held\n"
 
 
+@pytest.mark.extended
 def test_while_a_file_is_open_that_ended_with_its_helper_an_upgrade_is_refused_and_the_rest_served_on(
     upgradable: Callable[..., OverCommand],
 ) -> None:
@@ -172,6 +175,7 @@ sys.exit(upgrading.main(int(sys.argv[-1])))
 """
 
 
+@pytest.mark.extended
 def test_a_version_whose_helper_speaks_another_protocol_is_refused_and_the_old_one_serves_on(
     upgradable: Callable[..., OverCommand], workdir: Path
 ) -> None:

@@ -52,6 +52,7 @@ def bases(workspace: Workspace) -> list[str]:
     return [info.name for info in workspace.snapshots() if info.name.startswith("fork-")]
 
 
+@pytest.mark.extended
 def test_a_source_and_its_forks_are_upgraded_and_merged(source: Workspace, fork: Fork) -> None:
     first, second = fork("first"), fork("second")
     put(first, "of-first", "before\n")
@@ -84,6 +85,7 @@ def test_a_source_and_its_forks_are_upgraded_and_merged(source: Workspace, fork:
     check_invariants(source)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("source", ["memory", "host"], indirect=True)
 def test_the_base_is_dropped_when_the_last_fork_has_ended(source: Workspace, fork: Fork) -> None:
     first, second = fork("first"), fork("second")
@@ -96,6 +98,7 @@ def test_the_base_is_dropped_when_the_last_fork_has_ended(source: Workspace, for
     wait_until(lambda: not bases(source), "the bases to be dropped")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("source", ["overlay"], indirect=True)
 def test_a_fork_of_a_running_source_is_not_the_only_place_of_its_content(source: Workspace, fork: Fork) -> None:
     """So its unmount asks no question, before and after the upgrades."""
@@ -119,6 +122,7 @@ def fill(workspace: Workspace, name: str, mib: int) -> int:
     return mib
 
 
+@pytest.mark.extended
 def test_the_limit_of_the_family_holds_after_upgrades(workdir: Path) -> None:
     with (
         mounted(workdir / "source", name=f"{workdir.name}-source", max_memory=200 * MIB) as source,

@@ -100,6 +100,7 @@ def test_a_snapshot_is_one_of_the_workspace(workspace: Workspace) -> None:
         files.get("nothing")
 
 
+@pytest.mark.extended
 def test_another_program_restores_it_by_name_and_the_mount_shows_it(workspace: Workspace, root: Path) -> None:
     (root / "file").write_text("one")
     taken = workspace.filesystem.snapshot()

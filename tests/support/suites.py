@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
-__all__ = ["EXTENDED_PARAMETERS", "SUITES", "is_extended"]
+import pytest
+
+__all__ = ["EXTENDED_PARAMETERS", "SUITES", "is_extended", "with_extended"]
 
 SUITES: Final = ("short", "rest", "all")
 
@@ -52,3 +54,8 @@ def is_extended(item: _Marked, module: str, parameters: Mapping[str, object]) ->
         if fnmatch(module, pattern):
             return not extended.isdisjoint(values)
     return False
+
+
+def with_extended(values: Sequence[Any], short: int) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`: the first `short` ones for both suites, the others extended."""
+    return [*values[:short], *(pytest.param(value, marks=pytest.mark.extended) for value in values[short:])]

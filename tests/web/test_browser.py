@@ -235,6 +235,7 @@ def heading(page: Page, text: str) -> None:
     page.wait_for_selector(f"h1:has-text('{text}')")
 
 
+@pytest.mark.extended
 def test_a_fork_is_adopted_by_keyboard_and_that_is_undone(
     keyboard: Page, site: Site, workdir: Path, root: Path, story: None
 ) -> None:
@@ -262,6 +263,7 @@ def test_a_fork_is_adopted_by_keyboard_and_that_is_undone(
             fork.unmount()
 
 
+@pytest.mark.extended
 def test_changes_of_an_overlay_are_applied_and_discarded_by_keyboard(keyboard: Page, site: Site, workdir: Path) -> None:
     page = keyboard
     lower, top = workdir / "lower", workdir / "o"
@@ -317,6 +319,7 @@ def test_a_phone_needs_no_scrolling_sideways(page: Page, site: Site, root: Path,
     assert page.locator("tr.changed").inner_text().split() == ["2", "second", "2", "SECOND"]
 
 
+@pytest.mark.extended
 def test_many_files(page: Page, site: Site, root: Path, workspace: Workspace, runs_long: bool) -> None:
     """Each page has a bounded number of lines.  With --runs-long: 100,000 files in one directory."""
     workspace.snapshot("empty")

@@ -33,6 +33,7 @@ def test_a_row_names_the_pairs_and_both_times() -> None:
     assert row.endswith("+2.0 % (+2.0 to +2.0)")
 
 
+@pytest.mark.extended
 def test_the_cpu_time_of_the_command_and_of_the_daemon_counts(tmp_path: Path) -> None:
     took = measured(os.getpid(), [sys.executable, "-c", BUSY], tmp_path)
     assert took.cpu_s >= 0.3

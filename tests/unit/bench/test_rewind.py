@@ -77,6 +77,7 @@ def test_a_tree_differs_by_content_mode_kind_and_existence(tmp_path: Path, damag
     assert differences(before, read_tree(tmp_path)) == ["directory1/file150.txt"]
 
 
+@pytest.mark.extended
 def test_each_system_is_measured_once_a_round_and_cleans_up(tmp_path: Path) -> None:
     system = FakeSystem(live(tmp_path))
     figures = measure({"fake": system}, FILES, 2, Budget(None))
@@ -85,6 +86,7 @@ def test_each_system_is_measured_once_a_round_and_cleans_up(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["live"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("damage", ["content", "left behind"])
 def test_a_system_that_restores_something_else_has_no_figures(tmp_path: Path, damage: str) -> None:
     right, wrong = FakeSystem(live(tmp_path / "right")), FakeSystem(live(tmp_path / "wrong"), damage)
@@ -94,6 +96,7 @@ def test_a_system_that_restores_something_else_has_no_figures(tmp_path: Path, da
     assert "seconds" in found["right"]["restore"]
 
 
+@pytest.mark.extended
 def test_git_and_cp_restore_the_tree(tmp_path: Path) -> None:
     for system in (Git(live(tmp_path / "git")), Copy(live(tmp_path / "cp"))):
         fill(system.live, FILES)

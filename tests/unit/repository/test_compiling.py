@@ -10,6 +10,7 @@ import pytest
 from tests.support.compiling import compile_tests, stale
 
 
+@pytest.mark.extended
 def test_a_module_is_compiled_once_and_again_when_its_source_is_newer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

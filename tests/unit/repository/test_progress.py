@@ -45,6 +45,7 @@ def test_durations_of_a_part_give_no_estimate() -> None:
     assert "left" not in lines(Progress({"tests/quick.py": 0.05}, 30, lambda: clock[0]), clock)[0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_with_and_without_workers_prints_them(tmp_path: Path, workers: str) -> None:
     (tmp_path / "test_some.py").write_text("".join(f"def test_{n}():\n    assert {n} != 1\n" for n in range(3)))

@@ -100,6 +100,7 @@ def test_an_import_that_runs_out_of_room_changes_nothing(archive: Path) -> None:
     assert [entry.inode for entry in volume.memory.readdir(ROOT_INODE, 0)] == inodes
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("method", ["rename", "mkdir", "rmdir", "unlink", "write", "mknod", "setattr"])
 @pytest.mark.parametrize("nth", [0, 1, 2, 5])
 def test_an_import_that_fails_anywhere_leaves_the_state_before(archive: Path, method: str, nth: int) -> None:

@@ -169,6 +169,7 @@ def test_paths_longer_than_the_kernel_takes_at_once_come_back() -> None:
     assert paths == sorted(entry.path for entry in entries)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("component", "depth"), [(b"n" * 250, 300), (b"%" * 250, 300), (b"\xff" * 250, 120), (b"\xc3\xa9" * 100, 400)]
 )
@@ -569,6 +570,7 @@ class BigFile(DictTree):
             left -= len(chunk[:left])
 
 
+@pytest.mark.extended
 def test_a_large_file_of_zeros_is_archived_and_read_in_fixed_memory(tmp_path: Path) -> None:
     size = 256 << 20
     tracemalloc.start()
@@ -585,6 +587,7 @@ def test_a_large_file_of_zeros_is_archived_and_read_in_fixed_memory(tmp_path: Pa
     assert peak < 8 << 20
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_file_past_4_gib_and_what_follows_it_come_back(tmp_path: Path) -> None:
     size = (4 << 30) + 5
@@ -601,6 +604,7 @@ def test_a_file_past_4_gib_and_what_follows_it_come_back(tmp_path: Path) -> None
         assert archive.read("files/last") == b"end"
 
 
+@pytest.mark.extended
 def test_many_small_files_are_archived_in_fixed_memory() -> None:
     class Sink(io.RawIOBase):
         def write(self, data: object) -> int:
@@ -623,6 +627,7 @@ def test_many_small_files_are_archived_in_fixed_memory() -> None:
     assert peak < 24 << 20
 
 
+@pytest.mark.extended
 def test_more_entries_than_16_bits_can_count_come_back(tmp_path: Path) -> None:
     tree = DictTree()
     for n in range(66_000):

@@ -615,12 +615,14 @@ raws = st.builds(
 BASE = (Raw(b"files/a", b"1"), Raw(b"files/d/b", b"1"), Raw(b"files/s", b"target", SYMLINK))
 
 
+@pytest.mark.extended
 @settings(max_examples=10 * settings().max_examples)
 @given(manifests)
 def test_whatever_the_manifest_says_the_archive_is_read_or_refused(keys: dict[str, object]) -> None:
     check_read_or_refused(archive(*BASE, **keys))
 
 
+@pytest.mark.extended
 @settings(max_examples=10 * settings().max_examples)
 @given(st.lists(raws, max_size=3))
 def test_whatever_the_entries_are_the_archive_is_read_or_refused(entries: list[Raw]) -> None:

@@ -525,6 +525,7 @@ def two_trees(draw: st.DrawFn) -> tuple[DictTree, DictTree]:
     return DictTree({**both, **only_old, **long_before}), DictTree({**both, **only_new, **changed, **long_after})
 
 
+@pytest.mark.extended
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(two_trees())
 def test_a_patch_of_any_two_trees_of_text_applies_with_both_tools(trees: tuple[DictTree, DictTree]) -> None:

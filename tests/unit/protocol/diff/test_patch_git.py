@@ -203,12 +203,14 @@ def _holds_files(tree: DictTree, path: bytes) -> bool:
     return any(not entry.is_dir for entry in tree.walk(path))
 
 
+@pytest.mark.extended
 @settings(max_examples=40)
 @given(two_trees())
 def test_git_apply_makes_the_second_tree_of_the_first(trees: Trees) -> None:
     check(trees, None)
 
 
+@pytest.mark.extended
 @settings(max_examples=25)
 @given(trees=two_trees())
 def test_git_apply_makes_the_second_index_of_the_first(empty_repository: bytes, trees: Trees) -> None:

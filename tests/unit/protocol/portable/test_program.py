@@ -124,6 +124,7 @@ def without_text(answer: tuple[int, Any]) -> tuple[int, Any]:
     return answer if answer[1]["ok"] else (answer[0], {"ok": False})
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_its_answers_are_those_of_vfsd_fs(
     program: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,6 +142,7 @@ def test_its_answers_are_those_of_vfsd_fs(
         assert theirs == ours, words
 
 
+@pytest.mark.extended
 def test_it_runs_on_every_python_that_is_installed(program: Path, root: Path) -> None:
     for python in pythons():
         check_runs(python, program, root)

@@ -188,6 +188,7 @@ def all_ways_out(scene: Scene, archive: Path | None = None) -> None:
 
 
 # -- damage ----------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_a_bit_flipped_anywhere_in_the_store_gives_the_right_content_or_an_error(
     scene: Scene, tmp_path: Path, runs_long: bool
 ) -> None:
@@ -213,6 +214,7 @@ def damages(data: bytes) -> dict[str, bytes | None]:
     }
 
 
+@pytest.mark.extended
 def test_a_file_of_the_store_that_is_cut_or_appended_to_or_gone_gives_the_right_content_or_an_error(
     scene: Scene, runs_long: bool
 ) -> None:
@@ -225,6 +227,7 @@ def test_a_file_of_the_store_that_is_cut_or_appended_to_or_gone_gives_the_right_
             scene.reset()
 
 
+@pytest.mark.extended
 def test_files_of_the_store_that_changed_places_give_the_right_content_or_an_error(
     scene: Scene,
 ) -> None:
@@ -242,6 +245,7 @@ def objects_and_packs(scene: Scene) -> list[Path]:
     return [path for path in scene.files() if path.relative_to(scene.place).parts[0] in {"objects", "packs"}]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["fifo", "symlink", "directory"])
 def test_a_fifo_or_symlink_or_directory_in_the_place_of_a_file_is_neither_waited_for_nor_followed(
     scene: Scene, tmp_path: Path, kind: str, runs_long: bool

@@ -188,6 +188,7 @@ def test_directories_that_change_places_are_not_taken_for_each_other(workspace: 
     assert workspace.state(workspace.take()) == state_of(workspace.root)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(10))
 def test_an_incremental_snapshot_equals_a_full_scan_by_a_new_store(
     store: Store, root: Path, tmp_path: Path, seed: int, runs_long: bool

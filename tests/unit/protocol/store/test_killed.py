@@ -135,6 +135,7 @@ def test_the_names_of_temporary_files_are_those_that_snapshots_leave_out() -> No
     assert TEMPORARY_PREFIX == b".vfsd-restore-"
 
 
+@pytest.mark.extended
 def test_a_snapshot_that_was_killed_is_there_whole_or_not_at_all_and_the_others_are_whole(
     mortal: Mortal, scene: Scene, tmp_path: Path, runs_long: bool
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_snapshot_that_was_killed_is_there_whole_or_not_at_all_and_the_others_
     assert outcomes == {True, False}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_restore_that_was_killed_is_finished_or_undone_by_the_next_one(
     mortal: Mortal, scene: Scene, tmp_path: Path, runs_long: bool
@@ -203,6 +205,7 @@ def assert_nothing_torn(root: Path, scene: Scene) -> None:
             assert now.files[path][5] == facts[5]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_collection_that_was_killed_leaves_every_snapshot_whole_and_is_done_by_the_next(
     mortal: Mortal, scene: Scene, tmp_path: Path, runs_long: bool

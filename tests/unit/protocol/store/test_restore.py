@@ -25,6 +25,7 @@ def take(store: Store, root: Path, name: str) -> None:
     store.take("w", name, DirectorySource(root))
 
 
+@pytest.mark.extended
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

@@ -619,6 +619,7 @@ def test_a_long_dry_run_is_listed_whole(daemon: FakeDaemon) -> None:
     assert len(as_json("restore", "base", "--dry-run")["changes"]) == MANY
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("words", [["diff"], ["diff", "--stat"], ["diff", "--patch"], ["diff", "--json"]])
 def test_a_reader_that_pauses_holds_nobody_up_and_gets_everything(daemon: FakeDaemon, words: list[str]) -> None:
     ok("snapshot", "base")
@@ -776,6 +777,7 @@ def complete(line: str, **environ: str) -> list[str]:
     return [item.partition(",")[2] for item in done.stdout.splitlines() if item]
 
 
+@pytest.mark.extended
 def test_commands_workspaces_and_snapshots_are_completed(daemon: FakeDaemon, workdir: Path) -> None:
     ok("snapshot", "turn-1")
     ok("snapshot", "other")

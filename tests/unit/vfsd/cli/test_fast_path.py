@@ -54,6 +54,7 @@ def fast_answer(*words: str) -> str:
     return text
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "words",
     [
@@ -90,6 +91,7 @@ def _after(prepare: Callable[[], None], words: list[str]) -> str:
     return fast_answer(*words)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "words",
     [

@@ -134,6 +134,7 @@ def vfsd(*words: str, **settings: object) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, capture_output=True, timeout=60, check=False, **settings)  # type: ignore[call-overload,no-any-return]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("redirection", ["", ">&-", "2>&-", "<&-", ">&- 2>&- <&-", ">/dev/full", "2>/dev/full"])
 @pytest.mark.parametrize("words", [["status"], ["status", "--json"], ["drop", "nothing", "--json"], ["restore"]])
 def test_closed_and_full_standard_streams_are_no_traceback(
@@ -149,6 +150,7 @@ def test_closed_and_full_standard_streams_are_no_traceback(
         assert b"No space left on device" in done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("words", [["status"], ["list"], ["snapshots"], ["store", "list"], ["doctor"], ["drop", "x"]])
 @pytest.mark.parametrize(
     "environment", [{}, {"LANG": "C"}, {"LC_ALL": "C", "TERM": ""}, {"TERM": "nonsense", "HOME": "relative"}]

@@ -273,6 +273,7 @@ def many_changes(count: int) -> list[ChangeRecord]:
     return [ChangeRecord(f"directory/file-{number}", "added", "file", None, 1) for number in range(count)]
 
 
+@pytest.mark.extended
 def test_the_loop_turns_while_a_large_answer_is_decoded_and_converted(
     daemon: FakeDaemon, run: Run, ticker: Ticker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_a_daemon_that_talks_nonsense_is_stopped() -> None:
     assert caught.value.errno == errno.EPROTO
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_a_mount_that_a_failed_start_leaves_dead_is_taken_away(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
@@ -167,6 +168,7 @@ def test_interrupting_the_starter_ends_the_half_started_daemon() -> None:
     assert not os.path.exists(f"/proc/{int(log.read_text().removeprefix('pid '))}")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
 def test_a_starter_that_is_killed_ends_the_half_started_daemon(number: signal.Signals) -> None:
     starter = subprocess.Popen(

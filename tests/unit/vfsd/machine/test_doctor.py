@@ -87,6 +87,7 @@ def test_every_finding_that_is_not_ok_says_what_to_do(machine: Path) -> None:
 Change = Callable[[Path], object]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("topic", "change", "what", "advice", "optional"),
     [
@@ -220,6 +221,7 @@ def foreign(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("words", [["doctor"], ["status"], ["mount", "x", "--json"]])
 def test_a_package_of_the_same_name_that_hides_vfsds_is_one_line(foreign: dict[str, str], words: list[str]) -> None:
     # -S: without the hooks of an editable installation, by which vfsd's modules are found all the same.

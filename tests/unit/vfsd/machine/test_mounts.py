@@ -168,6 +168,7 @@ def test_a_live_mount_is_not_dead_and_a_killed_ones_is(tmp_path: Path, fuse_moun
     assert is_dead(str(tmp_path / "m"))
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_a_dead_mount_is_recognised_although_the_machine_is_overloaded(
     tmp_path: Path, fuse_mount: FuseMount, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +184,7 @@ def test_a_dead_mount_is_recognised_although_the_machine_is_overloaded(
     mounts.clear_dead_mount(path)
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 @pytest.mark.timeout(60)  # a call that waits for the stopped daemon would never return
 def test_a_daemon_that_does_not_answer_is_alive_and_nothing_hangs_on_it(tmp_path: Path, fuse_mount: FuseMount) -> None:
@@ -270,6 +272,7 @@ def test_a_dead_mount_is_recognised_cleared_and_can_be_used_again(tmp_path: Path
     fuse_mount(tmp_path / "m")
 
 
+@pytest.mark.extended
 @pytest.mark.fuse
 def test_dead_mounts_on_top_of_each_other_are_all_cleared(tmp_path: Path, fuse_mount: FuseMount) -> None:
     first = fuse_mount(tmp_path / "m")

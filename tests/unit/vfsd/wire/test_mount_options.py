@@ -152,6 +152,7 @@ BACKEND_WORDS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", [*BACKEND_WORDS.values(), *WRONG_BACKENDS])
 def test_one_option_with_one_backend_starts_or_is_refused_in_one_line(
     backend: str, place: Path, started: list[MountOptions]
@@ -160,6 +161,7 @@ def test_one_option_with_one_backend_starts_or_is_refused_in_one_line(
         check(mount("--backend", backend, *words), words, started)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", BACKEND_WORDS.values())
 def test_two_options_with_one_backend_start_or_are_refused_in_one_line(
     backend: str, place: Path, started: list[MountOptions]
@@ -170,6 +172,7 @@ def test_two_options_with_one_backend_start_or_are_refused_in_one_line(
         check(mount("--backend", backend, *words), words, started)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_an_option_starts_with_the_backends_of_the_table_and_with_no_other(
     kind: str, place: Path, started: list[MountOptions]

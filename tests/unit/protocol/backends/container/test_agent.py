@@ -422,6 +422,7 @@ def test_an_interrupted_request_that_is_answered_at_once_has_its_answer() -> Non
 
 
 # -- many at once ------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_a_thousand_requests_are_under_way_together_and_memory_for_them_is_bounded() -> None:
     waiting: list[tuple[int, int]] = []
     most = 0

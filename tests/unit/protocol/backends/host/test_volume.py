@@ -398,6 +398,7 @@ def test_an_inode_number_that_the_host_gives_again_to_another_kind_is_another_in
         fs.read(held)
 
 
+@pytest.mark.extended
 def test_a_scan_sees_once_what_stays_while_others_change_the_directory(fs: Driver, inside: Path) -> None:
     for at in range(500):
         (inside / str(at)).touch()

@@ -149,6 +149,7 @@ def staging(request: pytest.FixtureRequest) -> Staging:
     return Staging(taken_over=request.param)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("replace", [False, True])
 def test_it_ends_as_a_single_step_does_whatever_happens_between_the_steps(replace: bool, staging: Staging) -> None:
     for seed in range(400):

@@ -16,6 +16,7 @@ from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
+from tests.support.suites import with_extended
 from tests.unit.protocol.backends.overlay.killed_apply import make_tree, random_step, some_work
 
 BLOCK = 128 * 1024
@@ -239,6 +240,7 @@ def test_a_directory_that_another_program_made_in_the_place_of_a_file_is_kept(be
     assert (below / name / "theirs").is_dir()
 
 
+@pytest.mark.extended
 def test_an_apply_that_was_interrupted_anywhere_is_finished_by_the_next(below: Path, tmp_path: Path) -> None:
     for stop in range(30):
         root = tmp_path / f"copy{stop}"
@@ -262,6 +264,7 @@ def test_an_apply_that_was_interrupted_anywhere_is_finished_by_the_next(below: P
         assert not [name for _, _, names in os.walk(root) for name in names if name.startswith(".vfsd")]
 
 
+@pytest.mark.extended
 def test_an_apply_that_failed_anywhere_leaves_each_path_old_or_new_and_is_finished_by_the_next(
     below: Path, tmp_path: Path
 ) -> None:
@@ -292,7 +295,7 @@ def test_an_apply_that_failed_anywhere_leaves_each_path_old_or_new_and_is_finish
     assert stop > 20
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", with_extended(range(40), 4))
 def test_random_work_is_applied_as_it_is_shown(below: Path, seed: int) -> None:
     chance = random.Random(seed)
     volume = OverlayVolume(os.fsencode(below))
@@ -306,7 +309,8 @@ def test_random_work_is_applied_as_it_is_shown(below: Path, seed: int) -> None:
         assert changed(volume) == []
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", with_extended(range(10), 4))
 def test_random_parts_of_random_work_are_applied_one_after_the_other(below: Path, seed: int) -> None:
     chance = random.Random(seed)
     volume = OverlayVolume(os.fsencode(below))

@@ -20,6 +20,7 @@ from protocol.backends.overlay.intent_log import Recovered, intent_log, recover
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
 from tests.support.foreign_files import NOT_REGULAR, plant
+from tests.support.suites import with_extended
 from tests.unit.protocol.backends.overlay.killed_apply import apply_work, make_tree, written
 
 Run = Callable[..., bool]
@@ -112,6 +113,7 @@ def new(copies: Callable[[], Path]) -> Tree:
     return tree_of(place)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_killed_before_any_of_its_changes_it_is_undone_or_finished(
     copies: Callable[[], Path], below: Path, new: Tree, run: Run
@@ -138,7 +140,7 @@ def test_killed_before_any_of_its_changes_it_is_undone_or_finished(
     assert ends.count(True) > 20
 
 
-@pytest.mark.parametrize("seed", range(1, 16))
+@pytest.mark.parametrize("seed", with_extended(range(1, 16), 3))
 def test_random_work_is_undone_or_finished_wherever_it_is_killed(
     copies: Callable[[], Path], below: Path, run: Run, seed: int
 ) -> None:
@@ -158,6 +160,7 @@ def test_random_work_is_undone_or_finished_wherever_it_is_killed(
             assert tree_of(place) == new
 
 
+@pytest.mark.extended
 def test_a_recovery_that_is_killed_too_is_finished_by_the_next(
     copies: Callable[[], Path], below: Path, new: Tree, run: Run
 ) -> None:

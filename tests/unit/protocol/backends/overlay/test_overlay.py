@@ -130,6 +130,7 @@ def test_a_thread_walks_a_view_while_the_loop_looks_and_changes(below: Path) -> 
 
 
 # -- copying up -------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_one_byte_changed_in_a_file_of_a_gibibyte_costs_one_block(below: Path) -> None:
     size = 1 << 30
     with (below / "big").open("wb") as file:

@@ -155,6 +155,7 @@ def damage(layer: Layer, place: Path, below: Path) -> None:
     raise AssertionError("nothing to damage")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("was_read", [False, True])
 def test_damaged_content_is_eio_and_one_line_in_the_log(
     volume: OverlayVolume, fs: Driver, layer: Layer, place: Path, below: Path, was_read: bool,

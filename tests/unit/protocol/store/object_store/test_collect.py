@@ -344,6 +344,7 @@ def test_an_object_that_nobody_wrote_costs_no_memory_and_a_repair_removes_its_ef
         assert remote.push(local, KEY, "state0", name="other").is_new
 
 
+@pytest.mark.extended
 def test_pushers_and_collectors_that_are_killed_lose_no_name(
     url: str, local: Store, root: Path, runs_long: bool, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def scene(local: Store, root: Path) -> Store:
     return local
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fault", ["503", "429", "500", "reset", "truncate", "lost"])
 def test_a_passing_fault_is_retried(fault: str, proxy: FaultyProxy, url: str, scene: Store, tmp_path: Path) -> None:
     failed: set[tuple[str, str]] = set()

@@ -226,6 +226,7 @@ async def test_control_c_stops_a_command_that_has_changed_nothing(words: tuple[s
         assert await command.ended() == (130, "", f"vfsd: error: {STOPPED[words]}\n")
 
 
+@pytest.mark.extended
 async def test_after_control_c_a_command_ends_although_what_it_waits_for_hangs() -> None:
     is_running, release = threading.Event(), threading.Event()
 
