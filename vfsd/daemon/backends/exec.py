@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from protocol.backends.container.snapshot_files import ContainerSource, MountTarget
 from protocol.backends.remote.workspace import DEFAULT_DIRECTORY, open_remote
 from protocol.store import Store
@@ -11,9 +9,7 @@ from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.backends.shared import cache_timeout_s, check_outside, describe_interrupted
 from vfsd.daemon.snapshots.stored_workspace import Stored
-
-if TYPE_CHECKING:
-    from vfsd.machine.mountinfo import WorkspaceRoot
+from vfsd.machine.mountinfo import WorkspaceRoot
 from vfsd.wire.options import MountOptions
 
 
