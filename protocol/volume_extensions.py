@@ -182,13 +182,6 @@ class SnapshotableVolume(Volume, Protocol):
         """Return one snapshot.  SnapshotNotFoundError."""
         ...
 
-    def change_counts(self, newest: int | None = None) -> Mapping[str, tuple[int, int, int]]:
-        """Count the inodes (added, modified, removed) of each snapshot against the one before it, by name.
-
-        `newest`: only of so many snapshots, the newest ones.
-        """
-        ...
-
     def drop_snapshot(self, name: str) -> None:
         """Drop snapshot `name`; others are not affected, open trees stay readable.  SnapshotNotFoundError."""
         ...

@@ -7,10 +7,11 @@ git does).  What a patch cannot carry is reported as `Uncarried`, and named in a
 - fifos, sockets and devices; files over `BINARY_LIMIT_BYTES`; files that cannot be read;
 - paths that git rejects (`is_refused_by_git`), unless requested;
 - entries that would replace one of these, or lie below it;
-- directories that are empty on the side where they exist.
+- directories that are empty on the side where they exist;
+- which names are names of one file (hard links): the content of each name is carried.
 
-Not carried and not reported, because git does not record them: owner, mtime, xattrs, hard links, permissions except
-the owner's execute bit, and metadata of directories.
+Not carried and not reported, because git does not record them: owner, mtime, xattrs, permissions except the owner's
+execute bit, and metadata of directories.
 
 Limits of the tools themselves: `git apply` refuses patches over 1,023 MiB; GNU patch (2.7.6) skips binary hunks and
 exits with status 1, and cannot make a file or symlink of a directory, or the reverse, in one run; both remove
@@ -247,6 +248,9 @@ class _Writer:
     def add(self, change: Change) -> None:
         if self._is_refused(change):
             return
+        if change.has_other_links:
+            other, word = (change.linked, "a") if change.linked is not None else (change.unlinked, "no longer a")
+            self._report(change.path, f"{word} hard link to {_quoted(other or b'').decode()}", is_usual=True)
         if change.kind == "metadata":
             self._write_mode(change)
             return

@@ -11,7 +11,7 @@ execute one by one:
 4. "metadata" of directories, the deepest first, because every change in a directory moves its mtime.
 
 Paths that are equal get no step.  A file keeps its inode ("write", "metadata") only if all its other names become
-names of the same wanted file; otherwise "put" replaces it, so that no other name changes with it.
+names of the same wanted file, and are planned; otherwise "put" replaces it, so that no other name changes with it.
 
 A target implements `Target`; `execute` calls it.  Each target documents what it guarantees for one step (atomic
 replacement, a check that nothing has changed since the plan was made, staging of content).
@@ -24,7 +24,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from protocol.diff.tree_diff import ChangeKind, Comparison, compare, entry_or_none, is_at_or_below, is_below
+from protocol.diff.tree_diff import ChangeKind, Comparison, compare, entry_or_none, has_links, is_at_or_below, is_below
 from protocol.tree import Tree, TreeEntry
 
 StepKind: TypeAlias = Literal["remove", "directory", "put", "write", "link", "metadata"]
@@ -109,7 +109,7 @@ def plan(
     FileNotFoundError for a path that is in neither tree.
     """
     found = list(_relevant(compare(live, wanted, paths=paths), links=links))
-    if links and any(_has_links(one.old) or _has_links(one.new) for one in found):
+    if links and any(has_links(one.old) or has_links(one.new) for one in found):
         # `Tree.touched` need not name paths whose only difference is which of them are names of one file.
         found = list(_relevant(compare(live, wanted, paths=paths, every_path=True), links=True))
     names = (live.walk(), wanted.walk()) if links else ((), ())
@@ -137,7 +137,7 @@ def _relevant(compared: Iterable[Comparison], *, links: bool) -> Iterator[Compar
     for one in compared:
         old, new = one.old, one.new
         moved_mtime = old is not None and new is not None and old.mtime_ns != new.mtime_ns
-        if one.kind is not None or moved_mtime or (links and (_has_links(old) or _has_links(new))):
+        if one.kind is not None or moved_mtime or (links and (has_links(old) or has_links(new))):
             yield one
 
 
@@ -153,8 +153,8 @@ class _Plan:
 
     def __post_init__(self) -> None:
         self._comparisons = {one.path: one for one in self.found}
-        has_links = any(_has_links(one.old) or _has_links(one.new) for one in self.found)
-        self._live_names, self._wanted_names = map(_names, self.entries) if has_links else ({}, {})
+        is_linked = any(has_links(one.old) or has_links(one.new) for one in self.found)
+        self._live_names, self._wanted_names = map(_names, self.entries) if is_linked else ({}, {})
         self._kept: dict[int, tuple[bytes, TreeEntry | None]] = {}  # wanted inode -> the name that the others link to
 
     def steps(self) -> list[Step]:
@@ -203,9 +203,9 @@ class _Plan:
         if new.is_dir:
             return Step("directory", one.path, old, new, one.kind) if one.kind in {"added", "type"} else None
         change = one.kind or "metadata"
-        names = self._wanted_names.get(new.inode, []) if _has_links(new) else []
+        names = self._wanted_names.get(new.inode, []) if has_links(new) else []
         if old is not None and one.kind is None:
-            present = self._live_names.get(old.inode, []) if _has_links(old) else []
+            present = self._live_names.get(old.inode, []) if has_links(old) else []
             if (present or [one.path]) == (names or [one.path]):
                 return None
         if len(names) > 1:
@@ -224,15 +224,13 @@ class _Plan:
         """The name that further names of the wanted file `new` link to, and its present entry if it keeps its inode.
 
         That is a name that has the right content already, if there is one; else the first one in the plan.  Names
-        that the plan leaves alone come first, because no step could link them; names outside `paths` come last.
+        that the plan leaves alone and those outside `paths` come first, because no step could link them.
         """
         found = self._kept.get(new.inode)
         if found is None:
             planned = [name for name in names if name in self._comparisons]
             others = [name for name in names if name not in self._comparisons]
-            left_alone = [name for name in others if self._is_planned(name)]
-            outside = [name for name in others if not self._is_planned(name)]
-            found = next(filter(None, map(self._in_place, [*left_alone, *planned, *outside])), None)
+            found = next(filter(None, map(self._in_place, [*others, *planned])), None)
             if found is None:
                 found = (planned[0], None)  # a "write" may replace the inode: the others are linked anew
             self._kept[new.inode] = found
@@ -246,9 +244,12 @@ class _Plan:
         old = entry_or_none(self.live, path)
         if old is None:
             return None
-        if path not in self._comparisons:  # stays as it is; names that must not share its inode are put anew
+        if path not in self._comparisons:  # stays as it is; planned names that must not share its inode are put anew
             one = next(compare(self.live, self.wanted, paths=[path], every_path=True))
-            return (path, old) if one.kind is None else None
+            shared = self._live_names.get(old.inode, []) if one.new is not None else []
+            names = self._wanted_names.get(one.new.inode, []) if one.new is not None else []
+            is_usable = all(name == path or name in names or self._is_planned(name) for name in shared)
+            return (path, old) if one.kind is None and is_usable else None
         one = self._comparisons[path]
         if one.new is None or one.kind not in {None, "metadata"}:
             return None
@@ -259,11 +260,15 @@ class _Plan:
         old, new = one.old, one.new
         if old is None or new is None or one.kind in {"added", "type"} or old.rdev != new.rdev:
             return False
-        if not _has_links(old):
+        if not has_links(old):
             return True
         present = self._live_names.get(old.inode, [])
+        # Names outside of `paths` can share it only if nothing of it changes.
         return old.nlink <= len(present) and all(
-            name == one.path or name in names or self._is_removed(name) for name in present
+            name == one.path
+            or (name in names and (one.kind is None or self._is_planned(name)))
+            or self._is_removed(name)
+            for name in present
         )
 
     def _is_removed(self, path: bytes) -> bool:
@@ -288,14 +293,10 @@ class _Plan:
         return entry is not None and entry.is_dir
 
 
-def _has_links(entry: TreeEntry | None) -> bool:
-    return entry is not None and entry.nlink > 1 and entry.inode != 0 and not entry.is_dir
-
-
 def _names(entries: Iterable[TreeEntry]) -> dict[int, list[bytes]]:
     """The paths of each file that has several, by inode number."""
     found: dict[int, list[bytes]] = {}
     for entry in entries:
-        if _has_links(entry):
+        if has_links(entry):
             found.setdefault(entry.inode, []).append(entry.path)
     return found

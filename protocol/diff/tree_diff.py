@@ -9,6 +9,7 @@ Memory does not grow with the trees or the files: both sides are streamed, and n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from bisect import bisect_right
@@ -19,7 +20,7 @@ from stat import S_IFMT
 from typing import Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 from protocol.errors import os_error
-from protocol.tree import Tree, TreeEntry, unfiltered
+from protocol.tree import Filtered, Tree, TreeEntry, unfiltered
 from protocol.types import ChangeCounts
 from protocol.values import Value
 
@@ -31,16 +32,26 @@ class Change(Value):
     """One path that differs; `old` is None if it was added, `new` if it was removed.
 
     `kind` is the first of these that applies: "added", "removed"; "type" (a file became a directory, ...); "modified"
-    (a file's content, a symlink's target or a device's number); "metadata" (mode, owner, group, xattrs or mtime).
+    (a file's content, a symlink's target or a device's number); "metadata" (mode, owner, group, xattrs or mtime, or the
+    other names of a file).
 
     A directory's mtime does not count, because adding a file changes it; the mtime of anything else does, as
-    "metadata".  Link counts and inode numbers never count.
+    "metadata".  Link counts and inode numbers never count, but hard links do: if the path became a name of another
+    file, `linked` is the first name of that file; if it is no longer a name of its old file, `unlinked` is the first
+    name of that.  Names that only one of the trees has change nothing for the others.
     """
 
     path: bytes
     kind: ChangeKind
     old: TreeEntry | None
     new: TreeEntry | None
+    linked: bytes | None = None
+    unlinked: bytes | None = None
+
+    @property
+    def has_other_links(self) -> bool:
+        """Whether the path became, or is no longer, a name of another file."""
+        return self.linked is not None or self.unlinked is not None
 
 
 @runtime_checkable
@@ -99,7 +110,15 @@ def changes(
     `keep_going` is called for each path that is compared, changed or not, and each piece of content that is read; an
     exception that it raises ends the work.
     """
-    return _only_changes(compare(old, new, paths=paths, contents=contents, keep_going=keep_going))
+    compared = compare(old, new, paths=paths, contents=contents, keep_going=keep_going)
+    return linked_changes(old, new, compared, keep_going)
+
+
+def linked_changes(
+    old: Tree, new: Tree, compared: Iterable[Comparison], keep_going: Callable[[], None] = _nothing
+) -> Iterator[Change]:
+    """Yield those of the comparisons that are changes, in content, metadata or hard links."""
+    return _Links(old, new, keep_going).changes(compared)
 
 
 def compare(
@@ -111,7 +130,7 @@ def compare(
     every_path: bool = False,
     keep_going: Callable[[], None] = _nothing,
 ) -> Iterator[Comparison]:
-    """Compare the entries of two trees; parameters, order and errors as in `changes`.
+    """Compare the entries of two trees, without hard links; parameters, order and errors as in `changes`.
 
     If `new.touched(old)` names the candidates, yields only these, unless `every_path`; else walks both trees and
     yields every path.
@@ -142,8 +161,99 @@ def candidate_pairs(
     )
 
 
-def _only_changes(compared: Iterable[Comparison]) -> Iterator[Change]:
-    return (Change(one.path, one.kind, one.old, one.new) for one in compared if one.kind is not None)
+# --- hard links ---------------------------------------------------------------------------------------------
+
+
+def has_links(entry: TreeEntry | None) -> bool:
+    """Whether the entry is a file that has several names."""
+    return entry is not None and entry.nlink > 1 and entry.inode != 0 and not entry.is_dir
+
+
+@runtime_checkable
+class NamesFiles(Protocol):
+    """A tree that knows all names of a file without a walk."""
+
+    def names_of(self, inode: int) -> list[bytes]:
+        """The paths of the file with this inode number; none if there is no such file."""
+        ...
+
+
+class LinkedFiles:
+    """The names of the files of `tree` that have several.  If the tree does not know them, walks it, once."""
+
+    def __init__(self, tree: Tree, keep_going: Callable[[], None]) -> None:
+        self._tree = tree
+        self._keep_going = keep_going
+        self._walked: dict[int, list[bytes]] | None = None
+
+    def names_of(self, inode: int) -> list[bytes]:
+        """The paths of the file with this inode number."""
+        whole = self._tree
+        while isinstance(whole, Filtered):
+            whole = whole.unfiltered
+        if isinstance(whole, NamesFiles):
+            names = whole.names_of(inode)
+            return names if whole is self._tree else [name for name in names if entry_or_none(self._tree, name)]
+        if self._walked is None:
+            self._walked = {}
+            with contextlib.suppress(OSError):  # a part that cannot be read, where no names are found
+                for entry in self._tree.walk():
+                    self._keep_going()
+                    if has_links(entry):
+                        self._walked.setdefault(entry.inode, []).append(entry.path)
+        return self._walked.get(inode, [])
+
+
+class _Links:
+    """Finds the paths that have become names of another file.
+
+    Two states have the same hard links if the first name of each path's file is the same, among the names that both
+    have.  Each of these names is looked up once.
+    """
+
+    def __init__(self, old: Tree, new: Tree, keep_going: Callable[[], None]) -> None:
+        self._trees = old, new
+        self._files = LinkedFiles(old, keep_going), LinkedFiles(new, keep_going)
+        self._first: tuple[dict[int, bytes], dict[int, bytes]] = {}, {}
+
+    def changes(self, compared: Iterable[Comparison]) -> Iterator[Change]:
+        """See `linked_changes`."""
+        for one in compared:
+            left, right = one.old, one.new
+            if has_links(left) or has_links(right):
+                linked, unlinked = self._links(left, right)
+                if one.kind is not None or linked is not None or unlinked is not None:
+                    yield Change(one.path, one.kind or "metadata", left, right, linked, unlinked)
+            elif one.kind is not None:
+                yield Change(one.path, one.kind, left, right)
+
+    def _links(self, left: TreeEntry | None, right: TreeEntry | None) -> tuple[bytes | None, bytes | None]:
+        """`Change.linked` and `Change.unlinked`."""
+        if right is None or right.is_dir:
+            return None, None
+        now = self._first_name(1, right)
+        if left is None or left.is_dir:
+            return (None if now == right.path else now), None
+        before = self._first_name(0, left)
+        if now == before:
+            return None, None
+        return (None if now == right.path else now), (None if before == right.path else before)
+
+    def _first_name(self, which: int, entry: TreeEntry) -> bytes:
+        """The first name of a file in one of the trees, of those that the other tree has too, if there is one."""
+        if not has_links(entry):
+            return entry.path
+        found = self._first[which].get(entry.inode)
+        if found is None:
+            names = self._files[which].names_of(entry.inode) or [entry.path]
+            common = [name for name in names if _is_leaf(self._trees[1 - which], name)]
+            found = self._first[which][entry.inode] = min(common or names, key=walk_order)
+        return found
+
+
+def _is_leaf(tree: Tree, path: bytes) -> bool:
+    entry = entry_or_none(tree, path)
+    return entry is not None and not entry.is_dir
 
 
 @runtime_checkable
@@ -164,6 +274,7 @@ def summary(
     an exception that it raises ends the work.
     """
     touched = new.touched(old)
+    links = _Links(old, new, keep_going)
     first: list[Change] = []
     added = modified = removed = 0
     walked: bytes | None = None
@@ -178,7 +289,7 @@ def summary(
         if touched is None or not is_same_inode(left, right):
             walked = path
             pairs = _merged_walk(old, new, path)
-        found = _only_changes(compare_pairs(old, new, pairs, contents=contents, keep_going=keep_going))
+        found = links.changes(compare_pairs(old, new, pairs, contents=contents, keep_going=keep_going))
         only: object = new if left is None else old if right is None else None
         if isinstance(only, Counted):
             first += islice(found, most - len(first))

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
-from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Literal, TypeAlias
 
-from protocol.diff.tree_diff import entry_or_none
+from protocol.diff.tree_diff import LinkedFiles, entry_or_none, has_links
 from protocol.merge.sides import Trees
 from protocol.tree import Tree, TreeEntry
 
 Which: TypeAlias = Literal["base", "ours", "theirs"]
 WHICH: Final[tuple[Which, ...]] = ("base", "ours", "theirs")
-
-
-@runtime_checkable
-class NamesFiles(Protocol):
-    """A tree that knows all names of a file without a walk."""
-
-    def names_of(self, inode: int) -> list[bytes]:
-        """The paths of the file with this inode number; none if there is no such file."""
-        ...
-
-
-def has_links(entry: TreeEntry | None) -> bool:
-    """Whether the entry is a file that has several names."""
-    return entry is not None and entry.nlink > 1 and entry.inode != 0 and not entry.is_dir
 
 
 class FileNames:
@@ -34,7 +20,7 @@ class FileNames:
     def __init__(self, trees: Trees) -> None:
         self._trees = trees
         self._by_name: dict[Which, Tree] = {"base": trees.base, "ours": trees.ours, "theirs": trees.theirs}
-        self._walked: dict[Which, dict[int, list[bytes]]] = {}
+        self._files = {which: LinkedFiles(tree, trees.keep_going) for which, tree in self._by_name.items()}
         self._counts: Counter[tuple[Which, int]] = Counter()  # names that were found
         self._asked: set[tuple[Which, int]] = set()
         self.entries: dict[bytes, dict[Which, TreeEntry | None]] = {}
@@ -65,13 +51,4 @@ class FileNames:
 
     def names_of(self, which: Which, inode: int) -> list[bytes]:
         """The paths of a file with several names in one of the trees."""
-        tree = self._by_name[which]
-        if isinstance(tree, NamesFiles):
-            return tree.names_of(inode)
-        if which not in self._walked:
-            found = self._walked[which] = defaultdict(list)
-            for entry in tree.walk():
-                self._trees.keep_going()
-                if has_links(entry):
-                    found[entry.inode].append(entry.path)
-        return self._walked[which].get(inode, [])
+        return self._files[which].names_of(inode)

@@ -17,8 +17,8 @@ from typing import Final
 
 import msgspec
 
-from protocol.diff.tree_diff import is_at_or_below
-from protocol.merge.file_names import WHICH, FileNames, Which, has_links
+from protocol.diff.tree_diff import has_links, is_at_or_below
+from protocol.merge.file_names import WHICH, FileNames, Which
 from protocol.merge.merged_tree import Node, foreign
 from protocol.merge.outcome import Conflict, Policy, names_shown
 from protocol.merge.sides import Trees, metadata_of, type_of

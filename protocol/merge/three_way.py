@@ -27,6 +27,7 @@ from protocol.diff.tree_diff import (
     candidate_pairs,
     compare_pairs,
     entry_or_none,
+    has_links,
     is_at_or_below,
     is_below,
     outermost,
@@ -34,7 +35,7 @@ from protocol.diff.tree_diff import (
 )
 from protocol.errors import os_error
 from protocol.merge.contents import Contents
-from protocol.merge.file_names import FileNames, has_links
+from protocol.merge.file_names import FileNames
 from protocol.merge.links import merge_links
 from protocol.merge.merged_tree import MergedTree, Node, foreign, joined
 from protocol.merge.outcome import KEPT_SUFFIX, Conflict, ConflictReason, Merge, Policy

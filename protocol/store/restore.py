@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from protocol.diff.plan import Step, execute, plan_comparisons
-from protocol.diff.tree_diff import Change, Pair, compare_pairs, is_at_or_below, outermost
+from protocol.diff.tree_diff import Change, Pair, compare_pairs, is_at_or_below, linked_changes, outermost
 from protocol.errors import os_error
 from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarget
 from protocol.store.format.layout import NO_SPACE
@@ -76,16 +77,28 @@ class RestoreRequest:
 class Plan:
     """All steps, in the order of `protocol.diff.plan`, and the paths that are left alone.
 
-    `live` is the state that the plan starts from.
+    `live` is the state that the plan starts from.  `found` are the changes that `protocol.diff.tree_diff.changes`
+    finds, and `only_links` the paths that differ in nothing but hard links, which need not be the paths of the steps.
     """
 
     steps: list[Step]
     problems: list[Problem]
     live: MerkleTree
+    found: Mapping[bytes, Change]
+    only_links: AbstractSet[bytes]
 
     def changes(self) -> list[Change]:
-        """The changes in the order of `protocol.diff.tree_diff.changes`, which ignores a directory's mtime."""
-        return _sorted(Change(step.path, step.change, step.old, step.new) for step in self.steps if step.change)
+        """The changed paths in the order of `protocol.diff.tree_diff.changes`, which ignores a directory's mtime."""
+        return _sorted(
+            self.found.get(step.path) or Change(step.path, step.change, step.old, step.new)
+            for step in self.steps
+            if step.change
+        )
+
+    def reported(self, done: AbstractSet[bytes]) -> list[Change]:
+        """The changes that a comparison finds after the steps of the paths `done`."""
+        of_steps = [change for change in self.changes() if change.path in done - self.only_links]
+        return _sorted([*of_steps, *(self.found[path] for path in self.only_links & self.found.keys())])
 
     def touched(self) -> list[Change]:
         """The directories that get only another mtime, as "metadata" changes."""
@@ -131,7 +144,9 @@ def plan(live: MerkleTree, wanted: MerkleTree, request: RestoreRequest) -> Plan:
     found = list(compare_pairs(live, wanted, pairs))
     entries = (_readable_entries(live), _readable_entries(wanted))
     paths = request.paths or directories or ()
-    return Plan(plan_comparisons(found, live, wanted, entries, paths=paths, remove=request.remove), problems, live)
+    steps = plan_comparisons(found, live, wanted, entries, paths=paths, remove=request.remove)
+    changed = {change.path: change for change in linked_changes(live, wanted, found)}
+    return Plan(steps, problems, live, changed, {one.path for one in found if one.kind is None})
 
 
 def _order(pair: Pair) -> list[bytes]:
@@ -221,7 +236,7 @@ class RestoreRun:
                 done.add(step.path)
                 self.progress(len(done), total)
         problems = sorted(self._problems, key=lambda problem: problem.path.split(b"/"))
-        return [change for change in self.plan.changes() if change.path in done], problems
+        return self.plan.reported(done), problems
 
     def _is_skipped(self, path: bytes) -> bool:
         return bool(self._skipped) and is_at_or_below(path, self._skipped)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.diff.tree_diff import changes
@@ -196,21 +196,6 @@ class OverlayMachine(MemoryMachine):
         self.volume.take_snapshot(tag)
         self.model.snapshots[tag] = copy.deepcopy(self.model.root)
 
-    @rule()
-    @precondition(lambda self: self.model.snapshots)
-    def change_counts(self) -> None:
-        counts = self.volume.change_counts()
-        infos = self.volume.snapshots()
-        for newest in (0, 1, 2, len(infos), len(infos) + 1):
-            some = infos[max(0, len(infos) - newest) :]
-            assert self.volume.change_counts(newest) == {info.name: counts[info.name] for info in some}
-        old = self.facts(self.base)
-        for info in infos:
-            new = self.facts(self.model.snapshots[info.name])
-            modified = sum(old[number] != new[number] for number in old.keys() & new.keys())
-            assert counts[info.name] == (len(new.keys() - old.keys()), modified, len(old.keys() - new.keys()))
-            old = new
-
     # -- what only an overlay can do -----------------------------------------------------------------
     @rule()
     def discard(self) -> None:
@@ -222,16 +207,7 @@ class OverlayMachine(MemoryMachine):
 
     @rule(paths=scopes)
     def discard_paths(self, paths: list[bytes]) -> None:
-        then = groups(self.base)
-        trial = self.trial()
-        live = {node.number: node for node in trial.nodes()}
-
-        def same(like: Node) -> Node | None:
-            node = live.get(like.number)
-            now = groups(trial.root).get(node, []) if node is not None else []
-            return node if set(now) & set(then[like]) else None
-
-        self.put(trial, lambda: self.volume.discard(paths), self.base, paths, True, same, own=True)
+        self.put_back(lambda: self.volume.discard(paths), self.base, paths)
 
     @rule(contents=st.booleans())
     def diff_with_below(self, contents: bool) -> None:

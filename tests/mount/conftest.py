@@ -37,7 +37,7 @@ LAYER_MODULES = frozenset({"test_semantics_files"})  # run in OVER_LAYERS in eve
 # run on the native engine, and on pyfuse3 with --runs-long and where a test is marked `both_engines`.
 ONE_ENGINE_MODULES = frozenset(
     {
-        "test_archive_live", "test_audit", "test_control_live", "test_fs_live", "test_host_backend",
+        "test_archive_live", "test_audit", "test_control_live", "test_fs_live", "test_hard_links", "test_host_backend",
         "test_host_snapshots", "test_interrupts_live", "test_json_documents", "test_lazy_resume", "test_long_paths",
         "test_overlay_backend", "test_snapshot_directory", "test_third_party_volume", "test_undo",
     }

@@ -99,7 +99,8 @@ def diff_command(
     A defaults to the newest snapshot (in an overlay without snapshots, to the directory below it), B to the live state.
     Each line is a letter and a path:
     A added, M modified, D removed, T another type (a file became a symlink, for example), m metadata only (mode,
-    owner, time, extended attributes).
+    owner, time, extended attributes, hard links).  A path that became a name of another file, or is no longer one, has
+    that name after it: "m b (hard link to a)".
 
     With --against, the changes lead from this workspace to FORK, which is the name of a running workspace or a path in
     it: a fork of this workspace, its source, or another fork of the same source.
@@ -112,8 +113,8 @@ def diff_command(
 
     `git apply` of a patch turns state A into state B.  Comment lines in the patch, and standard error, name the changes
     that are missing from it: special files, files over 256 MiB and names that git rejects (exit status 1); empty
-    directories and the content of .git, which git ignores (exit status 0).  A patch never contains owners, times,
-    extended attributes, or mode bits other than the owner's execute bit.
+    directories, hard links and the content of .git, which git ignores (exit status 0).  A patch never contains owners,
+    times, extended attributes, or mode bits other than the owner's execute bit.
     """
     modes = [mode for mode, is_given in (("stat", stat), ("patch", patch), ("names", names)) if is_given]
     if len(modes) > 1:

@@ -188,7 +188,9 @@ def _rows(call: BegunCall, command: str, options: dict[str, str], members: dict[
         return None
     if command == "diff":
         streamed = call.output()
-        return None if streamed is None else [[_change(json.loads(line))] for line in streamed.split(b"\n")[:-1]]
+        changes = [] if streamed is None else [json.loads(line) for line in streamed.split(b"\n")[:-1]]
+        has_links = any("linked_to" in change or "unlinked_from" in change for change in changes)
+        return None if streamed is None or has_links else [[_change(change)] for change in changes]
     if command == "status":
         status: Any = _Fields(members)
         return [[heading, "-" if cell is None else str(cell)] for heading, _, cell in wording.status_rows(status)]

@@ -40,7 +40,15 @@ def _paths(wire: Iterable[str]) -> tuple[str, ...]:
 
 def _changes(records: Iterable[ChangeRecord]) -> tuple[results.Change, ...]:
     return tuple(
-        results.Change(_path(record.path), record.change, record.type, record.old_size, record.new_size)
+        results.Change(
+            _path(record.path),
+            record.change,
+            record.type,
+            record.old_size,
+            record.new_size,
+            None if record.linked_to is None else _path(record.linked_to),
+            None if record.unlinked_from is None else _path(record.unlinked_from),
+        )
         for record in records
     )
 

@@ -23,8 +23,11 @@ FileKind = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
 class Change:
     """One path that differs.
 
-    "type" means that a file became a directory, for example; "metadata" that only mode, owner, time or xattrs differ.
-    A size is None on the side on which the path does not exist or is not a regular file.
+    "type" means that a file became a directory, for example; "metadata" that only mode, owner, time, xattrs or hard
+    links differ.  A size is None on the side on which the path does not exist or is not a regular file.
+
+    `linked_to`: the path became a name of the file that has this name, too (a hard link).  `unlinked_from`: it is no
+    longer a name of the file that has, or had, this name.
     """
 
     path: str
@@ -32,6 +35,8 @@ class Change:
     type: FileKind
     old_size: int | None = None
     new_size: int | None = None
+    linked_to: str | None = None
+    unlinked_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

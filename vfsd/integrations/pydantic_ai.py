@@ -50,6 +50,7 @@ from vfsd.client.threads import abandon, finish
 from vfsd.client.workspace import launch_workspace
 from vfsd.integrations.files import files_of, shell_status
 from vfsd.machine.runtime import read_record
+from vfsd.machine.text import link_note
 
 T = TypeVar("T")
 
@@ -307,7 +308,10 @@ def snapshot_toolset(backend: VfsdBackend) -> FunctionToolset[Any]:
             name: The name of the snapshot.
         """
         with_names = await _or_retry((await backend.workspace()).diff(name))
-        lines = [f"{change.change} {change.path}" for change in with_names.changes[:_CHANGES]]
+        lines = [
+            f"{change.change} {change.path}{link_note(change.linked_to, change.unlinked_from)}"
+            for change in with_names.changes[:_CHANGES]
+        ]
         more = len(with_names.changes) - _CHANGES
         return "\n".join([*lines, *([f"... and {more} more"] if more > 0 else [])]) or "no changes"
 

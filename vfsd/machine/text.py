@@ -19,6 +19,13 @@ def show_path(path: str) -> str:
     return _CONTROL.sub(escape, path)
 
 
+def link_note(linked_to: str | None, unlinked_from: str | None) -> str:
+    """Say after a path of which file it became a name, or else of which it is no longer a name; "" if neither."""
+    if linked_to is not None:
+        return f" (hard link to {show_path(linked_to)})"
+    return "" if unlinked_from is None else f" (no longer a hard link to {show_path(unlinked_from)})"
+
+
 def human_size(size_bytes: int) -> str:
     """Format a size: 512 B, 1.5 KiB, 20 MiB, ..."""
     if size_bytes < 1024:

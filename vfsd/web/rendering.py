@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 import vfsd
-from vfsd.machine.text import counted, human_size, show_path
+from vfsd.machine.text import counted, human_size, link_note, show_path
 from vfsd.web.access import Credentials
 
 # Controls other than tab and newline, and what changes the direction of text (Unicode Standard Annex 9).
@@ -62,6 +62,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     made.filters.update(name=show_path, visible=visible, size=human_size, time=local_time)
+    made.filters["link_note"] = lambda change: link_note(change.linked_to, change.unlinked_from)
     made.globals.update(href=href, api=api, counted=counted, crumbs=crumbs, version=vfsd.__version__)
     return made
 

@@ -48,7 +48,11 @@ class ExpiredRecord(msgspec.Struct):
 
 
 class ChangeRecord(msgspec.Struct, omit_defaults=True):
-    """One path that differs.  `lines_added` and `lines_removed` are set in mode "stat" for text files."""
+    """One path that differs.  `lines_added` and `lines_removed` are set in mode "stat" for text files.
+
+    `linked_to`: the path became a name of the file that has this name, too (a hard link).  `unlinked_from`: it is no
+    longer a name of the file that has, or had, this name.
+    """
 
     path: str
     change: Literal["added", "modified", "removed", "type", "metadata"]
@@ -58,3 +62,5 @@ class ChangeRecord(msgspec.Struct, omit_defaults=True):
     lines_added: int | None = None
     lines_removed: int | None = None
     binary: bool = False
+    linked_to: str | None = None
+    unlinked_from: str | None = None

@@ -140,7 +140,6 @@ class MemoryVolume:
         self.snapshot = history.snapshot
         self.restore_snapshot = history.restore_snapshot
         self.drop_snapshot = history.drop_snapshot
-        self.change_counts = history.change_counts
         self.tree = history.tree
         self.changes = history.changes
         self.import_tree = history.import_tree

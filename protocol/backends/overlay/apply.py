@@ -40,11 +40,19 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
-from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.inode import OverlayInode, lower_files
 from protocol.backends.overlay.intent_log import ApplyIntentLog, Recovered, has_intent_log, intent_log
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, identity, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place, set_attributes
-from protocol.diff.tree_diff import Change, changes, entry_or_none, is_at_or_below, is_below, walk_order
+from protocol.diff.tree_diff import (
+    Change,
+    changes,
+    entry_or_none,
+    has_links,
+    is_at_or_below,
+    is_below,
+    walk_order,
+)
 from protocol.linux.portable import Handle
 from protocol.linux.syscalls import syncfs
 from protocol.merge.git import has_nothing_staged
@@ -73,6 +81,7 @@ class Applied:
 
     changes: list[Change] = field(default_factory=list)
     parents: set[bytes] = field(default_factory=set)  # new directories that are written without everything below them
+    names: set[bytes] = field(default_factory=set)  # all names, of the files that were written, that are as in `live`
     conflicts: list[ApplyConflict] = field(default_factory=list)
     problems: list[ApplyConflict] = field(default_factory=list)  # left out although `force` is set
     identities: _Identities = field(default_factory=dict)  # by path, of the paths that were written
@@ -111,6 +120,7 @@ class OverlayApply:
         self._base = base
         self._live = live
         self._paths = paths
+        self._scopes = frozenset(paths)
         self._identities = dict(volume.identities)  # those that earlier runs left, by path
         self._force = force
         self._dry_run = dry_run
@@ -118,6 +128,7 @@ class OverlayApply:
         self._changed: set[bytes] = set()
         self._expectations: _Identities = {}
         self._done: set[bytes] = set()
+        self._in_place: set[bytes] = set()  # files below that only get other attributes
         # The inodes whose ctime this run changes, with their identity before.
         self._touched: dict[tuple[int, int], tuple[Handle, Identity]] = {}
         self._times: dict[tuple[int, int], int] = {}  # the mtime that this run gives to an inode
@@ -146,37 +157,35 @@ class OverlayApply:
         return result
 
     def _completed(self, found: Sequence[Change], result: Applied) -> list[Change]:
-        """Add the changes that those of the named paths need: new directories above them, and other names of a file.
+        """Add the new directories above the named paths.
 
-        A hard-linked file that was written under one of its names only would be two files below, and the base, which
-        has one inode, could not represent that.  NotADirectoryError if a file below must be replaced by a directory
-        that is not named.
+        NotADirectoryError if a file below must be replaced by a directory that is not named.
         """
         every = {change.path: change for change in changes(self._base, self._live, keep_going=self._keep_going)}
         chosen = {change.path for change in found}
-        todo = list(found)
-        while todo:
-            change = todo.pop()
-            if change.new is None:
-                continue
-            needed = set() if change.new.is_dir else set(self._live.paths(self._live.find(change.path)))
-            parts = change.path.split(b"/")
+        for change in found:
+            parts = change.path.split(b"/") if change.new is not None else []
             for above in (b"/".join(parts[:end]) for end in range(1, len(parts))):
                 if above not in every or above in chosen:
                     continue
                 old = every[above].old
                 if old is None:
-                    needed.add(above)
+                    chosen.add(above)
                     result.parents.add(above)
                 elif not old.is_dir:
                     reason = f"not a directory below the overlay; apply it together with {os.fsdecode(change.path)!r}"
                     raise NotADirectoryError(errno.ENOTDIR, reason, os.fsdecode(above))
-            for path in (needed & every.keys()) - chosen:
-                chosen.add(path)
-                todo.append(every[path])
         return [change for change in every.values() if change.path in chosen]
 
     def finish(self, result: Applied) -> None:
+        pending = self._changed - {change.path for change in result.changes}
+        for change in result.changes:
+            if change.new is not None and has_links(change.new):
+                result.names.update(name for name in self._live.names_of(change.new.inode) if name not in pending)
+        for name in result.names.difference(result.identities):
+            expected = self._expected(name)
+            if expected is not None:
+                result.identities[name] = expected
         self._volume.applied(self._live, result)
         if not (self._paths or result.error or result.repositories):
             self._volume.mark_saved(self._live)
@@ -257,10 +266,7 @@ class OverlayApply:
         if change.new is None or not change.new.is_file or change.path in self._done:
             return False
         content = self._live.find(change.path).content
-        there = self._stat(change.path)
-        if not isinstance(content, LowerContent) or not content.needs_lower:
-            return False
-        if there is not None and self._is_same_file(change, there):
+        if not isinstance(content, LowerContent) or not content.needs_lower or self._is_same_file(change):
             return False
         try:
             next(content.lower.ranges(0, content.limit), None)
@@ -380,11 +386,19 @@ class OverlayApply:
             return False
         if new.is_dir:
             return True
+        if change.has_other_links and change.old is not None and not self._has_links(change, there):
+            return False
         if there.st_mtime_ns != new.mtime_ns or there.st_rdev != new.rdev:
             return False
         if new.is_symlink:
             return self._lower.readlink(change.path) == new.target
         return not new.is_file or (there.st_size == new.size and self._has_content(change.path))
+
+    def _has_links(self, change: Change, there: os.stat_result) -> bool:
+        """Return whether it is a name of the file that it was linked with, or no longer one of its old file."""
+        other = self._stat(change.linked or change.unlinked or b"")
+        is_same = other is not None and (other.st_dev, other.st_ino) == (there.st_dev, there.st_ino)
+        return is_same == (change.linked is not None)
 
     def _has_content(self, path: bytes) -> bool:
         directory, name = place(self._root, path)
@@ -400,6 +414,7 @@ class OverlayApply:
         # All changes, not only those that this run writes.
         self._changed = {change.path for change in changes(self._base, self._live)}
         todo = [change for change in found if change.path not in self._done]
+        self._in_place = {change.path for change in todo if self._is_same_file(change)}
         try:
             plan = list(self._plan(todo, begun))
             self._sync_staged()
@@ -455,19 +470,23 @@ class OverlayApply:
             self._check_again(change, there)
         if new.is_dir:
             yield Step("directory", change.path, seen)
-        elif there is not None and self._is_same_file(change, there):
+        elif change.path in self._in_place:
             yield Step("attributes", change.path, seen, attributes=new)
         else:
             if there is not None and stat.S_ISDIR(there.st_mode):
                 yield from self._removals(list(changes(self._base, self._live, paths=[change.path]))[1:])
             yield Step("leaf", change.path, seen, self._stage(new, begun))
 
-    def _is_same_file(self, change: Change, there: os.stat_result) -> bool:
-        """Return whether only attributes differ, and all names of the file get them."""
-        if change.kind != "metadata" or change.old is None or change.new is None:
+    def _is_same_file(self, change: Change) -> bool:
+        """Return whether only attributes differ, and all names of the file get them and are among the named paths."""
+        old, new, there = change.old, change.new, self._stat(change.path)
+        if change.kind != "metadata" or change.has_other_links or old is None or new is None or there is None:
             return False
-        names = self._live.paths(self._live.find(change.path))
-        return change.old.inode == change.new.inode and there.st_nlink in (1, len(names))
+        names = self._live.names_of(new.inode)
+        every = (*names, *self._base.names_of(old.inode))
+        if self._paths and not all(is_at_or_below(name, self._scopes) for name in every):
+            return False
+        return old.inode == new.inode and there.st_nlink in (1, len(names)) and not stat.S_ISDIR(there.st_mode)
 
     def _check_again(self, change: Change, there: os.stat_result) -> None:
         """Raise ChangedBelowError if the path was changed since the check for conflicts."""
@@ -487,7 +506,8 @@ class OverlayApply:
         if new.nlink < 2:
             return False
         for other in self._live.paths(self._live.find(new.path)):
-            if other == new.path or (other in self._changed and other not in self._done and other not in self._staged):
+            is_ready = other in self._done or other in self._staged or other in self._in_place
+            if other == new.path or (other in self._changed and not is_ready):
                 continue
             if other not in self._staged and other not in self._done and not self._has_expected(other):
                 continue
@@ -539,12 +559,11 @@ class OverlayApply:
         if change.old is None or not change.old.is_file:
             return
         there = self._stat(change.path)
-        if there is None or self._is_same_file(change, there):
+        if there is None or change.path in self._in_place:
             return
-        version = self._base.find(change.path)
-        if isinstance(version, OverlayInode):
+        for file in lower_files(self._base.find(change.path)):
             with contextlib.suppress(ChangedBelowError):  # with `force`: the old content was lost before
-                version.lower.keep()
+                file.keep()
 
     def _touch(self, directory: Handle, name: bytes) -> None:
         """Record an inode whose ctime is about to change, so that `_renewed` reads its identity again."""

@@ -45,3 +45,9 @@ class OverlayInode(Inode):
         assert isinstance(twin, OverlayInode)
         twin.lower = self.lower
         return twin
+
+
+def lower_files(version: Inode) -> set[LowerFile]:
+    """The files of the lower layer that an inode came from, and that its content is read from."""
+    found = {version.lower} if isinstance(version, OverlayInode) else set()
+    return found | {version.content.lower} if isinstance(version.content, LowerContent) else found

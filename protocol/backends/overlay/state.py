@@ -39,7 +39,7 @@ from protocol.backends.memory.state import MemoryState
 from protocol.backends.overlay.children import InodeTable, UnfilledChildren
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.hidden_names import HiddenNames
-from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.inode import OverlayInode, lower_files
 from protocol.backends.overlay.lower import (
     FIRST_NEW_NUMBER,
     LOST_NS,
@@ -553,12 +553,11 @@ class OverlayState(MemoryState):
         with self.lock:
             numbers = set(self.table).union(*(epoch.inodes for epoch in self.log.epochs())) if renewed else ()
             for number in numbers:
-                for version in self.versions(number):
-                    if isinstance(version, OverlayInode):
-                        now = renewed.get(version.lower.identity[:2])
-                        if now is not None and now[2] == version.lower.identity[2]:
-                            version.lower.identity = now
-                            self.lower.forget(version.lower)
+                for file in {file for version in self.versions(number) for file in lower_files(version)}:
+                    now = renewed.get(file.identity[:2])
+                    if now is not None and now[2] == file.identity[2]:
+                        file.identity = now
+                        self.lower.forget(file)
 
     # -- changes ---------------------------------------------------------------------------------
     def forget(self, inode: int, count: int) -> None:

@@ -199,7 +199,6 @@ class OverlayVolume(MemoryVolume):
         for name in _CHANGING:
             setattr(self, name, _locked(self._lock, getattr(self, name)))
         self._history.make_tree = functools.partial(OverlayTree, self.recheck, self._overlay)
-        self._history.starts_empty = False
 
     # -- changes below -----------------------------------------------------------------------------
     def check_below(self) -> None:
@@ -268,7 +267,11 @@ class OverlayVolume(MemoryVolume):
         """Make the base equal to `tree` at the paths that an apply wrote.  The live state is the same afterwards."""
         state = self._overlay
         recorder = cast("OverlayRecorder | None", self._recorder)
-        paths = [change.path for change in done.changes if change.path not in done.parents]  # it makes these itself
+        found = [change for change in done.changes if change.path not in done.parents]  # it makes these itself
+        directories = [
+            change.path for change in found if change.old and change.old.is_dir and change.new and change.new.is_dir
+        ]
+        paths = outermost([*done.names, *{change.path for change in found}.difference(directories)])
         with self._lock, nullcontext(None) if recorder is None else recorder.applying() as record:
             self.identities.update(done.identities)
             state.renew(done.renewed)
@@ -284,8 +287,7 @@ class OverlayVolume(MemoryVolume):
             changed_at = state.changed_at
             live = state.open_epoch(None)
             restore_epoch(state, self._base)
-            present = [path for path in outermost(paths) if entry_or_none(tree, path) or _is_live(state, path)]
-            extent = Extent(present)
+            extent = Extent([path for path in paths if entry_or_none(tree, path) or _is_live(state, path)], directories)
             Converger(state, tree, extent, replace=True, check_quota=lambda _pages, _inodes, _memory: None).run()
             if record is not None:
                 record.base(live)

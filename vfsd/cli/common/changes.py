@@ -12,6 +12,7 @@ from protocol.errors import shortened
 from vfsd.cli.common import output
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.wording import LETTERS, change_line, outcome_lines, with_slash
+from vfsd.machine.text import link_note
 from vfsd.wire.base import ChangeRecord, ExpiredRecord, RepositoryRecord
 from vfsd.wire.messages import ChangeCounts
 from vfsd.wire.snapshot_messages import ImportResult, ProblemRecord, RestoreResult
@@ -26,12 +27,16 @@ def show_changes(changes: Iterable[ChangeRecord]) -> None:
     """Print one line for each change: "A path"."""
     for change in changes:
         letter = click.style(LETTERS[change.change], fg=_COLOURS[change.change])
-        output.say(f"{letter} {_path(change)}")
+        output.say(f"{letter} {_path(change)}{_link_note(change)}")
 
 
 def plain_change(change: ChangeRecord) -> str:
     """Format a change for a pipe."""
-    return change_line(change.change, _path(change))
+    return f"{change_line(change.change, _path(change))}{_link_note(change)}"
+
+
+def _link_note(change: ChangeRecord) -> str:
+    return link_note(change.linked_to, change.unlinked_from)
 
 
 def note_problems(problems: Sequence[ProblemRecord]) -> bool:
@@ -111,7 +116,7 @@ def _stat_of(change: ChangeRecord, figures: int, most: int) -> str:
     if change.binary:
         return f"{'Bin'.rjust(figures)} {change.old_size or 0} -> {change.new_size or 0} bytes"
     if not _lines(change):
-        return f"{'0'.rjust(figures)} {change.change} {change.type}"
+        return f"{'0'.rjust(figures)} {change.change} {change.type}{_link_note(change)}"
     graph = click.style("+" * _scaled(change.lines_added, most), fg="green")
     graph += click.style("-" * _scaled(change.lines_removed, most), fg="red")
     return f"{str(_lines(change)).rjust(figures)} {graph}"

@@ -45,6 +45,7 @@ from vfsd.daemon.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
     SNAPSHOT_PREFIX,
+    UNOBSERVED,
     CallObserver,
     CheckState,
     CheckStep,
@@ -113,6 +114,7 @@ class VolumeSnapshots:
         self._overlaid = overlaid(volume)
         self._journaled = journaled(volume)
         noted = () if self._journaled is None else recorded(self._journaled.notes)
+        self._counts: dict[tuple[int, int], ChangeCounts] = {}  # by the serials of two snapshots
         self._pruned = PrunedSnapshots(self._note_pruned, pruned or noted)
         volume.on_pruned = self._pruned.add
         # After the last step; see `_history` for the drops since.
@@ -203,7 +205,30 @@ class VolumeSnapshots:
         return self._volume.snapshots()
 
     async def change_counts(self, newest: int | None = None) -> Mapping[str, ChangeCounts]:
-        return {name: ChangeCounts(*counts) for name, counts in self._volume.change_counts(newest).items()}
+        while True:
+            try:
+                return await self._count_changes(self._volume.snapshots(), newest)
+            except SnapshotNotFoundError:  # dropped meanwhile
+                continue
+
+    async def _count_changes(self, infos: Sequence[SnapshotInfo], newest: int | None) -> dict[str, ChangeCounts]:
+        found: dict[str, ChangeCounts] = {}
+        for at in range(0 if newest is None else max(0, len(infos) - newest), len(infos)):
+            info, before = infos[at], infos[at - 1] if at else None
+            if before is None and self._overlaid is None:
+                found[info.name] = ChangeCounts(info.files + info.directories - 1)  # without the root
+                continue
+            key = before.serial if before is not None else 0, info.serial
+            counts = self._counts.get(key)
+            if counts is None:
+                base = self._volume.tree(before.name) if before is not None else self._lower().base_tree()
+                with base as old, self._volume.tree(info.name) as new:
+                    made = await trio.to_thread.run_sync(_compare, old, new, UNOBSERVED)
+                counts = ChangeCounts() if made is None else made.counts
+                if before is not None:  # an apply changes the base
+                    self._counts[key] = counts
+            found[info.name] = counts
+        return found
 
     async def drop(self, names: Sequence[str]) -> Dropped:
         async with self._mounted.change_lock:

@@ -21,6 +21,7 @@ from vfsd.client.log_results import LoggedChange
 from vfsd.client.requests import OnProgress
 from vfsd.client.results import Change, Diff, Patch, Restored, Snapshot
 from vfsd.integrations.mcp.session import Session
+from vfsd.machine.text import link_note
 from vfsd.wire.audit_messages import nameless
 from vfsd.wire.messages import StatusResult
 
@@ -199,6 +200,7 @@ def _patch_text(patch: Patch) -> str:
 def _change_lines(changes: tuple[Change, ...], counts: ChangeCounts, limit: int) -> list[str]:
     lines = [
         f"{_LETTERS[change.change]} {change.path}{'/' if change.type == 'directory' else ''}"
+        f"{link_note(change.linked_to, change.unlinked_from)}"
         for change in changes[:limit]
     ]
     if counts.total > len(lines):

@@ -196,22 +196,40 @@ class Converger:
             live = self._state.inodes.get(entry.inode)
             if live is None or not live.nlink:
                 return None  # it will be revived
-            if self._is_same_file(live, entry):
+            if self._can_become(live, entry):
                 return live.inode
         return node.inode if node is not None and self._serves(node, entry) else None
 
-    def _is_same_file(self, live: Inode, entry: TreeEntry) -> bool:
-        """Return whether `live` still is the file of `entry` and was not moved away: it still has one of its paths."""
+    def _can_become(self, live: Inode, entry: TreeEntry) -> bool:
+        """Whether `live`, the inode of `entry`, can become `entry` again without a change outside of the extent.
+
+        It was not moved away: it still has one of the paths of `entry`.  If it has names outside of the extent, it must
+        equal `entry` already, and these must be names of `entry`.
+        """
         assert self._own_view is not None
-        now = {self._state.link_path(link) for link in live.links}
-        return entry.path in now or (entry.nlink > 1 and not now.isdisjoint(self._own_view.paths_of(entry.inode)))
+        if live.nlink > 1:
+            self._state.find_links([live.inode])
+        now = set(map(self._state.link_path, live.links))
+        then = {entry.path} if entry.nlink == 1 else set(self._own_view.names_of(entry.inode))
+        if now.isdisjoint(then):
+            return False
+        outside = {path for path in now if not self._scope.covers(path)}
+        if not outside:
+            return True
+        version = self._own_view.version(entry.inode)
+        assert version is not None
+        is_equal = version.pages == live.pages and metadata(live) == metadata(entry) and version.same_content(live)
+        return outside <= then and is_equal
 
     def _serves(self, node: Inode, entry: TreeEntry) -> bool:
         """Return whether `node` can be changed in place to become `entry`: all its names become that file."""
         # The kernel reads the device number of an inode only once.
         if stat.S_IFMT(node.mode) != stat.S_IFMT(entry.mode) or node.rdev != entry.rdev:
             return False
-        return node.nlink == 1 or all(self._is_linked(path, entry) for path in map(self._state.link_path, node.links))
+        if node.nlink == 1:
+            return True
+        self._state.find_links([node.inode])
+        return all(self._is_linked(path, entry) for path in map(self._state.link_path, node.links))
 
     def _is_linked(self, path: bytes, entry: TreeEntry) -> bool:
         """Return whether `path` becomes the same file as `entry`."""

@@ -84,9 +84,7 @@ class SnapshotHistory:
 
     Its methods are those of `SnapshotableVolume`, `ImportStage` and `PreparingVolume` in `protocol.volume_extensions`.
 
-    An overlay sets two attributes.  `make_tree` makes the tree of a view from its two epochs.  `starts_empty` is False
-    if the oldest state is not an empty root directory, so that the first snapshot's changes have to be counted.
-    `recorder` records transactions.
+    An overlay sets `make_tree`, which makes the tree of a view from its two epochs.  `recorder` records transactions.
     """
 
     def __init__(self, state: MemoryState, limits: MemoryLimits) -> None:
@@ -94,7 +92,6 @@ class SnapshotHistory:
         self._limits = limits
         self._lock = state.lock
         self.make_tree: Callable[[Epoch, Epoch], SnapshotTree] = functools.partial(SnapshotTree, state)
-        self.starts_empty = True
         self.recorder: TransactionRecorder | None = None
         self._views: set[Epoch] = set()  # the epochs of the open views
         self._saved_at = 0  # the moment of the newest state that is stored elsewhere
@@ -139,32 +136,6 @@ class SnapshotHistory:
         """Forget snapshot `name`: O(changes until the next snapshot).  SnapshotNotFoundError."""
         with self._lock:
             self._state.log.close(self._state.log.find(name))
-
-    def change_counts(self, newest: int | None = None) -> dict[str, tuple[int, int, int]]:
-        """Return the inodes (added, modified, removed) of each snapshot since the one before it.
-
-        O(changes since the oldest one that is counted).  `newest`: only of so many snapshots, the newest ones.
-        """
-        counts: dict[str, tuple[int, int, int]] = {}
-        state = self._state
-        later: PreInodes = {}  # the pre-images of the changes after `pending`: the state at its end
-        pending: PreInodes = {}
-        following: SnapshotInfo | None = None
-        for epoch in reversed(state.log.epochs()):
-            if len(counts) == newest:
-                return counts
-            pending = {**pending, **epoch.inodes}
-            if epoch.info is None:
-                continue
-            if following is not None:
-                counts[following.name] = count_changes(state, pending, later)
-            later.update(pending)
-            pending = {}
-            following = epoch.info
-        if following is not None and len(counts) != newest:
-            all_added = (following.files + following.directories - 1, 0, 0)  # the root was there before
-            counts[following.name] = all_added if self.starts_empty else count_changes(state, pending, later)
-        return counts
 
     # -- restoring and importing -----------------------------------------------------------------
     def restore_snapshot(self, name: str, paths: Sequence[bytes] = ()) -> CacheInvalidation:
@@ -330,34 +301,6 @@ class SnapshotHistory:
             finally:
                 state.forget_revived()
                 state.log.close(epoch)
-
-
-def count_changes(state: MemoryState, before: PreInodes, later: PreInodes) -> tuple[int, int, int]:
-    """Count the inodes (added, modified, removed) between two states.
-
-    `before` has the pre-images of the changes between the states, `later` those of all changes after the second.
-    """
-    added = modified = removed = 0
-    for number, old in before.items():
-        new = later[number] if number in later else state.inodes.get(number)
-        if new is not None and new.nlink == 0:
-            new = None
-        if old is None:
-            added += new is not None
-        elif new is None:
-            removed += 1
-        else:
-            modified += _differs(old, new)
-    return added, modified, removed
-
-
-def _differs(old: Inode, new: Inode) -> bool:
-    """Return whether an inode changed for a user; entries added to a directory do not change the directory."""
-    if set(old.links) != set(new.links) or old.mode != new.mode or (old.uid, old.gid) != (new.uid, new.gid):
-        return True
-    if (old.xattrs or {}) != (new.xattrs or {}):
-        return True
-    return not old.is_dir and (old.mtime_ns != new.mtime_ns or not old.same_content(new))
 
 
 # -- restore ----------------------------------------------------------------------------------------

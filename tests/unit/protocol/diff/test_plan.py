@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protocol.diff.plan import Step, execute, plan
@@ -172,7 +172,11 @@ def test_without_removal_entries_that_only_the_target_has_stay(
     assert all(found[path][:5] == expected[path][:5] for path in wanted.entries)
 
 
+LINKED = dict.fromkeys((b"a", b"b"), (stat.S_IFREG, 384, b"x", 1, b"one"))
+
+
 @given(layouts, layouts, st.lists(paths, min_size=1, max_size=3))
+@example(LINKED, dict.fromkeys(LINKED, (stat.S_IFREG, 493, b"x", 1, b"one")), [b"a"])
 def test_only_the_named_paths_are_changed(
     before: dict[bytes, Version], after: dict[bytes, Version], named: list[bytes]
 ) -> None:

@@ -218,6 +218,8 @@ def change_record(change: Change) -> ChangeRecord:
         type=_TYPES.get(stat.S_IFMT(shown.mode), "device"),
         old_size=_size(change.old),
         new_size=_size(change.new),
+        linked_to=None if change.linked is None else wire_path(change.linked),
+        unlinked_from=None if change.unlinked is None else wire_path(change.unlinked),
     )
 
 

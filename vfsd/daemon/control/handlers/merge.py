@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from protocol.diff.tree_diff import Change, changes, count, is_at_or_below, outermost
+from protocol.diff.tree_diff import Change, changes, count, has_links, is_at_or_below, outermost
 from protocol.errors import shown
 from protocol.merge.merged_tree import joined
 from protocol.merge.outcome import Conflict
@@ -112,8 +112,7 @@ class MergeMethods:
         return await self._run(params.fork, plan, f"merge {params.fork.name}", call, dry_run=params.dry_run)
 
     async def _adopt(self, params: AdoptParams, call: CallContext) -> MergeResult:
-        from protocol.merge.file_names import has_links  # noqa: PLC0415 (as above)
-        from protocol.merge.repositories import Repositories  # noqa: PLC0415
+        from protocol.merge.repositories import Repositories  # noqa: PLC0415 (as above)
         from protocol.merge.sides import Trees  # noqa: PLC0415
 
         keep_going = _keep_going(call)

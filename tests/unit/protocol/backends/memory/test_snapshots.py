@@ -54,15 +54,6 @@ def state(volume: MemoryVolume) -> list[object]:
         return [(entry, b"".join(tree.chunks(entry.path)) if entry.is_file else b"") for entry in tree.walk()]
 
 
-def test_the_first_snapshot_adds_what_is_in_the_root_and_not_the_root(volume: MemoryVolume) -> None:
-    volume.take_snapshot("empty")
-    assert volume.change_counts() == {"empty": (0, 0, 0)}
-    volume.drop_snapshot("empty")
-    make(volume, make(volume, ROOT_INODE, b"d"), b"f", b"x")
-    volume.take_snapshot("two")
-    assert volume.change_counts() == {"two": (2, 0, 0)}
-
-
 def test_a_directory_removed_while_it_was_held_comes_back_as_another_generation(volume: MemoryVolume) -> None:
     number = make(volume, ROOT_INODE, b"d")
     volume.lookup(ROOT_INODE, b"d")

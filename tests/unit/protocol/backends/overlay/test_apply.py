@@ -338,14 +338,41 @@ def test_a_new_file_is_applied_with_its_directories_and_without_what_else_is_in_
     assert changed(volume) == [b"new/deep/two"]
 
 
-def test_a_file_is_applied_under_all_of_its_names(below: Path) -> None:
+@pytest.mark.parametrize("what", ["content", "mode"])
+def test_a_file_is_applied_and_discarded_under_the_named_names_only(below: Path, what: str) -> None:
     volume = OverlayVolume(os.fsencode(below))
     fs = Driver(volume)
-    volume.write(fs.at(b"README"), 0, b"changed")
+    readme, other = below / "README", below / "src" / "README.too"
+
+    def change(mode: int, content: bytes) -> None:
+        if what == "mode":
+            fs.set(b"README", mode=mode)
+        else:
+            volume.write(fs.at(b"README"), 0, content)
+
+    def seen(path: Path) -> tuple[bytes, int]:
+        return path.read_bytes(), path.stat().st_mode & 0o777
+
+    before = seen(readme)
+    change(0o600, b"changed")
     run(volume, [b"README"])
-    assert (below / "src" / "README.too").read_bytes() == b"changed"
-    assert (below / "README").stat().st_nlink == 2
+    after = seen(readme)
+    assert after != before
+    assert seen(other) == before
+    assert changed(volume) == [b"src/README.too"]
+    run(volume)
+    assert seen(other) == after
+    assert readme.samefile(other)
     assert changed(volume) == []
+
+    volume = OverlayVolume(os.fsencode(below))  # which has not read the directory of the other name
+    fs = Driver(volume)
+    change(0o640, b"CHANGED")
+    volume.discard([b"README"])
+    volume.check_invariants()
+    assert (fs.read(b"README"), fs.stat(b"README").mode & 0o777) == after
+    assert (fs.read(b"src/README.too"), fs.stat(b"src/README.too").mode & 0o777) != after
+    assert changed(volume) == [b"src/README.too"]
 
 
 def test_a_file_that_a_directory_replaces_has_to_be_named(below: Path) -> None:

@@ -94,7 +94,6 @@ def handed_over(volume: OverlayVolume, below: Path, *meanwhile: Callable[[], obj
     assert other.lookup_counts() == volume.lookup_counts()
     given.end()
     assert other.snapshots() == volume.snapshots()
-    assert other.change_counts() == volume.change_counts()
     with volume.base_tree() as base, other.base_tree() as its:
         assert [(each.path, each.mode, each.size) for each in base.walk()] == [
             (each.path, each.mode, each.size) for each in its.walk()
@@ -144,7 +143,7 @@ def test_what_changed_before_and_changes_meanwhile_is_there(below: Path) -> None
 
     other = handed_over(volume, below, change, lambda: volume.restore_snapshot("one"), lambda: find(volume, b"d1/new"))
     other.discard([b"d0"])
-    assert other.getattr(first).mode == (below / "d0" / "below" / "f0").stat().st_mode
+    assert other.getattr(find(other, b"d0/below/f0")).mode == (below / "d0" / "below" / "f0").stat().st_mode
 
 
 def test_a_file_without_a_name_lives_until_it_is_forgotten(below: Path) -> None:

@@ -1,0 +1,128 @@
+"""Hard links on each backend: what is limited to paths changes no other name; a change of links alone is a change."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.types import ChangeCounts
+from tests.mount.conftest import BACKENDS, mounted
+from tests.mount.programs import failed, succeeded, vfsd
+from tests.support.session_directories import new_directory
+from vfsd.client.results import Change
+from vfsd.client.workspace import Workspace
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def workspace(request: pytest.FixtureRequest, session_dir: str) -> Iterator[Workspace]:
+    top = new_directory(session_dir, "links")
+    (top / "below").mkdir()
+    backend = "memory" if request.param == "memory" else f"{request.param}:{top}/below"
+    with mounted(top / "m", backend=backend, name=f"{top.name}-{request.param}") as workspace:
+        yield workspace
+
+
+@pytest.fixture
+def root(workspace: Workspace, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory of the test's own, with two names of one file."""
+    root = Path(workspace.path) / request.node.originalname
+    for name in ("in", "out"):
+        (root / name).mkdir(parents=True)
+    (root / "in" / "f").write_text("v1")
+    os.link(root / "in" / "f", root / "out" / "f")
+    yield root
+    shutil.rmtree(root)
+
+
+def shown(path: Path) -> tuple[str, int, int]:
+    return path.read_text(), path.stat().st_mode & 0o777, path.stat().st_mtime_ns
+
+
+@pytest.mark.parametrize("change", ["write", "chmod", "write-elsewhere", "replace", "replace-unchanged", "link"])
+def test_a_restore_of_one_name_leaves_the_others(workspace: Workspace, root: Path, change: str) -> None:
+    inner, outer = root / "in" / "f", root / "out" / "f"
+    name = f"{root.name}-{change}"
+    workspace.snapshot(name)
+    before = shown(inner)
+    if change == "write":
+        inner.write_text("v2")
+    elif change == "chmod":
+        inner.chmod(0o600)
+    elif change == "write-elsewhere":
+        inner.unlink()
+        outer.write_text("v2")
+    elif change == "link":  # to a file with other names
+        (root / "out" / "g").write_text("v2")
+        (root / "in" / "f").unlink()
+        os.link(root / "out" / "g", root / "in" / "f")
+    else:
+        inner.unlink()
+        inner.write_text("v2")
+        if change == "replace":
+            outer.write_text("v3")
+    others = {path: shown(path) for path in (root / "out").iterdir()}
+    workspace.restore(name, [f"{root.name}/in"])
+    assert shown(inner) == before
+    assert {path: shown(path) for path in (root / "out").iterdir()} == others
+    # Names of one file again only if that file is as it was.
+    assert inner.samefile(outer) == (change in {"replace-unchanged", "link"})
+    workspace.undo()
+    assert {path: shown(path) for path in (root / "out").iterdir()} == others
+    assert change == "write-elsewhere" or shown(inner) != before
+
+
+def test_a_change_of_hard_links_alone_is_a_change(workspace: Workspace, root: Path) -> None:
+    a, b = root / "a", root / "b"
+    a.write_text("same")
+    shutil.copy2(a, b)
+    before, after = f"{root.name}-before", f"{root.name}-after"
+    workspace.snapshot(before)
+    b.unlink()
+    os.link(a, b)
+    workspace.snapshot(after)
+
+    linked = Change(f"{root.name}/b", "metadata", "file", 4, 4, linked_to=f"{root.name}/a")
+    apart = Change(f"{root.name}/b", "metadata", "file", 4, 4, unlinked_from=f"{root.name}/a")
+    assert workspace.diff(before).changes == (linked,)
+    assert workspace.diff(before, paths=[linked.path]).changes == (linked,)
+    assert workspace.diff(after, before).changes == (apart,)
+    assert workspace.snapshots()[-1].changes == ChangeCounts(0, 1, 0)
+    patch = workspace.patch(before)
+    assert patch.problems == {}
+    assert patch.omitted == {linked.path: f"a hard link to {linked.linked_to}"}
+    assert (
+        succeeded(vfsd("-w", workspace.name, "diff", before)) == f"m {linked.path} (hard link to {linked.linked_to})\n"
+    )
+
+    assert workspace.restore(before, dry_run=True).changes == (apart,)
+    restored = workspace.restore(before)
+    assert restored.changes == (apart,)
+    assert restored.counts == ChangeCounts(0, 1, 0)
+    assert not a.samefile(b)
+    assert workspace.undo().changes == (linked,)
+    assert a.samefile(b)
+    assert workspace.restore(before, [linked.path]).changes == (apart,)
+    assert workspace.restore(after, [linked.path]).changes == (linked,)
+    assert a.samefile(b)
+
+
+def test_hard_links_alone_are_applied_and_not_lost(tmp_path: Path) -> None:
+    below, top = tmp_path / "below", tmp_path / "m"
+    below.mkdir()
+    (below / "a").write_text("same")
+    shutil.copy2(below / "a", below / "b")
+    with mounted(top, backend=f"overlay:{below}", name=f"{tmp_path.name}-links") as workspace:
+        (top / "b").unlink()
+        os.link(top / "a", top / "b")
+        assert "1 modified" in failed(vfsd("unmount", workspace.name))
+        workspace.apply()
+        assert (below / "a").samefile(below / "b")
+        assert workspace.diff().changes == ()
+        (top / "b").unlink()
+        shutil.copy2(top / "a", top / "b")
+        workspace.apply()
+        assert not (below / "a").samefile(below / "b")
