@@ -25,8 +25,9 @@ class Terminal:
 class Command:
     """A command to run.
 
-    `cwd` is relative to the filesystem's root.  `env` is added to the environment that the runner gives.  `user` None
-    means the runner's default user.  Standard input is empty unless `has_input` is set.
+    `cwd` is relative to the filesystem's root.  `env` is added to the environment that the runner gives.  On this host
+    that is `environment`, which is the caller's; None: that of this process.  `user` None means the runner's default
+    user.  Standard input is empty unless `has_input` is set.
     """
 
     argv: Sequence[str]
@@ -35,6 +36,7 @@ class Command:
     user: str | None = None
     terminal: Terminal | None = None
     has_input: bool = False
+    environment: Mapping[str, str] | None = None
 
 
 def check_command(command: Command) -> None:
@@ -43,7 +45,8 @@ def check_command(command: Command) -> None:
         raise os_error(errno.EINVAL, "no command")
     if any("\0" in word for word in command.argv):
         raise os_error(errno.EINVAL, "a NUL in a command")
-    if any(not name or "=" in name or "\0" in name + value for name, value in command.env.items()):
+    variables = {**(command.environment or {}), **command.env}
+    if any(not name or "=" in name or "\0" in name + value for name, value in variables.items()):
         raise os_error(errno.EINVAL, "a variable that no environment can have")
 
 

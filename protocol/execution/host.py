@@ -44,7 +44,7 @@ class HostExecutor(BlockingExecutor):
 
 
 class HostCommandRunner:
-    """Runs commands below the directory `root`, with `env` added to this process's environment.
+    """Runs commands below the directory `root`, with `env` added to the caller's environment, or to this process's.
 
     `open_root` opens that directory without waiting for it (O_PATH); it may refuse.
     """
@@ -66,7 +66,8 @@ class HostCommandRunner:
             reason = "on this host commands run as the user who mounted the workspace; --user is for containers"
             raise OSError(errno.EOPNOTSUPP, reason)
         directory = os.path.normpath(os.path.join(self._root, command.cwd))
-        inherited = {name: value for name, value in os.environ.items() if name not in _SERVICE_VARIABLES}
+        base = os.environ if command.environment is None else command.environment
+        inherited = {name: value for name, value in base.items() if name not in _SERVICE_VARIABLES}
         env = {**inherited, **self._env, **command.env, "PWD": directory}
         # Shielded: a process that was started must be returned, so that it is ended.
         with trio.CancelScope(shield=True):

@@ -16,6 +16,7 @@ from tests.support.exec_suite import ExecSuite, Where, run
 from tests.unit.vfsd.cli.test_exec import running_here
 from vfsd.client.workspace import Workspace
 from vfsd.machine.idle_cpus import CPU_LATENCY_DEVICE
+from vfsd.machine.runtime import read_record
 
 
 def where_of(workspace: Workspace) -> Where:
@@ -43,6 +44,33 @@ def test_the_daemon_serves_the_mount_while_a_command_in_it_fails_to_start(mount:
         assert done.returncode == 125
         assert b"missing" in done.stderr
     assert run(where_of(workspace), "--", "no-such-program").returncode == 127
+
+
+def test_a_command_has_the_environment_of_its_caller_and_no_credentials_of_the_daemon(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, new_interpreters: None
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
+    monkeypatch.setenv("OF", "the mount")
+    script = "echo $OF $ADDED $VFSD_WORKSPACE; env; cat /proc/$PPID/environ"
+
+    def check() -> None:
+        record = read_record(workspace.name)
+        assert record is not None
+        command = f"{script} /proc/{record.pid}/environ /proc/{record.keeper}/environ"
+        outputs = [
+            workspace.executor.run(["sh", "-c", command], env={"ADDED": "added"}).stdout,
+            run(where_of(workspace), "-e", "ADDED=added", "--", "sh", "-c", command).stdout,
+        ]
+        for output in outputs:
+            assert output.startswith(f"the caller \\ \udcff added {workspace.name}\n".encode(errors="surrogateescape"))
+            assert b"s3cret" not in output
+
+    with mounted(workdir / "m", exec_on_host=True, persist=True, journal_dir=workdir / "journal") as workspace:
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        monkeypatch.setenv("OF", "the caller \\ \udcff")
+        check()
+        workspace.upgrade()
+        check()
 
 
 def test_each_command_is_followed_by_a_snapshot_where_that_is_asked_for(mount: MountIt) -> None:

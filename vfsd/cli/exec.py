@@ -13,6 +13,7 @@ import click
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record, report
 from vfsd.cli.common.values import SIZE, Seconds, environment, is_text
+from vfsd.client.executor import caller_environment
 from vfsd.client.paths import current_directory, wire_paths
 from vfsd.wire.exec_messages import ExecEnded, ExecParams
 from vfsd.wire.messages import wire_path
@@ -98,6 +99,7 @@ def exec_command(
             argv=[wire_path(os.fsencode(word)) for word in argv],
             cwd="".join(wire_paths([cwd], record.mountpoint, current_directory())),
             env=({"TERM": term} if tty and (term := os.environ.get("TERM")) and is_text(term) else {}) | env,
+            environment=caller_environment(),
             user=user,
             input=interactive,
             timeout_s=timeout,

@@ -23,6 +23,7 @@ from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, 
 from vfsd.cli.common.names import complete_path, complete_snapshot
 from vfsd.cli.common.output import base64_text, text_or_base64
 from vfsd.cli.common.values import SIZE, Seconds, environment
+from vfsd.client.executor import caller_environment
 from vfsd.client.paths import current_directory, workspace_path
 from vfsd.client.requests import RemoteCall
 from vfsd.client.spooled import INLINE_BYTES, readable_by_daemon
@@ -432,7 +433,7 @@ def exec_command(workspace: _Workspace, /, argv: tuple[str, ...], with_stdin: bo
     if len(stdin) > INLINE_BYTES:
         raise ValueError(f"standard input is longer than {INLINE_BYTES} bytes")
     words = [wire_path(os.fsencode(word)) for word in argv]
-    done = workspace.call("fs.exec", argv=words, stdin=stdin, **settings)
+    done = workspace.call("fs.exec", argv=words, stdin=stdin, environment=caller_environment(), **settings)
     streams = {name: text_or_base64(getattr(done, name), truncated=done.truncated) for name in ("stdout", "stderr")}
     fields = {name: value for name, value in msgspec.structs.asdict(done).items() if value is not msgspec.UNSET}
     return {**fields, **streams}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.async_process import AsyncProcess
-from vfsd.client.executor import exec_call
+from vfsd.client.executor import caller_environment, exec_call
 from vfsd.wire.exec_messages import ExecParams, TerminalSize
 from vfsd.wire.messages import wire_path
 
@@ -61,6 +61,7 @@ class AsyncWorkspaceExecutor:
             argv=[wire_path(os.fsencode(word)) for word in argv],
             cwd=wire_path(os.fsencode(cwd)),
             env=dict(env or {}),
+            environment=caller_environment(),
             user=user,
             terminal=terminal,
             input=has_input,

@@ -45,6 +45,11 @@ class WorkspaceExecutor:
             return client.run(exec_call(argv, cwd, env, timeout_s, output_limit_bytes, stdin))
 
 
+def caller_environment() -> dict[str, str]:
+    """Return the environment of this process, as commands on this host get it; encoded like paths."""
+    return {wire_path(name): wire_path(value) for name, value in os.environb.items()}
+
+
 def exec_call(
     argv: Sequence[str],
     cwd: str,
@@ -58,6 +63,7 @@ def exec_call(
         argv=[wire_path(os.fsencode(word)) for word in argv],
         cwd=wire_path(os.fsencode(cwd)),
         env=dict(env or {}),
+        environment=caller_environment(),
         timeout_s=timeout_s,
         output_limit_bytes=output_limit_bytes,
         stdin=stdin,

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from protocol.linux import credentials
 from vfsd.daemon.starting import RunKept, note_failed_restart, run, serve_kept
 from vfsd.machine import logs
 from vfsd.wire.handshake import Ready, decode_options
@@ -25,6 +26,7 @@ def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None =
 
     `ready` is called when the mount answers.  OSError or ValueError if the daemon cannot start.
     """
+    credentials.hide()
     # A test runs this module without an engine.
     from vfsd.daemon.daemon import run_daemon  # noqa: PLC0415
     from vfsd.daemon.keeper.descriptor_store import kept_by_systemd  # noqa: PLC0415

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 import trio
 
+from protocol.linux import credentials
 from vfsd.daemon.keeper import keeping
 from vfsd.daemon.keeper.kept import Kept
 from vfsd.machine import logs, runtime
@@ -147,6 +148,7 @@ class RunKept(Protocol):
 
 def serve_kept(options: MountOptions, report_fd: int, run_daemon: RunKept) -> int:
     """Do as `serve_starter`; with options that want a keeper, become it and run the daemon in a child process."""
+    credentials.hide()
     if not keeping.is_wanted(options):
         return serve_starter(options, report_fd, run_daemon)
 

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Collection, Iterator
 
 import vfsd
+from protocol.linux import credentials
 from vfsd.machine import interpreter
 from vfsd.wire.handshake import encode_options
 from vfsd.wire.options import MountOptions
@@ -38,7 +39,7 @@ def start_interpreter(
 
 def daemon_environment() -> dict[str, str]:
     """Return this process's environment with absolute import paths, so that the daemon imports the same vfsd."""
-    environment = interpreter.environment(os.environ)
+    environment = interpreter.environment(credentials.environment())
     entries = [os.path.abspath(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     package_root = os.path.dirname(os.path.dirname(os.path.abspath(vfsd.__file__)))
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

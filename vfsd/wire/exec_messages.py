@@ -46,7 +46,8 @@ class TerminalSize(msgspec.Struct, forbid_unknown_fields=True):
 class ExecParams(Params):
     """Parameters of `exec`: run a command in the workspace's directory `cwd`.
 
-    The words of `argv` are encoded like paths.  `env` is added to the environment of the host, container or sandbox.
+    The words of `argv` are encoded like paths, and so is the caller's `environment`, which the command has on this
+    host; None: that of the daemon, without credentials.  `env` is added to it, or to that of the container or sandbox.
     `terminal` runs the command in a terminal of this size.  `input`: the command reads what `exec.input` sends, else
     its input is empty.  None means no limit.
     """
@@ -54,6 +55,7 @@ class ExecParams(Params):
     argv: Annotated[list[str], Meta(min_length=1)]
     cwd: str = ""
     env: dict[str, str] = {}
+    environment: dict[str, str] | None = None
     user: str | None = None
     terminal: TerminalSize | None = None
     input: bool = False

@@ -122,13 +122,14 @@ class FsWriteParams(Params):
 class FsExecParams(Params):
     """Parameters of `fs.exec`: run a command in the workspace's directory `cwd` and return its output.
 
-    The words of `argv` are encoded like paths.  `env` is added to the daemon's environment.  With `stream`, large
-    output is sent before the response, in "output" notifications: standard output first, then standard error.
+    `argv`, `env` and the caller's `environment` as in `exec_messages.ExecParams`.  With `stream`, large output is sent
+    before the response, in "output" notifications: standard output first, then standard error.
     """
 
     argv: Annotated[list[str], Meta(min_length=1)]
     cwd: str = ""
     env: dict[str, str] = {}
+    environment: dict[str, str] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 120.0
     output_limit_bytes: Annotated[int, Meta(ge=0, le=16 * 1024 * 1024)] = 256 * 1024
     stdin: bytes = b""

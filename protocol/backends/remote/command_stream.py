@@ -12,13 +12,14 @@ import errno
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
 import trio
 
 from protocol.backends.container.agent.stream import STDERR, STDOUT, Output
+from protocol.linux import credentials
 
 _RECEIVE_BYTES: Final = 64 * 1024
 _STDERR_BYTES: Final = 2000
@@ -148,7 +149,7 @@ async def running_command(argv: Sequence[str]) -> AsyncIterator[CommandStream]:
     try:
         process = await trio.lowlevel.open_process(
             list(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            env=_environment(),
+            env=_without_directories(credentials.environment()),
         )  # fmt: skip
     except OSError as error:
         raise _not_started(argv[0], error) from None
@@ -170,7 +171,7 @@ async def _guard(process: trio.Process) -> trio.Process:
     try:
         return await trio.lowlevel.open_process(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True, env=_environment(),
+            start_new_session=True, env=_without_directories(os.environ),
         )  # fmt: skip
     except BaseException:
         process.kill()
@@ -178,12 +179,12 @@ async def _guard(process: trio.Process) -> trio.Process:
         raise
 
 
-def _environment() -> dict[str, str]:
-    """The environment without the directories of the shell that mounted: a shell looks at them when it starts.
+def _without_directories(environment: Mapping[str, str]) -> dict[str, str]:
+    """Leave out the directories of the shell that mounted: a shell looks at them when it starts.
 
     They may be in the mount, which answers only when the command has.
     """
-    return {name: value for name, value in os.environ.items() if name not in {"PWD", "OLDPWD"}}
+    return {name: value for name, value in environment.items() if name not in {"PWD", "OLDPWD"}}
 
 
 def _not_started(program: str, error: OSError) -> OSError:

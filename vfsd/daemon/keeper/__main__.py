@@ -10,11 +10,14 @@ import os
 import sys
 import time
 
+from protocol.linux import credentials
+
 
 def main(lock_fd: int, path: str) -> int:
     """Serve; in a forked process, run its daemon.  Return the exit status."""
     started_ns = time.time_ns()
     os.set_inheritable(lock_fd, False)
+    credentials.hide()
     environment = dict(os.environ)
     # Deferred: the files must not change after `started_ns`.
     from vfsd.daemon import preload  # noqa: PLC0415

@@ -16,6 +16,7 @@ import sys
 from msgspec.structs import replace
 
 import vfsd
+from protocol.linux import credentials
 from vfsd.daemon import preload
 from vfsd.daemon.daemon import run_daemon
 from vfsd.daemon.keeper import keeping
@@ -42,6 +43,7 @@ _logger = logging.getLogger(__name__)
 def main(channel_fd: int) -> int:
     """Take over and serve.  Return the exit status: 0 after a clean unmount, 1 if something failed."""
     os.set_inheritable(channel_fd, False)
+    credentials.hide()
     channel = Channel(socket.socket(fileno=channel_fd))
     try:
         channel.send(Hello(vfsd.__version__, OLDEST_VERSION, HANDOVER_VERSION))

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 import trio
 
+from protocol.linux import credentials
 from vfsd.daemon.keeper.kept import KEEPS, shared_memory
 from vfsd.daemon.upgrading import messages
 from vfsd.daemon.upgrading.messages import Channel, PeerEndedError, Prepared, Serving, TakeOverError
@@ -45,7 +46,7 @@ class NewDaemon:
         """Start the interpreter that `params` names.  Any thread.  OSError."""
         executable = os.fsdecode(from_wire_path(params.executable))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = interpreter.environment(os.environ)
+        environment = interpreter.environment(credentials.environment())
         environment.pop("PYTHONPATH", None)
         if params.import_paths:
             paths = [os.fsdecode(from_wire_path(path)) for path in params.import_paths]

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from protocol.linux import credentials
 from protocol.store.format.packs import DamagedError
 from protocol.store.object_store.lazy import messages
 from protocol.store.object_store.lazy.messages import Blobs, Failed, Fetch, Opened, Progress, Reply, Start
@@ -136,7 +137,12 @@ class FetchClient:
         with theirs:
             try:
                 process = subprocess.Popen(
-                    _COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, cwd="/", start_new_session=True
+                    _COMMAND,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    cwd="/",
+                    start_new_session=True,
+                    env=credentials.environment(),
                 )
             except BaseException:
                 ours.close()

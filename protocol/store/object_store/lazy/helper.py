@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
+from protocol.linux import credentials
 from protocol.store.format.packs import DamagedError
 from protocol.store.object_store.layout import decode_named, encode_named
 from protocol.store.object_store.lazy import messages
@@ -247,6 +248,7 @@ def _failed(number: int, error: OSError) -> Failed:
 
 def main() -> None:
     """Serve the daemon, and end with it."""
+    credentials.scrub()  # `obstore` reads them with getenv(3)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a daemon in the foreground
     connection = socket.socket(fileno=os.dup(0))
     try:

@@ -17,7 +17,7 @@ import trio
 from protocol.execution.executor import Command, Terminal
 from protocol.execution.runner import CommandLimits, Process, Stream
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.handlers.parameters import host_text, working_directory
+from vfsd.daemon.control.handlers.parameters import host_environment, host_text, working_directory
 from vfsd.daemon.exec.commands import Commands
 from vfsd.wire.base import Empty
 from vfsd.wire.exec_messages import (
@@ -63,6 +63,7 @@ class ExecMethods:
             argv=list(map(host_text, params.argv)),
             cwd=working_directory(params.cwd),
             env=params.env,
+            environment=host_environment(params.environment),
             user=params.user,
             terminal=_terminal(params.terminal),
             has_input=params.input,

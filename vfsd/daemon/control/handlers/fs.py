@@ -46,7 +46,7 @@ from protocol.volume_extensions import CacheInvalidation, snapshotable
 from vfsd.daemon.audit.calls import acting_through_mount
 from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
 from vfsd.daemon.control.handlers import fs_calls
-from vfsd.daemon.control.handlers.parameters import host_text, working_directory
+from vfsd.daemon.control.handlers.parameters import host_environment, host_text, working_directory
 from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.control.turns import Slices, Turns
 from vfsd.daemon.exec.commands import Commands
@@ -240,6 +240,7 @@ class FsMethods:
             list(map(host_text, params.argv)),
             cwd=working_directory(params.cwd),
             env=params.env,
+            environment=host_environment(params.environment),
             has_input=bool(params.stdin),
         )
         output = OutputBuffer()

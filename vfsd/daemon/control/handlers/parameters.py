@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from protocol.paths import decode, normalise
@@ -23,6 +23,11 @@ def _decoded(wire: str) -> bytes:
 def host_text(wire: str) -> str:
     """Decode a path, or other text, of this host."""
     return os.fsdecode(_decoded(wire))
+
+
+def host_environment(wire: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Decode the caller's environment."""
+    return None if wire is None else {host_text(name): host_text(value) for name, value in wire.items()}
 
 
 def absolute_path(wire: str) -> str:
