@@ -507,6 +507,9 @@ def test_an_import_is_laid_over_what_is_there(workspace: Workspace, root: Path, 
     (root / "e" / "f" / "g").write_text("deep")
     (root / "kind").write_text("a file")
     workspace.export(workdir / "x.zip")
+    ctimes = {path: path.stat().st_ctime_ns for path in directory.rglob("*")}
+    assert workspace.import_archive(workdir / "x.zip").counts.total == 0
+    assert {path: path.stat().st_ctime_ns for path in directory.rglob("*")} == ctimes
     shutil.rmtree(root / "e")
     (root / "d" / "a").write_text("changed")
     (root / "d" / "own").write_text("own")

@@ -457,6 +457,22 @@ def test_utimensat_leaves_alone_what_it_is_told_to(place: Path) -> None:
     assert os.stat(path).st_mtime_ns == 5 * 10**9 + 7
 
 
+def test_a_time_that_is_set_between_a_store_through_a_mapping_and_its_msync_stays(place: Path) -> None:
+    path = place / "f"
+    for by_handle in (False, True):
+        path.write_bytes(b"x" * 2 * PAGE)
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            mapped[0] = 72
+            os.utime(file.fileno() if by_handle else path, ns=(1, 7))
+            mapped.flush()
+            assert os.stat(path).st_mtime_ns == 7
+        assert os.stat(path).st_mtime_ns == 7
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            mapped[PAGE] = 72
+            mapped.flush()
+        assert os.stat(path).st_mtime_ns > 10**18
+
+
 # -- open ---------------------------------------------------------------------------------------------
 def test_the_flags_of_open(place: Path) -> None:
     (place / "f").write_text("content")

@@ -300,7 +300,8 @@ def _set_metadata(descriptor: int, entry: TreeEntry) -> list[str]:
     if not entry.is_symlink and (changes_owner or (seen.st_mode ^ mode) & _PERMISSIONS):
         os.chmod(path, mode)
     _set_xattrs(path, entry, mode, problems)
-    os.utime(path, ns=(entry.mtime_ns if changes_owner else seen.st_atime_ns, entry.mtime_ns))
+    if changes_owner or seen.st_mtime_ns != entry.mtime_ns:  # without a change, ctime stays, too
+        os.utime(path, ns=(entry.mtime_ns if changes_owner else seen.st_atime_ns, entry.mtime_ns))
     return problems
 
 

@@ -10,11 +10,16 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Final, Literal, Protocol, runtime_checkable
 
 import trio
 
+from protocol.errors import NotReadyError
+from protocol.linux.syscalls import syncfs
 from protocol.values import Value
 from protocol.volume import Volume
 
@@ -22,6 +27,7 @@ _logger = logging.getLogger(__name__)
 
 _POSITIONS_KEPT: Final = 256
 _INVALIDATED_AFTER_S: Final = 0.1
+_WRITTEN_BACK_IN_S: Final = 1.0
 
 
 class EngineSettings(Value):
@@ -264,6 +270,34 @@ class StaleContent:
             except OSError as error:
                 if error.errno not in {errno.ENOENT, errno.ENOTCONN}:  # not cached; unmounted
                     _logger.warning("cannot invalidate the kernel's cached pages of inode %d: %s", inode, error)
+
+
+def written_back(engine: Engine, mountpoint: str) -> NotReadyError:
+    """Return what a request raises to be repeated when the pages that are dirty now are in the volume.
+
+    Without a write-back cache these are pages of shared mappings.  Writing one back moves mtime, so that has to precede
+    a utime(2), which came after the stores.  The kernel does it only with a write-back cache (fuse_do_setattr).
+    """
+    arrival: Future[object] = Future()
+
+    def write_out() -> None:
+        descriptor = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            syncfs(descriptor)
+        finally:
+            os.close(descriptor)
+
+    async def run() -> None:
+        try:
+            # The time runs out if the engine pauses, to be replaced.
+            with suppress(OSError), trio.move_on_after(_WRITTEN_BACK_IN_S):
+                await trio.to_thread.run_sync(write_out, abandon_on_cancel=True)
+                await engine.drained()
+        finally:
+            arrival.set_result(None)
+
+    trio.lowlevel.spawn_system_task(run)
+    return NotReadyError(arrival)
 
 
 class EngineFactory(Protocol):

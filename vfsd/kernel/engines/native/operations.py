@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar, cast
 
 import trio
 
-from protocol.errors import os_error
+from protocol.errors import NotReadyError, os_error
 from protocol.volume import (
     Answer,
     AppendingVolume,
@@ -54,7 +54,7 @@ class Operations:
 
     `flags` are the negotiated ones.  `cancel` cancels a pending request.  `invalidate_attributes` invalidates the
     kernel's cached attributes of an inode; `invalidate_content` does so soon, with its pages.  `record_statfs` gets the
-    thread's id of each statfs request.
+    thread's id of each statfs request.  `written_back`: see `vfsd.kernel.engines.base`.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Operations:
         cancel: Callable[[int], None] = lambda _unique: None,
         invalidate_attributes: Callable[[int], None] = lambda _inode: None,
         invalidate_content: Callable[[int], None] = lambda _inode: None,
+        written_back: Callable[[], NotReadyError] | None = None,
         record_statfs: Callable[[int], None] = lambda _thread_id: None,
     ) -> None:
         self._volume = volume
@@ -87,6 +88,10 @@ class Operations:
         self._cancel = cancel
         self._invalidate_attributes = invalidate_attributes
         self._invalidate_content = invalidate_content
+        self._written_back = None if self._kernel_sets_times else written_back
+        # Files with whole pages in the kernel's cache, and whether a program can have mapped them: see `_may_be_dirty`.
+        self._cached: dict[int, bool] = {}
+        self._cleaned: set[int] = set()  # whose dirty pages were written back for the request that comes again
         self._record_statfs = record_statfs
         self._journaled = journaled(volume)
         self.waits_for_syncs = False  # the session waits for `unsynced` before it answers
@@ -184,17 +189,21 @@ class Operations:
         return self._volume.lookup(node, name) if self._quiet is None else self._quiet.find(node, name)
 
     def _forget(self, node: int, message: Request, _length: int) -> None:
+        self._cached.pop(node, None)
         self._volume.forget(node, wire.FUSE_FORGET_IN.unpack_from(message, BODY)[0])
 
     def _batch_forget(self, _node: int, message: Request, length: int) -> None:
         count, _ = wire.FUSE_BATCH_FORGET_IN.unpack_from(message, BODY)
         start = BODY + wire.FUSE_BATCH_FORGET_IN.size
         end = start + min(count, (length - start) // wire.FUSE_FORGET_ONE.size) * wire.FUSE_FORGET_ONE.size
-        forget = self._volume.forget
+        forget, cached = self._volume.forget, self._cached
         for node, lookups in wire.FUSE_FORGET_ONE.iter_unpack(memoryview(message)[start:end]):
+            cached.pop(node, None)
             forget(node, lookups)
 
     def _getattr(self, node: int, _message: Request, _length: int) -> object:
+        if node in self._cached:
+            self._cached[node] = True
         return self._volume.getattr(node)
 
     def _access(self, node: int, message: Request, _length: int) -> object:
@@ -220,6 +229,8 @@ class Operations:
             # O_TRUNC has no handle here, so truncate(2) to 0 cannot be told apart from it.
             # With write-back cache the kernel sends its own time.
             valid |= 0 if valid & wire.FATTR_MTIME else wire.FATTR_MTIME_NOW
+        if valid & _MTIME == wire.FATTR_MTIME and self._written_back is not None and self._may_be_dirty(node):
+            raise self._written_back()
         times = _times(valid, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns) if valid & _ANY_TIME else _NO_TIMES
         changes = AttributeChanges(
             mode & PERMISSIONS if valid & wire.FATTR_MODE else None,
@@ -231,6 +242,20 @@ class Operations:
             kill_privileges=valid & _CLEARS_SET_ID != 0,
         )
         return self._volume.setattr(node, changes)
+
+    def _may_be_dirty(self, node: int) -> bool:
+        """Whether a program may have stored through a shared mapping; False for the request that comes again.
+
+        Such a page is whole in the kernel's cache: it was read, or a write(2) covered it.  In the second case the
+        program has requested the size since, to map it.  (tar and cp write, and set the times.)
+        """
+        if node in self._cleaned:
+            self._cleaned.remove(node)
+            return False
+        if self._cached.get(node, False):
+            self._cleaned.add(node)
+            return True
+        return False
 
     def _set_nothing(self, node: int, message: Request, ctime_ns: int | None) -> object:
         """Handle SETATTR without attributes: chown(-1, -1), or set-id bits to clear (file_remove_privs, fs/inode.c).
@@ -387,6 +412,7 @@ class Operations:
         if offset < 0 or size > MAX_WRITE_BYTES:
             raise os_error(errno.EINVAL)
         self.background_requests += 1
+        self._cached[node] = True
         if self._pieces is not None:
             return self._pieces.read_pieces(node, offset, size)  # `writev` joins them
         return self._volume.read(node, offset, size)
@@ -400,7 +426,10 @@ class Operations:
             self.background_requests += 1
             if self._kernel_sets_times:
                 return then(self._volume.getattr(node), lambda found: self._write_cached(found, offset, data))
+            self._cached[node] = True
             return then(self._volume.write(node, offset, data), functools.partial(_whole, size))
+        if size >= _PAGE_BYTES:
+            self._cached[node] = False
         write: Callable[..., Any] = self._volume.write
         if open_flags & os.O_APPEND and self._appending is not None:
             write = self._append
@@ -545,6 +574,8 @@ _CLEARS_SET_ID: Final = wire.FATTR_UID | wire.FATTR_GID | wire.FATTR_KILL_SUIDGI
 _NOW: Final = wire.FATTR_ATIME_NOW | wire.FATTR_MTIME_NOW
 _ANY_TIME: Final = _NOW | wire.FATTR_ATIME | wire.FATTR_MTIME | wire.FATTR_CTIME
 _NO_TIMES: Final = (None, None, None)
+_MTIME: Final = wire.FATTR_MTIME | wire.FATTR_MTIME_NOW
+_PAGE_BYTES: Final = 4096
 
 
 def _times(

@@ -259,6 +259,7 @@ class NativeEngine:
             cancel=self._cancel,
             invalidate_attributes=functools.partial(base.invalidate_attributes, self),
             invalidate_content=self._stale.add,
+            written_back=functools.partial(base.written_back, self, self._settings.mountpoint),
             record_statfs=self._markers.record,
         )
         if self._barrier is not None:

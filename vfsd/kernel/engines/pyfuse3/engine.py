@@ -29,6 +29,7 @@ from vfsd.kernel.engines.base import (
     StaleContent,
     invalidate_attributes,
     mount_options,
+    written_back,
 )
 from vfsd.kernel.engines.libfuse import capture_standard_error, mount_error
 from vfsd.kernel.engines.markers import Markers
@@ -102,6 +103,7 @@ class Pyfuse3Engine:
         self._device = 0 if made is None else made.device
         self._handlers.is_readable = self._readable
         self._handlers.invalidate_attributes = functools.partial(invalidate_attributes, self)
+        self._handlers.written_back = functools.partial(written_back, self, self._settings.mountpoint)
         self._handlers.invalidate_content = StaleContent(self.invalidate_inode, self._settings.cache_timeout_s).add
         self._closed = False
 

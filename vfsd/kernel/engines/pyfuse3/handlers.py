@@ -129,6 +129,8 @@ class Handlers(pyfuse3.Operations):
         self.is_readable: Callable[[], bool] = lambda: False
         self.invalidate_attributes: Callable[[int], None] = lambda _inode: None
         self.invalidate_content: Callable[[int], None] = lambda _inode: None
+        self.written_back: Callable[[], NotReadyError]  # set by the engine: see `vfsd.kernel.engines.base`
+        self._cleaned: set[int] = set()  # whose dirty pages were written back for the request that comes again
         self.observer: ChangeObserver | None = None  # set by the engine
         self._opened: dict[int, _OpenFile] = {}
         self._positions = ListingPositions()
@@ -238,6 +240,16 @@ class Handlers(pyfuse3.Operations):
         while self.requests < last and self.is_readable():
             await trio.lowlevel.checkpoint()
 
+    def _may_be_dirty(self, inode: int) -> bool:
+        """Whether a program may have stored through a shared mapping; False for the request that comes again."""
+        if inode in self._cleaned:
+            self._cleaned.remove(inode)
+            return False
+        if any(each.inode == inode and each.flags & os.O_ACCMODE == os.O_RDWR for each in self._opened.values()):
+            self._cleaned.add(inode)
+            return True
+        return False
+
     async def _has_set_id(self, inode: int) -> bool:
         return policy.has_set_id((await _result(self._volume.getattr(inode))).mode)
 
@@ -277,6 +289,8 @@ class Handlers(pyfuse3.Operations):
         ctx: pyfuse3.RequestContext,
     ) -> pyfuse3.EntryAttributes:
         volume, timeout_s = self._volume_for(ctx)
+        if fields.update_mtime and not fields.update_size and self._may_be_dirty(inode):
+            raise self.written_back()
         chown = fields.update_uid or fields.update_gid
         # ftruncate(2) sets mtime even if the size stays, truncate(2) does not (do_truncate, fs/open.c).
         now_ns = time.time_ns() if fields.update_size and fh is not None else None
