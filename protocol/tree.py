@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
@@ -22,20 +22,73 @@ __all__ = [
     "LOST",
     "TYPE_MASK",
     "ByteProgress",
+    "Chunk",
     "Filtered",
     "HasMode",
+    "Hole",
     "LookupTree",
     "LosingTree",
     "Tree",
     "TreeEntry",
+    "filled",
     "losing",
     "no_progress",
+    "sparse",
     "unfiltered",
 ]
 
 CHUNK_BYTES: Final = 64 * 1024  # of a stream
 # The file type in a mode.  A call of stat.S_IFMT takes longer than most of the checks that need it.
 TYPE_MASK: Final = 0o170000
+
+_PAGE_BYTES: Final = 4096
+_ZEROS: Final = bytes(1 << 20)
+_ZERO_PAGE: Final = bytes(_PAGE_BYTES)
+
+
+class Hole(Value):
+    """A run of zeros in the content of a sparse file, in place of a chunk; len() is its length."""
+
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+
+Chunk: TypeAlias = bytes | Hole
+
+
+def filled(chunks: Iterable[Chunk]) -> Iterator[bytes]:
+    """Yield `chunks` with zeros in place of holes, for a reader that cannot skip them."""
+    for chunk in chunks:
+        if isinstance(chunk, Hole):
+            for start in range(0, chunk.size, CHUNK_BYTES):
+                yield bytes(min(CHUNK_BYTES, chunk.size - start))
+        else:
+            yield chunk
+
+
+def sparse(data: bytes) -> Iterator[Chunk]:
+    """Yield `data`, which begins at a page of its file, with a hole for each run of whole pages that are zeros."""
+    if data == _ZEROS[: len(data)]:
+        if data:
+            yield Hole(len(data))
+        return
+    at = start = 0
+    while (found := data.find(_ZERO_PAGE, at)) >= 0:
+        first = -(-found // _PAGE_BYTES) * _PAGE_BYTES
+        after = first
+        while data.startswith(_ZERO_PAGE, after):
+            after += _PAGE_BYTES
+        if after > first:
+            if first > start:
+                yield data[start:first]
+            yield Hole(after - first)
+            start = after
+        at = max(after, found + 1)
+    if start < len(data):
+        yield data[start:] if start else data
+
 
 # Called with (bytes of content done, all bytes).  An exception that it raises ends the work.
 ByteProgress: TypeAlias = Callable[[int, int], None]
@@ -110,8 +163,11 @@ class Tree(Protocol):
         """Return `size` bytes of the regular file at `path` from `offset`; fewer only at its end."""
         ...
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """Yield the content of the regular file at `path` in chunks of at most `size` bytes."""
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+        """Yield the content of the regular file at `path` in chunks of at most `size` bytes, and holes of any length.
+
+        A tree that does not know where its files have holes yields zeros.
+        """
         ...
 
     def touched(self, other: Tree) -> Collection[bytes] | None:

@@ -15,7 +15,7 @@ from protocol.diff.plan import execute, plan
 from protocol.errors import ArchiveError
 from protocol.filesystem import Filesystem
 from protocol.paths import decode, encode
-from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry, filled
 
 __all__ = ["FilesystemTree", "put_archive_into"]
 
@@ -95,7 +95,7 @@ class _FilesystemTarget:
         if old is not None and old.is_dir:
             self.remove(old)
         with self._filesystem.open_write(decode(new.path)) as writer:
-            writer.write_all(self._tree.chunks(new.path))
+            writer.write_all(filled(self._tree.chunks(new.path)))
 
     def write(self, new: TreeEntry, old: TreeEntry) -> None:
         self.put(new, old)

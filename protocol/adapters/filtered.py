@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from protocol.diff.tree_diff import ComparesContent, changes
 from protocol.errors import os_error
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry, unfiltered
+from protocol.tree import CHUNK_BYTES, Chunk, Tree, TreeEntry, unfiltered
 
 __all__ = ["FilteredTree", "Hides", "changed_tree"]
 
@@ -56,7 +56,7 @@ class FilteredTree:
         self.entry(path)
         return self._tree.read(path, offset, size)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         self.entry(path)
         return self._tree.chunks(path, size)
 

@@ -16,7 +16,7 @@ from protocol.adapters.path_filesystem.files import OpenFile, PathFiles, Status,
 from protocol.adapters.path_filesystem.resolve import enter
 from protocol.errors import os_error
 from protocol.paths import decode, located
-from protocol.tree import CHUNK_BYTES, LookupTree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, TreeEntry, sparse
 
 __all__ = ["PathFilesTree"]
 
@@ -62,11 +62,11 @@ class PathFilesTree(LookupTree):
         with located(decode(path)), closing(self._open(path)) as file:
             return file.read(offset, size)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         offset = 0
         with located(decode(path)), closing(self._open(path)) as file:
             while chunk := file.read(offset, size):
-                yield chunk
+                yield from sparse(chunk)
                 offset += len(chunk)
 
     # -- `protocol.search.NodeTree`: one status for each entry, and no path looked up for it -------

@@ -189,6 +189,13 @@ class MountedArchive:
             raise os_error(errno.EINVAL, shown(path))
         return self._content.read(self._member(number), offset, size, self._locate)
 
+    def ranges(self, path: bytes, start: int, end: int) -> list[tuple[int, int]]:  # noqa: ARG002
+        """The whole: an archive does not say where a file has holes."""
+        return [(start, end)]
+
+    def sectors(self, path: bytes) -> None:
+        """None, as for `ranges`."""
+
     def preparation(self, path: bytes) -> Callable[[], object] | None:
         number = self._number(path)
         member = self._member(number)

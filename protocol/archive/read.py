@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import chain
 from typing import BinaryIO, Final, TypeAlias
 
 from protocol.archive.check import Contents, read_contents
@@ -15,7 +16,7 @@ from protocol.archive.content import ContentReader, decompressed
 from protocol.archive.limits import ArchiveLimits
 from protocol.archive.members import Member
 from protocol.errors import ArchiveError, os_error, shown
-from protocol.tree import CHUNK_BYTES, ByteProgress, Tree, TreeEntry, no_progress
+from protocol.tree import CHUNK_BYTES, ByteProgress, Chunk, Tree, TreeEntry, no_progress, sparse
 
 # Local headers and small entries are adjacent: one read(2) gets many.
 _BUFFER_BYTES: Final = 128 * 1024
@@ -127,9 +128,9 @@ class ArchiveTree:
         """
         return self._reader.read(self._file_member(path), offset, size)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """Yield the content of a regular file in chunks of at most `size` bytes; errors as for `read`."""
-        return decompressed(self._file, self._file_member(path), size)
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+        """Yield the content of a regular file in chunks of at most `size` bytes, and holes; errors as for `read`."""
+        return chain.from_iterable(map(sparse, decompressed(self._file, self._file_member(path), size)))
 
     def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 -- the contract's
         """Unknown without a walk."""

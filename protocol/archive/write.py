@@ -32,10 +32,10 @@ from protocol.archive.manifest import (
 )
 from protocol.archive.names import FILES, MANIFEST, escape
 from protocol.archive.selection import Selection, select
-from protocol.archive.zipwriter import SMALL_BYTES, Item, Packer, ZipWriter
+from protocol.archive.zipwriter import SMALL_BYTES, STREAM_BYTES, Item, Packer, ZipWriter, equal_pieces
 from protocol.errors import os_error, shown
 from protocol.linux.regular_file import sync_directory
-from protocol.tree import ByteProgress, Tree, TreeEntry, no_progress
+from protocol.tree import ByteProgress, Chunk, Tree, TreeEntry, no_progress
 
 DEFAULT_LEVEL: Final = 6  # the default of zlib and zip
 
@@ -265,10 +265,10 @@ def _add(packer: Packer, tree: Tree, entry: TreeEntry, text: str, report: _Repor
         raise OSError(errno.EINVAL, f"unknown file type: mode {entry.mode:o}", shown(entry.path))
 
 
-def _checked(tree: Tree, entry: TreeEntry, report: _Reporter) -> Iterator[bytes]:
+def _checked(tree: Tree, entry: TreeEntry, report: _Reporter) -> Iterator[Chunk]:
     """Yield the content of a file in chunks; its size must be that of its entry, which the manifest states."""
     done = 0
-    for chunk in tree.chunks(entry.path, _CHUNK_BYTES):
+    for chunk in equal_pieces(tree.chunks(entry.path, STREAM_BYTES)):
         done += len(chunk)
         if done > entry.size:
             break

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, Final, NamedTuple
 
@@ -21,8 +21,10 @@ from zlib_ng import zlib_ng
 
 from protocol.archive import records as zr
 from protocol.linux.scheduling import lower_priority
+from protocol.tree import Chunk, Hole
 
 SMALL_BYTES: Final = 256 * 1024  # entries up to this size are passed whole, larger ones streamed
+STREAM_BYTES: Final = 256 * 1024  # of a piece of a large entry
 _BATCH_BYTES: Final = 256 * 1024  # compressed by one worker at a time,
 _BATCH_ENTRIES: Final = 128
 _MANY_ENTRIES: Final = 32  # in a batch: 8 KiB each
@@ -67,6 +69,35 @@ def _pack(items: Sequence[Item], level: int) -> list[_Packed]:
     return packed
 
 
+def _deflated_zeros(level: int) -> bytes:
+    """The compressed form of a hole of STREAM_BYTES, which can stand anywhere in a stream."""
+    deflate = zlib_ng.compressobj(level, zlib_ng.DEFLATED, -zlib_ng.MAX_WBITS)
+    return deflate.compress(bytes(STREAM_BYTES)) + deflate.flush(zlib_ng.Z_FULL_FLUSH)
+
+
+def equal_pieces(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Cut a content into pieces of STREAM_BYTES, a hole for each that is all zeros; the last may be shorter.
+
+    So an archive does not depend on how a tree cuts its chunks, and on which of its zeros are holes.
+    """
+    piece = bytearray()
+    for chunk in chunks:
+        at = 0
+        while at < len(chunk):
+            count = min(STREAM_BYTES - len(piece), len(chunk) - at)
+            is_hole = isinstance(chunk, Hole)
+            if is_hole and count == STREAM_BYTES:
+                yield Hole(STREAM_BYTES)
+            else:
+                piece += bytes(count) if isinstance(chunk, Hole) else chunk[at : at + count]
+            at += count
+            if len(piece) == STREAM_BYTES:
+                yield Hole(STREAM_BYTES) if piece.count(0) == STREAM_BYTES else bytes(piece)
+                piece.clear()
+    if piece:
+        yield bytes(piece)
+
+
 class Packer:
     """Keeps the workers busy and the entries in order, with a bounded amount of data in flight."""
 
@@ -97,7 +128,7 @@ class Packer:
         if self._batch_bytes >= _BATCH_BYTES or len(self._batch) >= _BATCH_ENTRIES:
             self._submit()
 
-    def stream(self, item: Item, size: int, chunks: Iterator[bytes]) -> None:
+    def stream(self, item: Item, size: int, chunks: Iterator[Chunk]) -> None:
         """Write an entry that is too large to hold, after all earlier ones."""
         self._drain()
         self._writer.stream(item, size, chunks, self._level)
@@ -148,8 +179,11 @@ class ZipWriter:
             offset += zr.LOCAL.size + len(name) + len(extra) + compressed
         self._write(b"".join(parts))
 
-    def stream(self, item: Item, size: int, chunks: Iterator[bytes], level: int) -> None:
-        """Write an entry whose CRC and compressed size follow its data, so that the file need not be seekable."""
+    def stream(self, item: Item, size: int, chunks: Iterator[Chunk], level: int) -> None:
+        """Write an entry whose CRC and compressed size follow its data, so that the file need not be seekable.
+
+        `chunks` are `equal_pieces`.  A hole is the same compressed bytes each time, so it costs no compression.
+        """
         big = size >= _BIG_BYTES
         flags = zr.FLAG_UTF8 | zr.FLAG_DESCRIPTOR
         start = self.offset
@@ -165,9 +199,21 @@ class ZipWriter:
         data_start = self.offset
         crc = 0
         deflate = zlib_ng.compressobj(level, zlib_ng.DEFLATED, -zlib_ng.MAX_WBITS)
+        zeros, zeros_crc = b"", 0
+        is_at_byte = True  # the next block begins at a byte, and refers to nothing before it
         for chunk in chunks:
-            crc = zlib_ng.crc32(chunk, crc)
-            self._write(deflate.compress(chunk))
+            if not isinstance(chunk, Hole):
+                crc = zlib_ng.crc32(chunk, crc)
+                self._write(deflate.compress(chunk))
+                is_at_byte = False
+                continue
+            if not zeros:
+                zeros, zeros_crc = _deflated_zeros(level), zlib_ng.crc32(bytes(STREAM_BYTES))
+            if not is_at_byte:
+                self._write(deflate.flush(zlib_ng.Z_FULL_FLUSH))
+                is_at_byte = True
+            crc = zlib_ng.crc32_combine(crc, zeros_crc, STREAM_BYTES)
+            self._write(zeros)
         self._write(deflate.flush())
         compressed = self.offset - data_start
         descriptor = zr.DESCRIPTOR64 if big else zr.DESCRIPTOR

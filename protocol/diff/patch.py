@@ -33,7 +33,7 @@ from typing import BinaryIO, Final
 from protocol.diff.binary_patch import blob_name, write_literal
 from protocol.diff.line_diff import Edit, edits
 from protocol.diff.tree_diff import Change, entry_or_none, is_below
-from protocol.tree import Tree, TreeEntry, unfiltered
+from protocol.tree import Tree, TreeEntry, filled, unfiltered
 
 TEXT_LIMIT_BYTES: Final = 32 * 1024 * 1024  # both sides of a text file are held in memory; over it, as binary
 TEXT_LIMIT_LINES: Final = 1_000_000  # a line costs some 50 bytes in addition to its content
@@ -149,7 +149,7 @@ def _text(tree: Tree, entry: TreeEntry) -> bytes | None:
 def _all_of(tree: Tree, entry: TreeEntry) -> Iterator[bytes]:
     """The content of a file.  EIO if its length is not that of its entry, with which a hunk begins."""
     done = 0
-    for chunk in tree.chunks(entry.path):
+    for chunk in filled(tree.chunks(entry.path)):
         done += len(chunk)
         yield chunk
     if done != entry.size:

@@ -20,7 +20,7 @@ from stat import S_IFMT
 from typing import Literal, Protocol, TypeAlias, cast, runtime_checkable
 
 from protocol.errors import os_error
-from protocol.tree import Filtered, Tree, TreeEntry, unfiltered
+from protocol.tree import Chunk, Filtered, Hole, Tree, TreeEntry, unfiltered
 from protocol.types import ChangeCounts
 from protocol.values import Value
 
@@ -499,18 +499,28 @@ def content_differs(
 
 
 def same_bytes(
-    left_chunks: Iterator[bytes], right_chunks: Iterator[bytes], keep_going: Callable[[], None] = _nothing
+    left_chunks: Iterator[Chunk], right_chunks: Iterator[Chunk], keep_going: Callable[[], None] = _nothing
 ) -> bool:
-    """Whether two streams have the same bytes; their chunks may be cut differently."""
-    left_full, right_full = filter(None, left_chunks), filter(None, right_chunks)
-    left = right = b""
+    """Whether two streams have the same bytes; their chunks may be cut differently, and have different holes."""
+    left_full: Iterator[Chunk] = filter(len, left_chunks)
+    right_full: Iterator[Chunk] = filter(len, right_chunks)
+    left: Chunk = b""
+    right: Chunk = b""
     while True:
         left = left or next(left_full, b"")
         right = right or next(right_full, b"")
         if not left or not right:
-            return left == right
+            return not left and not right
         keep_going()
         common = min(len(left), len(right))
-        if left[:common] != right[:common]:
+        (left_part, left), (right_part, right) = _cut(left, common), _cut(right, common)
+        if isinstance(left_part, Hole):
+            left_part, right_part = right_part, left_part
+        if isinstance(left_part, Hole):
+            continue
+        if left_part.count(0) != common if isinstance(right_part, Hole) else left_part != right_part:
             return False
-        left, right = left[common:], right[common:]
+
+
+def _cut(chunk: Chunk, at: int) -> tuple[Chunk, Chunk]:
+    return (Hole(at), Hole(len(chunk) - at)) if isinstance(chunk, Hole) else (chunk[:at], chunk[at:])

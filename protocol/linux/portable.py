@@ -27,6 +27,7 @@ _STATX_BTIME = 0x800
 _STATX_BTIME_AT = 80
 _COPY_BYTES = 1024 * 1024
 _RWF_APPEND = 16  # linux/fs.h; the name in os is of Python 3.10
+_KEEP_SIZE_PUNCH_HOLE = 3  # linux/falloc.h
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SECOND_NS = 1000000000
 _NOW_NS = _SECOND_NS  # a time within one second of the clock counts as the present time
@@ -198,21 +199,54 @@ def birth_ns(descriptor: int) -> int:
     return int(seconds * _SECOND_NS + nanoseconds)
 
 
+def _hole_and_data(source: int, offset: int, length: int) -> "tuple[int, int]":
+    """The lengths of the hole and of the data that follow at `offset`, up to `length` together."""
+    length = max(0, min(length, os.fstat(source).st_size - offset))
+    try:
+        start = min(os.lseek(source, offset, os.SEEK_DATA), offset + length)
+        end = min(os.lseek(source, start, os.SEEK_HOLE), offset + length) if start < offset + length else start
+    except OSError as error:
+        return (length, 0) if error.errno == errno.ENXIO else (0, length)
+    return start - offset, end - start
+
+
+def _copied_hole(target: int, offset: int, length: int) -> bool:
+    """Make a hole; False, without a change, if the file system cannot."""
+    size = os.fstat(target).st_size
+    try:
+        if offset < size:
+            fallocate(target, _KEEP_SIZE_PUNCH_HOLE, offset, min(length, size - offset))
+    except OSError:
+        return False
+    if offset + length > size:
+        os.ftruncate(target, offset + length)
+    return True
+
+
 def copy_range(source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
-    """copy_file_range(2) until `length` bytes or the end of the source; pread and pwrite if the kernel cannot."""
+    """copy_file_range(2) until `length` bytes or the end of the source; pread and pwrite if the kernel cannot.
+
+    Unlike the kernel, which writes zeros on most file systems, it leaves holes where the source has them.
+    """
     kernel = getattr(os, "copy_file_range", None)  # since Python 3.8
-    copied = 0
+    copied = run = 0
     while copied < length:
+        if copied >= run:
+            hole, run = _hole_and_data(source, source_offset + copied, length - copied)
+            run += copied + hole
+            if hole and _copied_hole(target, target_offset + copied, hole):
+                copied += hole
+                continue
         if kernel is not None:
             try:
-                count = kernel(source, target, length - copied, source_offset + copied, target_offset + copied)
+                count = kernel(source, target, run - copied, source_offset + copied, target_offset + copied)
             except OSError as error:
                 if copied or error.errno not in _CANNOT_COPY:
                     raise
                 kernel = None
                 continue
         else:
-            data = os.pread(source, min(_COPY_BYTES, length - copied), source_offset + copied)
+            data = os.pread(source, min(_COPY_BYTES, run - copied), source_offset + copied)
             count = os.pwrite(target, data, target_offset + copied) if data else 0
         if not count:
             break

@@ -17,7 +17,7 @@ import msgspec
 
 from protocol.diff.tree_diff import comparer
 from protocol.errors import os_error
-from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, Tree, TreeEntry
 from protocol.values import Value
 
 _UNCHANGED: Final = object()
@@ -120,7 +120,7 @@ class MergedTree(LookupTree):
             return node.data[offset : offset + size]
         return node.tree.read(node.source, offset, size)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         node = self._found(path)
         if node is None:
             return self._ours.chunks(path, size)

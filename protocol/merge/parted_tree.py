@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from protocol.diff.tree_diff import comparer, entry_or_none, is_at_or_below, is_same_inode
-from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, Tree, TreeEntry
 
 
 class PartedTree(LookupTree):
@@ -73,7 +73,7 @@ class PartedTree(LookupTree):
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self.owner(path).read(path, offset, size)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         return self.owner(path).chunks(path, size)
 
     def touched(self, other: Tree) -> Collection[bytes] | None:

@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.diff.tree_diff import comparer, same_bytes
 from protocol.merge.outcome import Conflict, ConflictReason, names_shown
-from protocol.tree import CHUNK_BYTES, TYPE_MASK, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, TYPE_MASK, Chunk, Tree, TreeEntry
 from protocol.values import Value
 
 # Files of this size or more, which the trees cannot compare without reading, are equal if size and mtime are equal:
@@ -67,7 +67,7 @@ class Trees(Value):
             return old.mtime_ns == new.mtime_ns
         return same_bytes(self._chunks(old_tree, old), self._chunks(new_tree, new))
 
-    def _chunks(self, tree: Tree, entry: TreeEntry) -> Iterator[bytes]:
+    def _chunks(self, tree: Tree, entry: TreeEntry) -> Iterator[Chunk]:
         for chunk in tree.chunks(entry.path, 16 * CHUNK_BYTES):
             self.keep_going()
             yield chunk

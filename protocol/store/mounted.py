@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
+from protocol.store.format.blobs import LARGE_BYTES
+from protocol.store.format.digests import CHUNK_BYTES, chunk_ranges
 from protocol.store.format.inode_rows import inodes_lost
 from protocol.store.format.packs import DamagedError
 from protocol.store.leases import Lease
@@ -103,6 +105,16 @@ class MountedSnapshot:
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._reading(self._tree.read, path, offset, size)
+
+    def ranges(self, path: bytes, start: int, end: int) -> Iterable[tuple[int, int]]:
+        row = self._reading(self._tree.row, path)
+        if row.size <= CHUNK_BYTES or not self._blobs.large.is_ready(row.content, row.size):
+            return [(start, end)]
+        return chunk_ranges(self._reading(self._blobs.large.chunk_digests, row.content), start, end)
+
+    def sectors(self, path: bytes) -> int | None:
+        row = self._reading(self._tree.row, path)
+        return self._blobs.objects.sectors(row.content) if row.size > LARGE_BYTES else None
 
     def preparation(self, path: bytes) -> Callable[[], object] | None:
         row = self._reading(self._tree.row, path)

@@ -19,7 +19,7 @@ from protocol.errors import os_error, shown
 from protocol.store.format.blobs import Blobs
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import UNREADABLE, Row, entry_of
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, Tree, TreeEntry
 
 if TYPE_CHECKING:
     from protocol.store.directory.source import Source
@@ -105,7 +105,7 @@ class MerkleTree:
         except DamagedError as error:
             raise error.at(shown(path)) from None
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         return _naming(path, self._contents.chunks(self._key(path), size))
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
@@ -171,7 +171,7 @@ class NumberedTree(MerkleTree):
         return replace(entry, inode=row.size, ctime_ns=row.mtime_ns)
 
 
-def _naming(path: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _naming(path: bytes, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
     """Yield `chunks`; a DamagedError names `path`."""
     try:
         yield from chunks

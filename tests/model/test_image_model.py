@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.inode import Inode
-from protocol.tree import Tree
+from protocol.tree import Tree, filled
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, SUPERUSER, AttributeChanges
 from tests.support.journals import JournalInMemory, assert_same_volume, facts, replayed
 from tests.support.trees import DictTree
@@ -225,7 +225,7 @@ class ImageMachine(RuleBasedStateMachine):
             for entry in tree.walk():
                 archive.entries[entry.path] = entry
                 if entry.is_file:
-                    archive.content[entry.path] = b"".join(tree.chunks(entry.path))
+                    archive.content[entry.path] = b"".join(filled(tree.chunks(entry.path)))
         stage = self.volume.new_stage()
         try:
             stage.fill(archive, self.volume.reserve_inodes(len(archive.entries)))

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from protocol.backends.memory import MemoryVolume
 from protocol.diff.tree_diff import changes, is_below
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry, filled
 from protocol.volume import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, AttributeChanges, Caller
 from tests.model.kernel import KernelCache
 from tests.model.plain import Node, Plain, find, groups, page_up, walk
@@ -115,7 +115,7 @@ def assert_shows(tree: Tree, root: Node) -> None:
     assert list(tree.walk()) == [entry for entry, _ in expected]
     for entry, data in expected:
         if entry.is_file:
-            assert b"".join(tree.chunks(entry.path, 50_000)) == data
+            assert b"".join(filled(tree.chunks(entry.path, 50_000))) == data
 
 
 class MemoryMachine(RuleBasedStateMachine):

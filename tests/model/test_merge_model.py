@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from protocol.backends.memory import MemoryVolume
 from protocol.diff.tree_diff import changes, is_below, outermost
 from protocol.merge.three_way import Merge, merge
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import Tree, TreeEntry, filled
 from tests.model.merge_trees import ALL_EDITS, Edit, File, PlainTree, directory, edited, edits
 
 Three = tuple[PlainTree, PlainTree, PlainTree]
@@ -49,7 +49,7 @@ def seen(tree: Tree, *, with_mtime: bool = True) -> Seen:
     found: Seen = {}
     for entry in entries:
         assert tree.entry(entry.path) == entry
-        content = b"".join(tree.chunks(entry.path)) if entry.is_file else b""
+        content = b"".join(filled(tree.chunks(entry.path))) if entry.is_file else b""
         assert len(content) == entry.size or not entry.is_file
         links = tuple(names.get(entry.inode, [])) if entry.nlink > 1 and not entry.is_dir else ()
         found[entry.path] = (
@@ -195,7 +195,7 @@ def test_a_second_merge_brings_only_what_changed_since_the_first(steps: tuple[li
 def copied(tree: Tree) -> dict[bytes, File]:
     found = {}
     for entry in tree.walk():
-        content = b"".join(tree.chunks(entry.path)) if entry.is_file else entry.target
+        content = b"".join(filled(tree.chunks(entry.path))) if entry.is_file else entry.target
         found[entry.path] = File(entry.mode, content, entry.uid, entry.gid, entry.mtime_ns, dict(entry.xattrs))
     return found
 
@@ -326,7 +326,7 @@ def _is_about_a_directory(three: Three, path: bytes) -> bool:
 def _git_file(tree: Tree, entry: TreeEntry) -> tuple[bytes, bytes]:
     if entry.is_symlink:
         return b"120000", entry.target
-    return b"100755" if entry.mode & 0o100 else b"100644", b"".join(tree.chunks(entry.path))
+    return b"100755" if entry.mode & 0o100 else b"100644", b"".join(filled(tree.chunks(entry.path)))
 
 
 # --- plain models -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from protocol.backends.memory.inode import Inode
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.lower import Lower
+from protocol.diff.tree_diff import same_bytes
 from protocol.journal.directory import Journal
 from protocol.journal.log import Log, LogFile
 from protocol.journal.records import (
@@ -153,7 +154,7 @@ def assert_same_volume(first: MemoryVolume, second: MemoryVolume) -> None:
             assert entries == list(other.walk()), info.name
             for entry in entries:
                 if entry.is_file:
-                    assert list(one.chunks(entry.path)) == list(other.chunks(entry.path)), (info.name, entry.path)
+                    assert same_bytes(one.chunks(entry.path), other.chunks(entry.path)), (info.name, entry.path)
     assert first.notes == second.notes
 
 

@@ -17,7 +17,7 @@ from protocol.adapters.path_filesystem.writing import remove, temporary_name
 from protocol.adapters.tree import PathFilesTree
 from protocol.diff.plan import Step, execute, plan
 from protocol.paths import decode, located
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import Hole, Tree, TreeEntry
 
 _CHUNK_BYTES: Final = 256 * 1024
 _USER_ALL: Final = stat.S_IRWXU
@@ -73,8 +73,13 @@ class _Target:
         return name
 
     def _fill(self, file: OpenFile, entry: TreeEntry) -> None:
-        offset = 0
+        offset, last = 0, entry.size - 1
         for chunk in self._tree.chunks(entry.path, _CHUNK_BYTES):
+            if isinstance(chunk, Hole):
+                offset += len(chunk)
+                if offset > last:  # a hole at the end: the last byte sets the size
+                    file.write(last, b"\0")
+                continue
             view = memoryview(chunk)
             while view:
                 written = file.write(offset, view)

@@ -13,7 +13,7 @@ from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.adapters.tree import PathFilesTree
 from protocol.errors import os_error
 from protocol.paths import decode, encode, normalise
-from protocol.tree import CHUNK_BYTES, LookupTree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, TreeEntry
 from protocol.volume_extensions import SnapshotableVolume
 
 __all__ = ["HostMount", "hydrate"]
@@ -102,7 +102,7 @@ class _MountTree(LookupTree):
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._host.read(self._sources[path], offset, size)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         return self._host.chunks(self._sources[path], size)
 
 

@@ -29,7 +29,7 @@ from protocol.store import DirectorySource, DirectoryTarget, Source, TreeSource
 from protocol.store.directory.scan import FileProgress, Scanned, Unreadable
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import Sink
-from protocol.tree import CHUNK_BYTES, TreeEntry, no_progress
+from protocol.tree import CHUNK_BYTES, Chunk, TreeEntry, no_progress, sparse
 from protocol.volume import Volume
 
 
@@ -66,7 +66,7 @@ class ContainerSource:
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._now().read(path, offset, size)
 
-    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int) -> Iterator[Chunk]:
         return self._now().chunks(path, size)
 
 
@@ -96,10 +96,10 @@ class _ServedTree(PathFilesTree):
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return trio.from_thread.run_sync(super().read, path, offset, size)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         offset = 0
         while chunk := self.read(path, offset, size):
-            yield chunk
+            yield from sparse(chunk)
             offset += len(chunk)
 
 

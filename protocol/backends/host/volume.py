@@ -440,17 +440,11 @@ class HostVolume:
 
     def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
         self._check_writable()
-        copied = 0
         with self._descriptors.held():
             new = self._descriptors.file(self._node(target), write=True)
             # In this order: if both are the same file, the second call returns the descriptor of the first.
             old = self._descriptors.file(self._node(source))
-            while copied < length:
-                count = os.copy_file_range(old, new, length - copied, source_offset + copied, target_offset + copied)
-                if not count:
-                    break
-                copied += count
-        return copied
+            return portable.copy_range(old, source_offset, new, target_offset, length)
 
     def fsync(self, inode: int, *, data_only: bool) -> None:
         node = self._node(inode)

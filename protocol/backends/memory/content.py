@@ -33,6 +33,7 @@ from protocol.backends.memory.ledger import Ledger
 from protocol.backends.memory.reservations import Reserved, joined, overlap, within, without
 from protocol.backends.memory.shared_blocks import NONE_OWNED, SharedBlocks
 from protocol.errors import os_error
+from protocol.tree import Chunk, Hole
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
@@ -62,6 +63,19 @@ def _same_bytes(a: Block, b: Block) -> bool:
     common = min(len(a), len(b))
     rest = a if len(a) > common else b
     return a[:common] == b[:common] and rest.count(0, common) == len(rest) - common
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of ranges that are (offset, length), adjacent ones as one."""
+    start = end = 0
+    for offset, length in ranges:
+        if offset > end:
+            if end > start:
+                yield start, end
+            start = offset
+        end = offset + length
+    if end > start:
+        yield start, end
 
 
 class Content(SharedBlocks):
@@ -122,16 +136,16 @@ class Content(SharedBlocks):
 
     @classmethod
     def of_chunks(
-        cls, ledger: Ledger, chunks: Iterable[bytes], check: Callable[[int, int], None]
+        cls, ledger: Ledger, chunks: Iterable[Chunk], check: Callable[[int, int], None]
     ) -> tuple[Content, int]:
-        """Return content with the bytes of `chunks`, and their number; chunks of zeros become holes.
+        """Return content with the bytes of `chunks`, and their number; chunks of zeros become holes, too.
 
         `check` is called before each write with the pages that the content then has, and the bytes of memory needed.
         """
         content = cls(ledger)
         offset = 0
         for chunk in chunks:
-            if chunk.count(0) < len(chunk):
+            if not isinstance(chunk, Hole) and chunk.count(0) < len(chunk):
                 growth = content.growth(offset, len(chunk))
                 needed = content.allocated + len(chunk) + (len(chunk) >> 3) + 2 * BLOCK_BYTES
                 check(content.pages + growth, needed)
@@ -218,6 +232,27 @@ class Content(SharedBlocks):
             start, end = first << _PAGE_SHIFT, min(after << _PAGE_SHIFT, size)
             if end > start:
                 yield start, end - start
+
+    def data_within(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the (start, end) of the written ranges between two offsets; adjacent ranges are not joined."""
+        for first, after in self._data_ranges(start >> _PAGE_SHIFT):
+            low, high = max(start, first << _PAGE_SHIFT), min(end, after << _PAGE_SHIFT)
+            if low >= end:
+                return
+            if low < high:
+                yield low, high
+
+    def chunks(self, size: int, most: int) -> Iterator[Chunk]:
+        """Yield the content of a file of `size` bytes as `Tree.chunks` does, with at most `most` bytes in a chunk."""
+        at = 0
+        for start, end in _joined(self.data_ranges(size)):
+            if start > at:
+                yield Hole(start - at)
+            for offset in range(start, end, most):
+                yield bytes(self.read(offset, min(most, end - offset)))
+            at = end
+        if at < size:
+            yield Hole(size - at)
 
     def _allocated_ranges(self, page: int) -> Iterator[Range]:
         """Yield `_data_ranges` and the ranges that were reserved twice."""

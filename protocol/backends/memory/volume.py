@@ -33,7 +33,7 @@ from protocol.backends.memory.ledger import RESERVE_BYTES
 from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
-from protocol.volume import DirectoryEntry, StatFs, VolumeCapabilities
+from protocol.volume import AttributeChanges, DirectoryEntry, StatFs, VolumeCapabilities
 from protocol.volume_durability import JournalStatus
 from protocol.volume_extensions import CacheInvalidation, PreparingVolume, SharedLimit, SnapshotInfo, VolumeUsage
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _UNLIMITED_INODES: Final = 2**31 - 1
 _COPY_BYTES: Final = 1 << 20
+_KEEP_SIZE_PUNCH_HOLE: Final = 3  # linux/falloc.h
 
 
 class MemoryVolume:
@@ -489,26 +490,39 @@ class MemoryVolume:
         length = max(0, min(length, node.size - source_offset))
         if source == target and source_offset < target_offset + length and target_offset < source_offset + length:
             raise os_error(errno.EINVAL)
-        done = 0
-        while done < length:
-            # Not `read`, which changes the atime of the source while the kernel shows the cached one.
-            part = min(_COPY_BYTES, length - done)
-            content = self._state.inodes[source].content
-            try:
-                data = content.read(source_offset + done, part) if content is not None else bytes(part)
-                written = self.write(target, target_offset + done, data)
-            except OSError:
-                if done:
-                    break
+        done, end = 0, source_offset + length
+        content = node.content
+        runs = [] if content is None else list(content.data_within(source_offset, end))
+        try:
+            for start, stop in (*runs, (end, end)):
+                if start > source_offset + done:
+                    hole = start - source_offset - done
+                    self._copy_hole(target, target_offset + done, hole)
+                    done += hole
+                while (at := source_offset + done) < stop:
+                    # Not `read`, which changes the atime of the source while the kernel shows the cached one.
+                    content = self._state.inodes[source].content
+                    assert content is not None
+                    data = content.read(at, min(_COPY_BYTES, stop - at))
+                    written = self.write(target, target_offset + done, data)
+                    done += written
+                    if written < len(data):
+                        return done
+        except OSError:
+            if not done:
                 raise
-            done += written
-            if written < len(data):
-                break
         return done
 
     def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> tuple[int, int]:
         written = self.write(inode, self.getattr(inode).size, data, kill_privileges=kill_privileges)
         return written, self.getattr(inode).size
+
+    def _copy_hole(self, target: int, offset: int, length: int) -> None:
+        size = self.getattr(target).size
+        if offset < size:
+            self.fallocate(target, _KEEP_SIZE_PUNCH_HOLE, offset, min(length, size - offset))
+        if offset + length > size:
+            self.setattr(target, AttributeChanges(size=offset + length))
 
     def fsync(self, inode: int, *, data_only: bool) -> None:  # noqa: ARG002
         """Sync the journal.  Without one, memory cannot be made more durable."""

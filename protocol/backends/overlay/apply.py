@@ -36,6 +36,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.overlay.content import LowerContent
@@ -51,6 +52,7 @@ from protocol.diff.tree_diff import (
     has_links,
     is_at_or_below,
     is_below,
+    same_bytes,
     walk_order,
 )
 from protocol.linux.portable import Handle
@@ -403,8 +405,9 @@ class OverlayApply:
     def _has_content(self, path: bytes) -> bool:
         directory, name = place(self._root, path)
         file = Handle(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory.fd))
+        below = iter(partial(os.read, file.fd, _CHUNK_BYTES), b"")
         try:
-            return all(os.read(file.fd, len(chunk)) == chunk for chunk in self._live.chunks(path, _CHUNK_BYTES))
+            return same_bytes(self._live.chunks(path, _CHUNK_BYTES), below, self._keep_going)
         except ChangedBelowError:
             return False
 

@@ -34,7 +34,7 @@ from protocol.backends.overlay.lower import (
 )
 from protocol.backends.overlay.tree_lower import TreeStat, inode_number, shown_number
 from protocol.errors import NotReadyError, os_error, shown
-from protocol.store.format.digests import CHUNK_BYTES
+from protocol.store.format.digests import CHUNK_BYTES, chunk_ranges
 from protocol.store.format.inode_rows import inodes_lost
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import UNREADABLE, Row
@@ -339,9 +339,18 @@ class LazyFile(LowerFile):
         return b"".join(parts)
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """All of the file: a stored snapshot does not know holes."""
+        """The chunks that are not all zeros, once the chunk map was fetched; before, all of the file."""
         end = min(end, self.size)
-        if start < end:
+        if start >= end:
+            return
+        if self._content is not None and self.size > CHUNK_BYTES:
+            try:
+                chunks = self.lower.contents.chunk_map(self._content).chunks
+            except (NotReadyError, OSError):
+                yield start, end
+            else:
+                yield from chunk_ranges(chunks, start, end)
+        else:
             yield start, end
 
     def keep(self) -> None:

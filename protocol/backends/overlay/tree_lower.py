@@ -77,6 +77,17 @@ class LowerTree(Protocol):
         """Return `size` bytes of a regular file from `offset`, fewer only at its end.  They are verified."""
         ...
 
+    def ranges(self, path: bytes, start: int, end: int) -> Iterable[tuple[int, int]]:
+        """Return the (start, end) of the runs of a file, between two offsets, outside of which it is zeros.
+
+        The whole if that is not known, or not verified yet.
+        """
+        ...
+
+    def sectors(self, path: bytes) -> int | None:
+        """Return the size on disk of a sparse file in units of 512 bytes; None if it is not known."""
+        ...
+
     def preparation(self, path: bytes) -> Callable[[], object] | None:
         """Return a function that does what makes the first read of a large file slow; None if nothing does.
 
@@ -101,6 +112,7 @@ class TreeStat(Value):
     st_mtime_ns: int
     st_rdev: int
     ctime_ns: int | None = None  # None: as the mtime
+    sectors: int | None = None  # None: those of a file without holes
 
     @property
     def st_dev(self) -> int:
@@ -116,7 +128,7 @@ class TreeStat(Value):
 
     @property
     def st_blocks(self) -> int:
-        return -(-self.st_size // _SECTOR_BYTES)
+        return -(-self.st_size // _SECTOR_BYTES) if self.sectors is None else self.sectors
 
 
 class TreeLower(Lower):
@@ -183,9 +195,11 @@ class TreeLower(Lower):
             nlink, size = self._counted(path)
         with self._lock:
             inode = self._tree.inode_row(path)
+            sectors = self._tree.sectors(path) if entry.is_file else None
         number = shown_number(path, entry.inode if nlink > 1 and not entry.is_dir else 0, inode)
         ctime_ns = inode.mtime_ns if inode is not None and inode.size else entry.mtime_ns
-        return TreeStat(entry.mode, number, nlink, entry.uid, entry.gid, size, entry.mtime_ns, entry.rdev, ctime_ns)
+        owner = entry.uid, entry.gid
+        return TreeStat(entry.mode, number, nlink, *owner, size, entry.mtime_ns, entry.rdev, ctime_ns, sectors)
 
     def _counted(self, path: bytes) -> tuple[int, int]:
         """The link count and the size of a directory."""
@@ -244,6 +258,11 @@ class TreeLower(Lower):
                 raise OSError(errno.EIO, "the file is shorter than its entry says")
         return data
 
+    def ranges(self, path: bytes, start: int, end: int) -> list[tuple[int, int]]:
+        """Return what `LowerTree.ranges` does."""
+        with self._reading(path):
+            return list(self._tree.ranges(path, start, end))
+
     def file(self, path: bytes, seen: LowerStat) -> TreeFile:
         return TreeFile(self, path, seen)
 
@@ -280,10 +299,9 @@ class TreeFile(LowerFile):
         return self.lower.read(self.path, offset, size)
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """All of the file: trees do not know holes."""
         end = min(end, self.size)
         if start < end:
-            yield start, end
+            yield from self.lower.ranges(self.path, start, end)
 
     @property
     def is_ready(self) -> bool:

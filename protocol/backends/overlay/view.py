@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.lower import LOST_NS, ChangedBelowError
-from protocol.tree import CHUNK_BYTES, LOST, Tree, TreeEntry, losing
+from protocol.tree import CHUNK_BYTES, LOST, Chunk, Tree, TreeEntry, losing
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch
@@ -104,10 +104,6 @@ class OverlayTree(SnapshotTree):
         if self._is_lost(node):
             raise ChangedBelowError(cast("OverlayInode", node).lower.path, LOST)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        node = self._file(path)
-        first = self.read_node(node, 0, size)
-        if first:
-            yield first
-        for offset in range(size, node.size, size):
-            yield super().read_node(node, offset, size)
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+        self.read_node(self._file(path), 0, 1)
+        return super().chunks(path, size)

@@ -17,8 +17,9 @@ from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, sca
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Sink
 from protocol.store.format.inode_rows import inode_row
+from protocol.store.format.objects import data_ranges
 from protocol.store.format.rows import More, Row, TreeCounts, counts_of, encode_listing, sum_counts
-from protocol.tree import no_progress
+from protocol.tree import Chunk, Hole, no_progress
 
 if TYPE_CHECKING:
     from protocol.tree import Tree, TreeEntry
@@ -46,7 +47,7 @@ class Source(Protocol):
         """Up to `size` bytes of the present content of the regular file at `path`."""
         ...
 
-    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int) -> Iterator[Chunk]:
         """The present content of the regular file at `path`."""
         ...
 
@@ -93,12 +94,18 @@ class DirectorySource:
         with self._file(path) as descriptor:
             return os.pread(descriptor, size, offset)
 
-    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int) -> Iterator[Chunk]:
         with self._file(path) as descriptor:
-            at = 0
-            while data := os.pread(descriptor, size, at):
-                yield data
-                at += len(data)
+            done, end = 0, os.fstat(descriptor).st_size
+            for start, after in data_ranges(descriptor, end):
+                if start > done:
+                    yield Hole(start - done)
+                done = start
+                while done < after and (data := os.pread(descriptor, min(size, after - done), done)):
+                    yield data
+                    done += len(data)
+            if done < (end := min(end, os.fstat(descriptor).st_size)):
+                yield Hole(end - done)
 
 
 class TreeSource:
@@ -129,7 +136,7 @@ class TreeSource:
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._tree.read(path, offset, size)
 
-    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int) -> Iterator[Chunk]:
         return self._tree.chunks(path, size)
 
 

@@ -5,19 +5,20 @@ A blob is a file's content or a listing.  Every byte is verified against the blo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from protocol.store.format.digests import ContentDigest, digest_of
-from protocol.store.format.objects import Done, NewObjects, Objects, fed_from_file, put
+from protocol.store.format.objects import Done, NewObjects, Objects, fed_from_file, put_sparse
 from protocol.store.format.packs import Packs, PackWriter, damaged_blob
 from protocol.store.format.rows import Row, decode_listing
 from protocol.store.format.verified import VerifiedObjects
+from protocol.tree import Chunk, filled, sparse
 
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
-    from protocol.volume import Buffer
 
 LARGE_BYTES: Final = 256 << 10  # larger contents are files of their own, smaller ones are in packs
 
@@ -74,8 +75,8 @@ class Blobs:
             data = small
         return data[offset : offset + size]
 
-    def chunks(self, digest: bytes, size: int) -> Iterator[bytes]:
-        """A content, in chunks of at most `size` bytes.  DamagedError."""
+    def chunks(self, digest: bytes, size: int) -> Iterator[Chunk]:
+        """A content, in chunks of at most `size` bytes, and holes.  DamagedError."""
         if not digest:
             return
         data = self.small(digest)
@@ -83,7 +84,7 @@ class Blobs:
             yield from self.large.chunks(digest, size)
             return
         for at in range(0, len(data), size):
-            yield data[at : at + size]
+            yield from sparse(data[at : at + size])
 
     def copy(self, digest: bytes, size: int, target: int) -> None:
         """Write a content of `size` bytes to an empty file, which is open for reading and writing.
@@ -94,7 +95,8 @@ class Blobs:
         if data is None:
             self.large.copy(digest, size, target)
         else:
-            put(target, memoryview(data), 0)
+            put_sparse(target, data, 0)
+            os.ftruncate(target, size)
 
     def verify(self, digest: bytes) -> None:
         """Compare a content with its digest.  DamagedError."""
@@ -132,7 +134,7 @@ class DigestSink:
         digest = ContentDigest()
         return _digest_or_empty(digest, fed_from_file(descriptor, size, digest, None, done)), digest.size
 
-    def stream(self, chunks: Iterable[Buffer], done: Done) -> tuple[bytes, int]:
+    def stream(self, chunks: Iterable[Chunk], done: Done) -> tuple[bytes, int]:
         """Take a content of any size in pieces; return its digest and length."""
         digest = ContentDigest()
         for chunk in chunks:
@@ -180,15 +182,17 @@ class StoreSink:
     def large(self, descriptor: int, size: int, done: Done) -> tuple[bytes, int]:
         return self._objects.from_file(descriptor, size, done)
 
-    def stream(self, chunks: Iterable[Buffer], done: Done) -> tuple[bytes, int]:
-        head = bytearray()
+    def stream(self, chunks: Iterable[Chunk], done: Done) -> tuple[bytes, int]:
+        head: list[Chunk] = []
+        size = 0
         pieces = iter(chunks)
         for chunk in pieces:
-            head += chunk
-            if len(head) > LARGE_BYTES:
-                return self._objects.from_chunks(chain([bytes(head)], pieces), done)
-        done(len(head))
-        return (self.small(bytes(head)) if head else b""), len(head)
+            head.append(chunk)
+            size += len(chunk)
+            if size > LARGE_BYTES:
+                return self._objects.from_chunks(chain(head, pieces), done)
+        done(size)
+        return (self.small(b"".join(filled(head))) if size else b""), size
 
 
 Sink: TypeAlias = DigestSink | StoreSink

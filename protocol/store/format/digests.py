@@ -12,8 +12,10 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
+from protocol.tree import Hole
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from protocol.volume import Buffer
 
@@ -59,8 +61,11 @@ class ContentDigest:
         """The number of bytes so far."""
         return self._size
 
-    def feed(self, data: Buffer) -> None:
+    def feed(self, data: Buffer | Hole) -> None:
         """Add the next bytes."""
+        if isinstance(data, Hole):
+            self.feed_hole(data.size)
+            return
         view = memoryview(data)
         self._size += len(view)
         while view:
@@ -154,6 +159,21 @@ def digest_of_chunks(size: int, chunks: Mapping[int, bytes]) -> bytes:
         number = at + 1
     whole.update(b"size %d" % size)
     return whole.digest()
+
+
+def chunk_ranges(numbers: Iterable[int], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of the runs of chunks, given by their numbers, between two offsets."""
+    run: tuple[int, int] | None = None
+    for number in sorted(numbers):
+        first, after = max(start, number * CHUNK_BYTES), min(end, (number + 1) * CHUNK_BYTES)
+        if first >= after:
+            continue
+        if run is not None and run[1] != first:
+            yield run
+            run = None
+        run = (first if run is None else run[0], after)
+    if run is not None:
+        yield run
 
 
 def _feed_zeros(digest: hashlib._Hash, length: int) -> None:

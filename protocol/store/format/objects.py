@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from protocol.linux.regular_file import open_regular, sync_directory
 from protocol.store.format.digests import ContentDigest
 from protocol.store.format.packs import damaged_blob
+from protocol.tree import Chunk, Hole, sparse
 
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
-    from protocol.volume import Buffer
 
 _FICLONE: Final = 0x40049409  # _IOW(0x94, 9, int); linux/fs.h
 _COPY_BYTES: Final = 1 << 20
@@ -116,6 +116,13 @@ class Objects:
             return False
         return stat.S_ISREG(seen.st_mode) and size in {None, seen.st_size}
 
+    def sectors(self, digest: bytes) -> int | None:
+        """The size of a content on disk in units of 512 bytes, without its holes; None if it is not there."""
+        try:
+            return os.lstat(self.path(digest)).st_blocks
+        except OSError:
+            return None
+
     def open(self, digest: bytes) -> int:
         """Open a content to read it.  DamagedError if it is gone or not a regular file."""
         try:
@@ -160,15 +167,14 @@ class NewObjects:
                 os.ftruncate(target, count)
         return self._keep(digest.digest(), temporary, count), count
 
-    def from_chunks(self, chunks: Iterable[Buffer], done: Done) -> tuple[bytes, int]:
-        """Store a content that comes in pieces; return its digest and length.  Pieces of zeros become holes."""
+    def from_chunks(self, chunks: Iterable[Chunk], done: Done) -> tuple[bytes, int]:
+        """Store a content that comes in pieces; return its digest and length.  Pages of zeros become holes, too."""
         with self._temporary() as (temporary, target):
             digest = ContentDigest()
             at = 0
             for chunk in chunks:
                 digest.feed(chunk)
-                if any(chunk):
-                    put(target, memoryview(chunk), at)
+                put_sparse(target, chunk, at)
                 at += len(chunk)
                 done(len(chunk))
             os.ftruncate(target, at)
@@ -221,6 +227,16 @@ class NewObjects:
         if parts:
             sync_directory(self._layout.objects)
         self._written.clear()
+
+
+def put_sparse(target: int, chunk: Chunk, at: int) -> None:
+    """Write a chunk to a file of zeros at offset `at`, without its holes and pages of zeros."""
+    if isinstance(chunk, Hole):
+        return
+    for piece in sparse(chunk):
+        if not isinstance(piece, Hole):
+            put(target, memoryview(piece), at)
+        at += len(piece)
 
 
 def put(target: int, data: memoryview, at: int) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of
 from protocol.store.format.objects import Done, clone, fed_from_file, put
 from protocol.store.format.packs import damaged_blob
+from protocol.tree import Chunk, Hole, sparse
 
 if TYPE_CHECKING:
     from protocol.store.format.objects import Objects
@@ -67,15 +68,22 @@ class VerifiedObjects:
         finally:
             os.close(descriptor)
 
-    def chunks(self, digest: bytes, size: int) -> Iterator[bytes]:
-        """A content, in chunks of at most `size` bytes."""
+    def chunks(self, digest: bytes, size: int) -> Iterator[Chunk]:
+        """A content, in chunks of at most `size` bytes, and holes."""
         descriptor = self._objects.open(digest)
         try:
             chunks = self._chunks(digest, descriptor)
-            for number in range(-(-chunks.size // CHUNK_BYTES)):
+            done = 0
+            for number in sorted(chunks.digests):
+                start = number * CHUNK_BYTES
+                if start > done:
+                    yield Hole(start - done)
                 chunk = self._chunk(digest, descriptor, chunks, number)
                 for at in range(0, len(chunk), size):
-                    yield chunk[at : at + size]
+                    yield from sparse(chunk[at : at + size])
+                done = start + len(chunk)
+            if chunks.size > done:
+                yield Hole(chunks.size - done)
         finally:
             os.close(descriptor)
 

@@ -15,7 +15,7 @@ from protocol.store.format.digests import CHUNK_BYTES
 from protocol.store.format.packs import damaged_blob
 from protocol.store.format.rows import Row, TreeCounts
 from protocol.store.object_store.layout import decode_chunk_map, decode_listing_of
-from protocol.tree import no_progress
+from protocol.tree import Chunk, Hole, no_progress
 
 if TYPE_CHECKING:
     from protocol.store.format.records import Record
@@ -68,7 +68,7 @@ class RemoteSource:
         """Raise NotImplementedError: `Store.take` uses only the scan."""
         raise NotImplementedError
 
-    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int) -> Iterator[Chunk]:
         """Not used, as `read`."""
         raise NotImplementedError
 
@@ -104,7 +104,7 @@ class RemoteSource:
                 yield digest, data
         yield from self._packs.blobs(map(view.located, remote))
 
-    def _content(self, view: PackView, row: Row) -> Iterator[bytes]:
+    def _content(self, view: PackView, row: Row) -> Iterator[Chunk]:
         """The content of a file, in pieces."""
         ((_, data),) = self._packs.blobs([view.located(row.content)])
         found = None if row.size <= CHUNK_BYTES else decode_chunk_map(row.content, data)
@@ -113,11 +113,13 @@ class RemoteSource:
         if found is None:
             yield data
             return
-        chunks = found.chunks
-        for number in range(-(-row.size // CHUNK_BYTES)):
-            if number in chunks:
-                ((_, chunk),) = self._packs.blobs([view.located(chunks[number])])
-                yield chunk
-            else:
-                for _ in range(CHUNK_BYTES // len(_ZEROS)):
-                    yield _ZEROS
+        done = 0
+        for number, digest in sorted(found.chunks.items()):
+            start = number * CHUNK_BYTES
+            if start > done:
+                yield Hole(start - done)
+            ((_, chunk),) = self._packs.blobs([view.located(digest)])
+            yield chunk
+            done = start + len(chunk)
+        if done < row.size:
+            yield Hole(row.size - done)

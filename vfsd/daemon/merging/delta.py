@@ -24,7 +24,7 @@ import msgspec
 
 from protocol.diff.tree_diff import Comparison, compare, comparer, is_below
 from protocol.errors import shown
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import Hole, Tree, TreeEntry
 
 _LENGTH_BYTES: Final = 4
 _CHUNK_BYTES: Final = 128 * 1024
@@ -112,8 +112,7 @@ def write_delta(old: Tree, new: Tree, write: Callable[[bytes], object], keep_goi
 
 def differences(old: Tree, new: Tree, keep_going: Callable[[], None]) -> Iterator[Comparison]:
     """Compare two trees.  A file whose only difference is its set of hard links counts as changed."""
-    for one in compare(old, new):
-        keep_going()
+    for one in compare(old, new, keep_going=keep_going):
         left, right = one.old, one.new
         if one.kind is not None or (
             left is not None
@@ -141,7 +140,7 @@ def _content(tree: Tree, entry: TreeEntry, keep_going: Callable[[], None]) -> It
     zeros = bytes(_CHUNK_BYTES)
     for chunk in tree.chunks(entry.path, _CHUNK_BYTES):
         keep_going()
-        if chunk != zeros[: len(chunk)]:
+        if not isinstance(chunk, Hole) and chunk != zeros[: len(chunk)]:
             yield Data(offset, len(chunk)), chunk
         offset += len(chunk)
     if offset != entry.size:

@@ -18,7 +18,7 @@ from typing import Final
 from protocol.diff.tree_diff import comparer
 from protocol.errors import os_error, shown
 from protocol.merge.parted_tree import PartedTree
-from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, Hole, LookupTree, Tree, TreeEntry
 from vfsd.daemon.merging.delta import Delta, Entry, Extent
 
 NEW_INODES: Final = 1 << 63
@@ -117,14 +117,20 @@ class LayeredTree(LookupTree):
         end = min(offset + size, self._entries[path].size)
         return self._sent(extents, offset, end)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        tree, at, extents = self._source(path)
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+        tree, source, extents = self._source(path)
         if extents is None:
-            yield from tree.chunks(at, size)
+            yield from tree.chunks(source, size)
             return
-        whole = self._entries[path].size
-        for offset in range(0, whole, size):
-            yield self._sent(extents, offset, min(offset + size, whole))
+        done, whole = 0, self._entries[path].size
+        for extent in extents:
+            if extent.offset > done:
+                yield Hole(extent.offset - done)
+            done = extent.offset + extent.size
+            for start in range(0, extent.size, size):
+                yield self._read_at(extent.at + start, min(size, extent.size - start))
+        if done < whole:
+            yield Hole(whole - done)
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
         if isinstance(other, PartedTree):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 from protocol.diff.tree_diff import is_at_or_below
 from protocol.errors import os_error
-from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, Tree, TreeEntry
 
 
 class PartialTree(LookupTree):
@@ -58,5 +58,5 @@ class PartialTree(LookupTree):
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._tree.read(path, offset, size)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         return self._tree.chunks(path, size)

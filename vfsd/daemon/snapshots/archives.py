@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from protocol.tree import CHUNK_BYTES, ByteProgress, Tree, TreeEntry, no_progress
+from protocol.tree import CHUNK_BYTES, ByteProgress, Chunk, Hole, Tree, TreeEntry, no_progress
 from protocol.values import Value
 from protocol.volume_extensions import ImportStage, StagingVolume
 
@@ -132,9 +132,9 @@ class CountedTree:
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._tree.read(path, offset, size)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         for chunk in self._tree.chunks(path, size):
-            self._add(len(chunk))
+            self._add(0 if isinstance(chunk, Hole) else len(chunk))
             yield chunk
 
     def touched(self, other: Tree) -> Collection[bytes] | None:

@@ -21,7 +21,7 @@ from agents.sandbox.snapshot import SnapshotBase, SnapshotSpec
 from agents.sandbox.util.tar_utils import rebase_symlink_target
 
 from protocol.archive.read import open_archive
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry, filled
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.results import Snapshot
 from vfsd.client.threads import abandon
@@ -158,7 +158,7 @@ class _Chunks:
     """The content of a file of a tree, for `TarFile.addfile`."""
 
     def __init__(self, tree: Tree, path: bytes) -> None:
-        self._chunks = tree.chunks(path)
+        self._chunks = filled(tree.chunks(path))
         self._left = b""
 
     def read(self, size: int = CHUNK_BYTES, /) -> bytes:

@@ -26,7 +26,7 @@ from protocol.backends.container.helper.wire import CHUNK_BYTES, NAME_MAX, Op, W
 from protocol.backends.container.idmap import IDENTITY, IdMap
 from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES as TREE_CHUNK_BYTES
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import Chunk, Tree, TreeEntry, sparse
 
 _PAGE_BYTES: Final = 256 * 1024
 _ENTRY_BYTES: Final = 512 * 1024  # the largest entry with its xattrs, which may be longer than a page
@@ -162,13 +162,13 @@ class AgentTree:
         with self._checked():
             return string_in(reply[1], most)
 
-    def chunks(self, path: bytes, size: int = TREE_CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = TREE_CHUNK_BYTES) -> Iterator[Chunk]:
         offset = 0
         while True:
             pending, wanted = self._start_of(path) if not offset else self._request(path, offset, CHUNK_BYTES)
             data = self._content(self._answer(pending), wanted)
             for at in range(0, len(data), size):
-                yield data[at : at + size]
+                yield from sparse(data[at : at + size])
             offset += len(data)
             if len(data) < wanted:
                 return

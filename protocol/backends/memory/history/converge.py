@@ -23,7 +23,7 @@ from protocol.backends.memory import xattrs
 from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
-from protocol.diff.tree_diff import PathScope, entry_or_none
+from protocol.diff.tree_diff import PathScope, entry_or_none, same_bytes
 from protocol.errors import os_error
 from protocol.values import Value
 from protocol.volume import NAME_MAX
@@ -341,12 +341,7 @@ class Converger:
         if node.size != entry.size:
             return False
         content = node.content or Content()
-        offset = 0
-        for chunk in self._tree.chunks(entry.path, BLOCK_BYTES):
-            if content.read(offset, len(chunk)) != chunk:
-                return False
-            offset += len(chunk)
-        return offset == entry.size
+        return same_bytes(content.chunks(node.size, BLOCK_BYTES), self._tree.chunks(entry.path, BLOCK_BYTES))
 
     def _write_content(self, node: Inode, entry: TreeEntry) -> None:
         content, size = Content.of_chunks(

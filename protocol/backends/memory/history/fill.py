@@ -21,7 +21,7 @@ from protocol.volume import NAME_MAX
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import MemoryState
-    from protocol.tree import Tree, TreeEntry
+    from protocol.tree import Chunk, Tree, TreeEntry
 
 
 class Filler:
@@ -79,7 +79,7 @@ class Filler:
             self._check_quota(0, 0, xattrs_bytes(kept))
             self._state.ledger.set_xattrs(node, kept)
 
-    def _write(self, node: Inode, chunks: Iterator[bytes]) -> None:
+    def _write(self, node: Inode, chunks: Iterator[Chunk]) -> None:
         """Write the content of a new file."""
         state = self._state
         content, size = Content.of_chunks(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, merged
 from protocol.errors import os_error
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, Hole, Tree, TreeEntry
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
@@ -200,10 +200,11 @@ class SnapshotTree:
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return _read(self._file(path), offset, size)
 
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         inode = self._file(path)
-        for offset in range(0, inode.size, size):
-            yield _read(inode, offset, size)
+        if inode.content is not None:
+            return inode.content.chunks(inode.size, size)
+        return iter([Hole(inode.size)] if inode.size else ())
 
     # -- protocol.search.NodeTree: a node is a version of an inode ---------------------------------
     def node(self, path: bytes) -> Inode:

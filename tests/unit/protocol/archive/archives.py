@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from protocol.archive import open_archive, write_archive
 from protocol.archive import records as zr
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import Tree, TreeEntry, filled
 
 CREATED_NS = 1_700_000_000_000_000_000
 FILE = stat.S_IFREG | 0o644
@@ -37,7 +37,7 @@ def facts(tree: Tree) -> list[tuple[object, ...]]:
         (
             entry.path, oct(entry.mode), entry.size if entry.is_file else 0, entry.mtime_ns, entry.uid, entry.gid,
             entry.rdev, entry.target, dict(entry.xattrs), links.get(entry.inode, [entry.path]),
-            b"".join(tree.chunks(entry.path)) if entry.is_file else b"",
+            b"".join(filled(tree.chunks(entry.path))) if entry.is_file else b"",
         )
         for entry in entries
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import operator
 import os
@@ -25,8 +26,9 @@ from hypothesis import strategies as st
 
 from protocol.archive import ArchiveSummary, export_archive, open_archive, write_archive, zipwriter
 from protocol.archive.selection import select
+from protocol.archive.zipwriter import STREAM_BYTES
 from protocol.errors import ArchiveError
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, Hole, Tree, TreeEntry, filled, sparse
 from tests.support.foreign_files import NOT_REGULAR, plant
 from tests.support.trees import DictTree
 from tests.unit.protocol.archive.archives import (
@@ -283,6 +285,26 @@ def flat(nested: object, path: bytes = b"") -> dict[bytes, object]:
 def test_any_tree_comes_back(nested: object, level: int) -> None:
     tree = DictTree(flat(nested))  # type: ignore[arg-type]
     assert facts_of_archive(archive_of(tree, level=level)) == facts(tree)
+
+
+def test_an_archive_has_the_same_bytes_whichever_zeros_are_holes_and_however_chunks_are_cut() -> None:
+    size = STREAM_BYTES
+    content = b"x" + bytes(3 * size) + b"y" * 10 + bytes(2 * size) + b"z"
+
+    class Cut(DictTree):
+        """The content as a tree with holes has it."""
+
+        def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:  # type: ignore[override]
+            return itertools.chain.from_iterable(map(sparse, super().chunks(path, size)))
+
+    archive = archive_of(Cut({b"f": content}))
+    assert archive == archive_of(DictTree({b"f": content}))
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        assert file.read("files/f") == content
+    with open_archive(io.BytesIO(archive)) as tree:
+        chunks = list(tree.chunks(b"f"))
+        assert b"".join(filled(chunks)) == content
+        assert sum(len(chunk) for chunk in chunks if isinstance(chunk, Hole)) > 4 * size
 
 
 # -- reading -----------------------------------------------------------------------------------

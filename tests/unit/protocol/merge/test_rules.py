@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pytest
 
 from protocol.merge.three_way import Merge, Policy, merge
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import Tree, TreeEntry, filled
 from tests.support.trees import DictTree
 
 Items: TypeAlias = dict[bytes, bytes | str | tuple[TreeEntry, bytes] | None]
@@ -21,7 +21,7 @@ def shown(tree: Tree) -> Shown:
     found: Shown = {}
     for entry in tree.walk():
         if entry.is_file:
-            found[entry.path] = b"".join(tree.chunks(entry.path))
+            found[entry.path] = b"".join(filled(tree.chunks(entry.path)))
         elif entry.path:
             found[entry.path] = entry.target.decode() if entry.is_symlink else None
     return found

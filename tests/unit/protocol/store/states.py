@@ -10,7 +10,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.tree import Tree
+from protocol.tree import Tree, filled
 
 Facts = tuple[Any, ...]
 
@@ -64,7 +64,7 @@ def state_of_tree(tree: Tree) -> State:
         if entry.is_symlink:
             content = entry.target
         elif entry.is_file:
-            content = b"".join(tree.chunks(entry.path))
+            content = b"".join(filled(tree.chunks(entry.path)))
         xattrs = tuple(sorted((os.fsdecode(name), value) for name, value in entry.xattrs.items()))
         files[entry.path] = (entry.mode, entry.uid, entry.gid, entry.mtime_ns, entry.rdev, content, xattrs)
         if entry.inode and not entry.is_dir:

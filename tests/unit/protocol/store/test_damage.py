@@ -19,7 +19,7 @@ from protocol.store import DamagedError, DirectorySource, DirectoryTarget, Resto
 from protocol.store.format import verified as verified_module
 from protocol.store.format.blobs import LARGE_BYTES
 from protocol.store.format.digests import CHUNK_BYTES
-from protocol.tree import Tree
+from protocol.tree import Tree, filled
 from tests.unit.protocol.store.states import State, differences, state_of, state_of_tree
 
 FLIPS = 1
@@ -143,7 +143,7 @@ def reads_right_or_says_so(scene: Scene) -> None:
 
 
 def read_right(tree: Tree, path: bytes, content: bytes) -> None:
-    reads: list[tuple[Callable[[], bytes], bytes]] = [(lambda: b"".join(tree.chunks(path, 100_000)), content)]
+    reads: list[tuple[Callable[[], bytes], bytes]] = [(lambda: b"".join(filled(tree.chunks(path, 100_000))), content)]
     for offset, size in ((0, 10), (len(content) // 2, 70_000), (max(0, len(content) - 5), 100)):
         end = offset + size
         reads.append((functools.partial(tree.read, path, offset, size), content[offset:end]))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from protocol.backends.container.helper.wire import TREE_ENTRY, Op, pack
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import Tree, TreeEntry, filled
 from tests.support.agents import Agent, local_agent, served
 from tests.unit.protocol.backends.container.test_agent import Scripted
 
@@ -104,7 +104,7 @@ def test_a_thousand_files_are_listed_and_read_in_few_trips(place: Path, agent: A
 
     agent.agent_link.post = counted  # type: ignore[method-assign]
 
-    found = {entry.path: b"".join(tree.chunks(entry.path)) for entry in tree.walk() if entry.is_file}
+    found = {entry.path: b"".join(filled(tree.chunks(entry.path))) for entry in tree.walk() if entry.is_file}
 
     assert found == {b"d%d/f%d" % (at % 10, at): b"%d" % at * (at % 50) for at in range(1000)}
     assert most >= 50, "they were read one by one"
@@ -128,11 +128,11 @@ def test_files_are_read_whole_whatever_their_size_and_whatever_they_became(place
     (place / os.fsdecode(names[2])).write_bytes(b"grown" * 100_000)
     (place / os.fsdecode(names[3])).write_bytes(b"cut")
     (place / os.fsdecode(names[4])).unlink()
-    assert b"".join(tree.chunks(names[2])) == b"grown" * 100_000
-    assert b"".join(tree.chunks(names[3])) == b"cut"
+    assert b"".join(filled(tree.chunks(names[2]))) == b"grown" * 100_000
+    assert b"".join(filled(tree.chunks(names[3]))) == b"cut"
     with pytest.raises(FileNotFoundError):
         list(tree.chunks(names[4]))
-    assert b"".join(tree.chunks(names[1])) == (place / os.fsdecode(names[1])).read_bytes()  # out of turn
+    assert b"".join(filled(tree.chunks(names[1]))) == (place / os.fsdecode(names[1])).read_bytes()  # out of turn
 
 
 def test_many_entries_come_in_many_pages(place: Path, agent: Agent) -> None:

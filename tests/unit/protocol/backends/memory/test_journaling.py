@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from protocol.backends.memory import MemoryVolume
+from protocol.tree import filled
 from protocol.volume import RENAME_WHITEOUT, ROOT_INODE, SUPERUSER, AttributeChanges
 from tests.support.journals import JournalInMemory, assert_same_volume, facts, replayed
 from tests.support.trees import DictTree
@@ -395,7 +396,7 @@ def big_tree() -> DictTree:
         for entry in source.walk():
             tree.entries[entry.path] = entry
             if entry.is_file:
-                tree.content[entry.path] = b"".join(source.chunks(entry.path))
+                tree.content[entry.path] = b"".join(filled(source.chunks(entry.path)))
     return tree
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.backends.memory import MemoryVolume
 from protocol.diff.tree_diff import changes
-from protocol.tree import TreeEntry
+from protocol.tree import TreeEntry, filled
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 from protocol.volume_extensions import EntryChange, InodeChange
 from tests.support.trees import DictTree
@@ -51,7 +51,7 @@ def read(volume: MemoryVolume, path: bytes) -> bytes:
 
 def state(volume: MemoryVolume) -> list[object]:
     with volume.tree() as tree:
-        return [(entry, b"".join(tree.chunks(entry.path)) if entry.is_file else b"") for entry in tree.walk()]
+        return [(entry, b"".join(filled(tree.chunks(entry.path))) if entry.is_file else b"") for entry in tree.walk()]
 
 
 def test_a_directory_removed_while_it_was_held_comes_back_as_another_generation(volume: MemoryVolume) -> None:

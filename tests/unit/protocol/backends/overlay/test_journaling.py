@@ -12,6 +12,7 @@ import pytest
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.journaling.absent import AbsentLower
+from protocol.tree import filled
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges
 from tests.support.journals import HEADER, JournalInMemory, replayed_over
 from tests.unit.protocol.journal.power import UnreliableFile
@@ -33,7 +34,11 @@ def below(tmp_path: Path) -> Path:
 def shown(volume: OverlayVolume) -> Shown:
     with volume.tree() as tree:
         return {
-            entry.path: (entry.inode, entry.mode, b"".join(tree.chunks(entry.path)) if entry.is_file else entry.target)
+            entry.path: (
+                entry.inode,
+                entry.mode,
+                b"".join(filled(tree.chunks(entry.path))) if entry.is_file else entry.target,
+            )
             for entry in tree.walk()
         }
 

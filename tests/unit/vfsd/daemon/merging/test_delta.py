@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol import tree as trees
 from protocol.backends.memory import MemoryVolume
 from protocol.diff.tree_diff import changes
 from protocol.tree import Tree
@@ -99,7 +100,7 @@ def assert_equal(wanted: Tree, made: Tree) -> None:
         if entry.is_dir:
             assert made.children(entry.path) == wanted.children(entry.path)
         elif entry.is_file:
-            assert b"".join(made.chunks(entry.path, 1000)) == wanted.read(entry.path, 0, entry.size)
+            assert b"".join(trees.filled(made.chunks(entry.path, 1000))) == wanted.read(entry.path, 0, entry.size)
     names = [[entry.inode for entry in tree.walk()] for tree in (wanted, made)]
     assert [names[0].index(number) for number in names[0]] == [names[1].index(number) for number in names[1]]
 
