@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from protocol.volume import Volume
     from protocol.volume_extensions import CacheInvalidation
 
-__all__ = ["Filesystem", "MountableFilesystem", "SnapshotableFilesystem"]
+__all__ = ["ComparingFilesystem", "Filesystem", "MountableFilesystem", "SnapshotableFilesystem"]
 
 
 @runtime_checkable
@@ -157,6 +157,20 @@ class Filesystem(Protocol):
         """Open a text file for reading.  FileNotFoundError, IsADirectoryError; ValueError for an unknown encoding.
 
         Reading raises UnicodeDecodeError with the position in the file.
+        """
+        ...
+
+
+@runtime_checkable
+class ComparingFilesystem(Filesystem, Protocol):
+    """A `Filesystem` that replaces a file only if nobody else has changed it."""
+
+    def replace_bytes(self, path: str, old: bytes, new: bytes) -> WriteResult | None:
+        """Replace the content of the existing file `path` by `new`, as `write_bytes` does, if it is still `old`.
+
+        Return None, and change nothing, if it is not.  Other calls of this method and of `write_bytes`, in any process
+        of the machine, come before or after.  A program that writes the file by other means in the very moment of the
+        replacement is not noticed.
         """
         ...
 

@@ -125,6 +125,9 @@ class PlainAttributes(NamedTuple):
     generation: int = 0
 
 
+USUAL_UMASK: Final = 0o022  # of a caller who names none
+
+
 class Caller(NamedTuple):
     """The process that calls, which will own what it creates.  `umask` is 0 if the kernel has applied it already."""
 

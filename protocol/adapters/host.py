@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
 from protocol.adapters.path_filesystem.host_files import HostFiles
-from protocol.errors import os_error
 from protocol.linux.syscalls import MountId
 from protocol.paths import DEFAULT_LIMITS, CallLimits
 
@@ -38,6 +36,4 @@ class HostFilesystem(PathFilesystem):
         limits: CallLimits = DEFAULT_LIMITS,
         mount: MountId | None = None,
     ) -> None:
-        if mount is None and not os.path.isdir(root):
-            raise os_error(errno.ENOTDIR if os.path.lexists(root) else errno.ENOENT, os.fspath(root))
         super().__init__(HostFiles(root, read_only=read_only, durable=durable, mount=mount), limits=limits)

@@ -38,6 +38,7 @@ _MODULES: Final = (
     "protocol.filesystem",
     "protocol.linux.beneath",
     "protocol.linux.portable",
+    "protocol.linux.posix_acl",
     "protocol.linux.syscalls",
     "protocol.linux.xattrs",
     "protocol.paths",

@@ -12,6 +12,7 @@ import base64
 import builtins
 import contextlib
 import errno
+import hashlib
 import json
 import secrets
 import tempfile
@@ -227,6 +228,15 @@ class RemoteFilesystem:
         settings = {"path": path, "mode": mode, "create_parents": create_parents}
         return WriteResult(**self._call("write_bytes", content=encoded, **settings))
 
+    def replace_bytes(self, path: str, old: bytes, new: bytes) -> WriteResult | None:
+        """See `protocol.filesystem.ComparingFilesystem`.  The other end compares, by a digest."""
+        content = _Collected()
+        with contextlib.closing(content):
+            content.write(0, new)
+            settings = {"path": normalise(path), "digest": hashlib.sha256(old).hexdigest()}
+            found = self._put(content, settings, method="replace_bytes")
+        return None if found is None else WriteResult(**found)
+
     def delete(self, path: str, *, recursive: bool = False) -> int:
         return int(self._call("delete", path=normalise(path), recursive=recursive))
 
@@ -247,13 +257,14 @@ class RemoteFilesystem:
         content = _Collected()
         return FileWriter(path, content, commit=lambda: self._put(content, settings))
 
-    def _put(self, content: _Collected, settings: dict[str, Any]) -> None:
+    def _put(self, content: _Collected, settings: dict[str, Any], method: str = "put") -> Any:
+        """Upload `content`, and call `method` with it."""
         name = secrets.token_hex(16)
         try:
             for offset in range(0, content.size() or 1, self._piece_bytes):
                 piece = content.read(offset, self._piece_bytes)
                 self._call("upload", name=name, content=base64.b64encode(piece).decode())
-            self._call("put", name=name, **settings)
+            return self._call(method, name=name, **settings)
         except OSError:
             self._call("drop", name=name)
             raise

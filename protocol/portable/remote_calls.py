@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
@@ -47,6 +48,13 @@ def _called(root: str, read_only: bool, method: str, arguments: dict[str, Any]) 
             writer.write_all(iter(lambda: file.read(1 << 20), b""))
         os.unlink(_uploaded(source))
         return None
+    if method == "replace_bytes":
+        with open(_uploaded(arguments["name"]), "rb") as file:
+            new = file.read()
+        os.unlink(_uploaded(arguments["name"]))
+        old = files.read_bytes(arguments["path"]).content
+        same = hashlib.sha256(old).hexdigest() == arguments["digest"]
+        return _plain(files.replace_bytes(arguments["path"], old, new)) if same else None
     if method == "drop":
         if os.path.exists(_uploaded(arguments["name"])):
             os.unlink(_uploaded(arguments["name"]))

@@ -25,12 +25,22 @@ class PositionedDecoder:
 
     def decode(self, chunk: bytes) -> str:
         """Decode the next chunk; b"" is the end, at which no incomplete character may remain."""
-        kept = len(self._decoder.getstate()[0])
+        text, failure = self.decode_good(chunk)
+        if failure is not None:
+            raise failure
+        return text
+
+    def decode_good(self, chunk: bytes) -> tuple[str, UnicodeDecodeError | None]:
+        """As `decode`, but return the text before the first invalid byte, and the error.  Decode nothing after it."""
+        before = self._decoder.getstate()
+        kept = len(before[0])
         try:
             text = self._decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
+            self._decoder.setstate(before)
+            good = self._decoder.decode(chunk[: max(0, error.start - kept)])
             base = self._position - kept
             bad = error.object[error.start : error.end]
-            raise UnicodeDecodeError(error.encoding, bad, base + error.start, base + error.end, error.reason) from None
+            return good, UnicodeDecodeError(error.encoding, bad, base + error.start, base + error.end, error.reason)
         self._position += len(chunk)
-        return text
+        return text, None

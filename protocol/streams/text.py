@@ -24,6 +24,7 @@ class FileTextReader(ClosingStream):
         self._text = ""  # decoded text, not yet returned from `_at` on
         self._at = 0
         self._line_number = 0
+        self._failure: UnicodeDecodeError | None = None  # at the end of the text that was decoded
 
     @property
     def encoding(self) -> str:
@@ -70,12 +71,14 @@ class FileTextReader(ClosingStream):
             yield line.rstrip() if strip else line
 
     def _fill(self) -> bool:
-        """Decode chunks until there is text; False at the end."""
+        """Decode chunks until there is text; False at the end.  UnicodeDecodeError at the first invalid byte."""
         self._text, self._at = "", 0
         while not self._text:
+            if self._failure is not None:
+                raise self._failure
             chunk = self._reader.read(STREAM_CHUNK_BYTES)
-            self._text = self._decoder.decode(chunk)
-            if not chunk:
+            self._text, self._failure = self._decoder.decode_good(chunk)
+            if not chunk and self._failure is None:
                 break
         return bool(self._text)
 

@@ -210,6 +210,16 @@ class _Text:
 
         assert (caught.value.start, caught.value.end, caught.value.object) == (start, start + 1, b"\xe9")
 
+    def test_lines_before_undecodable_text_are_read(self, filesystem: Filesystem) -> None:
+        filesystem.write_bytes("file", "é\nb\nc".encode() + b"\xe9\nd\n")
+
+        with filesystem.open_text("file") as reader:
+            assert [reader.readline(), reader.readline()] == ["é\n", "b\n"]
+            for _ in range(2):
+                with pytest.raises(UnicodeDecodeError) as caught:
+                    reader.readline()
+                assert caught.value.start == 6
+
     def test_a_file_that_ends_within_a_character_is_an_error_with_its_position(self, filesystem: Filesystem) -> None:
         filesystem.write_bytes("file", b"x" * _CHUNK_BYTES + "€".encode()[:2])
 

@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from typing import NamedTuple
 
-from protocol.filesystem import Filesystem
+from protocol.filesystem import ComparingFilesystem, Filesystem
+
+_ATTEMPTS = 100
+_BARE_NEWLINE = re.compile(rb"(?<!\r)\n")
 
 
 class Edited(NamedTuple):
@@ -21,11 +26,25 @@ class Edited(NamedTuple):
 def edit_file(filesystem: Filesystem, path: str, old_text: str, new_text: str, *, replace_all: bool = False) -> Edited:
     """Replace `old_text`, which must occur exactly once, or every occurrence with `replace_all`.
 
-    ValueError, with advice, if that is not possible; the errors of `read_bytes` and `write_bytes`.
+    An edit of the same file at the same time is kept, if `filesystem` can compare: this edit is then made again.
+    ValueError, with advice, if it is not possible; the errors of `read_bytes` and `write_bytes`.
     """
     if not old_text:
         raise ValueError("old_text is empty: give the text to replace, or use write_file")
-    content = filesystem.read_bytes(path).content
+    for _ in range(_ATTEMPTS):
+        content = filesystem.read_bytes(path).content
+        edited, count = _edited(content, path, old_text, new_text, replace_all)
+        if not isinstance(filesystem, ComparingFilesystem):
+            written = filesystem.write_bytes(path, edited, mode="overwrite", create_parents=False)
+            return Edited(written.path, count, written.bytes_written)
+        replaced = filesystem.replace_bytes(path, content, edited)
+        if replaced is not None:
+            return Edited(replaced.path, count, replaced.bytes_written)
+    raise OSError(errno.EBUSY, f"other programs changed it during each of {_ATTEMPTS} attempts: try again", path)
+
+
+def _edited(content: bytes, path: str, old_text: str, new_text: str, replace_all: bool) -> tuple[bytes, int]:
+    """Return the content after the edit, and the number of replacements."""
     _check_text(content, path)
     old, new = _as_in(content, old_text.encode(), new_text.encode())
     count = content.count(old)
@@ -41,8 +60,7 @@ def edit_file(filesystem: Filesystem, path: str, old_text: str, new_text: str, *
         )
     if old == new:
         raise ValueError("new_text is the same as old_text: there is nothing to change")
-    written = filesystem.write_bytes(path, content.replace(old, new), mode="overwrite", create_parents=False)
-    return Edited(written.path, count, written.bytes_written)
+    return content.replace(old, new), count
 
 
 def _check_text(content: bytes, path: str) -> None:
@@ -61,9 +79,9 @@ def _as_in(content: bytes, old: bytes, new: bytes) -> tuple[bytes, bytes]:
     A model sees lines without their ends, and always writes "\n".
     """
     ends = content.count(b"\n")
-    if not ends or content.count(b"\r\n") != ends or b"\r\n" in old or b"\r\n" in new:
+    if not ends or content.count(b"\r\n") != ends:
         return old, new
-    return old.replace(b"\n", b"\r\n"), new.replace(b"\n", b"\r\n")
+    return _BARE_NEWLINE.sub(b"\r\n", old), _BARE_NEWLINE.sub(b"\r\n", new)
 
 
 def _two_if_overlapping(content: bytes, old: bytes) -> int:

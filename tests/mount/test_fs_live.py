@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import random
+import stat
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from protocol.tool_messages import EditFileParams, GlobParams, GrepParams, RmParams
-from tests.mount.conftest import MountIt, check_invariants, socket_of
+from tests.mount.conftest import MountIt, check_invariants, mounted, socket_of
 from tests.mount.engine_child import Watcher
 from tests.support.processes import is_running
 from tests.support.waiting import longer_limits, readable
@@ -630,3 +631,19 @@ def test_ls_goes_on_after_a_name_and_reads_snapshots(mount: MountIt, workdir: Pa
             assert client.call("fs.stat", fs.FsStatParams(wire_path(name), "one")).size_bytes == 4 + len(name)
         with pytest.raises(FileNotFoundError):
             client.call("fs.ls", fs.FsLsParams(snapshot="none"))
+
+
+@pytest.mark.parametrize("backend", ["memory", "host"])
+def test_a_new_file_gets_the_mode_that_the_callers_umask_allows(workdir: Path, backend: str) -> None:
+    (workdir / "below").mkdir()
+    options = {} if backend == "memory" else {"backend": f"host:{workdir / 'below'}", "store": workdir / "store"}
+    with mounted(workdir / "mount", engine="native", **options) as workspace:
+        root = Path(workspace.path)
+        for umask, file_mode, directory_mode in ((0o077, 0o600, 0o700), (0o002, 0o664, 0o775)):
+            before = os.umask(umask)
+            try:
+                assert vfsd_fs(workspace, "write", f"{umask}/new", stdin=b"x")[0] == 0
+            finally:
+                os.umask(before)
+            assert stat.S_IMODE((root / f"{umask}" / "new").stat().st_mode) == file_mode
+            assert stat.S_IMODE((root / f"{umask}").stat().st_mode) == directory_mode

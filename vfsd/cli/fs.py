@@ -27,6 +27,7 @@ from vfsd.client.executor import caller_environment
 from vfsd.client.paths import current_directory, workspace_path
 from vfsd.client.requests import RemoteCall
 from vfsd.client.spooled import INLINE_BYTES, readable_by_daemon
+from vfsd.machine.process_properties import current_umask
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire import fs_messages as fs
 from vfsd.wire.messages import METHODS, from_wire_path, wire_path
@@ -350,9 +351,10 @@ def grep_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
 def write_command(workspace: _Workspace, /, no_parents: bool, **settings: Any) -> dict[str, Any]:
     """Write standard input to a file.
 
-    Overwriting is atomic, and keeps the file's permissions.
+    Overwriting is atomic, and keeps the file's permissions.  A new file gets those that your umask allows.
     """
     settings["create_parents"] = not no_parents
+    settings["umask"] = current_umask()
     content = sys.stdin.buffer.read(INLINE_BYTES + 1)
     if len(content) <= INLINE_BYTES:
         return workspace.with_path(workspace.call("fs.write", content=content, **settings))

@@ -26,7 +26,7 @@ from protocol.paths import normalise
 from protocol.streams import ByteWriter
 from protocol.streams.contract import Data
 from protocol.tools.events import EventHook, FileDeleted, FileWritten
-from protocol.types import FilesystemSnapshot, WriteMode
+from protocol.types import FilesystemSnapshot, WriteMode, WriteResult
 from vfsd.client.connection import ControlClient
 from vfsd.client.requests import FilePath, RemoteCall
 from vfsd.client.snapshot_calls import SnapshotCalls, errors_of_import, errors_of_restore
@@ -52,6 +52,13 @@ class WorkspaceFilesystem(HostFilesystem):
     def open_write(self, path: str, *, mode: WriteMode = "overwrite", create_parents: bool = True) -> ByteWriter:
         """See `Filesystem`.  `write` and `write_bytes` come here, too."""
         return _PublishingWriter(super().open_write(path, mode=mode, create_parents=create_parents), mode, self.events)
+
+    def replace_bytes(self, path: str, old: bytes, new: bytes) -> WriteResult | None:
+        """See `ComparingFilesystem`."""
+        written = super().replace_bytes(path, old, new)
+        if written is not None:
+            self.events(FileWritten(written.path, written.bytes_written))
+        return written
 
     def delete(self, path: str, *, recursive: bool = False) -> int:
         """See `Filesystem`."""

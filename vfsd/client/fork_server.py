@@ -24,7 +24,13 @@ from typing import Final
 from protocol.linux.regular_file import open_regular
 from vfsd.machine import memory_limits
 from vfsd.machine.daemon_start import daemon_environment
-from vfsd.machine.process_properties import RESOURCES, interpreter_key, is_in_private_mounts, process_properties
+from vfsd.machine.process_properties import (
+    RESOURCES,
+    current_umask,
+    interpreter_key,
+    is_in_private_mounts,
+    process_properties,
+)
 from vfsd.machine.runtime import ensure_socket_dir
 from vfsd.wire import fork_messages
 from vfsd.wire.fork_messages import Accepted, Ended, Forked, Go, Hello, Message, Refused, Start
@@ -139,12 +145,10 @@ def socket_path(properties: Mapping[str, str]) -> str:
 def _start_message(options: MountOptions, environment: dict[str, str]) -> Start:
     with open("/proc/self/oom_score_adj", encoding="ascii") as file:
         oom_score_adj = int(file.read())
-    with open("/proc/thread-self/status", encoding="utf-8", errors="replace") as file:
-        umask = next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
     return Start(
         options=encode_options(options).decode(),
         environment=environment,
-        umask=umask,
+        umask=current_umask(),
         soft_limits={each: resource.getrlimit(each)[0] for each in RESOURCES},
         cpus=sorted(os.sched_getaffinity(0)),
         blocked_signals=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),

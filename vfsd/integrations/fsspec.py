@@ -31,6 +31,7 @@ from fsspec.spec import AbstractFileSystem
 
 from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.adapters.path_filesystem.resolve import ResolvedPath, resolve
+from protocol.adapters.path_filesystem.writing import copy_access
 from protocol.errors import os_error
 from protocol.linux.portable import proc_path
 from protocol.paths import located
@@ -324,8 +325,11 @@ class _Uncommitted(io.BufferedWriter):
             if self._exclusive:
                 os.link(name, target, src_dir_fd=parent.node, dst_dir_fd=parent.node)
                 os.unlink(name, dir_fd=parent.node)
-            else:
-                os.rename(name, target, src_dir_fd=parent.node, dst_dir_fd=parent.node)
+                return
+            with self._filesystem._at(self._path, may_miss=True) as old, self._filesystem._at(self._temporary) as new:  # noqa: SLF001
+                if old.is_file:
+                    copy_access(old.store, new.node, old.status, old.store.xattrs(old.node))
+            os.rename(name, target, src_dir_fd=parent.node, dst_dir_fd=parent.node)
 
     def discard(self) -> None:
         self.close()

@@ -96,3 +96,9 @@ def _text(path: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def current_umask() -> int:
+    """Return the umask of this thread, without changing it for the others as umask(2) would."""
+    with open("/proc/thread-self/status", encoding="utf-8", errors="replace") as file:
+        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))

@@ -23,6 +23,7 @@ from protocol.tool_messages import (
     RmResult,
 )
 from protocol.types import WriteResult
+from protocol.volume import USUAL_UMASK
 from vfsd.wire.base import Params
 
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -109,14 +110,18 @@ class FsReadResult(msgspec.Struct, omit_defaults=True):
     truncated: bool = False
 
 
-class FsWriteParams(Params):
-    """Parameters of `fs.write`: write `content`, or the content of the host file `source` (absolute)."""
+class FsWriteParams(Params, omit_defaults=True):
+    """Parameters of `fs.write`: write `content`, or the content of the host file `source` (absolute).
+
+    `umask` is that of the caller, for new files and directories.
+    """
 
     path: str
     content: bytes | None = None
     source: str | None = None
     mode: Literal["create", "overwrite", "append"] = "overwrite"
     create_parents: bool = True
+    umask: Annotated[int, Meta(ge=0, le=0o777)] = USUAL_UMASK
 
 
 class FsExecParams(Params):

@@ -10,7 +10,7 @@ Names are bytes without "/".  Errors are OSError with the errno of the system ca
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NamedTuple, Protocol
 
 from protocol.streams import SeekableContent
@@ -89,13 +89,13 @@ class PathFiles(Protocol):
     def create(self, node: int, name: bytes, mode: int | None) -> OpenFile:
         """Make a new regular file in directory `node`, open for writing.  EEXIST.
 
-        `mode` None means 0666 less the umask.
+        `mode` None means 0666 less the caller's umask.
         """
         ...
 
     # -- entries -----------------------------------------------------------------------------
     def mkdir(self, node: int, name: bytes) -> None:
-        """Make a directory with mode 0777 less the umask."""
+        """Make a directory with mode 0777 less the caller's umask."""
         ...
 
     def symlink(self, node: int, name: bytes, target: bytes) -> None: ...
@@ -112,6 +112,10 @@ class PathFiles(Protocol):
 
     def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
         """Rename, replacing `new_name` in directory `new_node`."""
+        ...
+
+    def locked(self, node: int) -> AbstractContextManager[None]:
+        """Exclude other calls that replace files in directory `node`, in any process, for the block."""
         ...
 
     def sync_names(self, node: int) -> None:

@@ -8,24 +8,32 @@ call works on the directory below a mount that is gone, whenever that goes.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from typing import Final, Literal
 
 from protocol.adapters.path_filesystem.files import Status
+from protocol.linux import posix_acl
 from protocol.linux.beneath import open_beneath
-from protocol.linux.portable import proc_path
+from protocol.linux.portable import Handle, proc_path
 from protocol.linux.syscalls import MountId, mount_of, open_mount
 from protocol.linux.xattrs import read_xattrs
 
 _PIECE_BYTES: Final = 1 << 20  # of one read: os.pread allocates the requested size before it reads
+_LOCK_S: Final = 5.0
+_LOCK_POLL_S: Final = 0.001
 _FILE: Final = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
 class HostFiles:
     """Nodes are file descriptors.  `read_only` follows the file system's mount; `durable` syncs each write.
+
+    `umask` is that of the caller, if it is not this process.
 
     `mount` is the mount whose files these are, at `root`; None: the one that is there now, without a check that its
     daemon lives.
@@ -37,8 +45,10 @@ class HostFiles:
         *,
         read_only: bool = False,
         durable: bool = False,
+        umask: int | None = None,
         mount: MountId | None = None,
     ) -> None:
+        self._umask = umask
         self.root = os.path.realpath(root)
         self._durable = durable
         self._is_served = mount is not None
@@ -90,11 +100,26 @@ class HostFiles:
 
     def create(self, node: int, name: bytes, mode: int | None) -> HostFile:
         how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
-        return HostFile(os.open(name, how, 0o666 if mode is None else mode, dir_fd=node), durable=self._durable)
+        final = self._masked(node, 0o666) if mode is None else None
+        first = 0o600 if final is not None else 0o666 if mode is None else mode
+        descriptor = os.open(name, how, first, dir_fd=node)
+        if final is not None:
+            os.fchmod(descriptor, final)
+        return HostFile(descriptor, durable=self._durable)
+
+    def _masked(self, node: int, mode: int) -> int | None:
+        """The mode of a new entry of directory `node`; None if the system finds it: from a default ACL, for example."""
+        if self._umask is None or posix_acl.DEFAULT in self.xattrs(node):
+            return None
+        return mode & ~self._umask
 
     # -- entries -----------------------------------------------------------------------------
     def mkdir(self, node: int, name: bytes) -> None:
-        os.mkdir(name, dir_fd=node)
+        final = self._masked(node, 0o777)
+        os.mkdir(name, 0o777 if final is None else 0o700, dir_fd=node)
+        if final is not None:
+            with closing(Handle(self.child(node, name))) as made:
+                self.set_mode(made.fd, os.fstat(made.fd).st_mode & stat.S_ISGID | final)
 
     def symlink(self, node: int, name: bytes, target: bytes) -> None:
         os.symlink(target, name, dir_fd=node)
@@ -113,6 +138,18 @@ class HostFiles:
 
     def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
         os.rename(name, new_name, src_dir_fd=node, dst_dir_fd=new_node)
+
+    @contextmanager
+    def locked(self, node: int) -> Iterator[None]:
+        directory = -1
+        try:
+            with suppress(OSError):  # the directory may not be readable, or its file system has no locks
+                directory = _readable(node)
+                _lock(directory)
+            yield
+        finally:
+            if directory >= 0:
+                os.close(directory)
 
     def sync_names(self, node: int) -> None:
         if self._durable:
@@ -199,3 +236,17 @@ def _status(seen: os.stat_result) -> Status:
         seen.st_ino,
         seen.st_rdev,
     )
+
+
+def _lock(directory: int) -> None:
+    """Lock a directory against other calls.  Goes on without after some seconds: a program may hold the lock."""
+    end_s = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end_s:
+                return
+            time.sleep(_LOCK_POLL_S)
+        else:
+            return

@@ -16,7 +16,7 @@ from typing import get_args
 from protocol.adapters.path_filesystem.files import PathFiles, held
 from protocol.adapters.path_filesystem.reading import bytes_page, check_byte_page, check_line_page, text_page
 from protocol.adapters.path_filesystem.resolve import ResolvedPath, enter, resolve
-from protocol.adapters.path_filesystem.writing import make_directories, open_writer, remove
+from protocol.adapters.path_filesystem.writing import make_directories, open_writer, remove, replace_content
 from protocol.adapters.tree import PathFilesTree
 from protocol.errors import os_error
 from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimitError, CallLimits, decode, encode, located, normalise
@@ -154,9 +154,30 @@ class PlainPathFilesystem:
             raise CallLimitError(
                 f"a write is limited to {self._limits.write_bytes} bytes, not {len(content)}: use open_write"
             )
-        with self.open_write(path, mode=mode, create_parents=create_parents) as writer:
+        with self._held_for(path, mode), self.open_write(path, mode=mode, create_parents=create_parents) as writer:
             writer.write(content)
         return WriteResult(writer.path, len(content), mode)
+
+    def replace_bytes(self, path: str, old: bytes, new: bytes) -> WriteResult | None:
+        """See `protocol.filesystem.ComparingFilesystem`."""
+        normal = self._changing(path)
+        with self._place(normal) as place, located(normal):
+            _check_file(place)
+            is_replaced = replace_content(self._store, normal, place, old, new)
+        return WriteResult(normal, len(new), "overwrite") if is_replaced else None
+
+    @contextmanager
+    def _held_for(self, path: str, mode: WriteMode) -> Iterator[None]:
+        """Let no other call replace the file while this one appends to it."""
+        if mode != "append" or not self.is_file(path):
+            yield
+            return
+        with (
+            self._place(normalise(path)) as place,
+            held(self._store, enter(self._store, place.names[:-1])) as parent,
+            self._store.locked(parent),
+        ):
+            yield
 
     def delete(self, path: str, *, recursive: bool = False) -> int:
         normal = self._changing(path)

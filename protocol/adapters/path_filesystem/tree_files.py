@@ -80,7 +80,7 @@ class TreeFiles:
     def _refuse(self, *_args: Any) -> NoReturn:
         raise os_error(errno.EROFS)
 
-    create = mkdir = symlink = link = mknod = unlink = rmdir = rename = sync_names = _refuse
+    create = mkdir = symlink = link = mknod = unlink = rmdir = rename = locked = sync_names = _refuse
     set_mode = set_owner = set_mtime = set_xattrs = _refuse
 
 

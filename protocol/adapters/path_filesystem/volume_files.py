@@ -6,15 +6,23 @@ import errno
 import os
 import stat
 from collections.abc import Awaitable, Coroutine, Mapping
-from typing import Final, Literal, TypeVar, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, TypeVar, cast
 
 from protocol.adapters.path_filesystem.files import Status
 from protocol.errors import os_error
-from protocol.volume import ROOT_INODE, Answer, AppendingVolume, AttributeChanges, Attributes, Caller, Volume
+from protocol.volume import (
+    ROOT_INODE,
+    USUAL_UMASK,
+    Answer,
+    AppendingVolume,
+    AttributeChanges,
+    Attributes,
+    Caller,
+    Volume,
+)
 
 T = TypeVar("T")
-
-_UMASK: Final = 0o022  # for files of agents; the process's own umask is the daemon's
 
 
 def now(answer: Answer[T]) -> T:
@@ -35,7 +43,7 @@ class VolumeFiles:
     def __init__(self, volume: Volume, *, root: str = "/", caller: Caller | None = None) -> None:
         self.volume = volume
         self.root = root
-        self._caller = caller or Caller(os.getuid(), os.getgid())
+        self._caller = caller or Caller(os.getuid(), os.getgid(), USUAL_UMASK)
 
     @property
     def read_only(self) -> bool:
@@ -76,13 +84,13 @@ class VolumeFiles:
         return VolumeFile(self.volume, node, appends=mode == "append")
 
     def create(self, node: int, name: bytes, mode: int | None) -> VolumeFile:
-        permissions = 0o666 & ~_UMASK if mode is None else mode
+        permissions = 0o666 if mode is None else mode
         made = now(self.volume.mknod(node, name, stat.S_IFREG | permissions, 0, self._caller))
         return VolumeFile(self.volume, made.inode)
 
     # -- entries -----------------------------------------------------------------------------
     def mkdir(self, node: int, name: bytes) -> None:
-        self._drop(self.volume.mkdir(node, name, 0o777 & ~_UMASK, self._caller))
+        self._drop(self.volume.mkdir(node, name, 0o777, self._caller))
 
     def symlink(self, node: int, name: bytes, target: bytes) -> None:
         self._drop(self.volume.symlink(node, name, target, self._caller))
@@ -105,6 +113,9 @@ class VolumeFiles:
 
     def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
         now(self.volume.rename(node, name, new_node, new_name))
+
+    def locked(self, node: int) -> AbstractContextManager[None]:  # noqa: ARG002 one thread calls a volume
+        return nullcontext()
 
     def sync_names(self, node: int) -> None:
         pass  # a volume keeps names with the content

@@ -6,13 +6,16 @@ import contextlib
 import errno
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from protocol.adapters.path_filesystem.files import OpenFile, PathFiles, Status, held
 from protocol.adapters.path_filesystem.resolve import ResolvedPath, enter
 from protocol.errors import DeniedByPolicyError
 from protocol.streams import FileWriter
 from protocol.types import WriteMode
+
+_COPIED: Final = (b"user.", b"system.posix_acl_")  # attributes that a write in place keeps
 
 
 def temporary_name() -> bytes:
@@ -28,6 +31,27 @@ def make_directories(store: PathFiles, names: tuple[bytes, ...], missing: Sequen
             store.sync_names(node)
         names = (*names, name)
     return names
+
+
+def replace_content(store: PathFiles, path: str, place: ResolvedPath, old: bytes, new: bytes) -> bool:
+    """Replace the file at `place` if its content is `old`, and return whether it was."""
+    parent = enter(store, place.names[:-1])
+    try:
+        replacement = _Replacement(store, parent, place.names[-1], place)
+    except BaseException:
+        store.release(parent)
+        raise
+    writer = FileWriter(path, replacement.file, commit=lambda: replacement.commit(old), abort=replacement.abort)
+    try:
+        with writer:
+            writer.write(new)
+    except _ChangedMeanwhileError:
+        return False
+    return True
+
+
+class _ChangedMeanwhileError(Exception):
+    """A file has other content than the one that was to be replaced."""
 
 
 def open_writer(store: PathFiles, path: str, place: ResolvedPath, mode: WriteMode) -> FileWriter:
@@ -83,7 +107,7 @@ class _Replacement:
         self._parent = parent
         self._name = name
         self._old = old = None if place.missing else place.status
-        self._xattrs = {} if old is None else _own_xattrs(store, place.node)
+        self._xattrs = {} if old is None else store.xattrs(place.node)
         self._temporary = temporary_name()
         # The old file may be private, so nobody else may read the new one.
         try:
@@ -91,20 +115,48 @@ class _Replacement:
         except DeniedByPolicyError as error:
             raise DeniedByPolicyError(error.attempt, b"/".join((*place.names, *place.missing))) from None
 
-    def commit(self) -> None:
+    def commit(self, expected: bytes | None = None) -> None:
+        """Replace the file; with `expected`, only one that has this content (_ChangedMeanwhileError)."""
         store = self._store
         if self._old is not None:
-            if self._xattrs:
-                store.set_xattrs(self.file.node, self._xattrs)
-            _copy_ownership(store, self.file.node, self._old)
+            copy_access(store, self.file.node, self._old, self._xattrs)
         self.file.sync()
-        store.rename(self._parent, self._temporary, self._parent, self._name)
+        with store.locked(self._parent):
+            if expected is not None and not self._has_content(expected):
+                raise _ChangedMeanwhileError
+            store.rename(self._parent, self._temporary, self._parent, self._name)
         store.sync_names(self._parent)
         store.release(self._parent)
+
+    def _has_content(self, expected: bytes) -> bool:
+        node = self._store.child(self._parent, self._name)
+        try:
+            if not stat.S_ISREG(self._store.status(node).mode):
+                return False
+            file = self._store.open(node, "read")
+        except BaseException:
+            self._store.release(node)
+            raise
+        with contextlib.closing(file):
+            return file.size() == len(expected) and file.read(0, len(expected) + 1) == expected
 
     def abort(self) -> None:
         with held(self._store, self._parent), contextlib.suppress(FileNotFoundError):
             self._store.unlink(self._parent, self._temporary)
+
+
+def copy_access(store: PathFiles, node: int, old: Status, xattrs: Mapping[bytes, bytes]) -> None:
+    """Give the new file `node` the ACL, user attributes, mode and, if allowed, the owner of the file that it replaces.
+
+    An ACL that the directory gave the new file goes, because it lets in users whom the old file kept out.  The
+    attributes that the system sets stay (security.selinux), and so does what write(2) removes: capabilities.
+    """
+    made = store.xattrs(node)
+    wanted = {name: value for name, value in made.items() if not name.startswith(_COPIED)}
+    wanted |= {name: value for name, value in xattrs.items() if name.startswith(_COPIED)}
+    if wanted != made:
+        store.set_xattrs(node, wanted)
+    _copy_ownership(store, node, old)
 
 
 def _copy_ownership(store: PathFiles, node: int, old: Status) -> None:
@@ -117,12 +169,6 @@ def _copy_ownership(store: PathFiles, node: int, old: Status) -> None:
             # This user owns the file now: it must not run with the rights of another user.
             old = old._replace(mode=old.mode & ~(stat.S_ISUID | stat.S_ISGID))
     store.set_mode(node, old.mode)  # after the owner: chown clears suid and sgid
-
-
-def _own_xattrs(store: PathFiles, node: int) -> dict[bytes, bytes]:
-    """Return the extended attributes that a write in place would keep: not capabilities, which write(2) removes."""
-    names = (b"user.", b"system.posix_acl_")
-    return {name: value for name, value in store.xattrs(node).items() if name.startswith(names)}
 
 
 def remove(store: PathFiles, names: tuple[bytes, ...], *, recursive: bool) -> int:

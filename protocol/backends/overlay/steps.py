@@ -220,7 +220,7 @@ def set_attributes(descriptor: int, new: TreeEntry) -> None:
     there = os.fstat(descriptor)
     if (there.st_uid, there.st_gid) != (new.uid, new.gid):
         os.chown(path, new.uid, new.gid)
-    if stat.S_ISREG(there.st_mode) or stat.S_ISDIR(there.st_mode):
+    if not stat.S_ISLNK(there.st_mode):  # a new FIFO, too, may have an ACL of its directory
         had: list[str] = []
         with contextlib.suppress(OSError):  # EOPNOTSUPP: there are none to remove
             had = os.listxattr(path)

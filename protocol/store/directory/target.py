@@ -35,7 +35,6 @@ _O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _PERMISSIONS: Final = 0o7777
 _SET_ID_BITS: Final = stat.S_ISUID | stat.S_ISGID
 _OWNER_MAY_CHANGE: Final = 0o300  # write and search a directory
-_ACCESS_ACL: Final = b"system.posix_acl_access"
 
 
 class ChangedMeanwhileError(OSError):
@@ -296,16 +295,17 @@ def _set_metadata(descriptor: int, entry: TreeEntry) -> list[str]:
         except OSError as error:
             problems.append(f"owner {entry.uid}:{entry.gid}: {error.strerror}")
             mode &= ~_SET_ID_BITS  # they would give the file the rights of the user who restores
-    # A chown clears set-id bits.
-    if not entry.is_symlink and (changes_owner or (seen.st_mode ^ mode) & _PERMISSIONS):
+    _set_xattrs(path, entry, problems)
+    # After the chown, which clears set-id bits, and after an ACL that the directory gave a new entry was removed: until
+    # then its mask, which are the mode's group bits, keeps everybody out.
+    if not entry.is_symlink and (os.fstat(descriptor).st_mode ^ mode) & _PERMISSIONS:
         os.chmod(path, mode)
-    _set_xattrs(path, entry, mode, problems)
     if changes_owner or seen.st_mtime_ns != entry.mtime_ns:  # without a change, ctime stays, too
         os.utime(path, ns=(entry.mtime_ns if changes_owner else seen.st_atime_ns, entry.mtime_ns))
     return problems
 
 
-def _set_xattrs(path: bytes, entry: TreeEntry, mode: int, problems: list[str]) -> None:
+def _set_xattrs(path: bytes, entry: TreeEntry, problems: list[str]) -> None:
     present = read_xattrs(path)
     wanted = entry.xattrs
     for name in present.keys() - wanted.keys():
@@ -315,8 +315,6 @@ def _set_xattrs(path: bytes, entry: TreeEntry, mode: int, problems: list[str]) -
         if present.get(name) != value:
             with _reporting(name, problems):
                 os.setxattr(path, name, value)
-    if _ACCESS_ACL in present and _ACCESS_ACL not in wanted:
-        os.chmod(path, mode)  # without the ACL, the mode's group bits are what the ACL's mask was
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.errors import os_error
 from protocol.execution.host import HostExecutor
 from protocol.paths import located
@@ -35,7 +36,7 @@ def call(root: str, request: RemoteCall[Any]) -> Any:
     """
     try:
         params = _checked(request)
-        context = fs_calls.directory_context(root)
+        context = fs_calls.directory_context(HostFiles(root))
         if isinstance(params, FsExecParams):
             return _exec(root, params, context)
         answer = _CALLS[request.method](params, context)

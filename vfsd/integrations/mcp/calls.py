@@ -25,6 +25,7 @@ from vfsd.client.executor import exec_call
 from vfsd.client.paths import workspace_path
 from vfsd.client.requests import RemoteCall
 from vfsd.client.spooled import INLINE_BYTES, readable_by_daemon
+from vfsd.machine.process_properties import current_umask
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire import fs_messages as fs
 from vfsd.wire.messages import from_wire_path, wire_path
@@ -53,7 +54,9 @@ class FileCalls:
     async def _write(self, params: WriteFileParams) -> WriteResult:
         content = params.content.encode()
         path = await anyio.to_thread.run_sync(self._wire, params.path, abandon_on_cancel=True)
-        message = fs.FsWriteParams(path=path, mode=params.mode, create_parents=params.create_parents)
+        message = fs.FsWriteParams(
+            path=path, mode=params.mode, create_parents=params.create_parents, umask=current_umask()
+        )
         if len(content) <= INLINE_BYTES:
             written = await self._client.call("fs.write", replace(message, content=content))
         else:

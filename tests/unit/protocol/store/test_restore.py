@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+import struct
 import tempfile
 import threading
 from pathlib import Path
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from protocol.diff.tree_diff import changes
 from protocol.errors import SnapshotNotFoundError
+from protocol.linux.posix_acl import DEFAULT
 from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store, TreeSource
 from protocol.store.format.blobs import LARGE_BYTES
 from protocol.store.restore import Plan
@@ -132,6 +135,27 @@ def test_paths_alone_come_back(store: Store, root: Path) -> None:
     with pytest.raises(FileNotFoundError):
         store.restore("w", DirectoryTarget(root), RestoreRequest("s", (b"never",), safety=None))
     assert store.interrupted("w") is None
+
+
+def test_nothing_gains_the_acl_of_the_directory_that_it_is_restored_to(store: Store, root: Path) -> None:
+    (root / "file").write_bytes(b"")
+    os.mkfifo(root / "fifo")
+    (root / "directory").mkdir()
+    names = ("file", "fifo", "directory")
+    for name in names:
+        (root / name).chmod(0o775)
+    entries = ((1, 7, 2**32 - 1), (2, 7, 65534), (4, 7, 2**32 - 1), (16, 7, 2**32 - 1), (32, 0, 2**32 - 1))
+    os.setxattr(root, DEFAULT, struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries))
+    take(store, root, "s")
+    (root / "file").unlink()
+    (root / "fifo").unlink()
+    (root / "directory").rmdir()
+
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
+
+    assert [(name, os.listxattr(root / name), stat.S_IMODE((root / name).stat().st_mode)) for name in names] == [
+        (name, [], 0o775) for name in names
+    ]
 
 
 def test_names_of_one_file_are_linked_again_to_the_name_that_is_left(store: Store, root: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import HostFilesystem, InMemoryFilesystem
+from protocol import HostFilesystem, InMemoryFilesystem, RemoteFilesystem
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
+from protocol.adapters.path_filesystem.resolve import resolve
 from protocol.adapters.path_filesystem.tree_files import TreeFiles
 from protocol.execution.host import HostExecutor
 from protocol.filesystem import Filesystem
+from protocol.linux.posix_acl import ACCESS, DEFAULT
 from protocol.tools import (
     TOOLS,
     DirectoryCreated,
@@ -301,6 +305,8 @@ def test_an_edit_that_changes_nothing_is_refused(edited: Callable[..., bytes]) -
 def test_crlf_lines_stay_crlf_lines(edited: Callable[..., bytes]) -> None:
     assert edited(b"a\r\nb\r\nc\r\n", "a\nb", "1\n2\n3") == b"1\r\n2\r\n3\r\nc\r\n"
     assert edited(b"a\r\nb\r\n", "a\r\nb", "x\r\ny") == b"x\r\ny\r\n"
+    assert edited(b"a\r\nb\r\n", "a\r\nb", "a\nn\nb") == b"a\r\nn\r\nb\r\n"
+    assert edited(b"a\r\nb\r\n", "a\nb\r\n", "x\n\r\ny\n") == b"x\r\n\r\ny\r\n"
 
 
 def test_of_mixed_line_ends_none_is_changed(edited: Callable[..., bytes]) -> None:
@@ -318,6 +324,76 @@ def test_an_edit_keeps_the_mode(tmp_path: Path) -> None:
     call("edit_file", ToolContext(HostFilesystem(tmp_path)), path="run.sh", old_text="old", new_text="new")
     assert script.stat().st_mode & 0o7777 == 0o751
     assert script.read_text() == "#!/bin/sh\necho new\n"
+
+
+# As of mode 0770, and one more user may do everything.
+OPEN_ACL = struct.pack("<I", 2) + b"".join(
+    struct.pack("<HHI", *entry)
+    for entry in ((1, 7, 2**32 - 1), (2, 7, 65534), (4, 7, 2**32 - 1), (16, 7, 2**32 - 1), (32, 0, 2**32 - 1))
+)
+
+
+def test_a_replaced_file_gains_no_acl_of_its_directory_and_keeps_its_own(
+    filesystem: Filesystem, context: ToolContext
+) -> None:
+    store = filesystem._store  # type: ignore[attr-defined]
+    filesystem.write("d/plain", "old")
+    filesystem.write("d/own", "old")
+    for name, mode, acls in (
+        ("plain", 0o664, {}),
+        ("own", 0o770, {ACCESS: OPEN_ACL}),
+        (".", 0o777, {DEFAULT: OPEN_ACL}),
+    ):
+        with resolve(store, b"d/" + name.encode()) as place:
+            store.set_mode(place.node, mode)
+            store.set_xattrs(place.node, acls)
+
+    for name in ("plain", "own"):
+        call("edit_file", context, path=f"d/{name}", old_text="old", new_text="new")
+        call("write_file", context, path=f"d/{name}", content="newer")
+
+    for name, mode, acls in (("plain", 0o664, {}), ("own", 0o770, {ACCESS: OPEN_ACL})):
+        with resolve(store, b"d/" + name.encode()) as place:
+            assert (place.status.mode & 0o7777, dict(store.xattrs(place.node))) == (mode, acls), name
+
+
+def test_edits_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
+    numbers = range(40)
+    (tmp_path / "f").write_text("".join(f"{number:02}=old\n" for number in numbers))
+
+    def edit(number: int) -> None:
+        context = ToolContext(HostFilesystem(tmp_path))
+        call("edit_file", context, path="f", old_text=f"{number:02}=old", new_text=f"{number:02}=new")
+        call("write_file", context, path="f", content="+", mode="append")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(edit, numbers))
+
+    content = (tmp_path / "f").read_text()
+    assert (content.count("=new"), content.count("+")) == (40, 40)
+
+
+def test_an_edit_is_made_again_if_the_file_was_changed_since_it_was_read(tmp_path: Path) -> None:
+    executor = HostExecutor(tmp_path)
+    (tmp_path / "f").write_text("a b")
+    with RemoteFilesystem(executor) as remote:
+        for filesystem, ours, theirs, expected in (
+            (HostFilesystem(tmp_path), "a", "b", "A B"),
+            (remote, "A", "B", "a b"),
+        ):
+            read = filesystem.read_bytes
+            waiting = [theirs]
+
+            def read_bytes(path: str, read: Any = read, waiting: Any = waiting) -> Any:
+                found = read(path)
+                while waiting:
+                    old = waiting.pop()
+                    (tmp_path / "f").write_text((tmp_path / "f").read_text().replace(old, old.swapcase()))
+                return found
+
+            filesystem.read_bytes = read_bytes  # type: ignore[method-assign]
+            call("edit_file", ToolContext(filesystem), path="f", old_text=ours, new_text=ours.swapcase())
+            assert (tmp_path / "f").read_text() == expected
 
 
 # -- glob and grep ------------------------------------------------------------------------------------

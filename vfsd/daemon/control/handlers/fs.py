@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any, Final, TypeVar
@@ -25,6 +26,7 @@ import msgspec
 import trio
 
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
+from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.adapters.path_filesystem.tree_files import TreeFiles
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.execution.executor import Command
@@ -41,6 +43,7 @@ from protocol.tool_messages import (
 from protocol.tools import ToolContext
 from protocol.tree import Tree
 from protocol.types import WriteResult
+from protocol.volume import USUAL_UMASK, Caller
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import CacheInvalidation, snapshotable
 from vfsd.daemon.audit.calls import acting_through_mount
@@ -177,7 +180,7 @@ class FsMethods:
         if content is None or params.source is not None:  # read a file, or refuse
             content = await trio.to_thread.run_sync(fs_calls.content_of, params)
         ahead = b"" if params.mode == "append" else content  # blocks of an appended file begin elsewhere
-        return await self._change(functools.partial(fs_calls.write_file, params, content), call, ahead)
+        return await self._change(functools.partial(fs_calls.write_file, params, content), call, ahead, params.umask)
 
     async def _edit(self, params: EditFileParams, call: CallContext) -> EditFileResult:
         return await self._change(functools.partial(fs_calls.edit_file, params), call)
@@ -185,14 +188,21 @@ class FsMethods:
     async def _rm(self, params: RmParams, call: CallContext) -> RmResult:
         return await self._change(functools.partial(fs_calls.remove, params), call)
 
-    async def _change(self, change: Callable[[ToolContext], T], call: CallContext, content: bytes = b"") -> T:
-        """Make `change`, all or nothing, and invalidate the kernel's caches.  `content`: what it writes to a file."""
+    async def _change(
+        self, change: Callable[[ToolContext], T], call: CallContext, content: bytes = b"", umask: int = USUAL_UMASK
+    ) -> T:
+        """Make `change`, all or nothing, and invalidate the kernel's caches.
+
+        `content`: what it writes to a file; `umask` is the client's.
+        """
         volume = self._volume
         if volume is None:
             async with self._mounted.change_lock:
                 call.commit()
-                return await self._on_mount(change, never_cancelled)
-        context = ToolContext(filesystem=VolumeFilesystem(self._mounted.enforced, root=self._options.mountpoint))
+                return await self._on_mount(change, never_cancelled, umask=umask)
+        caller = Caller(os.getuid(), os.getgid(), umask)
+        files = VolumeFilesystem(self._mounted.enforced, root=self._options.mountpoint, caller=caller)
+        context = ToolContext(filesystem=files)
         async with self._mounted.change_lock, self._recorded_ahead(content):
             await self._mounted.write_back_cached()
             call.commit()
@@ -221,15 +231,19 @@ class FsMethods:
             journal.forget_stored()
 
     async def _on_mount(
-        self, work: Callable[[ToolContext], T], keep_going: CancelCheck, threads: trio.CapacityLimiter | None = None
+        self,
+        work: Callable[[ToolContext], T],
+        keep_going: CancelCheck,
+        threads: trio.CapacityLimiter | None = None,
+        umask: int = USUAL_UMASK,
     ) -> T:
         """Call `work` on the mount in a worker thread, as any program would."""
         root, read_only, mounted = self._options.mountpoint, self._options.read_only, self._mounted.root
 
         def run() -> T:
             with acting_through_mount():
-                mount = mounted.mount
-                return work(fs_calls.directory_context(root, read_only=read_only, mount=mount, keep_going=keep_going))
+                files = HostFiles(root, read_only=read_only, umask=umask, mount=mounted.mount)
+                return work(fs_calls.directory_context(files, keep_going))
 
         with self._mounted.using_mount():
             return await trio.to_thread.run_sync(run, limiter=threads)

@@ -19,11 +19,10 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from protocol.adapters.host import HostFilesystem
+from protocol.adapters.path_filesystem.filesystem import PathFilesystem
 from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.adapters.tree import PathFilesTree
 from protocol.filesystem import Filesystem
-from protocol.linux.syscalls import MountId
 from protocol.paths import DEFAULT_LIMITS, CallLimitError, encode, normalise
 from protocol.search.walk import CancelCheck, never_cancelled
 from protocol.tool_messages import (
@@ -61,16 +60,13 @@ _ANSWER_BYTES: Final = 16 << 20  # of an encoded list; a longer one is "truncate
 P = TypeVar("P", EditFileParams, GlobParams, GrepParams, RmParams)
 
 
-def directory_context(
-    root: str, *, read_only: bool = False, mount: MountId | None = None, keep_going: CancelCheck = never_cancelled
-) -> ToolContext:
-    """The context for the directory `root` of this host, the root of `mount`.  OSError if it is not a directory.
+def directory_context(files: HostFiles, keep_going: CancelCheck = never_cancelled) -> ToolContext:
+    """The context for a directory of this host, which may be a mount.
 
     Each system call is a step of its own, so other programs may make changes in between.
     """
-    filesystem = HostFilesystem(root, read_only=read_only, mount=mount)
-    tree = PathFilesTree(HostFiles(root, mount=mount), with_xattrs=False)
-    return ToolContext(filesystem, tree=lambda: nullcontext(tree), keep_going=keep_going)
+    tree = PathFilesTree(files, with_xattrs=False)
+    return ToolContext(PathFilesystem(files), tree=lambda: nullcontext(tree), keep_going=keep_going)
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import stat
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import pytest
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied
 from protocol.diff.tree_diff import changes
+from protocol.linux.posix_acl import ACCESS, DEFAULT
 from protocol.testing.volume.driver import Driver
+from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 from tests.support.suites import with_extended
 from tests.unit.protocol.backends.overlay.killed_apply import make_tree, random_step, some_work
 
@@ -430,3 +433,22 @@ def test_a_directory_that_vanished_below_is_a_conflict_and_force_makes_it_anew(b
     volume.discard([b"build/part"])
     assert run(volume).changes == []
     assert os.listdir(outside) == []
+
+
+def test_nothing_gains_the_acl_of_the_directory_that_it_is_applied_to(below: Path) -> None:
+    entries = ((1, 7, 2**32 - 1), (2, 7, 65534), (4, 7, 2**32 - 1), (16, 7, 2**32 - 1), (32, 0, 2**32 - 1))
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    os.setxattr(below, DEFAULT, acl)
+    volume = OverlayVolume(os.fsencode(below))
+    for name, kind in ((b"new-file", stat.S_IFREG), (b"new-fifo", stat.S_IFIFO)):
+        made = volume.mknod(ROOT_INODE, name, kind | 0o664, 0, Caller(0, 0))
+        volume.removexattr(made.inode, ACCESS)
+        volume.setattr(made.inode, AttributeChanges(mode=0o664))
+        volume.forget(made.inode, 1)
+
+    run(volume)
+
+    for name in ("new-file", "new-fifo"):
+        assert ACCESS.decode() not in os.listxattr(below / name), name
+        assert stat.S_IMODE((below / name).stat().st_mode) == 0o664, name
+    assert difference(volume, below) == []
