@@ -307,7 +307,7 @@ class _Fetch:
         """Return the directory of a work tree; None if it is not in the target, or there is none."""
         if tree:
             with contextlib.suppress(OSError, ValueError):
-                found = os.path.dirname(_first_line(os.path.join(repository, tree, "gitdir")))
+                found = os.path.dirname(first_line(os.path.join(repository, tree, "gitdir")))
                 return self._inside(os.path.join(repository, tree, found))
             return None
         if repository == self._target:
@@ -403,18 +403,18 @@ def _detached(tree: str) -> str:
 def _head(repository: str) -> str:
     """Return the branch, or the hash of the commit, that is checked out; empty if it cannot be told."""
     with contextlib.suppress(OSError, ValueError):
-        head = _first_line(os.path.join(repository, "HEAD"))
+        head = first_line(os.path.join(repository, "HEAD"))
         if head.startswith("ref: refs/heads/") or _HASH.fullmatch(head):
             return head.removeprefix("ref: ")
     return ""
 
 
-def _first_line(path: str) -> str:
+def first_line(path: str) -> str:
+    """Return the first line of a small regular file.  OSError; ValueError for another one."""
     return os.fsdecode(_read(path)).partition("\n")[0]
 
 
 def _read(path: str) -> bytes:
-    """Read a small regular file.  OSError; ValueError for another one."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -150,6 +151,73 @@ def test_the_source_keeps_the_base_until_the_forks_have_ended(source: Workspace,
     wait_until(lambda: base not in names(), "the source dropped the base")
     wait_until(lambda: not os.path.exists(f"/proc/{second.pid}"), "the source reaped its fork")
     subprocess.run([sys.executable, "-m", "vfsd.cli.main", "unmount", "second"], check=True, capture_output=True)
+
+
+def test_a_users_snapshot_with_the_name_of_a_base_is_not_the_base(source: Workspace, fork: Fork) -> None:
+    first = fork("first")
+    base = str(first.status().base)
+    for workspace in (source, first):
+        assert run("drop", base, "--force", "-w", workspace.name).exit_code == 0
+        write(workspace, "precious")
+        workspace.snapshot(base)
+    assert run("unmount", "first").exit_code == 1, "its snapshot would be lost"
+    unmount_when_idle(first)
+    second = fork("second")
+    assert second.status().base != base
+    unmount_when_idle(second)
+    wait_until(lambda: [each.name for each in source.snapshots()] == [base], "the base of the second is gone")
+
+
+def test_a_fork_whose_client_dies_does_not_prevent_the_next_one(source: Workspace, fork: Fork, workdir: Path) -> None:
+    places = [workdir / f"left-{number}" for number in range(3)]
+    runtime = Path(os.environ["VFSD_RUNTIME_DIR"], "vfsd")
+    for number, place in enumerate(places):
+        place.mkdir()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(runtime / "source.sock"))
+            parameters = {"name": place.name, "mountpoint": str(place)}
+            request = {"jsonrpc": "2.0", "id": 1, "method": "fork", "params": parameters}
+            client.sendall(json.dumps(request).encode() + b"\n")
+            wait_until((runtime / f"{place.name}.log").exists, "it is being forked")
+        unmount_when_idle(fork(f"next-{number}"))
+
+    def ended() -> bool:
+        for place in filter(os.path.ismount, places):  # it was made before its client was missed
+            run("unmount", place.name, "--discard")
+        return [each.name for each in source.snapshots()] == []
+
+    wait_until(ended, "the bases are dropped with the last fork")
+
+
+def test_a_hangup_leaves_no_part_of_several_forks(source: Workspace, workdir: Path) -> None:
+    words = ["fork", "-w", source.name, str(workdir / "agents"), "--count", "20"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "vfsd.cli.main", *words], stderr=subprocess.PIPE, text=True
+    ) as command:
+        wait_until(lambda: os.path.ismount(workdir / "agents" / "1"), "the first one is made")
+        command.send_signal(signal.SIGHUP)
+        _, said = command.communicate(timeout=60)
+    assert command.returncode == 128 + signal.SIGHUP, said
+    assert "no fork was made" in said
+    assert [each["name"] for each in json.loads(run("list", "--json").stdout)["workspaces"]] == ["source"]
+    assert not os.path.exists(workdir / "agents")
+
+
+def test_a_fork_names_the_links_that_lead_out_of_it(source: Workspace, workdir: Path) -> None:
+    (Path(source.path, "absolute")).mkdir()
+    (Path(source.path, "inside")).mkdir()
+    write(source, "gitdir: /elsewhere/.git/worktrees/absolute\n", "absolute/.git")
+    write(source, "gitdir: ../tree/.git/worktrees/inside\n", "inside/.git")
+    os.mkfifo(Path(source.path, ".git"))
+    os.symlink(source.path + "/tree", Path(source.path, "link"))
+    os.symlink("tree", Path(source.path, "relative"))
+    answer = run("fork", "-w", "source", str(workdir / "agents"), "--count", "2")
+    assert answer.exit_code == 0
+    git, link = answer.stderr.splitlines()
+    assert "absolute is a linked git work tree: commits in the fork land in the repository that has /elsewhere/" in git
+    assert f"the symlink link in the fork leads into the source, {source.path}" in link
+    for name in ("agents-1", "agents-2"):
+        unmount_when_idle(Workspace.attach(name))
 
 
 def test_files_that_the_source_has_unlinked_and_open_are_not_in_the_fork(source: Workspace, fork: Fork) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 import click
 from click.shell_completion import CompletionItem
+from msgspec.structs import replace
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
-from vfsd.cli.common.interrupts import Interrupted
+from vfsd.cli.common.interrupts import Interrupted, raising
 from vfsd.cli.common.names import complete_snapshot
 from vfsd.cli.common.values import NAME
 from vfsd.cli.unmount import unmount_running
@@ -60,12 +61,17 @@ def fork_command(app: App, mountpoint: str, snapshot: str | None, name: str | No
         return
     if not mountpoint:
         raise click.UsageError("MOUNTPOINT is an empty string")
-    made = _Several(app, os.path.abspath(mountpoint), name).make(count, snapshot)
+    with raising():
+        made = _Several(app, os.path.abspath(mountpoint), name).make(count, snapshot)
     if app.json:
         app.emit({"forks": made}, _show)
     else:
+        warned: dict[str, None] = {}
         for fork in made:
-            app.emit(fork, _show)
+            warned |= dict.fromkeys(fork.warnings)
+            app.emit(replace(fork, warnings=[]), _show)
+        for warning in warned:
+            output.note(warning)
 
 
 class _Several:

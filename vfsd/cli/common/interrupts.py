@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and SIGTERM while the daemon works: cancel the call if possible, and report the outcome.
+"""Handle Ctrl-C, SIGTERM and SIGHUP while the daemon works: cancel the call if possible, and report the outcome.
 
 The first signal asks the daemon to cancel the call and waits for its definite answer: either the call was cancelled and
 has changed nothing, or it has begun to change something and completes.  The second signal exits at once; the daemon
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vfsd.wire.messages import CancelState
 
 _STOP_S: Final = 7.0  # how long a call may take to stop, after ANSWER_S
+STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AFTER_SIGNAL: Final = 128  # the exit status that a shell reports for signal N is 128 + N
 
 
@@ -87,6 +88,24 @@ def interruptible(client: ControlClient, method: str) -> Iterator[Signalled]:
 
 
 @contextmanager
+def raising() -> Iterator[None]:
+    """Raise Interrupted if SIGTERM or SIGHUP arrives in the block, between two calls, as for Ctrl-C.  Main thread."""
+
+    def handle(number: int, _frame: Any) -> None:
+        raise Interrupted("interrupted", number, errno.EINTR)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def waking(client: ControlClient) -> Iterator[None]:
     """Have `client` stop waiting when a signal arrives, at whatever moment.  Main thread."""
     ours, theirs = socket.socketpair()
@@ -129,7 +148,7 @@ def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
             )
 
     client.on_cancel_state = report
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    before = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGALRM)}
     try:
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:  # nohup(1), and shells for background commands, ignore it

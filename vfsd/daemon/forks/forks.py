@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -38,6 +39,7 @@ from vfsd.wire.handshake import Ready
 from vfsd.wire.options import JournalOptions
 
 if TYPE_CHECKING:
+    from protocol.volume import Volume
     from vfsd.daemon.backends import Backend
     from vfsd.daemon.merging.lineage import MergeLog
     from vfsd.daemon.snapshots.history import UndoHistory
@@ -68,6 +70,12 @@ class Origin(Value):
     family: ForkFamily | None
     source_pid: int
     twin: tuple[StateId, StateId] | None = None
+
+    @property
+    def base_state(self) -> StateId:
+        """The base, as this workspace has it."""
+        left_at = self.ancestors[-1].left_at
+        return self.twin[0] if self.twin is not None and self.twin[1] == left_at else left_at
 
 
 class GivenForks(Value):
@@ -116,7 +124,7 @@ class Forks:
         self._engine = engine
         self.nursery = nursery
         self._run = run
-        self.base = None if origin is None else origin.base
+        self.base = None if origin is None else origin.base_state
         self._source_pid = None if origin is None else origin.source_pid
         self.ancestors = () if origin is None else origin.ancestors
         self.stored = backend.stored
@@ -130,13 +138,13 @@ class Forks:
             self.volume.share_limit(given.family)
         if self._family is not None:
             nursery.start_soon(self._publish_memory)
-        self._bases: dict[str, int] = {}  # the running forks of each base that this process made
-        self._kept: set[str] = set()  # the bases to drop when no fork needs them any more
-        volume = journaled(backend.volume)
-        if given is not None:
-            self._kept.update(given.kept)
-        elif volume is not None and origin is None:
-            self._kept.update(info.name for info in volume.snapshots() if is_fork_base(info))
+        # By identity: after one of them was dropped, a user's snapshot may have its name.
+        self._bases: Counter[StateId] = Counter()  # the running forks of each base that this process made
+        self._kept: set[StateId] = set()  # the bases to drop when no fork needs them any more
+        volume = snapshotable(backend.volume)
+        if volume is not None and (given is not None or (origin is None and journaled(backend.volume) is not None)):
+            bases = filter(is_fork_base, volume.snapshots())
+            self._kept.update(StateId.of(info) for info in bases if given is None or info.name in given.kept)
 
     @property
     def family_to_give(self) -> ForkFamily | None:
@@ -145,8 +153,8 @@ class Forks:
 
     @property
     def kept_bases(self) -> tuple[str, ...]:
-        """The bases to drop when no fork needs them any more."""
-        return tuple(self._kept)
+        """The names of the bases to drop when no fork needs them any more."""
+        return tuple(each.name for each in self._kept if has_state(self._backend.volume, each))
 
     def use_policy(self, policy: PolicyOptions) -> None:
         """Give forks that are made from now on this policy."""
@@ -202,7 +210,7 @@ class Forks:
         return volume
 
     @property
-    def base_of_source(self) -> str | None:
+    def base_of_source(self) -> StateId | None:
         """The base, if this is a fork whose source runs: then what the fork started with is not only here."""
         if self.base is None or self._source_pid == os.getppid():
             return self.base
@@ -211,9 +219,9 @@ class Forks:
         is_running = record is not None and record.alive and record.instance == source.instance
         return self.base if is_running else None
 
-    def is_base(self, name: str) -> bool:
-        """Whether snapshot `name` is the last common state of this workspace and a running fork, or of its source."""
-        return name == self.base or self._bases.get(name, 0) > 0
+    def is_base(self, info: SnapshotInfo) -> bool:
+        """Whether a snapshot is the last common state of this workspace and a running fork, or of its source."""
+        return StateId.of(info) == self.base or self._bases[StateId.of(info)] > 0
 
     def options(self, name: str, mountpoint: str) -> MountOptions:
         """The options of a fork: those of this workspace."""
@@ -228,7 +236,7 @@ class Forks:
         self,
         name: str,
         mountpoint: str,
-        base: str,
+        base: StateId,
         steps: Steps,
         *,
         restores_base: bool,
@@ -246,15 +254,15 @@ class Forks:
         usage = volume.usage()
         family = self.family(volume, usage)
         family.check_fork(usage)
-        family.bases.add(base)
+        family.bases.add(base.name)
         options = self.options(name, mountpoint)
         source = self.source_options.workspace.name
-        ancestor = Ancestor(self.instance, source, StateId.of(volume.snapshot(base)))
+        ancestor = Ancestor(self.instance, source, base)
         ancestors = (*self.ancestors, ancestor)
         history, merges = steps
         origin = Origin(
             source,
-            base,
+            base.name,
             restores_base,
             self._backend,
             history,
@@ -278,7 +286,7 @@ class Forks:
                 os.close(child_report_fd)
         finally:
             os.close(log_fd)
-        self._bases[base] = self._bases.get(base, 0) + 1
+        self._bases[base] += 1
         if keeps_base:
             self._kept.add(base)
         self.nursery.start_soon(self._reap, name, pid, pidfds[0], base)
@@ -305,7 +313,7 @@ class Forks:
             family.publish(total(self.volume.usage()))
             await trio.sleep(_PUBLISH_S)
 
-    async def _reap(self, name: str, pid: int, pidfd: int, base: str) -> None:
+    async def _reap(self, name: str, pid: int, pidfd: int, base: StateId) -> None:
         """Wait for a fork's end, so that it does not remain as a zombie; drop a base that no fork has any more."""
         try:
             await trio.lowlevel.wait_readable(pidfd)
@@ -351,11 +359,13 @@ class Forks:
         """Drop the bases that no fork has any more, and no fork of such a fork."""
         volume = snapshotable(self._backend.volume)
         assert volume is not None, "it was forked"
-        unused = [info for info in volume.snapshots() if info.name in self._kept and not self._bases.get(info.name)]
+        infos = {StateId.of(info): info for info in volume.snapshots()}
+        self._kept &= infos.keys()
+        unused = [info for state, info in infos.items() if state in self._kept and not self._bases[state]]
         needed = self.needed(unused)
         for info in unused:
             if info.name not in needed:
-                self._kept.remove(info.name)
+                self._kept.remove(StateId.of(info))
                 try:
                     volume.drop_snapshot(info.name)
                 except SnapshotNotFoundError:  # dropped or pruned meanwhile
@@ -375,6 +385,12 @@ class Forks:
         sys.argv[1:] = []
         run = functools.partial(self._run, started_by=f"a fork of {origin.source}", origin=origin)
         return serve_starter(options, report_fd, run)
+
+
+def has_state(volume: Volume, state: StateId) -> bool:
+    """Whether a snapshot of the volume is `state`, and not another one of this name."""
+    snapshots = snapshotable(volume)
+    return snapshots is not None and any(StateId.of(info) == state for info in snapshots.snapshots())
 
 
 def _instance(name: str, backend: Backend) -> str:

@@ -126,7 +126,7 @@ def drop_base(options: MountOptions) -> None:
     """At the end of a fork with these options, drop its base from the store if nothing else is mounted over it."""
     assert options.origin is not None
     with Store(options.workspace.store) as store:
-        drop_unused_bases(store, options.origin.workspace, only=options.origin.source.state.name)
+        drop_unused_bases(store, options.origin.workspace, only=state_id(options.origin.source.state))
 
 
 def fork_options(options: MountOptions, name: str, mountpoint: str, origin: StoredOrigin) -> MountOptions:

@@ -13,6 +13,7 @@ from typing import Final
 
 from protocol.store import DirectoryTarget, Source, Store
 from protocol.volume_extensions import SnapshotInfo
+from vfsd.daemon.merging.lineage import StateId
 from vfsd.daemon.snapshots.base import MERGED_TAG, Interrupted, is_fork_base, is_merge_base, is_staged
 from vfsd.machine.logs import log_failure
 from vfsd.machine.runtime import read_record
@@ -49,7 +50,7 @@ def interrupted(stored: Stored) -> Interrupted | None:
     return Interrupted(found.snapshot, found.safety, (), description)
 
 
-def drop_unused_bases(store: Store, key: str, keep: Collection[str] = (), only: str | None = None) -> list[str]:
+def drop_unused_bases(store: Store, key: str, keep: Collection[str] = (), only: StateId | None = None) -> list[str]:
     """Drop the snapshots of workspace `key` that were kept for forks, or merges into them, that have ended.
 
     Of the states that were forked, those in `keep` stay, and with `only` all but that one.  Return their names.
@@ -58,9 +59,8 @@ def drop_unused_bases(store: Store, key: str, keep: Collection[str] = (), only: 
     dropped: list[str] = []
     try:
         infos = store.snapshots(key)
-        bases = {info.name for info in infos if is_fork_base(info)}.difference(keep)
-        if only is not None:
-            bases &= {only}
+        found = [info for info in infos if is_fork_base(info) and only in (None, StateId.of(info))]
+        bases = {info.name for info in found}.difference(keep)
 
         def unneeded(workspace: str, infos: Sequence[SnapshotInfo], needed: Mapping[str, str]) -> Sequence[str]:
             if workspace != key:

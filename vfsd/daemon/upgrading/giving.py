@@ -376,7 +376,7 @@ class Upgrade:
         if forks.base is not None:
             twin = None if forks.twin is None else (state_record(forks.twin[0]), state_record(forks.twin[1]))
             ancestors = list(map(ancestor_record, forks.ancestors))
-            origin = CarriedOrigin(forks.ancestors[-1].name, forks.base, ancestors, twin)
+            origin = CarriedOrigin(forks.ancestors[-1].name, forks.base.name, ancestors, twin)
         given = CarriedForks(list(forks.kept_bases), forks.count)
         if family is not None:
             given = CarriedForks(given.kept, given.count, True, family.limit, sorted(family.bases))

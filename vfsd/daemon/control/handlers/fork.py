@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
@@ -21,6 +22,7 @@ from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.handlers.parameters import absolute_path
 from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.forks.forks import Forks, Steps
+from vfsd.daemon.merging.lineage import StateId
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import FORK_PREFIX, SnapshotService, fork_tag, free_name
 from vfsd.machine import mounts
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from vfsd.daemon.snapshots.stored_workspace import Stored
 
 _PATHS_SHOWN: Final = 3
+_ENTRIES_SEEN: Final = 1000  # at the top of a fork, to find links that lead out of it
+_LINKS_SHOWN: Final = 5
 
 
 class ForkMethod:
@@ -47,6 +51,11 @@ class ForkMethod:
 
     async def fork(self, params: ForkParams, call: CallContext) -> ForkResult:
         """Fork, and return when the fork's mount answers."""
+        made = await self._fork(params, call)
+        made.warnings += await trio.to_thread.run_sync(_links, absolute_path(made.mountpoint), self._mounted.mountpoint)
+        return made
+
+    async def _fork(self, params: ForkParams, call: CallContext) -> ForkResult:
         if not NAME_PATTERN.fullmatch(params.name):
             raise InvalidParamsError(f"not a workspace name: {params.name!r}")
         mountpoint = absolute_path(params.mountpoint)
@@ -65,7 +74,7 @@ class ForkMethod:
             ready, info = await self._over_snapshot(self._forks.stored, snapshots).fork(params, mountpoint, call)
             return _result(ready, info.name, [*ready.warnings, *_incomplete(info)])
         volume = self._forks.volume
-        made = None  # the base, if this call took it
+        made = started = None  # the base, if this call took it
         try:
             async with self._mounted.change_lock:
                 await self._mounted.write_back()
@@ -74,15 +83,15 @@ class ForkMethod:
                 if params.snapshot is None:
                     base = made = _take_base(volume, fork_tag(params.name, mountpoint))
                 else:
-                    base = volume.snapshot(params.snapshot).name
+                    base = StateId.of(volume.snapshot(params.snapshot))
                 started = self._forks.start(
                     params.name, mountpoint, base, steps, restores_base=made is None, keeps_base=made is not None
                 )
             ready = await started.ready()
         except BaseException:
-            if made is not None:
-                with contextlib.suppress(SnapshotNotFoundError):  # dropped when the fork ended
-                    volume.drop_snapshot(made)
+            if made is not None and started is None:  # else it is dropped when the process has ended
+                with contextlib.suppress(SnapshotNotFoundError):
+                    volume.drop_snapshot(made.name)
             raise
         warnings = list(ready.warnings)
         if journaled(self._mounted.volume) is not None:
@@ -90,7 +99,7 @@ class ForkMethod:
                 "unlike its source, the fork has neither a journal nor a keeper: if its daemon dies, what was not"
                 " merged is lost"
             )
-        return _result(ready, base, warnings)
+        return _result(ready, base.name, warnings)
 
     def _over_snapshot(self, stored: Stored, snapshots: SnapshotService) -> StoredForks:
         # Start-up: few workspaces need these modules.
@@ -124,8 +133,39 @@ def _incomplete(base: SnapshotInfo) -> Iterator[str]:
             yield f"{files} {what.format(verb)}: {named}"
 
 
-def _take_base(volume: ForkableVolume, tag: str) -> str:
-    """Take the snapshot that both workspaces have in common; return its name."""
+def _links(fork: str, source: str) -> list[str]:
+    """Say what at the top of a fork leads to the source, or to a git repository outside.  Nothing below is searched."""
+    from protocol.merge.git import first_line  # noqa: PLC0415 (start-up)
+
+    found = []
+    try:
+        with os.scandir(fork) as entries:
+            top = sorted(itertools.islice(entries, _ENTRIES_SEEN), key=lambda entry: entry.name)
+    except OSError:
+        return []
+    for name in ("", *(entry.name for entry in top if entry.is_dir(follow_symlinks=False))):
+        place = os.path.join(fork, name)
+        with contextlib.suppress(OSError, ValueError):
+            kind, _, gitdir = first_line(os.path.join(place, ".git")).partition(": ")
+            if kind == "gitdir" and not _is_in(os.path.join(place, gitdir), fork):
+                found.append(
+                    f"{shown(os.fsencode(name or '.'))} is a linked git work tree: commits in the fork land in the"
+                    f" repository that has {shown(os.fsencode(gitdir))}, as those of the source"
+                )
+    for entry in top:
+        with contextlib.suppress(OSError):
+            if entry.is_symlink() and _is_in(os.readlink(entry.path), source):
+                found.append(
+                    f"the symlink {shown(os.fsencode(entry.name))} in the fork leads into the source, {source}"
+                )
+    return found[:_LINKS_SHOWN] + [f"and {len(found) - _LINKS_SHOWN:,} more"] * (len(found) > _LINKS_SHOWN)
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return (os.path.normpath(path) + "/").startswith(directory.rstrip("/") + "/")
+
+
+def _take_base(volume: ForkableVolume, tag: str) -> StateId:
+    """Take the snapshot that both workspaces have in common."""
     name = free_name(FORK_PREFIX, volume.snapshots())
-    volume.take_snapshot(name, tag=tag, kind="automatic")
-    return name
+    return StateId.of(volume.take_snapshot(name, tag=tag, kind="automatic"))

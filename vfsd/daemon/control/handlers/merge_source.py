@@ -92,10 +92,12 @@ class MergeSource:
         """Open a state of this workspace, or of its source before the fork.  SnapshotNotFoundError."""
         snapshots, twin = self.snapshots, self._forks.twin
         own = {StateId.of(info) for info in await snapshots.infos()}
-        if state in own or (twin is not None and state == twin[1]):
+        if twin is not None and state == twin[1]:
+            state = twin[0]
+        if state in own:
             async with snapshots.tree(state.name, observer) as tree:
                 yield tree
-        elif self._sources is None or twin is None:
+        elif self._sources is None or twin is None or twin[0] not in own:
             raise SnapshotNotFoundError(state.name)
         else:
             async with snapshots.tree(twin[0].name, observer) as below, self._sources.tree(state, below) as tree:
@@ -118,7 +120,7 @@ class MergeSource:
                 if kept is None:
                     trees.append((await stack.enter_async_context(snapshots.frozen(call))).tree)
                 else:
-                    trees.append(await stack.enter_async_context(snapshots.tree(kept.name, call)))
+                    trees.append(await stack.enter_async_context(self.tree(StateId.of(kept), call)))
                 await in_answer_thread(_send, trees, call, params.max_bytes)
         except BaseException:
             if kept is not None:

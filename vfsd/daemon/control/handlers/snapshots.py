@@ -123,7 +123,7 @@ class SnapshotMethods:
         for info in infos:
             if is_merge_base(info):
                 found[info.name] = info.tag
-            elif info.name in others or self._forks.is_base(info.name):
+            elif info.name in others or self._forks.is_base(info):
                 found[info.name] = "base of a fork"
         return found
 

@@ -29,6 +29,7 @@ from vfsd.daemon.control.handlers.parameters import absolute_path, tree_paths
 from vfsd.daemon.control.handlers.repositories import fetched_repositories, planned_repositories
 from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.merging.layered_tree import LayeredTree
+from vfsd.daemon.merging.lineage import StateId
 from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, is_fork_base, is_merge_base, no_lower_layer
@@ -56,7 +57,7 @@ class TreeMethods:
         mounted: MountedVolume,
         snapshots: SnapshotService | None,
         options: WorkspaceOptions,
-        base: str | None,
+        base: StateId | None,
         others: OtherWorkspaces,
     ) -> None:
         """`base`: the snapshot that a fork has in common with its source.  `others` fetches the states of others."""
@@ -73,7 +74,7 @@ class TreeMethods:
     async def _newest(self, snapshots: SnapshotService) -> str:
         """Return the newest snapshot that is neither a safety snapshot nor the base of another workspace.  ENOENT."""
         for info in reversed(await snapshots.infos()):
-            is_of_other = is_merge_base(info) or (is_fork_base(info) and info.name != self._base)
+            is_of_other = is_merge_base(info) or (is_fork_base(info) and StateId.of(info) != self._base)
             if info.kind != "safety" and not is_of_other:
                 return info.name
         raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")

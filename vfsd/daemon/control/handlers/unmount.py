@@ -32,7 +32,7 @@ from protocol.volume_extensions import SnapshotableVolume, overlaid, snapshotabl
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.handlers.changes import time_text
 from vfsd.daemon.exec.commands import Commands
-from vfsd.daemon.forks.forks import Forks
+from vfsd.daemon.forks.forks import Forks, has_state
 from vfsd.daemon.merging.lineage import StateId
 from vfsd.daemon.merging.peer import call_peer
 from vfsd.daemon.merging.records import lineage_of
@@ -131,18 +131,16 @@ class UnmountMethods:
     async def _is_as_forked(self, volume: SnapshotableVolume, named: tuple[int, ...], call: CallContext) -> bool:
         """Return whether this is a fork of a running workspace, and nothing changed here since it was made."""
         base = self._forks.base_of_source
-        forked_at = next((info.serial for info in volume.snapshots() if info.name == base), None)
-        if base is None or forked_at is None or any(serial > forked_at for serial in named):
+        if base is None or not has_state(volume, base) or any(serial > base.serial for serial in named):
             return False
-        return await self._is_as_in(volume, base, call)
+        return await self._is_as_in(volume, base.name, call)
 
     async def _is_merged(self, volume: SnapshotableVolume, call: CallContext) -> bool:
         """Return whether this is a fork, and a running workspace has taken over its present state completely."""
-        infos = volume.snapshots()
-        base = next((info.serial for info in infos if info.name == self._forks.base), 0)
-        if self._forks.base is None or any(serial > base for serial in _named(volume)):
+        base = self._forks.base
+        if base is None or any(serial > base.serial for serial in _named(volume)):
             return False
-        states = {StateId.of(info): info for info in infos if is_merge_base(info)}
+        states = {StateId.of(info): info for info in volume.snapshots() if is_merge_base(info)}
         for tag in {info.tag for info in states.values()}:
             for state in await self._merged_into((tag or "").removeprefix(MERGED_TAG)):
                 if state in states and await self._is_as_in(volume, states[state].name, call):

@@ -11,7 +11,7 @@ import trio
 from protocol.backends.memory import MemoryVolume
 from vfsd.daemon.backends import Backend
 from vfsd.daemon.forks.forks import Forks, Steps
-from vfsd.daemon.merging.lineage import MergeLog
+from vfsd.daemon.merging.lineage import MergeLog, StateId
 from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.wire.options import MountOptions
 
@@ -22,7 +22,7 @@ async def run(*_: object, **__: object) -> None:
 
 def test_a_fork_that_the_memory_could_not_hold_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     volume = MemoryVolume()
-    volume.take_snapshot("base")
+    base = volume.take_snapshot("base")
     real = os.sysconf
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 40 if name == "SC_PAGE_SIZE" else real(name))
 
@@ -33,14 +33,14 @@ def test_a_fork_that_the_memory_could_not_hold_is_refused_before_it_is_made(monk
                 forks.start(
                     "try",
                     "/nowhere/try",
-                    "base",
+                    StateId.of(base),
                     Steps(UndoHistory(), MergeLog()),
                     restores_base=False,
                     keeps_base=True,
                 )
             assert raised.value.errno == errno.ENOMEM
             assert not forks.shares_memory
-            assert not forks.is_base("base")
+            assert not forks.is_base(base)
             assert forks.count == 0
             nursery.cancel_scope.cancel()
 
