@@ -24,7 +24,7 @@ try:
     # At the end: modules of the standard library come first.
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     from vfsd.client.agent_points import label_of, point_of, snapshot_name, text_of
-    from vfsd.client.quick_call import ask
+    from vfsd.client.quick_call import ask, run_for_agent
     from vfsd.machine import selection
 except KeyboardInterrupt:
     sys.exit(130)
@@ -32,9 +32,9 @@ except KeyboardInterrupt:
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any, Final
+    from typing import Any, Final, NoReturn
 
-TIMEOUT_S: Final = 20.0  # a snapshot of a large host directory takes seconds
+TIMEOUT_S: Final = 20.0  # a snapshot of a large host directory takes seconds; the agent waits for one only
 _INPUT_BYTES_MAX: Final = 256 << 20
 _PIECE_BYTES: Final = 1 << 20
 _SHELLS: Final = (b"sh", b"bash", b"dash", b"zsh")
@@ -44,15 +44,32 @@ _PROJECT_VARIABLE: Final = "CLAUDE_PROJECT_DIR"
 def main() -> None:
     """Run the hook."""
     try:
-        event = read_event(0)
-        keep_state(event, os.environ)
-        label_agent(event, os.environ, _agent())
+        agent = _agent()
+        event = _read_or_exit()
+        sys.exit(run_for_agent(lambda: _run(event, agent)))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _read_or_exit() -> dict[str, Any]:
+    try:
+        return read_event(0)
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        sys.stderr.write(f"vfsd: no snapshot was taken: {what or type(error).__name__}\n")
-        sys.exit(1)
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    sys.stderr.write(f"vfsd: no snapshot was taken: {what or type(error).__name__}\n")
+    sys.exit(1)
+
+
+def _run(event: Mapping[str, Any], agent: int) -> None:
+    try:
+        keep_state(event, os.environ)
+        label_agent(event, os.environ, agent)
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        _fail(error)
 
 
 def read_event(descriptor: int) -> dict[str, Any]:
@@ -77,7 +94,7 @@ def read_event(descriptor: int) -> dict[str, Any]:
 def keep_state(event: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     """Take the snapshot for `event`, if the agent works in a workspace.  OSError."""
     point = point_of(event)
-    record = None if point is None else workspace_of(event, environ)
+    record = None if point is None else _named_workspace(event, environ)
     if point is None or record is None:
         return
     params = {"name": snapshot_name(point), "tag": point.tag(), "automatic": True}
@@ -98,7 +115,7 @@ def label_agent(event: Mapping[str, Any], environ: Mapping[str, str], agent: int
     label = label_of(event)
     if label is None and text_of(event, "hook_event_name") != "Stop":
         return
-    record = workspace_of(event, environ)
+    record = _named_workspace(event, environ)
     if record is not None:
         with contextlib.suppress(OSError):  # no reason to disturb the agent
             ask(record.socket, "label", {"label": label, "pid": agent}, TIMEOUT_S)
@@ -113,6 +130,18 @@ def _agent() -> int:
         return int(rest.split()[1]) if name in _SHELLS else parent
     except (OSError, ValueError, IndexError):
         return parent
+
+
+def _named_workspace(event: Mapping[str, Any], environ: Mapping[str, str]) -> selection.QuickRecord | None:
+    """As `workspace_of`.  OSError if $VFSD_WORKSPACE names no workspace: the user expects states to be kept."""
+    record = workspace_of(event, environ)
+    name = environ.get(selection.WORKSPACE_VARIABLE)
+    if record is None and name:
+        advice = "`vfsd list` lists the running ones"
+        raise FileNotFoundError(
+            errno.ENOENT, f"${selection.WORKSPACE_VARIABLE} is {name!r}, which names no workspace: {advice}"
+        )
+    return record
 
 
 def workspace_of(event: Mapping[str, Any], environ: Mapping[str, str]) -> selection.QuickRecord | None:

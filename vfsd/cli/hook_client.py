@@ -14,6 +14,7 @@ try:
     # At the end: modules of the standard library come first.
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     from vfsd.cli import fast_path
+    from vfsd.client.quick_call import run_for_agent
 except KeyboardInterrupt:
     sys.exit(130)
 
@@ -21,11 +22,9 @@ except KeyboardInterrupt:
 def main() -> None:
     """Run a command with the exit statuses of a hook."""
     try:
-        fast_path.main(prepare=_add_installed_packages)
-    except SystemExit as end:
-        if end.code == 2:
-            sys.exit(1)
-        raise
+        sys.exit(min(run_for_agent(lambda: fast_path.main(prepare=_add_installed_packages)), 1))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _add_installed_packages() -> None:

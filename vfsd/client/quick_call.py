@@ -10,12 +10,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import signal
 import socket
+import sys
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, Final
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -24,6 +27,7 @@ _PATH_BYTES_MAX: Final = 107  # linux/un.h UNIX_PATH_MAX, without the closing NU
 _RECEIVE_BYTES: Final = 64 * 1024
 _RECEIVED_BYTES_MAX: Final = 512 * 1024
 _ATTEMPTS: Final = 3
+_AGENT_WAITS_S: Final = 0.8  # for a hook, which takes a second with the start of its interpreter
 _SHORTEST_WAIT_S: Final = 0.001  # a timeout of 0 would make the socket non-blocking
 REQUEST_ID: Final = 1  # the first of a `ControlClient`
 _PREFIX: Final = b'{"id":1,"jsonrpc":"2.0","result":'  # how vfsd's daemon begins the answer to it
@@ -111,6 +115,45 @@ def begin(socket_path: str, method: str, params: dict[str, Any]) -> BegunCall | 
     except OSError:
         pass  # the full client reads why, or reports that the connection ended
     return call
+
+
+# -- hooks --------------------------------------------------------------------------------------------
+def run_for_agent(work: Callable[[], object]) -> int:
+    """Run `work` in a forked process for at most a second; return its exit status, or 1.
+
+    An agent waits for its hooks, and for the end of what they write to.  So after a second this process says that it
+    leaves, and the other one goes on alone: a snapshot of a large host directory takes longer.
+    """
+    out, err = (os.memfd_create("vfsd-hook") for _ in range(2))
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()  # the end of the agent's process group does not end a snapshot
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os._exit(_status_of(work))
+    pidfd = os.pidfd_open(pid)
+    if not select.select([pidfd], [], [], _AGENT_WAITS_S)[0]:
+        os.write(2, b"vfsd: the daemon has not answered for a second: the state is kept later, or not at all\n")
+        return 1
+    _, status = os.waitpid(pid, 0)
+    for source, target in ((out, 1), (err, 2)):
+        os.write(target, os.pread(source, _RECEIVE_BYTES, 0))
+    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1
+
+
+def _status_of(work: Callable[[], object]) -> int:
+    status: object = 0
+    try:
+        work()
+    except SystemExit as end:
+        status = end.code
+    except BaseException as error:  # noqa: BLE001 the process must not return into its copy of the caller
+        sys.stderr.write(f"vfsd: {type(error).__name__}: {error}\n")
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return status if isinstance(status, int) else int(status is not None)
 
 
 # -- the whole call -------------------------------------------------------------------------------

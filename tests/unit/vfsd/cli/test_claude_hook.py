@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_workspace import FakeDaemon
-from vfsd.cli import claude_hook
+from vfsd.cli import claude_hook, hook_client
 from vfsd.cli.claude_settings import hook_commands
 from vfsd.client.quick_call import ask
 
@@ -81,8 +81,22 @@ def test_an_agent_that_changed_its_directory_still_works_in_its_project(daemon: 
 
 def test_the_variable_selects_the_workspace(daemon: FakeDaemon) -> None:
     claude_hook.keep_state(event(daemon, cwd="/"), {"VFSD_WORKSPACE": "demo"})
-    claude_hook.keep_state(event(daemon, tool_use_id="toolu_2"), {"VFSD_WORKSPACE": "other"})
+    for name in ("PostToolUse", "PreToolUse"):
+        missed = event(daemon, tool_use_id="toolu_2", hook_event_name=name)
+        status, printed, remark = run(json.dumps(missed).encode(), VFSD_WORKSPACE="other")
+        assert (status, printed) == (1, b"")
+        assert b"$VFSD_WORKSPACE is 'other', which names no workspace" in remark
+        assert remark.count(b"\n") == 1
     assert list(daemon.snapshots) == ["toolu_1"]
+
+
+@pytest.mark.parametrize("program", ["claude", "other"])
+def test_an_agent_does_not_wait_for_a_daemon_that_is_stopped(daemon: FakeDaemon, program: str) -> None:
+    daemon.silent = True
+    hook = PROGRAM if program == "claude" else [*PROGRAM[:-1], hook_client.__file__, "snapshot", "-w", "demo"]
+    done = subprocess.run(hook, input=json.dumps(event(daemon)).encode(), capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr == b"vfsd: the daemon has not answered for a second: the state is kept later, or not at all\n"
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000])
