@@ -59,7 +59,7 @@ def check(place: Path, *commits: str) -> None:
         git(place, "merge-base", "--is-ancestor", each, "HEAD")
 
 
-@pytest.fixture(params=["memory", *(pytest.param(each, marks=pytest.mark.long) for each in ("overlay", "host"))])
+@pytest.fixture(params=["memory", *(pytest.param(each, marks=pytest.mark.extended) for each in ("overlay", "host"))])
 def target(request: pytest.FixtureRequest, workdir: Path) -> Iterator[Workspace]:
     backend = request.param if request.param == "memory" else f"{request.param}:{workdir / 'below'}"
     (workdir / "below").mkdir()
@@ -127,6 +127,7 @@ def test_a_repository_that_only_the_fork_changed_is_taken_whole(target: Workspac
     check(ours, own)
 
 
+@pytest.mark.extended
 def test_adopt_names_a_repository_that_would_be_lost_and_not_its_files(target: Workspace, fork: Fork) -> None:
     ours = Path(target.path, "r")
     repository(ours)
@@ -145,6 +146,7 @@ def test_adopt_names_a_repository_that_would_be_lost_and_not_its_files(target: W
     check(ours)
 
 
+@pytest.mark.extended
 def test_branches_that_cannot_be_fetched_are_offered_again(target: Workspace, fork: Fork) -> None:
     ours = Path(target.path, "r")
     repository(ours)
@@ -180,7 +182,7 @@ def overlay(workdir: Path) -> Iterator[tuple[Path, Workspace]]:
     assert all("changed a file below" in line for line in complaints("over"))
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["loose", "packed"])
+@pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["loose", "packed"])
 def test_an_apply_leaves_a_repository_that_has_moved_on_below(overlay: tuple[Path, Workspace], is_packed: bool) -> None:
     below, workspace = overlay
     first = changed_line(Path(workspace.path, "r"), 3)
@@ -219,7 +221,7 @@ def test_git_status_below_does_not_keep_an_apply_from_a_repository(overlay: tupl
     check(below, new)
 
 
-@pytest.mark.long
+@pytest.mark.extended
 def test_the_commands_work_in_linked_work_trees_and_submodules(target: Workspace, fork: Fork) -> None:
     ours = Path(target.path)
     repository(ours / "main")
