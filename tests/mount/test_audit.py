@@ -370,8 +370,10 @@ def test_paths_programs_and_times_select_entries(workspace: Workspace, root: Pat
     assert {change.path for change in workspace.log(by="touch")} == {"src/b"}
     assert {change.path for change in workspace.log(by="sh")} == {"src/b", "srcs"}, "and what it started"
     assert workspace.log(by=os.getpid()) == workspace.log()
-    nobody = json.loads(succeeded(vfsd("log", "--json", "--by", "nobody", "-w", workspace.name)))
+    done = vfsd("log", "--json", "--by", "nobody", "-w", workspace.name)
+    nobody = json.loads(succeeded(done))
     assert (nobody["entries"], nobody["logged"]) == ([], len(workspace.log())), "it looks like an empty log"
+    assert "no logged change matches; the log has " in done.stderr
     with pytest.raises(FileNotFoundError):
         workspace.log(since="never")
 

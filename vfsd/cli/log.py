@@ -95,8 +95,12 @@ def _show(app: App, selected: dict[str, Any]) -> None:
     except FileNotFoundError as error:
         raise _with_times(error, selected["since"]) from None
     lines = b"".join(pieces)
+    limited = selected["paths"] or selected["by"] is not None or selected["since"] is not None
+    empty = "no logged change matches" if limited else "no change is logged"
     with app.writing():
         if app.json:
+            if limited and not lines:
+                output.note(f"{empty}; the log has {output.counted(answer.logged, 'change')}")
             with PatientOutput() as out:
                 out.write(b'{"entries":[' + b",".join(lines.splitlines()) + b'],"logged":%d' % answer.logged)
                 out.write(b',"dropped":%d' % answer.dropped)
@@ -104,8 +108,6 @@ def _show(app: App, selected: dict[str, Any]) -> None:
                 out.write(b',"file_missing":%d' % answer.file_missing)
                 out.write(b',"file_problem":' + msgspec.json.encode(answer.file_problem) + b"}\n")
             return
-        limited = selected["paths"] or selected["by"] is not None or selected["since"] is not None
-        empty = "no logged change matches" if limited else "no change is logged"
         output.table(_COLUMNS, [_row(entry) for entry in _entries.decode_lines(lines)], empty=empty)
     if answer.dropped:
         reach = output.show_time(answer.since)

@@ -46,6 +46,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 
+from protocol.backends.memory.xattrs import content_bytes
 from protocol.errors import os_error
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ _LOAN_BYTES: Final = 1 << 20
 
 def xattrs_bytes(xattrs: Xattrs) -> int:
     """Return the charge of one dict of extended attributes."""
-    return XATTRS_BYTES + sum(XATTR_BYTES + len(name) + len(value) for name, value in xattrs.items())
+    return XATTRS_BYTES + XATTR_BYTES * len(xattrs) + content_bytes(xattrs)
 
 
 def metadata_bytes(inode: Inode) -> int:

@@ -27,6 +27,20 @@ _ACLS: Final = frozenset({posix_acl.ACCESS, posix_acl.DEFAULT})
 _CAPABILITY: Final = b"security.capability"
 
 
+class CountedXattrs(dict[bytes, bytes]):
+    """Attributes that know the sum of their names and values, so that a change need not add up all of them."""
+
+    __slots__ = ("content_bytes",)
+    content_bytes: int
+
+
+def content_bytes(xattrs: Xattrs | None) -> int:
+    """Return the bytes of all names and values."""
+    if isinstance(xattrs, CountedXattrs):
+        return xattrs.content_bytes
+    return sum(map(len, xattrs)) + sum(map(len, xattrs.values())) if xattrs else 0
+
+
 def check_name(name: bytes) -> None:
     """Check a name as xattr_resolve_name (fs/xattr.c) does with these namespaces.  EOPNOTSUPP, EINVAL, ERANGE."""
     if name in _ACLS:
@@ -51,13 +65,24 @@ def after_set(mode: int, xattrs: Xattrs | None, name: bytes, value: bytes, flags
     kept: bytes | None = value
     if name in _ACLS:
         mode, kept = _acl_to_keep(mode, name, value)
-    others = {key: other for key, other in (xattrs or {}).items() if key != name}
     if kept is None:
-        return mode, others or None
-    if sum(len(key) + len(other) for key, other in others.items()) + len(name) + len(kept) > XATTRS_MAX_BYTES:
+        return mode, _without(xattrs, name)
+    size = content_bytes(xattrs) + len(kept) - (len(xattrs[name]) if xattrs is not None and present else -len(name))
+    if size > XATTRS_MAX_BYTES:
         raise os_error(errno.ENOSPC)
-    # An attribute that is replaced keeps its place in the list.
-    return mode, {**(xattrs or {}), name: kept}
+    changed = CountedXattrs(xattrs or {})
+    changed[name] = kept  # one that is replaced keeps its place in the list
+    changed.content_bytes = size
+    return mode, changed
+
+
+def _without(xattrs: Xattrs | None, name: bytes) -> Xattrs | None:
+    """Return the attributes without one."""
+    if xattrs is None or name not in xattrs or len(xattrs) == 1:
+        return None if xattrs is None or name in xattrs else xattrs
+    changed = CountedXattrs(xattrs)
+    changed.content_bytes = content_bytes(xattrs) - len(name) - len(changed.pop(name))
+    return changed
 
 
 def _acl_to_keep(mode: int, name: bytes, value: bytes) -> tuple[int, bytes | None]:
@@ -78,7 +103,7 @@ def after_remove(xattrs: Xattrs | None, name: bytes) -> Xattrs | None:
         if name in _ACLS:
             return xattrs
         raise os_error(errno.ENODATA)
-    return {key: value for key, value in xattrs.items() if key != name} or None
+    return _without(xattrs, name)
 
 
 def after_chmod(xattrs: Xattrs, mode: int) -> Xattrs:

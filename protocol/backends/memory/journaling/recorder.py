@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.journaling.changes import changes_since
 from protocol.backends.memory.journaling.recorded_ahead import RecordedAhead
+from protocol.backends.memory.xattrs import content_bytes
 from protocol.journal import effects
 from protocol.journal.log import Batch
 from protocol.journal.records import Buffer
@@ -486,7 +487,7 @@ def xattr_bytes(node: Inode | None) -> int:
     """Return a bound of the size of an XATTRS effect with the extended attributes of `node`."""
     if node is None or node.xattrs is None:
         return 0
-    return sum(len(name) + len(value) + 16 for name, value in node.xattrs.items())
+    return content_bytes(node.xattrs) + 16 * len(node.xattrs)
 
 
 def changed_xattrs(node: Inode, before: dict[bytes, bytes] | None) -> tuple[bytes, ...]:
