@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import click.testing
@@ -12,6 +13,7 @@ from tests.mount.conftest import MountIt
 from vfsd.cli import claude_hook
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
+from vfsd.machine.selection import socket_dir
 
 
 @pytest.fixture(params=["native"])
@@ -82,11 +84,44 @@ def test_the_list_has_prompts_calls_and_ends(workspace: Workspace) -> None:
         ("stop", 2, None),
     ]
     rows = [line.split("\t") for line in vfsd(workspace, "rewind", "--list").splitlines()]
-    assert rows[0][2:] == ["p1", "+0 ~0 -0", "prompt text of p1"]
+    assert rows[0][2:] == ["p1", "+0 ~0 -0", "prompt text of p1", "s"]
     assert rows[1][0::2] == ["1", "toolu_p11", "tool Bash"]
     kinds = {snapshot.name: snapshot.kind for snapshot in workspace.snapshots()}
     assert kinds["toolu_p11"] == "automatic"
     assert kinds["mine"] == "user"
+
+
+def test_each_session_has_its_own_prompts_and_the_work_of_another_one_is_named(
+    workspace: Workspace, root: Path
+) -> None:
+    worked(workspace)
+    keep(workspace, "UserPromptSubmit", "q1", prompt="of the other", session_id="t")
+    (root / "theirs").touch()
+    keep(workspace, "PostToolUse", "q1", tool_name="Write", tool_use_id="toolu_q1", session_id="t")
+    points = json.loads(vfsd(workspace, "rewind", "--list", "--json"))["points"]
+    assert [(each["session"], each["prompt_number"]) for each in points if each["kind"] == "prompt"] == [
+        ("s", 1),
+        ("s", 2),
+        ("t", 1),
+    ]
+
+    def rewind(*words: str) -> tuple[str, str]:
+        result = click.testing.CliRunner().invoke(cli, ["rewind", *words, "-w", workspace.name])
+        return result.stdout.partition(":")[0], result.stderr
+
+    others = "1 tool call of session t, the newest one is 'Write'"
+    # A user asks: the session that was active last is meant.
+    assert "no prompt 2: the hooks kept 1 prompt of this session" in rewind("--dry-run", "--to", "2")[1]
+    assert others in rewind("--dry-run", "--to", "p2")[1]
+    assert rewind() == ("rewound to prompt 1 (of the other)", "")
+    assert (root / "p22").exists()
+    # A command of the agent of the first session asks.
+    common = {"session_id": "s", "cwd": workspace.path, "hook_event_name": "PreToolUse", "tool_use_id": "toolu_p23"}
+    claude_hook.label_agent({**common, "tool_name": "Bash"}, {}, os.getppid())
+    words, remark = rewind()
+    (Path(socket_dir()) / "agents" / str(os.getppid())).unlink()
+    assert words == "rewound to prompt 2 (text of p2)"
+    assert f"this also undoes {others}" in remark
 
 
 def test_a_dry_run_changes_nothing(workspace: Workspace, root: Path) -> None:

@@ -23,7 +23,7 @@ try:
 
     # At the end: modules of the standard library come first.
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    from vfsd.client.agent_points import label_of, point_of, snapshot_name, text_of
+    from vfsd.client.agent_points import label_of, note_session, point_of, snapshot_name, text_of
     from vfsd.client.quick_call import ask, run_for_agent
     from vfsd.machine import selection
 except KeyboardInterrupt:
@@ -117,7 +117,9 @@ def label_agent(event: Mapping[str, Any], environ: Mapping[str, str], agent: int
         return
     record = _named_workspace(event, environ)
     if record is not None:
-        with contextlib.suppress(OSError):  # no reason to disturb the agent
+        with contextlib.suppress(OSError, IndexError):  # no reason to disturb the agent
+            note_session(agent, text_of(event, "session_id"), selection.socket_dir())
+        with contextlib.suppress(OSError):
             ask(record.socket, "label", {"label": label, "pid": agent}, TIMEOUT_S)
 
 

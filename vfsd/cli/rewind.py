@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -13,12 +15,13 @@ from vfsd.cli.common.app import App, Command, did_you_mean
 from vfsd.cli.common.changes import show_changes, show_outcome, show_problems
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts
-from vfsd.client.agent_points import AgentPoint, parse_tag
+from vfsd.client.agent_points import AgentPoint, parse_tag, session_above
+from vfsd.machine.selection import socket_dir
 from vfsd.wire import snapshot_messages
 
 
 class _Moment(NamedTuple):
-    """A snapshot of an agent's hooks.  `prompt_number` counts the prompts from 1; 0 before the first."""
+    """A snapshot of an agent's hooks.  `prompt_number` counts the prompts of its session from 1; 0 before the first."""
 
     snapshot: snapshot_messages.SnapshotRecord
     point: AgentPoint
@@ -40,8 +43,8 @@ class _Moment(NamedTuple):
     "--to",
     "to",
     metavar="PROMPT|TOOL_USE_ID",
-    help="The number or the id of a prompt, for the state when it was submitted; or the id of a tool call, for"
-    " the state after it.",
+    help="The number of a prompt in this session, or the id of any prompt, for the state when it was submitted; or the"
+    " id of a tool call, for the state after it.",
 )
 @click.option("--list", "list_them", is_flag=True, help="List the states, oldest first.")
 @click.option("-n", "--dry-run", is_flag=True, help="Show the changes without making them.")
@@ -49,9 +52,10 @@ class _Moment(NamedTuple):
 def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool) -> None:
     """Return to a state that the hooks of an agent kept.
 
-    `vfsd hooks install claude` installs the hooks.  Without --to the workspace returns to the state at the last prompt.
-    A rewind undoes everything since then, whatever made the change: the agent's tools, its commands or you.  The
-    conversation of the agent does not change.
+    `vfsd hooks install claude` installs the hooks.  Without --to the workspace returns to the state at the last prompt
+    of the session that asks: the one that runs this command, else the one that was active last.  A rewind undoes
+    everything since then, whatever made the change: the agent's tools, its commands, you or another session, which is
+    named first.  The conversation of the agent does not change.
 
     The state before the rewind is kept as a safety snapshot, and `vfsd restore --undo` brings it back.  The states
     after the one that was restored stay, too, so a rewind can be followed by one forward.
@@ -65,6 +69,7 @@ def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool) -> 
         app.emit({"points": [_document(moment) for moment in moments]}, lambda _: _show_list(moments))
         return
     moment = _chosen(moments, to)
+    _name_others(moments, moment, dry_run=dry_run)
     request = app.requests.restore(moment.snapshot.name, dry_run=dry_run)
     words = _describe(moment)
     if dry_run:
@@ -83,13 +88,29 @@ def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool) -> 
 
 def _moments(snapshots: Sequence[snapshot_messages.SnapshotRecord]) -> list[_Moment]:
     found = []
-    number = 0
+    numbers: Counter[str] = Counter()
     for snapshot in snapshots:
         point = parse_tag(snapshot.tag) if snapshot.kind != "safety" else None
         if point is not None:
-            number += point.kind == "prompt"
-            found.append(_Moment(snapshot, point, number))
+            numbers[point.session] += point.kind == "prompt"
+            found.append(_Moment(snapshot, point, numbers[point.session]))
     return found
+
+
+def _asking_session(moments: Sequence[_Moment]) -> str:
+    """Return the session of the agent that runs this command; else the one with the newest state."""
+    return session_above(os.getppid(), socket_dir()) or moments[-1].point.session
+
+
+def _name_others(moments: Sequence[_Moment], chosen: _Moment, *, dry_run: bool) -> None:
+    """Name the other sessions whose calls the rewind undoes."""
+    later = moments[moments.index(chosen) + 1 :]
+    others = [each for each in later if each.point.session != chosen.point.session and each.point.kind == "tool"]
+    for session, calls in Counter(each.point.session for each in others).items():
+        newest = next(each.point.text for each in reversed(others) if each.point.session == session)
+        verb = "would also undo" if dry_run else "this also undoes"
+        work = f"{output.counted(calls, 'tool call')} of session {session or 'without an id'}"
+        output.note(f"{verb} {work}, the newest one is {output.show_path(newest)!r}")
 
 
 def _chosen(moments: Sequence[_Moment], to: str | None) -> _Moment:
@@ -97,20 +118,23 @@ def _chosen(moments: Sequence[_Moment], to: str | None) -> _Moment:
     if not moments:
         advice = "`vfsd hooks install claude` installs the hooks that keep states, `vfsd restore` takes any snapshot"
         raise FileNotFoundError(errno.ENOENT, f"no hook of an agent has kept a state of this workspace; {advice}")
-    prompts = [moment for moment in moments if moment.point.kind == "prompt"]
+    session = _asking_session(moments)
+    prompts = [each for each in moments if each.point.kind == "prompt" and each.point.session == session]
     if to is None:
         if not prompts:
-            reason = "the hooks kept no state at a prompt: choose one with --to; `vfsd rewind --list` lists them"
+            reason = "the hooks kept no prompt of this session: choose one with --to; `vfsd rewind --list` lists them"
             raise FileNotFoundError(errno.ENOENT, reason)
         return prompts[-1]
     for moment in reversed(moments):  # the newest, if an id occurs twice
         names = {moment.snapshot.name, moment.point.tool_use_id}
         if moment.point.kind == "prompt":
-            names |= {moment.point.prompt, str(moment.prompt_number)}
+            names.add(moment.point.prompt)
+            if moment.point.session == session:
+                names.add(str(moment.prompt_number))
         if to in names:
             return moment
     if to.isdecimal():
-        reason = f"there is no prompt {to}: the hooks kept {output.counted(len(prompts), 'prompt')}"
+        reason = f"there is no prompt {to}: the hooks kept {output.counted(len(prompts), 'prompt')} of this session"
         raise FileNotFoundError(errno.ENOENT, f"{reason}; `vfsd rewind --list` lists the states")
     ids = [moment.point.tool_use_id or moment.point.prompt for moment in moments]
     advice = did_you_mean(to, dict.fromkeys(filter(None, ids))) or "; `vfsd rewind --list` lists them"
@@ -134,7 +158,7 @@ def _show_restored(words: str, answer: snapshot_messages.RestoreResult) -> None:
 
 
 # -- the list -------------------------------------------------------------------------------------
-_COLUMNS: Final = output.columns("PROMPT:count TIME:time ID CHANGED WHAT")
+_COLUMNS: Final = output.columns("PROMPT:count TIME:time ID CHANGED WHAT SESSION")
 
 
 def _show_list(moments: Sequence[_Moment]) -> None:
@@ -145,6 +169,7 @@ def _show_list(moments: Sequence[_Moment]) -> None:
             moment.point.tool_use_id or (moment.point.prompt if moment.point.kind == "prompt" else "") or None,
             signed_counts(moment.snapshot.changes),
             f"{moment.point.kind} {moment.point.text}".rstrip(),
+            moment.point.session or None,
         )
         for moment in moments
     ]

@@ -3,10 +3,16 @@
     claude:tool session=0f3a... prompt=77c1... id=toolu_01...: Bash: npm test
     claude:prompt session=0f3a... prompt=77c1...: add a test for the parser
 
-Start-up: a hook imports this module, so it imports nothing.
+A hook also notes which process is the agent of which session, in the directory `agents` next to the sockets, so that
+`vfsd rewind` in a command of the agent knows the session that asks.
+
+Start-up: a hook imports this module, so it imports little.
 """
 
 from __future__ import annotations
+
+import contextlib
+import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any, Final
 
 AGENT: Final = "claude"
+_AGENTS: Final = "agents"
 KINDS: Final = ("prompt", "tool", "stop")
 _KIND_OF_EVENT: Final = {
     "PostToolUse": "tool",
@@ -80,6 +87,43 @@ def snapshot_name(point: AgentPoint) -> str | None:
     """Return the name for a snapshot of `point`: its tool_use_id; None if the daemon has to choose the name."""
     name = point.tool_use_id
     return name if name[:1].isalnum() and not name.lower().endswith(".zip") and "_" in name else None
+
+
+# -- the session of a process ---------------------------------------------------------------------
+def note_session(agent: int, session: str, directory: str) -> None:
+    """Note that process `agent` works in `session`; drop the notes of processes that have ended.  OSError."""
+    place = os.path.join(directory, _AGENTS)
+    os.makedirs(place, mode=0o700, exist_ok=True)
+    for name in os.listdir(place):
+        if not os.path.exists(f"/proc/{name}"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(place, name))
+    new = os.path.join(place, f"{os.getpid()}")
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(f"{_stat(agent)[19]} {_id(session)}")
+    os.rename(new, os.path.join(place, str(agent)))
+
+
+def session_above(process: int, directory: str) -> str:
+    """Return the session of the nearest agent among `process` and the processes above it; "" if there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while process > 1:
+            fields = _stat(process)
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open(os.path.join(directory, _AGENTS, str(process)), encoding="utf-8") as file,
+            ):
+                start_ticks, _, session = file.read().partition(" ")
+                if start_ticks == fields[19]:
+                    return session
+            process = int(fields[1])
+    return ""
+
+
+def _stat(process: int) -> list[str]:
+    """The fields of proc_pid_stat(5) from the third on: the parent is 1, the start time 19."""
+    with open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].decode().split()
 
 
 # -- the input of a hook --------------------------------------------------------------------------
