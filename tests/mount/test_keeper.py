@@ -143,6 +143,27 @@ def test_a_directory_in_use_keeps_its_path_after_a_recovery_from_an_image(kept: 
 
 
 @pytest.mark.extended
+def test_a_program_in_a_removed_directory_that_a_later_daemon_restores_finds_it_empty(kept: Kept) -> None:
+    workspace = kept.mount()
+    file = kept.path / "dir" / "file"
+    file.parent.mkdir()
+    file.write_text("content")
+    workspace.snapshot("one")
+    with Program(cwd=file.parent) as program:
+        program("fd = os.open('file', os.O_RDONLY)")
+        for end in (kept.kill, workspace.upgrade, lambda: succeeded(vfsd("compact", "-w", kept.name))):
+            shutil.rmtree(file.parent)
+            end()
+            workspace.restore("one")
+            assert file.read_text() == "content"
+            assert program("os.listdir('.'), os.stat('.').st_nlink, os.pread(fd, 9, 0)") == ([], 0, b"content")
+            kept.kill()
+            assert file.read_text() == "content"
+            assert program("os.listdir('.')") == []
+    check_invariants(workspace)
+
+
+@pytest.mark.extended
 def test_rm_that_is_interrupted_between_two_listings_removes_everything(kept: Kept) -> None:
     kept.mount()
     while not kept.kills:

@@ -173,11 +173,31 @@ def test_a_directory_deleted_under_a_program_and_restored_works_for_everybody_by
     """rmdir(2) marks what the kernel holds of a directory as dead for good: the old one must not come back."""
     (root / "dir" / "inner").mkdir(parents=True)
     (root / "dir" / "inner" / "file").write_text("content")
+    os.link(root / "dir" / "inner" / "file", root / "linked")
     workspace.snapshot("one")
-    program("os.chdir(root + '/dir/inner')")
+    program("os.chdir(root + '/dir/inner'); above = os.open('..', os.O_RDONLY); fd = os.open('file', os.O_RDWR)")
     shutil.rmtree(root / "dir")
-    for _ in range(3):
-        workspace.restore("one")
+    (root / "linked").unlink()
+
+    def check_the_old_directories() -> None:
+        for directory in ("'.'", "above"):
+            assert program(f"os.listdir({directory}), os.stat({directory}).st_nlink") == ([], 0)
+        for attempt in ("open('made', 'w')", "open('file')", "os.stat('file', dir_fd=above)"):
+            with pytest.raises(FileNotFoundError):
+                program(attempt)
+        assert program("os.pread(fd, 9, 0)") == b"content"
+
+    for at in range(3):
+        workspace.restore("one", ["dir", "linked"] if at == 2 else ())
+        check_the_old_directories()
+        assert not workspace.diff("one").changes
+        assert os.path.samefile(root / "linked", root / "dir" / "inner" / "file")
+        workspace.undo()
+        check_the_old_directories()
+        assert listing(root) == []
+        workspace.redo()
+        check_the_old_directories()
+        (root / "linked").unlink()
         assert listing(root) == ["dir", "dir/inner", "dir/inner/file"]
         other = another()
         assert other("open(root + '/dir/inner/file').read()") == "content"

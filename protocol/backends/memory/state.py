@@ -271,8 +271,7 @@ class MemoryState:
         """Make an inode without links live again, still unlinked, with the content and attributes of `version`.
 
         If the inode is still open, its users continue with the content of `version`.  The newest epoch must be a
-        transaction's.  The kernel marks a removed directory that it still holds as dead for good, so such a directory
-        gets a new generation.
+        transaction's.  A directory that `is_dead` is not revived: see `copy_directory`.
         """
         number = version.inode
         live = self.inodes.get(number)
@@ -292,14 +291,31 @@ class MemoryState:
                 self.revived[number] = live  # stays charged until the transaction ends
             self.pages -= live.pages
             _inherit(inode, live)
-            if inode.is_dir and before is None:
-                inode.generation += 1
         if inode.is_dir:
             inode.size = DIRECTORY_BASE_BYTES
         self.inodes[number] = inode
         self.orphans.add(number)
         self.pages += inode.pages
         self.ledger.enter(inode)
+        return inode
+
+    def is_dead(self, number: int) -> bool:
+        """Return whether a directory was removed before this transaction, and the kernel still holds it.
+
+        The kernel marks such an inode as dead for good (S_DEAD).  If another directory got its number, every call of a
+        program that works in it would fail with EIO.
+        """
+        live, newest = self.inodes.get(number), self.log.newest
+        if live is None or live.children is None or live.nlink:
+            return False
+        return newest is None or newest.inodes.get(number) is None
+
+    def copy_directory(self, version: Inode) -> Inode:
+        """Make a new directory, still empty and unlinked, with the attributes of `version`, whose inode `is_dead`."""
+        inode = self.create(version.mode, version.uid, version.gid)
+        inode.atime_ns, inode.mtime_ns, inode.ctime_ns = version.atime_ns, version.mtime_ns, version.ctime_ns
+        inode.birth_ns = version.birth_ns
+        self.ledger.set_xattrs(inode, None if version.xattrs is None else dict(version.xattrs))
         return inode
 
     def forget_revived(self) -> None:

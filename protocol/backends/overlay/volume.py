@@ -283,7 +283,6 @@ class OverlayVolume(MemoryVolume):
                 record.lower(self.identities, done.renewed)
             if done.error is not None:
                 return
-            generations = {number: inode.generation for number, inode in state.table.items()}
             changed_at = state.changed_at
             live = state.open_epoch(None)
             restore_epoch(state, self._base)
@@ -294,11 +293,6 @@ class OverlayVolume(MemoryVolume):
             base = state.open_epoch(None)
             restore_epoch(state, live)
             state.undo_revived()  # files that were unlinked while open keep their content
-            # These changes invalidate nothing in the kernel, so the inodes keep their generation.
-            for number, generation in generations.items():
-                inode = state.table.loaded(number)
-                if inode is not None:
-                    inode.generation = generation
             if record is not None:
                 record.changes(base)
             state.changed_at = changed_at

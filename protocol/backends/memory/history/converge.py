@@ -274,6 +274,9 @@ class Converger:
             return None
         version = self._own_view.version(entry.inode)
         assert version is not None
+        if self._state.is_dead(entry.inode):
+            self._check_growth(0, 1, SLACK_BYTES)
+            return self._state.copy_directory(version)
         self._check_growth(version.pages)
         return self._state.revive(version)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,7 +36,7 @@ from protocol.volume_extensions import (
 
 if TYPE_CHECKING:
     from protocol.backends.memory.blocks import Block
-    from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.inode import Inode, Links
     from protocol.backends.memory.limits import MemoryLimits
     from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree
@@ -160,7 +160,7 @@ class SnapshotHistory:
             with self.view(target) as tree:
                 return self.import_tree(tree, replace=True, paths=paths)
         with self._transaction() as transaction:
-            restore_epoch(self._state, target)
+            restore_epoch(self._state, target, is_new_to_kernel=True)
             return _invalidation(self._state, transaction)
 
     def import_tree(
@@ -306,25 +306,68 @@ class SnapshotHistory:
 # -- restore ----------------------------------------------------------------------------------------
 
 
-def restore_epoch(state: MemoryState, target: Epoch) -> None:
+def restore_epoch(state: MemoryState, target: Epoch, *, is_new_to_kernel: bool = False) -> None:
     """Restore the state at the beginning of `target`; recorded in the newest epoch.
 
     The pre-images hold complete inodes with links and link counts, so only the entries' numbers have to be set.
+    `is_new_to_kernel`: the kernel sees this state, so directories that it holds as dead come back with new numbers.
     """
     # Setting names and versions adds pre-images to the newest epoch, so this works on copies.
     inodes, names = merged(target.chain())
-    gone = _put_back_inodes(state, inodes)
-    _put_back_names(state, inodes, names)
+    copies = _copies(state, inodes) if is_new_to_kernel else {}
+    gone = _put_back_inodes(state, inodes, copies)
+    _put_back_names(state, inodes, names, copies)
     for number in gone:
         inode = state.inodes.get(number)
         if inode is not None:
             state.release(inode)
 
 
-def _put_back_inodes(state: MemoryState, inodes: PreInodes) -> list[int]:
-    """Put the old versions back; return the inodes that did not exist then."""
+def _copies(state: MemoryState, inodes: PreInodes) -> dict[int, int]:
+    """Return the directories that come back with another number: a new one, or that of a copy which an earlier restore
+    made, and which is still in its place.  So a program that works in the copy goes on.
+    """
+    copies: dict[int, int] = {}
+    todo = [number for number, version in inodes.items() if version is not None and version.is_dir]
+    decided = set()
+    while todo:
+        number = todo[-1]
+        version, live = inodes[number], state.inodes.get(number)
+        if number in decided or version is None or not version.is_dir or (live is not None and live.nlink):
+            todo.pop()
+            continue
+        above, name = version.parent_link
+        if inodes.get(above) is not None and above not in decided and not _is_linked(state, above):
+            todo.append(above)  # first
+            continue
+        todo.pop()
+        decided.add(number)
+        parent = state.inodes.get(copies.get(above, above))
+        found = parent.children.get(name, 0) if parent is not None and parent.children else 0
+        copy = state.inodes.get(found) if inodes.get(found, _UNCHANGED) is None else None
+        if copy is not None and copy.is_dir and copy.birth_ns == version.birth_ns:
+            copies[number] = found
+        elif state.is_dead(number):
+            copies[number] = state.copy_directory(version).inode
+    return copies
+
+
+def _is_linked(state: MemoryState, number: int) -> bool:
+    live = state.inodes.get(number)
+    return live is not None and live.nlink > 0
+
+
+def _put_back_inodes(state: MemoryState, inodes: PreInodes, copies: Mapping[int, int]) -> list[int]:
+    """Put the old versions back; return the inodes that did not exist then.
+
+    `copies`: the new numbers of directories.  All that was in such a directory was removed or moved since, so it is
+    among `inodes`.
+    """
     gone = []
+    kept = set(copies.values())
     for number, version in inodes.items():
+        if number in kept:
+            continue
         live = state.inodes.get(number)
         if version is None:
             if live is not None and live.nlink:
@@ -335,30 +378,56 @@ def _put_back_inodes(state: MemoryState, inodes: PreInodes) -> list[int]:
                     live.size = DIRECTORY_BASE_BYTES
                 gone.append(number)
             continue
-        if live is None or live.nlink == 0:
+        links = version.links
+        if copies and any(directory in copies for directory, _ in links):
+            moved = [(copies.get(directory, directory), name) for directory, name in links]
+            links = tuple(moved) if isinstance(links, tuple) else dict.fromkeys(moved)
+        if number in copies:
+            _become(state, state.inodes[copies[number]], version, links)
+        elif live is None or live.nlink == 0:
             revived = state.revive(version)
             revived.nlink, revived.size = version.nlink, version.size
             state.orphans.discard(number)
-            state.set_links(revived, version.links)
+            state.set_links(revived, links)
             state.count(revived, +1)
         else:
-            state.replace(live, version)
+            replaced = state.replace(live, version)
+            if links is not version.links:
+                state.set_links(replaced, links)
     return gone
 
 
-def _put_back_names(state: MemoryState, inodes: PreInodes, names: PreNames) -> None:
-    for number, entries in names.items():
+def _become(state: MemoryState, copy: Inode, version: Inode, links: Links) -> None:
+    """Give a directory the attributes and links of `version`, which has another number."""
+    copy = state.own(copy)
+    if not copy.nlink:
+        state.count(copy, +1)
+    copy.mode, copy.uid, copy.gid, copy.nlink, copy.size = (
+        version.mode, version.uid, version.gid, version.nlink, version.size,
+    )  # fmt: skip
+    copy.mtime_ns, copy.ctime_ns = version.mtime_ns, version.ctime_ns
+    if (copy.xattrs or {}) != (version.xattrs or {}):
+        state.ledger.set_xattrs(copy, dict(version.xattrs or {}) or None)
+    state.set_links(copy, links)
+
+
+def _put_back_names(state: MemoryState, inodes: PreInodes, names: PreNames, copies: Mapping[int, int]) -> None:
+    for number, entries in {**dict.fromkeys(copies, _NO_NAMES), **names}.items():
         if inodes.get(number, _UNCHANGED) is None:
             continue  # the directory did not exist then
-        directory = state.inodes.get(number)
+        directory = state.inodes.get(copies.get(number, number))
         if directory is None or directory.children is None or directory.nlink == 0:
             continue  # removed before the snapshot; an older epoch has its entries
-        for name, child in entries.items():
+        wanted = {name: copies.get(before, before) for name, before in entries.items()}
+        if number in copies:  # what the copy has got since
+            wanted = {**dict.fromkeys(directory.children.keys() - wanted.keys(), 0), **wanted}
+        for name, child in wanted.items():
             if directory.children.get(name, 0) != child:
                 state.set_name(directory, name, child)
 
 
 _UNCHANGED = object()
+_NO_NAMES: Mapping[bytes, int] = {}
 
 
 # -- cache invalidation -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -54,15 +54,90 @@ def state(volume: MemoryVolume) -> list[object]:
         return [(entry, b"".join(filled(tree.chunks(entry.path))) if entry.is_file else b"") for entry in tree.walk()]
 
 
-def test_a_directory_removed_while_it_was_held_comes_back_as_another_generation(volume: MemoryVolume) -> None:
+@pytest.mark.parametrize("paths", [(), (b"d", b"linked")])
+def test_a_directory_removed_while_it_was_held_comes_back_with_another_number(
+    volume: MemoryVolume, paths: Sequence[bytes]
+) -> None:
+    number = make(volume, ROOT_INODE, b"d")
+    below = make(volume, number, b"below")
+    file = make(volume, below, b"file", b"x")
+    volume.link(file, ROOT_INODE, b"linked")
+    for parent, name in ((ROOT_INODE, b"d"), (number, b"below")):
+        volume.lookup(parent, name)
+    volume.take_snapshot("s")
+    before = volume.getattr(number)
+    for _ in range(2):
+        below = volume.lookup(volume.lookup(ROOT_INODE, b"d").inode, b"below").inode
+        volume.rename(below, b"file", ROOT_INODE, b"moved")
+        volume.rmdir(volume.lookup(ROOT_INODE, b"d").inode, b"below")
+        volume.rmdir(ROOT_INODE, b"d")
+        coherence = volume.restore_snapshot("s", paths)
+        volume.check_invariants()
+        made = volume.lookup(ROOT_INODE, b"d")
+        assert EntryChange(ROOT_INODE, b"d", 0, made.inode) in coherence.entries
+        assert volume.getattr(number).nlink == 0
+        assert list(volume.readdir(number, 2)) == []
+        assert (made.inode != number, made.mode, made.mtime_ns, made.birth_ns) == (
+            True, before.mode, before.mtime_ns, before.birth_ns,
+        )  # fmt: skip
+        below = volume.lookup(made.inode, b"below").inode
+        assert volume.lookup(below, b"file").inode == file
+        assert sorted(volume.getattr(file).links) == [(ROOT_INODE, b"linked"), (below, b"file")] or paths
+        with volume.tree("s") as old, volume.tree() as new:
+            assert [change.path for change in changes(old, new)] == ([b"moved"] if paths else [])
+        if paths:
+            volume.unlink(ROOT_INODE, b"moved")
+
+
+def test_the_copy_of_a_directory_that_was_held_stays_in_later_restores(volume: MemoryVolume) -> None:
+    number = make(volume, ROOT_INODE, b"d")
+    make(volume, make(volume, number, b"below"), b"file", b"x")
+    make(volume, number, b"empty")
+    held = [volume.lookup(ROOT_INODE, b"d"), volume.lookup(number, b"below"), volume.lookup(number, b"empty")]
+    volume.take_snapshot("s")
+    volume.unlink(held[1].inode, b"file")
+    for name in (b"below", b"empty"):
+        volume.rmdir(number, name)
+    volume.rmdir(ROOT_INODE, b"d")
+    volume.restore_snapshot("s")
+    copies = [volume.lookup(ROOT_INODE, b"d").inode]
+    copies += [volume.lookup(copies[0], name).inode for name in (b"below", b"empty")]
+    assert not set(copies) & {one.inode for one in held}
+    volume.take_snapshot("later")
+    for at in range(3):
+        if at:
+            make(volume, copies[1], b"new", b"y")
+            make(volume, copies[2], b"new", b"y")
+            volume.rename(copies[1], b"file", ROOT_INODE, b"moved")
+            volume.setattr(copies[0], AttributeChanges(mode=0o700))
+        if at == 2:
+            for each in held:
+                volume.forget(each.inode, volume.lookup_counts()[each.inode])  # the old numbers are free
+        volume.restore_snapshot("s")
+        volume.check_invariants()
+        again = [volume.lookup(ROOT_INODE, b"d").inode]
+        again += [volume.lookup(copies[0], name).inode for name in (b"below", b"empty")]
+        assert again == copies
+        with volume.tree("s") as old, volume.tree() as new:
+            assert list(changes(old, new)) == []
+    volume.restore_snapshot("later")
+    assert volume.lookup(ROOT_INODE, b"d").inode == copies[0]
+    volume.check_invariants()
+
+
+def test_a_transaction_that_fails_gives_a_directory_that_it_removed_its_number_back(volume: MemoryVolume) -> None:
     number = make(volume, ROOT_INODE, b"d")
     volume.lookup(ROOT_INODE, b"d")
-    volume.take_snapshot("s")
-    before = volume.getattr(number).generation
-    volume.rmdir(ROOT_INODE, b"d")
-    coherence = volume.restore_snapshot("s")
-    assert coherence.entries == [EntryChange(ROOT_INODE, b"d", 0, number)]
-    assert volume.getattr(number).generation != before
+
+    def fail() -> None:
+        with volume.changes():
+            volume.rmdir(ROOT_INODE, b"d")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert volume.lookup(ROOT_INODE, b"d").inode == number
+    volume.check_invariants()
 
 
 @pytest.mark.parametrize("path", [b"latin\xe9", b"f/latin\xe9"])
