@@ -144,6 +144,37 @@ def test_transfers_stay_in_the_workspace(sandbox: VfsdSandbox, tmp_path: Path) -
     ]
 
 
+def test_paths_of_the_tools_are_paths_of_the_workspace(sandbox: VfsdSandbox) -> None:
+    root = Path(sandbox.root, "paths")
+    root.mkdir()
+    (root / "a.txt").write_text("old\n")
+    Path(sandbox.root, "top.txt").write_text("top\n")
+
+    assert {match["path"] for match in sandbox.glob("*.txt").matches or []} >= {
+        f"{root}/a.txt",
+        f"{sandbox.root}/top.txt",
+    }
+    for path in ("paths", "/paths", str(root), "/../paths", "./paths/"):
+        assert [match["path"] for match in sandbox.glob("*.txt", path).matches or []] == [f"{root}/a.txt"], path
+        assert [entry["path"] for entry in sandbox.ls(path).entries or []] == [f"{root}/a.txt"], path
+        assert [match["path"] for match in sandbox.grep("old", path).matches or []] == [f"{root}/a.txt"], path
+    assert "path_not_found" in (sandbox.glob("*", "/etc").error or "")
+    assert sandbox.read("/etc/passwd").error
+    for path in ("paths/a.txt", "/paths/a.txt", f"{root}/a.txt"):
+        assert "old" in str(sandbox.read(path).file_data)
+    assert sandbox.write("/paths/new/b.txt", "x").path == f"{root}/new/b.txt"
+    assert sandbox.edit("paths/new/b.txt", "x", "y" * 60_000).occurrences == 1
+    assert asyncio.run(sandbox.aedit("/paths/new/b.txt", "y" * 60_000, "z")).occurrences == 1
+    assert (root / "new" / "b.txt").read_text() == "z"
+    assert sandbox.delete("paths/new").error is None
+    assert os.listdir(root) == ["a.txt"]
+
+
+def test_another_object_than_a_workspace_is_named() -> None:
+    with pytest.raises(TypeError, match="a workspace is a Workspace, an AsyncWorkspace or a name, not int"):
+        VfsdSandbox(42)  # type: ignore[arg-type]
+
+
 def test_snapshots_undo_what_the_agent_did(sandbox: VfsdSandbox) -> None:
     sandbox.upload_files([(f"{sandbox.root}/kept", b"x")])
     sandbox.workspace.snapshot("before")

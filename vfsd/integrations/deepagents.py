@@ -7,7 +7,10 @@
 
 Commands run where the workspace runs them: on this host (`exec_on_host=True`), which isolates nothing, or in a
 container (`sandbox="image:REF"`).  Listing, reading, editing and searching are `BaseSandbox`'s own, which runs commands
-for them.  Uploads and downloads go through the mount and do not leave it.
+for them.  Uploads, downloads and large edits go through the mount and do not leave it.
+
+A path of the tools is a path of the workspace: "/" is its root, where deepagents has "/a.txt" for "a.txt".  Only a path
+below the directory that commands see is used as it is, so that paths of their output can be passed on.
 
 Threading: any thread, any event loop; it has no state but the workspace's name.
 """
@@ -15,31 +18,35 @@ Threading: any thread, any event loop; it has no state but the workspace's name.
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import os
 import posixpath
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from deepagents.backends.protocol import (
     FILE_NOT_FOUND,
     INVALID_PATH,
     IS_DIRECTORY,
     PERMISSION_DENIED,
+    EditResult,
     ExecuteResponse,
     FileDownloadResponse,
     FileUploadResponse,
 )
 from deepagents.backends.sandbox import BaseSandbox
 
-from protocol.adapters.host import HostFilesystem
 from protocol.execution.executor import ExecResult
+from protocol.tools.edits import edit_file
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.mount_arguments import running_workspace
 from vfsd.client.threads import abandon, finish
 from vfsd.client.workspace import Workspace
-from vfsd.integrations.files import NO_LIMITS, shell_status
+from vfsd.integrations.files import files_of, name_of, shell_status
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 OUTPUT_BYTES: Final = 16 << 20  # of a command, at most; what one answer of the daemon may have
@@ -55,6 +62,20 @@ _ERRORS: Final[Mapping[type[Exception], str]] = {
     NotADirectoryError: INVALID_PATH,
     ValueError: INVALID_PATH,
 }
+
+
+def _of_workspace(method: Callable[P, T]) -> Callable[P, T]:
+    """Make a method of `BaseSandbox` take a path of the workspace.  Its root, for a path that is left out."""
+    signature = inspect.signature(method)
+    name = "file_path" if "file_path" in signature.parameters else "path"
+
+    @functools.wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments[name] = bound.arguments["self"].inside(bound.arguments.get(name) or "/")
+        return method(*bound.args, **bound.kwargs)
+
+    return called
 
 
 class VfsdSandbox(BaseSandbox):
@@ -75,12 +96,12 @@ class VfsdSandbox(BaseSandbox):
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
-        record = running_workspace(workspace if isinstance(workspace, str) else workspace.name)
+        record = running_workspace(name_of(workspace))
         self.workspace: Final = Workspace(record, unmount_at_exit=False)
         self._async: Final = AsyncWorkspace(record, unmount_at_exit=False)
         self._timeout_s: Final = timeout_s
         self._env: Final = dict(env or {})
-        self._files: Final = HostFilesystem(record.mountpoint, limits=NO_LIMITS)
+        self._files: Final = files_of(self.workspace)
         # The workspace's directory, as its commands see it.
         self.root: Final = self.workspace.executor.run(["pwd", "-P"]).stdout.decode().rstrip("\n")
 
@@ -129,6 +150,33 @@ class VfsdSandbox(BaseSandbox):
         return ExecuteResponse(output, shell_status(done.exit_status), done.truncated)
 
     # -- files --------------------------------------------------------------------------------
+    ls, als = _of_workspace(BaseSandbox.ls), _of_workspace(BaseSandbox.als)
+    read, aread = _of_workspace(BaseSandbox.read), _of_workspace(BaseSandbox.aread)
+    write, awrite = _of_workspace(BaseSandbox.write), _of_workspace(BaseSandbox.awrite)
+    edit, aedit = _of_workspace(BaseSandbox.edit), _of_workspace(BaseSandbox.aedit)
+    delete = _of_workspace(BaseSandbox.delete)
+    grep, agrep = _of_workspace(BaseSandbox.grep), _of_workspace(BaseSandbox.agrep)
+    glob, aglob = _of_workspace(BaseSandbox.glob), _of_workspace(BaseSandbox.aglob)
+
+    def inside(self, path: str) -> str:
+        """Return the absolute path, as commands see it, of a path of the workspace."""
+        top = self.root.rstrip("/")
+        normal = "/" + posixpath.normpath(f"/{path}").lstrip("/")
+        return normal if normal == self.root or normal.startswith(f"{top}/") else f"{top}{normal}".rstrip("/") or "/"
+
+    def _edit_via_upload(self, file_path: str, old_string: str, new_string: str, replace_all: bool) -> EditResult:
+        """Edit with texts that are too long for a command line, through the mount."""
+        try:
+            done = edit_file(self._files, self._below(file_path), old_string, new_string, replace_all=replace_all)
+        except ConnectionError:
+            raise
+        except (OSError, ValueError) as error:
+            return EditResult(error=f"Error editing file '{file_path}': {error}")
+        return EditResult(path=file_path, occurrences=done.replacements)
+
+    async def _aedit_via_upload(self, *args: Any, **kwargs: Any) -> EditResult:
+        return await finish(lambda: self._edit_via_upload(*args, **kwargs))
+
     def upload_files(self, files: list[tuple[str, bytes]]) -> list[FileUploadResponse]:
         """Write files, creating missing directories.  Readers see either the old content or the new one."""
         return [FileUploadResponse(path, _error_of(partial(self._write, path, content))[1]) for path, content in files]
@@ -154,7 +202,6 @@ class VfsdSandbox(BaseSandbox):
         """Return `path` relative to the workspace.  ValueError unless it is absolute; PermissionError outside."""
         if not posixpath.isabs(path):
             raise ValueError(f"a path must be absolute: {path!r}")
-        self.workspace.status()  # without a daemon, the mountpoint is a directory of the host: ConnectionError
         name = posixpath.relpath(posixpath.normpath(path), self.root)
         if name == ".." or name.startswith("../"):
             raise PermissionError(errno.EACCES, f"outside the workspace {self.root}", path)

@@ -14,7 +14,17 @@ NO_LIMITS: Final = CallLimits(depth=1 << 20, segment=255, read_bytes=1 << 62, wr
 
 def files_of(workspace: WorkspaceBase) -> HostFilesystem:
     """The files of a workspace, for an adapter.  NotMountedError if it is not mounted, also from each call later."""
+    name_of(workspace)
     return HostFilesystem(workspace.path, limits=NO_LIMITS, mount=workspace.mount_id)
+
+
+def name_of(workspace: WorkspaceBase | str) -> str:
+    """The name, or the path, of the workspace that an adapter was given.  TypeError for anything else."""
+    if isinstance(workspace, WorkspaceBase):
+        return workspace.name
+    if not isinstance(workspace, str):
+        raise TypeError(f"a workspace is a Workspace, an AsyncWorkspace or a name, not {type(workspace).__name__}")
+    return workspace
 
 
 def shell_status(exit_status: int) -> int:

@@ -23,6 +23,7 @@ from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.mount_arguments import mount_options, running_workspace
 from vfsd.client.threads import abandon, finish
 from vfsd.client.workspace import Workspace, launch_workspace
+from vfsd.integrations.files import name_of
 from vfsd.integrations.openai_agents.session import VfsdSandboxSession
 from vfsd.integrations.openai_agents.snapshot import VfsdSnapshot
 from vfsd.integrations.openai_agents.state import (
@@ -55,6 +56,7 @@ class VfsdSandboxClient(BaseSandboxClient[VfsdSandboxClientOptions | None]):
         instrumentation: Instrumentation | None = None,
         dependencies: Dependencies | None = None,
     ) -> None:
+        _name(workspace)  # TypeError
         self._workspace: Final = workspace
         self._instrumentation: Final = instrumentation or Instrumentation()
         self._dependencies = dependencies
@@ -168,7 +170,7 @@ class VfsdSandboxClient(BaseSandboxClient[VfsdSandboxClientOptions | None]):
 
 
 def _name(workspace: Workspace | AsyncWorkspace | str | None) -> str | None:
-    return workspace if isinstance(workspace, str) or workspace is None else workspace.name
+    return None if workspace is None else name_of(workspace)
 
 
 def _only_ports(options: VfsdSandboxClientOptions) -> VfsdSandboxClientOptions:

@@ -24,6 +24,7 @@ from protocol.errors import NotMountedError
 from protocol.tools.events import FileDeleted, FileWritten
 from protocol.types import FilesystemSnapshot as WorkspaceSnapshot
 from vfsd.client.workspace import Workspace
+from vfsd.integrations.files import name_of
 from vfsd.machine.runtime import socket_path
 
 Mode: TypeAlias = Literal["create", "overwrite", "append"]
@@ -44,7 +45,7 @@ class VfsdFilesystem(HostFilesystem):
     """
 
     def __init__(self, workspace: Workspace | str, *, read_only: bool = False) -> None:
-        self.workspace: Final = workspace if isinstance(workspace, Workspace) else Workspace.attach(workspace)
+        self.workspace: Final = workspace if isinstance(workspace, Workspace) else Workspace.attach(name_of(workspace))
         self.workspace.status()  # ConnectionError without a daemon
         super().__init__(_root=self.workspace.path, _read_only=read_only or self.workspace.filesystem.read_only)
 

@@ -35,6 +35,7 @@ from vfsd.client.mount_arguments import MountArguments
 from vfsd.client.mount_events import MountEvents
 from vfsd.client.requests import FilePath
 from vfsd.client.workspace import Workspace, unmounting
+from vfsd.integrations.files import name_of
 from vfsd.integrations.weakincentives.archives import FilesystemSnapshotManager, default_directory, file_count
 from vfsd.integrations.weakincentives.checkpoints import CHECKPOINT_SUFFIX, Checkpoints
 from vfsd.integrations.weakincentives.filesystem import VfsdFilesystem
@@ -155,7 +156,7 @@ class VfsdWorkspaceSection(WorkspaceSection):
         elif path is not None or backend is not None or arguments:
             raise TypeError("a running workspace takes no path, no backend and no other argument of a mount")
         else:
-            found = workspace if isinstance(workspace, Workspace) else Workspace.attach(workspace)
+            found = workspace if isinstance(workspace, Workspace) else Workspace.attach(name_of(workspace))
             release = _nothing
         is_empty = workspace is None and backend in {None, "memory"} and arguments.get("archive") is None
         try:
