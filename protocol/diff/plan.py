@@ -24,7 +24,16 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from protocol.diff.tree_diff import ChangeKind, Comparison, compare, entry_or_none, has_links, is_at_or_below, is_below
+from protocol.diff.tree_diff import (
+    ChangeKind,
+    Comparison,
+    compare,
+    entry_or_none,
+    has_links,
+    is_at_or_below,
+    is_below,
+    missing_above,
+)
 from protocol.tree import Tree, TreeEntry
 
 StepKind: TypeAlias = Literal["remove", "directory", "put", "write", "link", "metadata"]
@@ -185,16 +194,8 @@ class _Plan:
 
     def _missing_parents(self) -> Iterator[Step]:
         """The directories above `paths` that the target lacks."""
-        made: set[bytes] = set()
-        for path in self.paths:
-            if entry_or_none(self.wanted, path) is None:
-                continue
-            ends = [at for at in range(len(path)) if path[at : at + 1] == b"/"]
-            for above in (path[:end] for end in ends):
-                old = entry_or_none(self.live, above)
-                if above not in made and (old is None or not old.is_dir) and above not in self._comparisons:
-                    made.add(above)
-                    yield Step("directory", above, old, self.wanted.entry(above), "type" if old else "added")
+        for made in missing_above(self.live, self.wanted, self.paths):
+            yield Step("directory", made.path, made.old, made.new, made.kind)
 
     def _step(self, one: Comparison) -> Step | None:
         old, new = one.old, one.new

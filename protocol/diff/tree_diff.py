@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain, islice
 from stat import S_IFMT
@@ -379,6 +379,22 @@ def is_at_or_below(path: bytes, tops: AbstractSet[bytes]) -> bool:
 
 
 # --- which paths to compare ---------------------------------------------------------------------------------
+
+
+def missing_above(live: Tree, wanted: Tree, paths: Collection[bytes]) -> Iterator[Change]:
+    """Yield the directories above `paths` that a restore of these makes, because `live` has none there.
+
+    They replace what else is there (kind "type").  Sorted; a path that `wanted` lacks needs none.
+    """
+    above: set[bytes] = set()
+    for path in paths:
+        if entry_or_none(wanted, path) is not None:
+            above.update(path[:at] for at in range(len(path)) if path[at : at + 1] == b"/")
+    scope = PathScope(paths)
+    for path in sorted((path for path in above if not scope.covers(path)), key=walk_order):
+        old = entry_or_none(live, path)
+        if old is None or not old.is_dir:
+            yield Change(path, "added" if old is None else "type", old, wanted.entry(path))
 
 
 def walk_order(path: bytes) -> list[bytes]:

@@ -287,12 +287,13 @@ class Plain:
                 self._place(*self._split(path, source), there, made, same, replace=replace)
 
     def _split(self, path: bytes, source: Node | None = None) -> tuple[Node, bytes]:
-        """The directory that `path` is in, made like that of `source` where it is missing."""
+        """The directory that `path` is in, made like that of `source` where it is missing or is something else."""
         *parts, name = path.split(b"/")
         node, above = self.root, b""
         for part in parts:
             above = above + b"/" + part if above else part
-            if part not in node.entries:
+            there = node.entries.get(part)
+            if there is None or (source is not None and not there.is_dir):
                 like = find(source, above) if source is not None else None
                 if like is None:
                     raise os_error(errno.ENOENT)

@@ -75,6 +75,33 @@ def test_a_restore_of_one_name_leaves_the_others(workspace: Workspace, root: Pat
     assert change == "write-elsewhere" or shown(inner) != before
 
 
+@pytest.mark.parametrize("obstacle", ["file", "link"])
+def test_a_restore_of_a_path_replaces_and_names_what_is_in_the_place_of_its_directory(
+    workspace: Workspace, root: Path, obstacle: str
+) -> None:
+    for name in ("wanted", "left"):
+        (root / "d" / "e" / name).mkdir(parents=True)
+        (root / "d" / "e" / name / "f").write_text(name)
+    name = f"{root.name}-{obstacle}"
+    workspace.snapshot(name)
+    shutil.rmtree(root / "d")
+    if obstacle == "file":
+        (root / "d").write_text("in the way")
+    else:
+        (root / "d").symlink_to("out")
+    paths = [f"{root.name}/d/e/wanted"]
+    listed = [(f"{root.name}/{path}", kind) for path, kind in
+              (("d", "type"), ("d/e", "added"), ("d/e/wanted", "added"), ("d/e/wanted/f", "added"))]  # fmt: skip
+    trial = workspace.restore(name, paths, dry_run=True)
+    assert [(change.path, change.change) for change in trial.changes] == listed
+    restored = workspace.restore(name, paths)
+    assert [(change.path, change.change) for change in restored.changes] == listed
+    assert sorted(path.name for path in (root / "d").rglob("*")) == ["e", "f", "wanted"]
+    assert sorted(path.name for path in (root / "out").iterdir()) == ["f"]
+    workspace.undo()
+    assert not (root / "d").is_dir() or (root / "d").is_symlink()
+
+
 def test_a_change_of_hard_links_alone_is_a_change(workspace: Workspace, root: Path) -> None:
     a, b = root / "a", root / "b"
     a.write_text("same")

@@ -517,3 +517,22 @@ def test_a_daemon_killed_while_it_applies_leaves_the_directory_whole(workdir: Pa
     assert held(place) in (before, after)
     with Workspace.attach(last.name) as workspace:
         workspace.unmount()
+
+
+def test_diff_begins_at_the_newest_snapshot_and_without_one_at_the_directory_below(
+    mount: MountIt, workdir: Path
+) -> None:
+    below = workdir / "below"
+    below.mkdir()
+    workspace = mount(backend=f"overlay:{below}")
+    top = Path(workspace.path)
+    (top / "a").touch()
+    found = workspace.diff()
+    assert (found.a, [change.path for change in found.changes]) == (f"overlay:{below}", ["a"])
+    workspace.snapshot("s1")
+    (top / "b").touch()
+    found = workspace.diff()
+    assert (found.a, [change.path for change in found.changes]) == ("s1", ["b"])
+    assert workspace.patch().startswith(b"diff --git a/b b/b\n")
+    assert [change.path for change in workspace.diff(b="s1").changes] == ["a"]
+    assert [change.path for change in workspace.diff("").changes] == ["a", "b"]

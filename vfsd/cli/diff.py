@@ -97,6 +97,7 @@ def diff_command(
     """Show what changed between two snapshots, or since one.
 
     A defaults to the newest snapshot (in an overlay without snapshots, to the directory below it), B to the live state.
+    `vfsd apply --dry-run` shows what an overlay with snapshots has changed since the directory below.
     Each line is a letter and a path:
     A added, M modified, D removed, T another type (a file became a symlink, for example), m metadata only (mode,
     owner, time, extended attributes, hard links).  A path that became a name of another file, or is no longer one, has

@@ -229,7 +229,7 @@ class _Run:
 
     def _show_changes(self) -> messages.ChangeCounts:
         requests = Requests(self._record.mountpoint)
-        request = requests.diff()
+        request = requests.diff("")  # since the directory below, also if the command took snapshots
         request.params.mode = "stat"
         app = App(workspace=self._name)
         app.interrupted = self._app.interrupted

@@ -150,9 +150,10 @@ CHANGES_LISTED: Final = 10_000
 class DiffParams(Params):
     """Parameters of `diff`: compare state `a` with state `b`.
 
-    `a`: a snapshot; None for the newest one, or for the directory below an overlay.  `b`: a snapshot; None for the live
-    state.  `against`: compare the live state with that of another workspace, which has a state in common with this one;
-    then both are None.  `include` and `exclude`: gitignore patterns.
+    `a`: a snapshot; "" for the directory below an overlay; None for the newest snapshot, or, in an overlay without
+    snapshots or with a given `b`, for the directory below.  `b`: a snapshot; None for the live state.  `against`:
+    compare the live state with that of another workspace, which has a state in common with this one; then both are
+    None.  `include` and `exclude`: gitignore patterns.
 
     Modes "names" and "stat" return at most CHANGES_LISTED `changes`; with `stream` they send all of them before the
     response, in "output" notifications with one ChangeRecord per line of JSON.  Mode "patch" sends a unified diff in

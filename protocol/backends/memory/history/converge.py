@@ -85,7 +85,7 @@ class Converger:
         self._cookie: int | None = None  # of the name that is being replaced
 
     def run(self) -> None:
-        """Make the changes.  ENOENT for a path in neither; ENOTDIR, ENOSPC."""
+        """Make the changes.  ENOENT or ENOTDIR for a path in neither; ENOSPC."""
         for path in self._paths:
             self._run(path)
         for path in sorted(self._alone, reverse=True):
@@ -131,7 +131,10 @@ class Converger:
 
     # -- paths -----------------------------------------------------------------------------------
     def _parents(self, path: bytes) -> Inode | None:
-        """Return the live directory that will contain `path`; make missing ones.  None for the root itself."""
+        """Return the live directory that will contain `path`; None for the root itself.
+
+        Makes missing directories, also in place of a file or link.
+        """
         if not path:
             return None
         directory = self._state.root_inode
@@ -139,6 +142,9 @@ class Converger:
         for end in range(1, len(parts)):
             above = b"/".join(parts[:end])
             number = (directory.children or {}).get(parts[end - 1])
+            if number is not None and not self._state.inodes[number].is_dir:
+                self._remove(directory, parts[end - 1])
+                directory, number = self._state.inodes[directory.inode], None
             if number is None:
                 entry = self._tree.entry(above)
                 directory = self._make(directory, parts[end - 1], entry)
@@ -146,8 +152,6 @@ class Converger:
                 directory = self._state.inodes[directory.inode]
             else:
                 directory = self._state.inodes[number]
-            if directory.children is None:
-                raise os_error(errno.ENOTDIR, os.fsdecode(above))
         return directory
 
     # -- one entry ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import msgspec
 from protocol.adapters.filtered import FilteredTree
 from protocol.adapters.path_filter import PathFilter
 from protocol.diff.patch import Uncarried, line_stat, write_patch
-from protocol.diff.tree_diff import Change, ChangeKind, changes
+from protocol.diff.tree_diff import Change, ChangeKind, changes, missing_above
 from protocol.tree import LOST, Tree, TreeEntry, losing
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import SnapshotInfo
@@ -140,10 +140,11 @@ async def compare(
     rule: PathFilter = _EVERYTHING,
     with_lines: bool = False,
     stream: bool = False,
+    restores: bool = False,
 ) -> Differences:
     """Find the changes that `rule` lists, below `paths`, in a worker thread.
 
-    FileNotFoundError for a path in neither.
+    FileNotFoundError for a path in neither.  `restores`: with the directories above `paths` that a restore would make.
     `with_lines` counts the lines of text files.  `stream` sends the records as output instead of listing them.
     """
     pieces = OutputPieces(call.output_from_thread) if stream else None
@@ -160,7 +161,8 @@ async def compare(
 
     def run() -> None:
         maybe_lost = [tree for tree in (losing(old), losing(new)) if tree is not None]
-        for change in _changes(old, new, paths, rule, keep_going):
+        above = missing_above(old, new, paths) if restores else ()
+        for change in itertools.chain(above, _changes(old, new, paths, rule, keep_going)):
             found.add(change, record)
             if any(tree.is_lost(change.path) for tree in maybe_lost):
                 found.add_problem(ProblemRecord(wire_path(change.path), LOST))

@@ -192,7 +192,7 @@ class SnapshotMethods:
             await snapshots.check_below()
             async with snapshots.tree(None, call) as live, snapshots.tree(name, call) as wanted:
                 await self._check_policy(live, wanted, paths, f"restore {source}", call)
-                found = await compare(live, wanted, paths, call, stream=params.stream)
+                found = await compare(live, wanted, paths, call, stream=params.stream, restores=True)
             return RestoreResult(source, None, found.counts, found.records, found.truncated, found.problems)
         return self._restored(source, await snapshots.restore(name, paths, call))
 
@@ -207,7 +207,7 @@ class SnapshotMethods:
             if params.dry_run:
                 async with snapshots.tree(None, call) as live:
                     await self._check_policy(live, staged.tree, paths, staged.step(replace=True), call)
-                    found = await compare(live, staged.tree, paths, call, stream=params.stream)
+                    found = await compare(live, staged.tree, paths, call, stream=params.stream, restores=True)
                 return RestoreResult(source, None, found.counts, found.records, found.truncated)
             return self._restored(source, await snapshots.put(staged, paths, call, replace=True))
 

@@ -72,11 +72,16 @@ class TreeMethods:
         return {"diff": self._diff, "export": self._export, "apply": self._apply}
 
     async def _newest(self, snapshots: SnapshotService) -> str:
-        """Return the newest snapshot that is neither a safety snapshot nor the base of another workspace.  ENOENT."""
+        """Return the newest snapshot that is neither a safety snapshot nor the base of another workspace.
+
+        Without one, BASE; ENOENT if there is no lower layer.
+        """
         for info in reversed(await snapshots.infos()):
             is_of_other = is_merge_base(info) or (is_fork_base(info) and StateId.of(info) != self._base)
             if info.kind != "safety" and not is_of_other:
                 return info.name
+        if snapshots.has_base:
+            return BASE
         raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")
 
     async def _diff(self, params: DiffParams, call: CallContext) -> DiffResult:
@@ -124,13 +129,14 @@ class TreeMethods:
                 async with snapshots.tree(None, call) as live:
                     yield "", params.against.name, LayeredTree(live), other.theirs
             return
-        from_base = params.a is None and snapshots.has_base
-        a = BASE if from_base else params.a if params.a is not None else await self._newest(snapshots)
+        a = params.a
+        if a is None:
+            a = BASE if snapshots.has_base and params.b is not None else await self._newest(snapshots)
         if params.b is None:
             await self._mounted.write_back()
         await snapshots.check_below()
         async with snapshots.tree(a, call) as old, snapshots.tree(params.b, call) as new:
-            shown = wire_path(os.fsencode(str(self._options.backend))) if from_base else a
+            shown = wire_path(os.fsencode(str(self._options.backend))) if a == BASE else a
             yield shown, params.b, old, new
 
     async def _export(self, params: ExportParams, call: CallContext) -> ExportResult:
