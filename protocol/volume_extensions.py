@@ -398,6 +398,13 @@ class OverlaidVolume(SnapshotableVolume, Protocol):
         """
         ...
 
+    def unchanged_ctime(self, inode: int) -> int | None:
+        """Return the ctime of a file that has no changes over the lower layer, else None.
+
+        With this ctime, the file is still unchanged if its mtime is set.
+        """
+        ...
+
     def lose_changed(self, name: str) -> None:
         """Make live files unreadable that other programs changed below since snapshot `name`, which was restored."""
         ...

@@ -267,8 +267,10 @@ class Counted(Protocol):
 
 def summary(
     old: Tree, new: Tree, most: int, *, contents: bool = True, keep_going: Callable[[], None] = _nothing
-) -> tuple[ChangeCounts, list[Change]]:
+) -> tuple[ChangeCounts, list[Change], int]:
     """Count what differs between `old` and `new`; and the first `most` changes, in the order of `changes`.
+
+    The last value is the number of files that `went_back`.
 
     A subtree that only one of them has is counted as a whole, if that tree is `Counted`.  `keep_going` is called often;
     an exception that it raises ends the work.
@@ -276,7 +278,7 @@ def summary(
     touched = new.touched(old)
     links = _Links(old, new, keep_going)
     first: list[Change] = []
-    added = modified = removed = 0
+    added = modified = removed = older = 0
     walked: bytes | None = None
     for path in [b""] if touched is None else sorted(touched, key=walk_order):
         if walked is not None and is_below(path, walked):
@@ -301,9 +303,10 @@ def summary(
             added += change.kind == "added"
             removed += change.kind == "removed"
             modified += change.kind not in {"added", "removed"}
+            older += went_back(change)
             if len(first) < most:
                 first.append(change)
-    return ChangeCounts(added, modified, removed), first
+    return ChangeCounts(added, modified, removed), first, older
 
 
 def count(changed: Iterable[Change]) -> ChangeCounts:
@@ -311,6 +314,19 @@ def count(changed: Iterable[Change]) -> ChangeCounts:
     kinds = [change.kind for change in changed]
     added, removed = kinds.count("added"), kinds.count("removed")
     return ChangeCounts(added, len(kinds) - added - removed, removed)
+
+
+def went_back(change: Change) -> bool:
+    """Return whether a file got other content, and in whole seconds no later mtime: build tools may not notice it."""
+    old, new = change.old, change.new
+    if change.kind != "modified" or old is None or new is None or not new.is_file:
+        return False
+    return new.mtime_ns // 10**9 <= old.mtime_ns // 10**9
+
+
+def got_content(change: Change) -> bool:
+    """Return whether a file is new or got other content."""
+    return change.kind != "metadata" and change.new is not None and change.new.is_file
 
 
 def is_below(path: bytes, top: bytes) -> bool:

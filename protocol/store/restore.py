@@ -14,7 +14,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,8 @@ class RestoreRequest:
     `safety` is the name of a new snapshot of the state before the restore, tagged `safety_tag`; None: do not take one.
     Without `remove`, entries that the snapshot lacks stay.  With `directories`, these directories get the metadata that
     they have in the snapshot, and what is in them stays; then empty `paths` mean none, and a path that is in neither
-    state is no error.
+    state is no error.  With `touch_ns`, files whose content changes get this mtime instead of the recorded one, unless
+    the restore is interrupted and resumed.
     """
 
     snapshot: str
@@ -71,6 +72,7 @@ class RestoreRequest:
     safety_tag: str | None = None
     remove: bool = True
     directories: tuple[bytes, ...] | None = None
+    touch_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,17 @@ def plan(live: MerkleTree, wanted: MerkleTree, request: RestoreRequest) -> Plan:
     entries = (_readable_entries(live), _readable_entries(wanted))
     paths = request.paths or directories or ()
     steps = plan_comparisons(found, live, wanted, entries, paths=paths, remove=request.remove)
+    if request.touch_ns is not None:
+        steps = [_touched(step, request.touch_ns) for step in steps]
     changed = {change.path: change for change in linked_changes(live, wanted, found)}
     return Plan(steps, problems, live, changed, {one.path for one in found if one.kind is None})
+
+
+def _touched(step: Step, time_ns: int) -> Step:
+    """Return `step`, with the mtime `time_ns` if it gives a file other content."""
+    if step.new is None or not step.new.is_file or step.change in (None, "metadata", "removed"):
+        return step
+    return replace(step, new=replace(step.new, mtime_ns=time_ns))
 
 
 def _order(pair: Pair) -> list[bytes]:

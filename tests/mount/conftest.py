@@ -39,7 +39,8 @@ ONE_ENGINE_MODULES = frozenset(
     {
         "test_archive_live", "test_audit", "test_control_live", "test_fs_live", "test_hard_links", "test_host_backend",
         "test_host_snapshots", "test_interrupts_live", "test_json_documents", "test_lazy_resume", "test_long_paths",
-        "test_overlay_backend", "test_snapshot_directory", "test_third_party_volume", "test_undo",
+        "test_overlay_backend", "test_restored_times", "test_snapshot_directory", "test_third_party_volume",
+        "test_undo",
     }
 )  # fmt: skip
 # For a test whose size is the point, and that no combination of engine and backend makes another one of.

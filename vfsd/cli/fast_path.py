@@ -211,7 +211,7 @@ def _restored(members: dict[str, Any], options: dict[str, str]) -> list[str]:
         return wording.step_lines(verb, members["step"], step)
     if members["safety_snapshot"] is None:
         return [wording.nothing_to_restore(members["source"])]
-    return wording.outcome_lines(f"restored {members['source']}", counts, members["safety_snapshot"])
+    return wording.outcome_lines(f"restored {members['source']}", counts, members["safety_snapshot"], members["older"])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import show_changes, show_expired, show_repositories
 from vfsd.cli.common.names import complete_path_of_fork, complete_workspace
+from vfsd.cli.common.values import touch_option
 from vfsd.cli.common.wording import count_words, outcome_lines
 from vfsd.wire.merge_messages import ConflictRecord, Conflicts, MergeResult
 
@@ -40,8 +41,11 @@ _CONFLICTS_SHOWN: Final = 20
     show_default=True,
     help="What to do with paths that both changed in different ways.",
 )
+@touch_option
 @click.pass_obj
-def merge_command(app: App, fork: str, paths: tuple[str, ...], dry_run: bool, conflicts: Conflicts) -> None:
+def merge_command(
+    app: App, fork: str, paths: tuple[str, ...], dry_run: bool, conflicts: Conflicts, touch: bool
+) -> None:
     """Take over what a fork has changed.
 
     FORK is the name of a running workspace, or a path in it: a fork of this workspace, its source, or another fork of
@@ -64,9 +68,12 @@ def merge_command(app: App, fork: str, paths: tuple[str, ...], dry_run: bool, co
     FORK does not change, and can go on and be merged again: the next merge offers
     what it has changed since, and after a merge that was limited to PATHs, also the changes
     at other paths.
+
+    Files get the times that they have in FORK.  The command counts those that are older than what they replaced, which
+    a build may not notice; --touch gives all files whose content it changes the present time.
     """
     app.paths = paths
-    request = app.requests.merge(fork, paths, conflicts=conflicts, dry_run=dry_run)
+    request = app.requests.merge(fork, paths, conflicts=conflicts, dry_run=dry_run, touch=touch)
     _run(app, request, "merged", dry_run=dry_run, advice=_MERGE_ADVICE, has_markers=conflicts == "markers")
 
 
@@ -82,17 +89,19 @@ def merge_command(app: App, fork: str, paths: tuple[str, ...], dry_run: bool, co
 @click.argument("fork", metavar="FORK", shell_complete=complete_workspace)
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be changed, and change nothing.")
 @click.option("-f", "--force", is_flag=True, help="Replace changes that only this workspace has.")
+@touch_option
 @click.pass_obj
-def adopt_command(app: App, fork: str, dry_run: bool, force: bool) -> None:
+def adopt_command(app: App, fork: str, dry_run: bool, force: bool, touch: bool) -> None:
     """Make the workspace equal to a fork.
 
     Use it to keep the best of several forks.  FORK is the name of a running workspace, or a path in it.  If this
     workspace has changed since the fork, or since FORK was merged, and FORK does not have these changes, nothing is
     changed and the paths are listed (exit status 1): `vfsd merge` keeps both, --force replaces them.
 
-    It is one step, as a merge is, and `vfsd restore --undo` takes it back.
+    It is one step, as a merge is, and `vfsd restore --undo` takes it back.  Times are those of FORK; --touch is as for
+    `vfsd merge`.
     """
-    request = app.requests.adopt(fork, force=force, dry_run=dry_run)
+    request = app.requests.adopt(fork, force=force, dry_run=dry_run, touch=touch)
     _run(app, request, "adopted", dry_run=dry_run, advice=_ADOPT_ADVICE)
 
 
@@ -120,7 +129,7 @@ def _run(
             if not answer.repositories:
                 output.say(f"nothing to do: {answer.fork} has no changes that are not here")
         elif answer.applied:
-            for line in outcome_lines(f"{verb} {answer.fork}", answer.counts, answer.safety_snapshot):
+            for line in outcome_lines(f"{verb} {answer.fork}", answer.counts, answer.safety_snapshot, answer.older):
                 output.say(line)
         elif dry_run and output.on_terminal(err=True):
             output.note(f"would change: {count_words(answer.counts)}")

@@ -9,7 +9,8 @@ from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import show_changes, show_expired, show_outcome, show_problems, show_repositories
 from vfsd.cli.common.names import complete_path
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
-from vfsd.cli.common.wording import count_words
+from vfsd.cli.common.values import touch_option
+from vfsd.cli.common.wording import outcome_lines
 from vfsd.wire import snapshot_messages
 
 
@@ -25,8 +26,9 @@ from vfsd.wire import snapshot_messages
 @click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path)
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite what other programs changed there since.")
+@touch_option
 @click.pass_obj
-def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) -> None:
+def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool, touch: bool) -> None:
     """Write the changes of an overlay to the directory below it.
 
     If other programs have changed one of the paths there, or a directory that would be removed has entries that are
@@ -39,6 +41,9 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
 
     A git repository that was changed there, too, is not written, also with --force: it gets the branches of the
     workspace as refs/vfsd/WORKSPACE/*, and the command prints how to merge them with git.
+
+    A file keeps the time at which the workspace changed it, so a build that ran in the directory since then does not
+    notice it: --touch gives all files whose content is written the present time, there and in the workspace.
 
     `vfsd restore --undo` goes back to the state that was applied.  It does not change the directory.
     """
@@ -54,7 +59,8 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
         if dry_run:
             show_repositories(answer.repositories)
         if answer.applied:
-            output.say(f"applied to {place}: {count_words(answer.counts)}")
+            for line in outcome_lines(f"applied to {place}", answer.counts, None, answer.older):
+                output.say(line)
             show_repositories(answer.repositories)
             show_expired(answer.expired)
         elif answer.conflicts and not force:
@@ -65,7 +71,9 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
             )
 
     app.paths = paths
-    answer = call_with_changes(app, app.requests.apply(paths, dry_run=dry_run, force=force), "applying", show)
+    answer = call_with_changes(
+        app, app.requests.apply(paths, dry_run=dry_run, force=force, touch=touch), "applying", show
+    )
     show_problems(answer.problems, "could not be written")
     if answer.conflicts and not (answer.applied or force):
         click.get_current_context().exit(1)
@@ -82,14 +90,17 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
 )
 @click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path)
 @click.option("-n", "--dry-run", is_flag=True, help="Show the changes without making them.")
+@touch_option
 @click.pass_obj
-def discard_command(app: App, paths: tuple[str, ...], dry_run: bool) -> None:
+def discard_command(app: App, paths: tuple[str, ...], dry_run: bool, touch: bool) -> None:
     """Discard the changes of an overlay, and show the directory below it again.
 
-    The state before is kept as a safety snapshot, which `vfsd restore --undo` restores.
+    The state before is kept as a safety snapshot, which `vfsd restore --undo` restores.  Files get the times that they
+    have in the directory.  With --touch, those whose content changes show the present time, so that a build notices
+    them; they are still unchanged for `vfsd diff` and `vfsd apply`.
     """
     app.paths = paths
-    request = app.requests.discard(paths, dry_run=dry_run)
+    request = app.requests.discard(paths, dry_run=dry_run, touch=touch)
     if dry_run:
         call_with_changes(app, request, "comparing", lambda _, changes: show_changes(changes))
     else:

@@ -14,6 +14,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, did_you_mean
 from vfsd.cli.common.changes import show_changes, show_outcome, show_problems
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
+from vfsd.cli.common.values import touch_option
 from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts
 from vfsd.client.agent_points import AgentPoint, parse_tag, session_above
 from vfsd.machine.selection import socket_dir
@@ -48,8 +49,9 @@ class _Moment(NamedTuple):
 )
 @click.option("--list", "list_them", is_flag=True, help="List the states, oldest first.")
 @click.option("-n", "--dry-run", is_flag=True, help="Show the changes without making them.")
+@touch_option
 @click.pass_obj
-def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool) -> None:
+def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool, touch: bool) -> None:
     """Return to a state that the hooks of an agent kept.
 
     `vfsd hooks install claude` installs the hooks.  Without --to the workspace returns to the state at the last prompt
@@ -59,6 +61,9 @@ def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool) -> 
 
     The state before the rewind is kept as a safety snapshot, and `vfsd restore --undo` brings it back.  The states
     after the one that was restored stay, too, so a rewind can be followed by one forward.
+
+    Files get their recorded times.  The command counts those that are older than what they replaced, which a build may
+    not notice; --touch gives all files whose content it changes the present time.
     """
     if list_them and (to is not None or dry_run):
         raise click.UsageError("--list stands alone")
@@ -70,7 +75,7 @@ def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool) -> 
         return
     moment = _chosen(moments, to)
     _name_others(moments, moment, dry_run=dry_run)
-    request = app.requests.restore(moment.snapshot.name, dry_run=dry_run)
+    request = app.requests.restore(moment.snapshot.name, dry_run=dry_run, touch=touch)
     words = _describe(moment)
     if dry_run:
 

@@ -18,7 +18,7 @@ from vfsd.cli.common.changes import show_changes, show_expired, show_outcome, sh
 from vfsd.cli.common.names import complete_of, complete_restore, complete_snapshot
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
-from vfsd.cli.common.values import in_home
+from vfsd.cli.common.values import in_home, touch_option
 from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts, step_lines, step_words
 from vfsd.wire import snapshot_messages
 from vfsd.wire.backend_spec import BackendSpec
@@ -187,9 +187,17 @@ def _show_dropped(answer: snapshot_messages.DropResult) -> None:
     help="Restore a snapshot of that directory into this workspace.",
 )
 @click.option("--store", metavar="DIRECTORY", type=click.Path(), help="With --of: the store with that snapshot.")
+@touch_option
 @click.pass_obj
 def restore_command(
-    app: App, arguments: tuple[str, ...], dry_run: bool, undo: bool, redo: bool, of: str | None, store: str | None
+    app: App,
+    arguments: tuple[str, ...],
+    dry_run: bool,
+    undo: bool,
+    redo: bool,
+    of: str | None,
+    store: str | None,
+    touch: bool,
 ) -> None:
     """Restore the workspace, or some paths, from a snapshot or archive.
 
@@ -209,18 +217,22 @@ def restore_command(
 
     --dry-run prints a letter and a path for each change: A added, M modified, D removed, T another type, m metadata
     only.
+
+    Files get the times that the snapshot has, so objects that were built from them and come back, too, are newer than
+    they.  A build may not notice a file that is now older than the object of another version: the command counts such
+    files, and --touch gives all files whose content it changes the present time.
     """
     _check_source(arguments, undo=undo, redo=redo, of=of, store=store)
     app.paths = arguments if undo else arguments[1:]
     requests = app.requests
     if undo:
-        request = requests.undo(arguments, dry_run=dry_run)
+        request = requests.undo(arguments, dry_run=dry_run, touch=touch)
     elif redo:
-        request = requests.redo(dry_run=dry_run)
+        request = requests.redo(dry_run=dry_run, touch=touch)
     else:
         name, *paths = arguments
         source = Path(name) if of is None and _is_archive(name) else name
-        request = requests.restore(source, paths, of=of and in_home(of), store=store, dry_run=dry_run)
+        request = requests.restore(source, paths, of=of and in_home(of), store=store, dry_run=dry_run, touch=touch)
     try:
         if dry_run:
             answer = call_with_changes(app, request, "comparing", _show_dry_run)

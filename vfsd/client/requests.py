@@ -156,17 +156,20 @@ class Requests:
         of: str | None = None,
         store: FilePath | None = None,
         dry_run: bool = False,
+        touch: bool = False,
         on_progress: OnProgress | None = None,
     ) -> RemoteCall[Restored]:
         """Restore the workspace, or `paths` in it, from a snapshot (a `str`) or a ZIP archive (a path object).
 
         Files that do not differ are not touched, and programs with open files continue.  The state before the restore
         is kept as a safety snapshot, which `undo` restores.  `dry_run` reports the changes without making them.
+        `touch` gives the files whose content it changes one present mtime instead of the recorded ones, so that build
+        tools notice them.
 
         With `of`, the backend of another workspace ("host:DIR"), the snapshot is read from that workspace's snapshots
         in the store at `store` (None: the daemon's own).
         """
-        params = snapshot_messages.RestoreParams(paths=self._paths(paths), dry_run=dry_run)
+        params = snapshot_messages.RestoreParams(paths=self._paths(paths), dry_run=dry_run, touch=touch)
         if isinstance(source, str):
             params.name = source
             if of is not None:
@@ -178,39 +181,51 @@ class Requests:
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
     def undo(
-        self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, on_progress: OnProgress | None = None
+        self,
+        paths: Iterable[UserPath] = (),
+        *,
+        dry_run: bool = False,
+        touch: bool = False,
+        on_progress: OnProgress | None = None,
     ) -> RemoteCall[Restored]:
         """Undo the last step that was not undone yet; with `paths`, only below these.
 
         A step is a restore, import, merge, adoption, apply or discard that changed something.  The state before the
         undo is kept for `redo`.  FileNotFoundError if there is nothing to undo.  Undoing an apply does not change the
-        directory that it wrote to.
+        directory that it wrote to.  Without `touch`, as for `restore`, files get the times back that they had.
         """
-        params = snapshot_messages.RestoreParams(undo=True, paths=self._paths(paths), dry_run=dry_run)
+        params = snapshot_messages.RestoreParams(undo=True, paths=self._paths(paths), dry_run=dry_run, touch=touch)
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
-    def redo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> RemoteCall[Restored]:
+    def redo(
+        self, *, dry_run: bool = False, touch: bool = False, on_progress: OnProgress | None = None
+    ) -> RemoteCall[Restored]:
         """Redo the last step that was undone, including the changes that programs made between the step and its undo.
 
         The state before the redo is kept for `undo`.  FileNotFoundError if there is nothing to redo.
         """
-        params = snapshot_messages.RestoreParams(redo=True, dry_run=dry_run)
+        params = snapshot_messages.RestoreParams(redo=True, dry_run=dry_run, touch=touch)
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
     def apply(
-        self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False
+        self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False, touch: bool = False
     ) -> RemoteCall[Applied]:
         """Write the changes that an overlay holds, all or those below `paths`, into the directory below it.
 
         If other programs changed one of these files there, nothing is written unless `force` is set; see
-        `Applied.conflicts`.
+        `Applied.conflicts`.  `touch`, as for `restore`, holds for the workspace and the directory.
         """
-        params = snapshot_messages.ApplyParams(paths=self._paths(paths), dry_run=dry_run, force=force)
+        params = snapshot_messages.ApplyParams(paths=self._paths(paths), dry_run=dry_run, force=force, touch=touch)
         return RemoteCall("apply", params, _to("Applied"))
 
-    def discard(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> RemoteCall[Restored]:
-        """Discard the changes that an overlay holds, all or those below `paths`; `undo` restores them."""
-        params = snapshot_messages.RestoreParams(base=True, paths=self._paths(paths), dry_run=dry_run)
+    def discard(
+        self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, touch: bool = False
+    ) -> RemoteCall[Restored]:
+        """Discard the changes that an overlay holds, all or those below `paths`; `undo` restores them.
+
+        With `touch`, as for `restore`, the mtime of a discarded file is no change of the overlay.
+        """
+        params = snapshot_messages.RestoreParams(base=True, paths=self._paths(paths), dry_run=dry_run, touch=touch)
         return RemoteCall("restore", params, _to("Restored"))
 
     def diff(
@@ -278,6 +293,7 @@ class Requests:
         *,
         conflicts: Literal["fail", "ours", "theirs", "markers"] = "fail",
         dry_run: bool = False,
+        touch: bool = False,
         on_progress: OnProgress | None = None,
     ) -> RemoteCall[Merged]:
         """Take over the changes that `fork` has made since it was merged last, or since the fork.
@@ -289,10 +305,11 @@ class Requests:
 
         `Merged.applied` says whether anything was changed, and `Merged.conflicts` why not.  `undo` takes a merge back.
         After a merge that is limited to `paths`, the next merge still offers the other changes.  OSError: EINVAL if the
-        workspaces have no state in common; EBUSY if programs keep changing what is merged; ENOSPC.
+        workspaces have no state in common; EBUSY if programs keep changing what is merged; ENOSPC.  `touch` is as for
+        `restore`.
         """
         params = merge_messages.MergeParams(
-            fork=_peer(fork), paths=self._paths(paths), conflicts=conflicts, dry_run=dry_run
+            fork=_peer(fork), paths=self._paths(paths), conflicts=conflicts, dry_run=dry_run, touch=touch
         )
         return RemoteCall("merge", params, _to("Merged"), on_progress)
 
@@ -302,14 +319,15 @@ class Requests:
         *,
         force: bool = False,
         dry_run: bool = False,
+        touch: bool = False,
         on_progress: OnProgress | None = None,
     ) -> RemoteCall[Merged]:
         """Make this workspace equal to `fork`, which is given as for `merge`.
 
         Changes of this workspace that `fork` does not have are listed in `Merged.conflicts`, and nothing is changed,
-        unless `force` is set.  `undo` takes it back.
+        unless `force` is set.  `undo` takes it back.  `touch` is as for `restore`.
         """
-        params = merge_messages.AdoptParams(fork=_peer(fork), force=force, dry_run=dry_run)
+        params = merge_messages.AdoptParams(fork=_peer(fork), force=force, dry_run=dry_run, touch=touch)
         return RemoteCall("adopt", params, _to("Merged"), on_progress)
 
     # -- archives ---------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class Applied:
     another program changed them below and the workspace holds only parts of them.  `recovered` describes a killed apply
     that this one completed or undid first.  `safety_snapshot` contains the state that was written; `expired` is as in
     `Restored`.
-    `repositories`, by path, are as in `Merged`.
+    `repositories`, by path, are as in `Merged`.  `older` is as in `Restored`.
     """
 
     directory: str
@@ -146,6 +146,7 @@ class Applied:
     safety_snapshot: str | None = None
     expired: Mapping[str, datetime] = field(default_factory=dict)
     repositories: Mapping[str, Repository] = field(default_factory=dict)
+    older: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,8 @@ class Restored:
     redone ("restore turn-1").  `undo_steps`, `redo_steps`: how many more steps can be undone and redone (0 for a dry
     run).  `expired`: dropped snapshots, with the time at which each was taken.  These are safety snapshots that no
     undo or redo leads to any more and that were too old or too many, and snapshots without a user's name that were
-    dropped since the last answer because memory was needed.
+    dropped since the last answer because memory was needed.  `older`: how many files got other content, and a
+    time that is not later than that of the old content, so that build tools may not notice; 0 with `touch`.
     """
 
     source: str
@@ -172,6 +174,7 @@ class Restored:
     expired: Mapping[str, datetime] = field(default_factory=dict)
     undo_steps: int = 0
     redo_steps: int = 0
+    older: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,7 @@ class Merged:
     expired: Mapping[str, datetime] = field(default_factory=dict)
     undo_steps: int = 0
     repositories: Mapping[str, Repository] = field(default_factory=dict)
+    older: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,7 @@ def _restore_call(source: WorkspaceSource, given: Mapping[str, str], *, dry_run:
         raise WrongRequestError("kind is restore, undo or redo.")
     if not dry_run:
         call.params.created_at = _created_at(given)
+        call.params.touch = given.get("touch") == "yes"
     return call
 
 
@@ -177,6 +178,11 @@ async def restore(request: Request) -> Response:
     return await changed(request, source, f"Undid {found.step}", found, problems, back="redo")
 
 
+def older_lines(older: int) -> list[str]:
+    """Say how many files are older than what they replaced; nothing if there are none."""
+    return [f"{counted(older, 'file')} older than what was replaced: build tools may not notice."] if older else []
+
+
 async def changed(
     request: Request,
     source: WorkspaceSource,
@@ -194,7 +200,11 @@ async def changed(
         title=f"{what}: {count_words(found.counts)}.",
         counts=found.counts,
         changes=listed(found.changes),
-        notes=[*([] if safety is None else [f"The state before is kept as {safety}."]), *notes],
+        notes=[
+            *([] if safety is None else [f"The state before is kept as {safety}."]),
+            *older_lines(found.older),
+            *notes,
+        ],
         back=None if safety is None else await _way_back(source, back, safety),
     )
 

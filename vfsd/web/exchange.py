@@ -16,7 +16,7 @@ from starlette.responses import Response
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import Applied, Merged, Restored
 from vfsd.machine.text import counted
-from vfsd.web.actions import changed, complete, confirm, count_words, done, listed, problem_lines
+from vfsd.web.actions import changed, complete, confirm, count_words, done, listed, older_lines, problem_lines
 from vfsd.web.forms import fields
 from vfsd.web.pages import sources_of, workspace_of
 from vfsd.web.problems import WrongRequestError
@@ -28,6 +28,10 @@ _POLICIES: Final = ("fail", "ours", "theirs", "markers")
 
 def _force(form: Mapping[str, str]) -> bool:
     return form.get("force") == "yes"
+
+
+def _touch(form: Mapping[str, str]) -> bool:
+    return form.get("touch") == "yes"
 
 
 # -- forks --------------------------------------------------------------------------------------------
@@ -59,7 +63,7 @@ async def merge(request: Request) -> Response:
     """POST `/w/KEY/merge`: merge a fork."""
     form = await fields(request)
     source, fork = _pair(request, form)
-    found = await complete(source, source.requests.merge(fork, conflicts=_policy(form)))
+    found = await complete(source, source.requests.merge(fork, conflicts=_policy(form), touch=_touch(form)))
     return await _merged(request, source, found, f"Merged {fork}", [*_conflicts(found), *_repositories(found)])
 
 
@@ -99,7 +103,7 @@ async def adopt(request: Request) -> Response:
     """POST `/w/KEY/adopt`: make the workspace equal to a fork; with `force`, changes of its own are replaced."""
     form = await fields(request)
     source, fork = _pair(request, form)
-    found = await complete(source, source.requests.adopt(fork, force=_force(form)))
+    found = await complete(source, source.requests.adopt(fork, force=_force(form), touch=_touch(form)))
     return await _merged(request, source, found, f"Adopted {fork}")
 
 
@@ -140,10 +144,15 @@ async def apply(request: Request) -> Response:
     """POST `/w/KEY/apply`: write the changes to the directory; with `force`, over changes that others made there."""
     form = await fields(request)
     source = workspace_of(request)
-    call: RemoteCall[Applied] = source.requests.apply(_paths(form), force=_force(form))
+    call: RemoteCall[Applied] = source.requests.apply(_paths(form), force=_force(form), touch=_touch(form))
     found: Applied = await complete(source, call)
     problems = problem_lines({**found.conflicts, **found.problems})
-    notes = [*([found.recovered] if found.recovered else []), *problems, *_repositories(found)]
+    notes = [
+        *([found.recovered] if found.recovered else []),
+        *older_lines(found.older),
+        *problems,
+        *_repositories(found),
+    ]
     if not found.applied:
         title = f"Nothing was written to {found.directory}: {counted(len(found.conflicts), 'conflict')}."
         return done(request, source, title=title, notes=notes)
@@ -155,5 +164,5 @@ async def discard(request: Request) -> Response:
     """POST `/w/KEY/discard`: show the directory below the overlay again."""
     form = await fields(request)
     source = workspace_of(request)
-    found: Restored = await complete(source, source.requests.discard(_paths(form)))
+    found: Restored = await complete(source, source.requests.discard(_paths(form), touch=_touch(form)))
     return await changed(request, source, "Discarded", found, problem_lines(found.problems))

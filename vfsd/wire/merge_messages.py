@@ -27,6 +27,7 @@ class MergeParams(Params):
     paths: list[str] = []
     conflicts: Conflicts = "fail"
     dry_run: bool = False
+    touch: bool = False  # as in RestoreParams
 
 
 class ConflictRecord(msgspec.Struct, omit_defaults=True):
@@ -62,6 +63,7 @@ class MergeResult(msgspec.Struct):
     safety_snapshot: str | None = None
     expired: list[ExpiredRecord] = []
     undo_steps: int = 0
+    older: int = 0  # as in RestoreResult
     repositories: list[RepositoryRecord] = []
 
 
@@ -74,6 +76,7 @@ class AdoptParams(Params):
     fork: Peer
     force: bool = False
     dry_run: bool = False
+    touch: bool = False  # as in RestoreParams
 
 
 # -- between daemons -------------------------------------------------------------------------------

@@ -100,7 +100,8 @@ class RestoreParams(Params):
       the step goes to was kept at that time: another client may have made or undone a step.
     - `base`: the directory below an overlay.
 
-    `paths` limits the restore to these paths.  `dry_run` reports the changes without making them; `stream` then sends
+    `paths` limits the restore to these paths.  `touch` gives the files whose content it changes one present mtime; else
+    they get the recorded ones.  `dry_run` reports the changes without making them; `stream` then sends
     them as `DiffParams` describes.
     """
 
@@ -115,6 +116,7 @@ class RestoreParams(Params):
     paths: list[str] = []
     dry_run: bool = False
     stream: bool = False
+    touch: bool = False
 
 
 class ProblemRecord(msgspec.Struct):
@@ -142,6 +144,7 @@ class RestoreResult(msgspec.Struct):
     expired: list[ExpiredRecord] = []
     undo_steps: int = 0  # the numbers of steps that can be undone and redone now
     redo_steps: int = 0
+    older: int = 0  # files that got other content, and an mtime that is not later in whole seconds
 
 
 CHANGES_LISTED: Final = 10_000
@@ -263,13 +266,15 @@ class ApplyParams(Params):
     """Parameters of `apply`: write the changes of an overlay, or those at `paths`, into the directory below it.
 
     If other programs changed the same files in that directory, nothing is written unless `force` is set.  `stream`
-    sends the changes as `DiffParams` describes.
+    sends the changes as `DiffParams` describes.  `touch` gives the files whose content is written one present mtime,
+    here and below.
     """
 
     paths: list[str] = []
     dry_run: bool = False
     force: bool = False
     stream: bool = False
+    touch: bool = False
 
 
 class ApplyResult(msgspec.Struct):
@@ -284,6 +289,7 @@ class ApplyResult(msgspec.Struct):
     truncated: bool = False
     recovered: str | None = None  # an interrupted apply that this one finished or undid first
     safety_snapshot: str | None = None  # the state that was written; `undo` returns to it
+    older: int = 0  # as in RestoreResult
     expired: list[ExpiredRecord] = []
     repositories: list[RepositoryRecord] = []  # of `changes` and `conflicts`, those in them are left out
 

@@ -28,11 +28,14 @@ class OverlayInode(Inode):
         self.birth_ns = min(self.mtime_ns, self.ctime_ns)
 
     def follows(self, was: Identity) -> bool:
-        """Whether this version has no changes over the lower file, whose identity is `was`."""
+        """Whether this version has no changes over the lower file, whose identity is `was`.
+
+        A change sets the ctime.  Another mtime alone comes from a discard or a restore that touched the file.
+        """
         content = self.content
         return (
             self.lower.identity == was
-            and (self.size, self.mtime_ns, self.ctime_ns) == was[2:]
+            and (self.size, self.ctime_ns) == (was[2], was[4])
             and (content is None or (isinstance(content, LowerContent) and content.is_pristine))
         )
 

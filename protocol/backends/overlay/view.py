@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, cast
 
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.overlay.content import LowerContent
+from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.lower import LOST_NS, ChangedBelowError
 from protocol.tree import CHUNK_BYTES, LOST, Chunk, Tree, TreeEntry, losing
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.overlay.inode import OverlayInode
     from protocol.backends.overlay.state import OverlayState
 
 
@@ -57,6 +57,10 @@ class OverlayTree(SnapshotTree):
 
     def _entry(self, path: bytes, inode: Inode) -> TreeEntry:
         entry = super()._entry(path, inode)
+        if isinstance(inode, OverlayInode) and inode.content is not None:
+            below = inode.lower.identity
+            if inode.mtime_ns != below[3] and inode.follows(below):
+                entry = replace(entry, mtime_ns=below[3])  # touched, which is no change over the directory below
         # The attributes are those of the file below.  A kernel reads no file that is empty, and would not meet ESTALE.
         return replace(entry, size=1) if not entry.size and entry.is_file and self._is_lost(inode) else entry
 
@@ -102,7 +106,7 @@ class OverlayTree(SnapshotTree):
     def _check(self, node: Inode) -> None:
         """Raise ChangedBelowError if the content of a file is lost."""
         if self._is_lost(node):
-            raise ChangedBelowError(cast("OverlayInode", node).lower.path, LOST)
+            raise ChangedBelowError(cast(OverlayInode, node).lower.path, LOST)
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         self.read_node(self._file(path), 0, 1)

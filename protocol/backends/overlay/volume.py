@@ -220,6 +220,13 @@ class OverlayVolume(MemoryVolume):
             cast("OverlayTree", tree).follow()
             yield tree
 
+    def unchanged_ctime(self, inode: int) -> int | None:
+        """See `OverlaidVolume`."""
+        node = self._overlay.table.get(inode)
+        if not isinstance(node, OverlayInode) or node.content is None or not node.follows(node.lower.identity):
+            return None
+        return node.ctime_ns
+
     def lose_changed(self, name: str) -> None:
         """See `OverlaidVolume`."""
         with self._lock, self._history.tree(name) as wanted, self._history.tree() as live:

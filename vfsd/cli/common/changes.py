@@ -67,7 +67,7 @@ def show_outcome(what: str, answer: RestoreResult | ImportResult) -> None:
 
     `what` says what was done, such as "restored turn-3".
     """
-    for line in outcome_lines(what, answer.counts, answer.safety_snapshot):
+    for line in outcome_lines(what, answer.counts, answer.safety_snapshot, getattr(answer, "older", 0)):
         output.say(line)
     show_expired(answer.expired)
 

@@ -161,3 +161,7 @@ exclude_option = click.option(
     metavar="PATTERN",
     help="Leave out paths that match, and what is below them; may be repeated.",
 )
+
+touch_option = click.option(
+    "--touch", is_flag=True, help="Give the files whose content changes the present time, so that builds notice them."
+)

@@ -49,9 +49,16 @@ def nothing_to_restore(source: str) -> str:
     return f"nothing to restore: everything is as in {source}"
 
 
-def outcome_lines(what: str, counts: ChangeCounts, safety_snapshot: str | None) -> list[str]:
-    """Say what was changed, and which snapshot has the state before."""
-    lines = [f"{what}: {count_words(counts)}"]
+def older_lines(older: int) -> list[str]:
+    """Say how many files are older than what they replaced, and what to do; nothing if there are none."""
+    files = f"{older:,} files are" if older > 1 else "1 file is"
+    advice = "build tools may not notice: `--touch`"
+    return [f"{files} older than what {'they' if older > 1 else 'it'} replaced; {advice}"] if older else []
+
+
+def outcome_lines(what: str, counts: ChangeCounts, safety_snapshot: str | None, older: int = 0) -> list[str]:
+    """Say what was changed, which snapshot has the state before, and how many files are older than before."""
+    lines = [f"{what}: {count_words(counts)}", *older_lines(older)]
     if safety_snapshot is not None:
         lines.append(f"the state before is {safety_snapshot}; `vfsd restore --undo` brings it back")
     return lines
@@ -59,7 +66,7 @@ def outcome_lines(what: str, counts: ChangeCounts, safety_snapshot: str | None) 
 
 def step_lines(verb: str, step: str, answer: RestoreResult) -> list[str]:
     """Say what an undo or a redo did, and whether more steps can be undone or redone."""
-    lines = [f"{verb} {step}: {count_words(answer.counts)}"]
+    lines = [f"{verb} {step}: {count_words(answer.counts)}", *older_lines(answer.older)]
     if step == "apply":
         lines.append("what was applied stays in the directory below")
     ways = [

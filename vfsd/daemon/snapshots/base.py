@@ -77,7 +77,8 @@ class Outcome(Value):
     `source`: the snapshot that the live state was made from.  `safety`: the snapshot of the state before; None if
     nothing changed.  `counts` covers all changes, `changes` lists the first of them.  `problems`: paths that could not
     be restored, with the reason.  `step`: the step that was undone or redone.  `expired`: safety snapshots that were
-    dropped because no step led to them and they were too many or too old.
+    dropped because no step led to them and they were too many or too old.  `older`: how many files got other content
+    and no later mtime (`protocol.diff.tree_diff.went_back`).
     """
 
     source: str
@@ -89,6 +90,7 @@ class Outcome(Value):
     expired: Sequence[SnapshotInfo] = ()
     undo_steps: int = 0
     redo_steps: int = 0
+    older: int = 0
 
     @property
     def truncated(self) -> bool:
@@ -272,18 +274,23 @@ class SnapshotService(Protocol):
         """Return what another daemon, which takes the workspace over, needs of them."""
         ...
 
-    async def restore(self, name: str, paths: Sequence[bytes], observer: CallObserver) -> Outcome:
-        """Make the live state (below `paths`, or all of it) equal to snapshot `name`, or to BASE."""
+    async def restore(
+        self, name: str, paths: Sequence[bytes], observer: CallObserver, *, touch: bool = False
+    ) -> Outcome:
+        """Make the live state (below `paths`, or all of it) equal to snapshot `name`, or to BASE.
+
+        Here and below, `touch` gives the files whose content changed one present mtime instead of the recorded ones.
+        """
         ...
 
-    async def undo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
+    async def undo(self, observer: CallObserver, check: CheckStep = lambda _: None, *, touch: bool = False) -> Outcome:
         """Go one step back in the history, keeping the live state for `redo`.  ENOENT at its beginning.
 
         After an interrupted restore, go to the state before it.
         """
         ...
 
-    async def redo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
+    async def redo(self, observer: CallObserver, check: CheckStep = lambda _: None, *, touch: bool = False) -> Outcome:
         """Go one step forward in the history, keeping the live state for `undo`.  ENOENT at its end."""
         ...
 
@@ -295,7 +302,9 @@ class SnapshotService(Protocol):
         """Check the content of `origin` against its hashes and the workspace's limits.  ArchiveError, OSError."""
         ...
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool) -> Outcome:
+    async def put(
+        self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool, touch: bool = False
+    ) -> Outcome:
         """Put `staged` into the live state; see `SnapshotableVolume.import_tree`."""
         ...
 
@@ -324,7 +333,9 @@ class SnapshotService(Protocol):
         """
         ...
 
-    async def put_merged(self, new: NewState, step: str, observer: CallObserver, check: CheckState) -> Outcome:
+    async def put_merged(
+        self, new: NewState, step: str, observer: CallObserver, check: CheckState, *, touch: bool = False
+    ) -> Outcome:
         """Make the live state equal to `new` at its paths, as a step with the name `step`, if `check` allows it."""
         ...
 

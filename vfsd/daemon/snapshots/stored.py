@@ -23,7 +23,7 @@ from typing import Final
 
 import trio
 
-from protocol.diff.tree_diff import changes, count
+from protocol.diff.tree_diff import changes, count, went_back
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import (
     RestoredChanges,
@@ -226,45 +226,56 @@ class StoreSnapshots:
         return found
 
     # -- what changes the live state -----------------------------------------------------------------
-    async def restore(self, name: str, paths: Sequence[bytes], observer: CallObserver) -> Outcome:
+    async def restore(
+        self, name: str, paths: Sequence[bytes], observer: CallObserver, *, touch: bool = False
+    ) -> Outcome:
         if name == BASE:
             raise no_lower_layer()
         async with self._mounted.change_lock:
             if is_staged(name):
                 return await self._resume_staged(name, observer)
             merged = None if paths else await self._merged_into(name)
-            return await self._restore(name, paths, observer, PlannedStep(f"restore {name}"), merged=merged)
+            planned = PlannedStep(f"restore {name}")
+            return await self._restore(name, paths, observer, planned, merged=merged, touch=touch)
 
     async def _merged_into(self, name: str) -> Sequence[MergedState]:
         """Return what was merged into snapshot `name`."""
         return self.merges.at((await in_thread(self._store.snapshot, self._key, name)).serial)
 
-    async def undo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
+    async def undo(self, observer: CallObserver, check: CheckStep = lambda _: None, *, touch: bool = False) -> Outcome:
         async with self._mounted.change_lock:
             infos, history, half_done = await self.infos(), await self.history(), await self.interrupted()
             if half_done is None or half_done.safety is None:
-                return await self._move(history, infos, history.position - 1, observer, check)
+                return await self._move(history, infos, history.position - 1, observer, check, touch=touch)
             before = next((info for info in infos if info.name == half_done.safety), None)
             to = history.position_of(0 if before is None else before.serial)
             if to is None:
                 if before is not None:
                     check(before)
                 planned = PlannedStep(f"restore {half_done.safety}")
-                return await self._restore(half_done.safety, (), observer, planned)
-            return await self._move(history, infos, to, observer, check)
+                return await self._restore(half_done.safety, (), observer, planned, touch=touch)
+            return await self._move(history, infos, to, observer, check, touch=touch)
 
-    async def redo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
+    async def redo(self, observer: CallObserver, check: CheckStep = lambda _: None, *, touch: bool = False) -> Outcome:
         async with self._mounted.change_lock:
             history = await self.history()
-            return await self._move(history, await self.infos(), history.position + 1, observer, check)
+            return await self._move(history, await self.infos(), history.position + 1, observer, check, touch=touch)
 
     async def _move(
-        self, history: UndoHistory, infos: Sequence[SnapshotInfo], to: int, observer: CallObserver, check: CheckStep
+        self,
+        history: UndoHistory,
+        infos: Sequence[SnapshotInfo],
+        to: int,
+        observer: CallObserver,
+        check: CheckStep,
+        *,
+        touch: bool,
     ) -> Outcome:
         target = state_at(history, infos, to)
         check(target)
         planned = PlannedStep(history.step_between(to), to=to)
-        return await self._restore(target.name, (), observer, planned, merged=await self._merged_into(target.name))
+        merged = await self._merged_into(target.name)
+        return await self._restore(target.name, (), observer, planned, merged=merged, touch=touch)
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
         return ()
@@ -285,6 +296,7 @@ class StoreSnapshots:
         directories: Sequence[bytes] | None = None,
         check: CheckState = lambda _: None,
         merged: Sequence[MergedState] | None = None,
+        touch: bool = False,
     ) -> Outcome:
         """Restore snapshot `name`; `merged` is what is merged into the state after it, None: what was before.
 
@@ -307,6 +319,7 @@ class StoreSnapshots:
             safety_tag=step.tag,
             remove=planned.remove,
             directories=None if directories is None else tuple(directories),
+            touch_ns=time.time_ns() if touch else None,
         )
 
         def begin(plan: Plan) -> None:
@@ -363,6 +376,7 @@ class StoreSnapshots:
             expired=gone,
             undo_steps=history.undo_steps,
             redo_steps=history.redo_steps,
+            older=sum(map(went_back, done.changes)),
         )
 
     async def _kept_state(self, step: Step, *, is_changed: bool) -> str | None:
@@ -421,7 +435,9 @@ class StoreSnapshots:
     def staged(self, origin: Origin, observer: CallObserver) -> AbstractAsyncContextManager[Staged]:
         return checked(origin, observer)
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool) -> Outcome:
+    async def put(
+        self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool, touch: bool = False
+    ) -> Outcome:
         # Through the store, so that it is restored like a snapshot, and can be completed or undone after a crash.
         async with self._mounted.change_lock:
             await self._drop_staged()
@@ -430,13 +446,15 @@ class StoreSnapshots:
             await self._take(name, TreeSource(CountedTree(staged.tree, in_bytes(observer))), tag, UNOBSERVED)
             planned = PlannedStep(staged.step(replace=replace), remove=replace)
             try:
-                outcome = await self._restore(name, paths, observer, planned)
+                outcome = await self._restore(name, paths, observer, planned, touch=touch)
             finally:
                 with trio.CancelScope(shield=True):
                     await self._drop_staged()
             return dataclasses.replace(outcome, source=staged.name)
 
-    async def put_merged(self, new: NewState, step: str, observer: CallObserver, check: CheckState) -> Outcome:
+    async def put_merged(
+        self, new: NewState, step: str, observer: CallObserver, check: CheckState, *, touch: bool = False
+    ) -> Outcome:
         # Through the store, as in `put`.
         before = self.merges.now
         async with self._mounted.change_lock:
@@ -452,6 +470,7 @@ class StoreSnapshots:
                     directories=new.directories,
                     check=check,
                     merged=new.merged,
+                    touch=touch,
                 )
             finally:
                 with trio.CancelScope(shield=True):

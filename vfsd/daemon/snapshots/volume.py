@@ -19,12 +19,13 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import trio
 
-from protocol.diff.tree_diff import Change, changes, is_below, summary
+from protocol.diff.tree_diff import Change, changes, got_content, is_below, summary, went_back
 from protocol.diff.tree_diff import count as count_changes
 from protocol.errors import SnapshotNotFoundError
 from protocol.linux import file_clock
 from protocol.tree import LOST, Tree, TreeEntry, losing
 from protocol.types import ChangeCounts
+from protocol.volume import AttributeChanges
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import (
     TAG_MAX_BYTES,
@@ -94,6 +95,7 @@ class _Change(NamedTuple):
 
     counts: ChangeCounts
     changes: Sequence[Change]
+    older: int = 0
     earlier: SnapshotInfo | None = None
 
 
@@ -256,17 +258,19 @@ class VolumeSnapshots:
         return self._last_history.cut(self._pruned.lost).among({info.serial for info in self._volume.snapshots()})
 
     # -- what changes the live state -----------------------------------------------------------------
-    async def restore(self, name: str, paths: Sequence[bytes], observer: CallObserver) -> Outcome:
+    async def restore(
+        self, name: str, paths: Sequence[bytes], observer: CallObserver, *, touch: bool = False
+    ) -> Outcome:
         volume = self._volume
         if name == BASE:
             lower = self._lower()
             merged = self.merges.now if paths else ()
-            return await self._step(lambda: lower.discard(paths), "discard", name, observer, merged=merged)
+            return await self._step(lambda: lower.discard(paths), "discard", name, observer, merged=merged, touch=touch)
         serial = volume.snapshot(name).serial  # raises if there is none
         merged = self.merges.now if paths else self.merges.at(serial)
         restore = functools.partial(volume.restore_snapshot, name, paths)
         problems = await self._lost(name, paths)
-        outcome = await self._step(restore, f"restore {name}", name, observer, merged=merged)
+        outcome = await self._step(restore, f"restore {name}", name, observer, merged=merged, touch=touch)
         return msgspec.structs.replace(outcome, problems=problems)
 
     async def check_below(self) -> None:
@@ -311,9 +315,11 @@ class VolumeSnapshots:
         finally:
             stage.give_back()
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool) -> Outcome:
+    async def put(
+        self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool, touch: bool = False
+    ) -> Outcome:
         extent = {"replace": replace, "paths": paths}
-        return await self._put(staged, staged.step(replace=replace), observer, extent)
+        return await self._put(staged, staged.step(replace=replace), observer, extent, touch=touch)
 
     async def _put(
         self, staged: Staged, step: str, observer: CallObserver, extent: Mapping[str, Any], **others: Any
@@ -343,11 +349,13 @@ class VolumeSnapshots:
         check: Callable[[], None] = lambda: None,
         merged: Sequence[MergedState] | None = None,
         made: _Change | None = None,
+        touch: bool = False,
     ) -> Outcome:
         """Make `change`, as a step of the history unless it changes nothing.
 
         `check` may raise; nothing happens between it and the change.  `merged` is what is merged into the state after
-        the change; None: what was before.  `made` is what the change does, if that is known.
+        the change; None: what was before.  `made` is what the change does, if that is known.  With `touch`,
+        files whose content it changes get the present mtime.
         """
         async with self._mounted.change_lock:
             if prepare is not None:
@@ -358,7 +366,8 @@ class VolumeSnapshots:
                 check()
                 observer.commit()
                 before = self._history()
-                changed = self._change(change, f"before {step}", source, merged, lambda at: before.stepped(at, step))
+                stepped = functools.partial(before.stepped, step=step)
+                changed = self._change(change, f"before {step}", source, merged, stepped, touch=touch)
                 return before, *changed
 
             before, safety, invalidation = await repeated(attempt)
@@ -372,11 +381,15 @@ class VolumeSnapshots:
                 self._last_history = before
                 self._drop_if_there(safety.name)
                 return self._outcome(source, None)
+            if touch:
+                made = made._replace(older=0)
             if made.earlier is not None:
                 self._last_history = before.stepped(made.earlier.serial, step)
             return self._outcome(source, safety, made)
 
-    async def put_merged(self, new: NewState, step: str, observer: CallObserver, check: CheckState) -> Outcome:
+    async def put_merged(
+        self, new: NewState, step: str, observer: CallObserver, check: CheckState, *, touch: bool = False
+    ) -> Outcome:
         def check_state() -> None:
             if self._volume.changed_since(new.before.mark):
                 with self._volume.tree() as live:
@@ -389,19 +402,21 @@ class VolumeSnapshots:
         # Staged, so that the step on the loop shares the content instead of copying it.
         async with self.staged(origin, observer) as staged:
             extent = {"replace": True, "paths": new.paths, "directories": new.directories}
-            made = _Change(count_changes(new.changes), new.changes[:CHANGES_LISTED])
-            return await self._put(staged, step, observer, extent, check=check_state, merged=new.merged, made=made)
+            older = sum(map(went_back, new.changes))
+            made = _Change(count_changes(new.changes), new.changes[:CHANGES_LISTED], older)
+            others = {"check": check_state, "merged": new.merged, "made": made, "touch": touch}
+            return await self._put(staged, step, observer, extent, **others)
 
     async def note_merged(self, merged: Sequence[MergedState]) -> None:
         self.merges.record(max((info.serial for info in self._volume.snapshots()), default=0), merged)
 
-    async def undo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
-        return await self._move(-1, observer, check)
+    async def undo(self, observer: CallObserver, check: CheckStep = lambda _: None, *, touch: bool = False) -> Outcome:
+        return await self._move(-1, observer, check, touch=touch)
 
-    async def redo(self, observer: CallObserver, check: CheckStep = lambda _: None) -> Outcome:
-        return await self._move(+1, observer, check)
+    async def redo(self, observer: CallObserver, check: CheckStep = lambda _: None, *, touch: bool = False) -> Outcome:
+        return await self._move(+1, observer, check, touch=touch)
 
-    async def _move(self, by: int, observer: CallObserver, check: CheckStep) -> Outcome:
+    async def _move(self, by: int, observer: CallObserver, check: CheckStep, *, touch: bool) -> Outcome:
         async with self._mounted.change_lock:
             await self._mounted.write_back()
             before = self._history()
@@ -414,8 +429,12 @@ class VolumeSnapshots:
             merged = self.merges.at(self._volume.snapshot(source).serial)
             restore = functools.partial(self._volume.restore_snapshot, source)
             moved = functools.partial(before.moved, to)
-            safety, invalidation = await repeated(lambda: self._change(restore, tag, source, merged, moved))
+            safety, invalidation = await repeated(
+                lambda: self._change(restore, tag, source, merged, moved, touch=touch)
+            )
             made = await self._invalidate(invalidation, safety, before, observer)
+            if touch:
+                made = made._replace(older=0)
             if made.earlier is not None:
                 self._last_history = before.moved(to, None)
             problems: Mapping[bytes, str] = {}
@@ -432,6 +451,8 @@ class VolumeSnapshots:
         source: str,
         merged: Sequence[MergedState] | None,
         history: Callable[[int], UndoHistory],
+        *,
+        touch: bool = False,
     ) -> tuple[SnapshotInfo, CacheInvalidation]:
         """Make `change` after taking a safety snapshot; if it fails, drop that again.
 
@@ -448,12 +469,46 @@ class VolumeSnapshots:
                 self._set_history(history(safety.serial), with_next=True)
                 if merged is not None:
                     self.merges.record(safety.serial, merged, with_next=True)
-                return safety, self._allowed(change, safety)
+                invalidation = self._allowed(change, safety)
+                return safety, self._touched(invalidation, safety) if touch else invalidation
             except BaseException:
                 self.merges.record(safety.serial, before, with_next=True)
                 self._set_history(history_before, with_next=True)
                 self._drop_if_there(safety.name)
                 raise
+
+    def _touched(self, invalidation: CacheInvalidation, safety: SnapshotInfo) -> CacheInvalidation:
+        """Give the files whose content changed since `safety` the present mtime; return what is to be invalidated."""
+        volume = self._volume
+        try:
+            with volume.keeping(safety.name), volume.tree(safety.name) as old, volume.tree() as new:
+                more = self._touch(old, new, ())
+        except OSError as error:
+            log_failure(_logger, "touching what was restored", error, level=logging.WARNING)
+            return invalidation
+        known = {change.inode for change in invalidation.inodes}
+        return CacheInvalidation(
+            invalidation.entries,
+            [*invalidation.inodes, *(change for change in more.inodes if change.inode not in known)],
+            {**more.paths, **invalidation.paths},
+            {**more.modes, **invalidation.modes},
+        )
+
+    def _touch(self, old: Tree, new: Tree, paths: Sequence[bytes]) -> CacheInvalidation:
+        """Give the files of the live state `new` whose content is not that in `old` one present mtime."""
+        found = {change.new.inode for change in changes(old, new, paths=paths) if got_content(change) and change.new}
+        now = time.time_ns()
+        with self._volume.changes() as made:
+            for number in found:
+                ctime_ns = None if self._overlaid is None else self._overlaid.unchanged_ctime(number)
+                self._volume.setattr(number, AttributeChanges(mtime_ns=now, ctime_ns=ctime_ns))
+        return made.invalidation
+
+    async def touch_changed(self, paths: Sequence[bytes]) -> None:
+        """Give the files whose content is not that of the lower layer one present mtime, before they are applied."""
+        with self._lower().base_tree() as base, self._volume.tree() as live:
+            invalidation = self._touch(base, live, paths)
+        await self._mounted.invalidate(invalidation)
 
     def _allowed(self, change: Callable[[], CacheInvalidation], safety: SnapshotInfo) -> CacheInvalidation:
         """Make `change`; undo it and raise DeniedByPolicyError if the policy forbids it.
@@ -517,7 +572,8 @@ class VolumeSnapshots:
         kept = None if safety is None else safety.name
         gone = self._drop_expired({source, kept}) if kept is not None else []
         counts, listed = (ChangeCounts(), ()) if made is None else (made.counts, made.changes)
-        return Outcome(source, kept, counts, listed, {}, step, gone, history.undo_steps, history.redo_steps)
+        older = 0 if made is None else made.older
+        return Outcome(source, kept, counts, listed, {}, step, gone, history.undo_steps, history.redo_steps, older)
 
     def _drop_expired(self, keep: Collection[str | None]) -> list[SnapshotInfo]:
         names = {name for name in keep if name is not None}
@@ -611,8 +667,10 @@ def _compare(old: Tree, new: Tree, observer: CallObserver) -> _Change | None:
     """
     for contents in (True, False):
         try:
-            counts, first = summary(old, new, CHANGES_LISTED, contents=contents, keep_going=observer.raise_if_cancelled)
-            return _Change(counts, first)
+            counts, first, older = summary(
+                old, new, CHANGES_LISTED, contents=contents, keep_going=observer.raise_if_cancelled
+            )
+            return _Change(counts, first, older)
         except Exception as error:  # noqa: BLE001 -- see above
             observer.raise_if_cancelled()
             # For example, a file below an overlay that other programs change.  The second try compares sizes and times.

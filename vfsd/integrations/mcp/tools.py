@@ -145,6 +145,9 @@ class RestoreToolParams(Params, frozen=True):
     ] = False
     paths: _Paths = ()
     dry_run: Annotated[bool, Meta(description="Only say what would change.")] = False
+    touch: Annotated[
+        bool, Meta(description="Give files whose content changes the present mtime, so that build tools notice them.")
+    ] = False
 
 
 async def _restore(params: RestoreToolParams, session: Session, on_progress: OnProgress) -> str:
@@ -152,9 +155,11 @@ async def _restore(params: RestoreToolParams, session: Session, on_progress: OnP
     if (params.snapshot is None) != params.undo:
         raise ValueError("give either `snapshot`, as the tool snapshots lists them, or `undo`")
     if params.snapshot is None:
-        call = requests.undo(params.paths, dry_run=params.dry_run, on_progress=on_progress)
+        call = requests.undo(params.paths, dry_run=params.dry_run, touch=params.touch, on_progress=on_progress)
     else:
-        call = requests.restore(params.snapshot, params.paths, dry_run=params.dry_run, on_progress=on_progress)
+        call = requests.restore(
+            params.snapshot, params.paths, dry_run=params.dry_run, touch=params.touch, on_progress=on_progress
+        )
     restored = await session.send(call)
     return "\n".join(_restored_lines(params, restored))
 
@@ -166,6 +171,8 @@ def _restored_lines(params: RestoreToolParams, restored: Restored) -> list[str]:
     lines = [f"Would have {done}:" if params.dry_run else f"{done.capitalize()}:", _counted(restored.counts)]
     lines += _change_lines(restored.changes, restored.counts, _PATHS_SHOWN)
     lines += _some([f"(could not be restored: {path}: {reason})" for path, reason in restored.problems.items()])
+    if restored.older:
+        lines.append(f"({restored.older} files are older than what they replaced; build tools may not notice: `touch`)")
     if restored.safety_snapshot is not None:
         way = "restore it by this name" if params.undo else "undo brings it back"
         lines.append(f"The state before is kept as {restored.safety_snapshot}; {way}.")

@@ -109,7 +109,8 @@ class MergeMethods:
             conflicts = list(map(_record, done.conflicts))
             return Plan(done.tree, done.changes, conflicts, refuses, done.scopes, done.repositories)
 
-        return await self._run(params.fork, plan, f"merge {params.fork.name}", call, dry_run=params.dry_run)
+        step = f"merge {params.fork.name}"
+        return await self._run(params.fork, plan, step, call, dry_run=params.dry_run, touch=params.touch)
 
     async def _adopt(self, params: AdoptParams, call: CallContext) -> MergeResult:
         from protocol.merge.repositories import Repositories  # noqa: PLC0415 (as above)
@@ -133,7 +134,8 @@ class MergeMethods:
             return Plan(other.theirs, found, conflicts, bool(conflicts) and not params.force)
 
         step = f"adopt {params.fork.name}"
-        return await self._run(params.fork, plan, step, call, dry_run=params.dry_run, needs_base=not params.force)
+        how = {"dry_run": params.dry_run, "touch": params.touch, "needs_base": not params.force}
+        return await self._run(params.fork, plan, step, call, **how)
 
     async def _run(
         self,
@@ -143,6 +145,7 @@ class MergeMethods:
         call: CallContext,
         *,
         dry_run: bool,
+        touch: bool,
         needs_base: bool = True,
     ) -> MergeResult:
         if self._options.read_only and not dry_run:
@@ -153,7 +156,7 @@ class MergeMethods:
                 try:
                     merges = None if dry_run else self._snapshots.merges
                     async with self._others.opened(peer, merges=merges, needs_base=needs_base) as other:
-                        return await self._attempt(other, plan, step, call, dry_run=dry_run)
+                        return await self._attempt(other, plan, step, call, dry_run=dry_run, touch=touch)
                 except _ChangedMeanwhileError as error:
                     changed = error.paths
                 except _NotAppliedError as answer:  # an error, so that the other workspace drops what it kept
@@ -163,7 +166,14 @@ class MergeMethods:
         raise OSError(errno.EBUSY, reason)
 
     async def _attempt(
-        self, other: Other, plan: Callable[[Other, Tree], Plan], step: str, call: CallContext, *, dry_run: bool
+        self,
+        other: Other,
+        plan: Callable[[Other, Tree], Plan],
+        step: str,
+        call: CallContext,
+        *,
+        dry_run: bool,
+        touch: bool,
     ) -> MergeResult:
         merged_before = other.here.merged  # the base was chosen by this
         async with self._snapshots.frozen(call) as view:
@@ -192,7 +202,8 @@ class MergeMethods:
                 await self._snapshots.note_merged(new.merged)
                 answer = _result(other, made, applied=True)
             else:
-                answer = self._answer(other, made, await self._snapshots.put_merged(new, step, call, check))
+                outcome = await self._snapshots.put_merged(new, step, call, check, touch=touch)
+                answer = self._answer(other, made, outcome)
         if made.repositories:
             answer.repositories = await self._fetch_branches(made.repositories, other.lineage.name)
             if all(each.refs for each in answer.repositories) and self._snapshots.merges.now == merged:
@@ -211,6 +222,7 @@ class MergeMethods:
         answer.safety_snapshot = outcome.safety
         answer.expired = expired_records(outcome.expired, self._snapshots.collect_pruned())
         answer.undo_steps = outcome.undo_steps
+        answer.older = outcome.older
         return answer
 
 

@@ -178,7 +178,7 @@ class SnapshotMethods:
         snapshots = self._snapshots
         if moves and not (params.dry_run or paths):
             move = snapshots.undo if params.undo else snapshots.redo
-            outcome = await move(call, functools.partial(_check_step, params.created_at))
+            outcome = await move(call, functools.partial(_check_step, params.created_at), touch=params.touch)
             return self._restored(outcome.source, outcome)
         name = BASE if params.base else await self._step_to(params) or params.name or ""
         source = wire_path(os.fsencode(str(self._options.backend))) if params.base else name
@@ -194,7 +194,7 @@ class SnapshotMethods:
                 await self._check_policy(live, wanted, paths, f"restore {source}", call)
                 found = await compare(live, wanted, paths, call, stream=params.stream, restores=True)
             return RestoreResult(source, None, found.counts, found.records, found.truncated, found.problems)
-        return self._restored(source, await snapshots.restore(name, paths, call))
+        return self._restored(source, await snapshots.restore(name, paths, call, touch=params.touch))
 
     def _store(self, directory: str | None) -> Store:
         return Store(self._options.store if directory is None else absolute_path(directory))
@@ -209,7 +209,8 @@ class SnapshotMethods:
                     await self._check_policy(live, staged.tree, paths, staged.step(replace=True), call)
                     found = await compare(live, staged.tree, paths, call, stream=params.stream, restores=True)
                 return RestoreResult(source, None, found.counts, found.records, found.truncated)
-            return self._restored(source, await snapshots.put(staged, paths, call, replace=True))
+            outcome = await snapshots.put(staged, paths, call, replace=True, touch=params.touch)
+            return self._restored(source, outcome)
 
     def _restored(self, source: str, outcome: Outcome) -> RestoreResult:
         return RestoreResult(
@@ -223,6 +224,7 @@ class SnapshotMethods:
             expired_records(outcome.expired, self._snapshots.collect_pruned()),
             outcome.undo_steps,
             outcome.redo_steps,
+            outcome.older,
         )
 
     async def _check_policy(

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from protocol.adapters.filtered import changed_tree
 from protocol.archive import export_archive
+from protocol.diff.tree_diff import went_back
 from protocol.tree import Tree, unfiltered
 from protocol.volume_extensions import ApplyResult as Applied
 from protocol.volume_extensions import overlaid, snapshotable
@@ -200,21 +201,24 @@ class TreeMethods:
         paths = await tree_paths(params.paths)
         async with self._mounted.change_lock:
             await self._mounted.write_back()
-            if self._mounted.policy is not None:
+            touches = params.touch and not params.dry_run
+            if self._mounted.policy is not None or touches:
                 with volume.applying(paths, force=params.force, dry_run=True) as trial:
                     planned = await in_thread(trial.write, call.raise_if_cancelled)
-                self._mounted.policy.check(planned.changes, "apply")
-            with (
-                self._snapshots.applying("apply") as step,
-                volume.applying(paths, force=params.force, dry_run=params.dry_run) as run,
-            ):
+                if self._mounted.policy is not None:
+                    self._mounted.policy.check(planned.changes, "apply")
+                touches = touches and (params.force or not planned.conflicts)
+            with self._snapshots.applying("apply") as step:
                 if not params.dry_run:
                     call.commit()  # once the thread runs, a cancelled call could not say whether it wrote anything
-                done = await in_thread(run.write, call.raise_if_cancelled)
-                is_written = not params.dry_run and (params.force or not done.conflicts)
-                if is_written:
-                    run.finish(done)
-                    step.wrote = bool(done.changes)
+                if touches:
+                    await self._snapshots.touch_changed(paths)
+                with volume.applying(paths, force=params.force, dry_run=params.dry_run) as run:
+                    done = await in_thread(run.write, call.raise_if_cancelled)
+                    is_written = not params.dry_run and (params.force or not done.conflicts)
+                    if is_written:
+                        run.finish(done)
+                        step.wrote = bool(done.changes)
             if done.error is not None:
                 raise done.error
         stream = OutputPieces(call.output_from_thread) if params.stream else None
@@ -247,4 +251,5 @@ class TreeMethods:
             truncated=found.truncated,
             recovered=done.recovery,
             safety_snapshot=safety,
+            older=sum(map(went_back, done.changes)),
         )
