@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.mount.conftest import BACKENDS, mounted
+from tests.mount.conftest import BACKENDS, MountIt, mounted
 from tests.mount.programs import VFSD
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.workspace import Workspace
@@ -111,8 +111,8 @@ def test_git_apply_of_a_patch_makes_the_second_state_of_the_first(place: Place) 
     place.workspace.snapshot("first")
     change(place.root)
     done = place.vfsd("diff", "first", "--patch", "--", str(place.root))
-    assert done.stderr.decode() == (
-        f"vfsd: not in this patch: {place.root.name}/.git (--include-git includes it; `git apply` rejects it)\n"
+    assert done.stderr.decode().splitlines()[0] == (
+        f"vfsd: not in this patch: {place.root.name}/.git (--include-git includes it; `git apply` rejects it)"
     )
     for options in ([], ["-R"], ["--index"]):
         subprocess.run([*GIT, "update-index", "-q", "--refresh"], cwd=copy, check=False)
@@ -134,9 +134,11 @@ def test_what_a_patch_cannot_carry_is_named_with_status_1(place: Place) -> None:
     (place.root / "file").write_text("x\n")
     name = place.root.name
     done = place.vfsd("diff", "carried", "--patch", "--", str(place.root), status=1)
+    elsewhere = "at the top of a copy (in a subdirectory of a larger repository: `--directory=SUBDIRECTORY`)"
     assert done.stderr.decode().splitlines() == [
         f"vfsd: not in this patch: {name}/empty (an empty directory)",
         f"vfsd: not in this patch: {name}/fifo (a special file)",
+        f"vfsd: `git apply` {elsewhere} applies it",
         "vfsd: error: the patch lacks 1 change; `vfsd export` contains everything",
     ]
     assert f"# Not in this patch: {name}/fifo (a special file)\n".encode() in done.stdout
@@ -236,3 +238,28 @@ def test_many_changes_are_listed_whole(tmp_path: Path, workdir: Path) -> None:
                 return len((await attached.diff("moved")).changes)
 
         assert trio.run(at_once) == changes
+
+
+def test_the_command_that_is_named_applies_a_patch_in_a_larger_repository(mount: MountIt, workdir: Path) -> None:
+    top, place = workdir / "top", workdir / "top" / "sub dir" / "project"
+    place.mkdir(parents=True)
+    (place / "file").write_text("1\n")
+    (place / "directory").mkdir()
+    (place / "link").symlink_to("directory")
+    subprocess.run(["git", "init", "-q", top], check=True)
+    workspace = mount(backend=f"overlay:{place}")
+    root = Path(workspace.path)
+    (root / "file").write_text("2\n")
+    (root / "link").unlink()
+    (root / "link").mkdir()
+    (root / "link" / "new").write_text("new\n")
+    command = [*VFSD, "-w", workspace.name, "diff", "--patch"]
+    done = subprocess.run(command, cwd="/", capture_output=True, check=True, timeout=120)
+    said = done.stderr.decode().splitlines()[-1]
+    named = said.split("`")[1]
+    assert named == f"git -C {top} apply '--directory=sub dir/project'"
+    assert said.endswith("applies it; `patch` does not: it would write through links, or reject directories")
+    subprocess.run(named, shell=True, input=done.stdout, check=True)
+    assert (place / "file").read_text() == "2\n"
+    assert (place / "link" / "new").read_text() == "new\n"
+    assert not list((place / "directory").iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from typing import Any, Final
 
 import click
@@ -112,10 +113,10 @@ def diff_command(
     On a terminal it has colours, and goes through $VFSD_PAGER, else $PAGER, else `less`; NO_COLOR=1 and VFSD_PAGER=cat
     switch that off.
 
-    `git apply` of a patch turns state A into state B.  Comment lines in the patch, and standard error, name the changes
-    that are missing from it: special files, files over 256 MiB and names that git rejects (exit status 1); empty
-    directories, hard links and the content of .git, which git ignores (exit status 0).  A patch never contains owners,
-    times, extended attributes, or mode bits other than the owner's execute bit.
+    `git apply` of a patch turns state A into state B; standard error names the command.  Comment lines in the patch,
+    and standard error, name the changes that are missing from it: special files, files over 256 MiB and names that git
+    rejects (exit status 1); empty directories, hard links and the content of .git, which git ignores (exit status 0).
+    A patch never contains owners, times, extended attributes, or mode bits other than the owner's execute bit.
     """
     modes = [mode for mode, is_given in (("stat", stat), ("patch", patch), ("names", names)) if is_given]
     if len(modes) > 1:
@@ -200,6 +201,23 @@ def _patch_document(answer: snapshot_messages.DiffResult, whole: bytes) -> dict[
     return {**{name: getattr(answer, name) for name in names}, **content}
 
 
+def _command_for(a: str) -> str:
+    """Return the command that applies a patch to state `a`; that of an overlay's directory knows its repository.
+
+    In a directory below the top of a repository, `git apply` takes the paths of the patch from the top, and skips them.
+    """
+    directory = os.fsdecode(messages.from_wire_path(a.removeprefix("overlay:")))
+    if not a.startswith("overlay:/") or not os.path.isdir(directory):
+        return "`git apply` at the top of a copy (in a subdirectory of a larger repository: `--directory=SUBDIRECTORY`)"
+    top = directory = os.path.realpath(directory)
+    while not os.path.lexists(os.path.join(top, ".git")) and top != "/":
+        top = os.path.dirname(top)
+    if top == "/":
+        return f"`{shlex.join(['git', '-C', directory, 'apply'])}`"
+    inside = [] if top == directory else [f"--directory={os.path.relpath(directory, top)}"]
+    return f"`{shlex.join(['git', '-C', top, 'apply', *inside])}`"
+
+
 def _note_what_is_missing(answer: snapshot_messages.DiffResult) -> None:
     named = [*answer.omitted, *answer.problems]
     for each in named[:_NAMED]:
@@ -209,6 +227,9 @@ def _note_what_is_missing(answer: snapshot_messages.DiffResult) -> None:
     if answer.patch_bytes > GIT_APPLY_LIMIT_BYTES:
         size, limit = output.human_size(answer.patch_bytes), output.human_size(GIT_APPLY_LIMIT_BYTES)
         output.note(f"the patch has {size}, but `git apply` takes at most {limit}: split it with PATHs")
+    if answer.patch_bytes:
+        only = "; `patch` does not: it would write through links, or reject directories" if answer.git_only else ""
+        output.note(f"{_command_for(answer.a)} applies it{only}")
     if answer.problems:
         lacking = output.counted(len(answer.problems), "change")
         output.report(f"the patch lacks {lacking}; `vfsd export` contains everything")

@@ -192,6 +192,7 @@ class DiffResult(msgspec.Struct):
     problems: list[ProblemRecord] = []
     omitted: list[ProblemRecord] = []
     patch_bytes: int = 0
+    git_only: bool = False  # a directory replaces another entry, or the other way round: not for GNU patch
 
 
 class ExportParams(Params):

@@ -26,7 +26,7 @@ from vfsd.wire.snapshot_messages import DiffResult
 _MEMORY_BYTES: Final = 1024 * 1024  # a larger temporary file is on disk
 _STEP_BYTES: Final = 4096  # PIPE_BUF: a writable pipe accepts as much without blocking
 _COPY_BYTES: Final = 1024 * 1024
-_OF_PATCHES: Final = ("omitted", "patch_bytes")  # fields of a DiffResult that only a patch has
+_OF_PATCHES: Final = ("omitted", "patch_bytes", "git_only")  # fields of a DiffResult that only a patch has
 _records = msgspec.json.Decoder(ChangeRecord)
 
 

@@ -84,10 +84,10 @@ class OutputPieces:
 class Differences:
     """Counts of changes, and their records: sent to `stream`, or else the first CHANGES_LISTED in `records`.
 
-    `problems`, `omitted` and `written_bytes` belong to a patch.
+    `problems`, `omitted`, `written_bytes` and `git_only` belong to a patch.
     """
 
-    __slots__ = ("_kinds", "_stream", "omitted", "problems", "records", "truncated", "written_bytes")
+    __slots__ = ("_kinds", "_stream", "git_only", "omitted", "problems", "records", "truncated", "written_bytes")
 
     def __init__(self, stream: OutputPieces | None = None) -> None:
         self._stream = stream
@@ -97,6 +97,7 @@ class Differences:
         self.problems: list[ProblemRecord] = []
         self.omitted: list[ProblemRecord] = []
         self.written_bytes = 0
+        self.git_only = False
 
     def count(self, change: Change) -> None:
         """Count `change`."""
@@ -193,6 +194,9 @@ def written_patch(
         for change in _changes(old, new, paths, rule, keep_going):
             if include_git or b".git" not in change.path.split(b"/"):
                 found.count(change)
+                found.git_only |= change.kind == "type" and bool(
+                    (change.old and change.old.is_dir) or (change.new and change.new.is_dir)
+                )
             yield change
 
     write_patch(old, new, counted(), out.write, include_git=include_git, on_uncarried=found.add_uncarried)

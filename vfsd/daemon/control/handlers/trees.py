@@ -114,6 +114,7 @@ class TreeMethods:
             problems=found.problems,
             omitted=found.omitted,
             patch_bytes=found.written_bytes,
+            git_only=found.git_only,
         )
 
     @asynccontextmanager
