@@ -317,11 +317,15 @@ def count(changed: Iterable[Change]) -> ChangeCounts:
 
 
 def went_back(change: Change) -> bool:
-    """Return whether a file got other content, and in whole seconds no later mtime: build tools may not notice it."""
+    """Return whether a file got other content and an earlier mtime: build tools may not notice it."""
     old, new = change.old, change.new
-    if change.kind != "modified" or old is None or new is None or not new.is_file:
-        return False
-    return new.mtime_ns // 10**9 <= old.mtime_ns // 10**9
+    return (
+        change.kind == "modified"
+        and old is not None
+        and new is not None
+        and new.is_file
+        and (new.mtime_ns < old.mtime_ns)
+    )
 
 
 def got_content(change: Change) -> bool:

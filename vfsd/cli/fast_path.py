@@ -140,7 +140,7 @@ def request_of(command: str, arguments: list[str], options: dict[str, str]) -> d
         raise _UnusualError
     params: dict[str, Any] = {"name": name, "created_at": None, "of": None, "store": None, "archive": None}
     params = {**params, "undo": undo, "redo": redo}
-    return {**params, "base": False, "paths": [], "dry_run": False, "stream": False}
+    return {**params, "base": False, "paths": [], "dry_run": False, "stream": False, "touch": False}
 
 
 def begin_command(words: list[str]) -> BegunCall | None:
@@ -211,7 +211,9 @@ def _restored(members: dict[str, Any], options: dict[str, str]) -> list[str]:
         return wording.step_lines(verb, members["step"], step)
     if members["safety_snapshot"] is None:
         return [wording.nothing_to_restore(members["source"])]
-    return wording.outcome_lines(f"restored {members['source']}", counts, members["safety_snapshot"], members["older"])
+    return wording.outcome_lines(
+        f"restored {members['source']}", counts, members["safety_snapshot"], members.get("older", 0)
+    )
 
 
 if __name__ == "__main__":

@@ -160,8 +160,8 @@ class Restored:
     redone ("restore turn-1").  `undo_steps`, `redo_steps`: how many more steps can be undone and redone (0 for a dry
     run).  `expired`: dropped snapshots, with the time at which each was taken.  These are safety snapshots that no
     undo or redo leads to any more and that were too old or too many, and snapshots without a user's name that were
-    dropped since the last answer because memory was needed.  `older`: how many files got other content, and a
-    time that is not later than that of the old content, so that build tools may not notice; 0 with `touch`.
+    dropped since the last answer because memory was needed.  `older`: how many files got other content and an
+    earlier mtime, so that build tools may not notice; 0 with `touch`.
     """
 
     source: str

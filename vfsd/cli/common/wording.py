@@ -66,7 +66,7 @@ def outcome_lines(what: str, counts: ChangeCounts, safety_snapshot: str | None, 
 
 def step_lines(verb: str, step: str, answer: RestoreResult) -> list[str]:
     """Say what an undo or a redo did, and whether more steps can be undone or redone."""
-    lines = [f"{verb} {step}: {count_words(answer.counts)}", *older_lines(answer.older)]
+    lines = [f"{verb} {step}: {count_words(answer.counts)}"]
     if step == "apply":
         lines.append("what was applied stays in the directory below")
     ways = [
@@ -75,7 +75,7 @@ def step_lines(verb: str, step: str, answer: RestoreResult) -> list[str]:
         if steps
     ]
     lines.append("; ".join(filter(None, (f"the state left is {answer.safety_snapshot}", ", ".join(ways)))))
-    return lines
+    return lines + older_lines(answer.older)
 
 
 def engine_words(status: StatusResult) -> str:

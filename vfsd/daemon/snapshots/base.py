@@ -78,7 +78,7 @@ class Outcome(Value):
     nothing changed.  `counts` covers all changes, `changes` lists the first of them.  `problems`: paths that could not
     be restored, with the reason.  `step`: the step that was undone or redone.  `expired`: safety snapshots that were
     dropped because no step led to them and they were too many or too old.  `older`: how many files got other content
-    and no later mtime (`protocol.diff.tree_diff.went_back`).
+    and an earlier mtime (`protocol.diff.tree_diff.went_back`).
     """
 
     source: str
