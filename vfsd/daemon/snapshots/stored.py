@@ -353,7 +353,8 @@ class StoreSnapshots:
                 self._mounted.policy.rules.names_changed()
             with trio.CancelScope(shield=True):
                 await self._mounted.invalidate(await update.finish(), [change.path for change in update.changes])
-        return await self._outcome(name, step, done)
+        outcome = await self._outcome(name, step, done)
+        return dataclasses.replace(outcome, older=0) if touch else outcome
 
     async def _outcome(self, name: str, step: Step, done: RestoredChanges) -> Outcome:
         """Build the answer after a restore.  Errors in the work that remains are logged."""
