@@ -109,3 +109,16 @@ def located(path: str) -> Iterator[None]:
         if error.filename == path and error.errno:
             raise
         raise OSError(code, message, path) from error
+
+
+def encoded(content: str) -> bytes:
+    """Return the text that `Filesystem.write` got, as UTF-8.  TypeError for bytes."""
+    if not isinstance(content, str):
+        raise TypeError(f"write takes text (str), not {type(content).__name__}: use write_bytes for bytes")
+    return content.encode("utf-8")
+
+
+def check_bytes(content: bytes) -> None:
+    """Raise TypeError unless `content` is what `Filesystem.write_bytes` takes."""
+    if not isinstance(content, (bytes, bytearray, memoryview)):
+        raise TypeError(f"write_bytes takes bytes, not {type(content).__name__}: use write for text")

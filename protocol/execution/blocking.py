@@ -16,7 +16,14 @@ from typing import Final
 import trio
 
 from protocol.errors import os_error
-from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, Command, ExecResult, check_command
+from protocol.execution.executor import (
+    DEFAULT_OUTPUT_BYTES,
+    DEFAULT_TIMEOUT_S,
+    Command,
+    ExecResult,
+    check_command,
+    check_words,
+)
 from protocol.execution.runner import CommandLimits, CommandRun, CommandRunner, OutputBuffer, Process, feed_bytes
 
 _DEFAULT_LIMITS: Final = CommandLimits(DEFAULT_TIMEOUT_S, DEFAULT_OUTPUT_BYTES)
@@ -39,6 +46,7 @@ class BlockingExecutor:
         stdin: bytes = b"",
     ) -> ExecResult:
         """See `Executor`."""
+        check_words(argv)
         command = Command(argv, cwd=cwd, env=dict(env or {}))
         return self.start(command, CommandLimits(timeout_s, output_limit_bytes), stdin).wait()
 

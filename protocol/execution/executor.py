@@ -39,6 +39,14 @@ class Command:
     environment: Mapping[str, str] | None = None
 
 
+def check_words(argv: Sequence[str]) -> None:
+    """Raise TypeError for a string, whose letters would be the words."""
+    if isinstance(argv, (str, bytes)):
+        raise TypeError(
+            f"a command is a list of words, not {argv!r}: pass ['sh', '-c', LINE] to run a line of the shell"
+        )
+
+
 def check_command(command: Command) -> None:
     """Raise OSError (EINVAL) for a command that no system can run."""
     if not command.argv or not command.argv[0]:

@@ -156,6 +156,6 @@ def remove(place: Place, path: str, recursive: bool) -> Any:
     try:
         return {**place.shown(inside), "deleted": place.files.delete(inside, recursive=recursive)}
     except OSError as error:
-        if error.errno != errno.ENOTEMPTY:
+        if error.errno != errno.ENOTEMPTY or recursive:
             raise
         raise OSError(errno.ENOTEMPTY, f"{described(error)}; `-r` deletes it with its content") from None

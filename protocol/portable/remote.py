@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import IO, Any, Final, Self, get_args
 
 from protocol.execution.executor import ExecResult, Executor
-from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimitError, normalise
+from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimitError, check_bytes, encoded, normalise
 from protocol.portable.package import build_program
 from protocol.search.expression import Expression
 from protocol.streams import ByteReader, ByteWriter, FileReader, FileTextReader, FileWriter, TextReader, check_encoding
@@ -211,12 +211,13 @@ class RemoteFilesystem:
     def write(
         self, path: str, content: str, *, mode: WriteMode = "overwrite", create_parents: bool = True
     ) -> WriteResult:
-        return self.write_bytes(path, content.encode("utf-8"), mode=mode, create_parents=create_parents)
+        return self.write_bytes(path, encoded(content), mode=mode, create_parents=create_parents)
 
     def write_bytes(
         self, path: str, content: bytes, *, mode: WriteMode = "overwrite", create_parents: bool = True
     ) -> WriteResult:
         path = normalise(path)
+        check_bytes(content)
         most = DEFAULT_LIMITS.write_bytes
         if len(content) > most:
             raise CallLimitError(f"a write is limited to {most} bytes, not {len(content)}: use open_write")

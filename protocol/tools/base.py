@@ -63,9 +63,7 @@ class Tool(Generic[P, R]):
 
     def parse(self, arguments: Mapping[str, Any] | str | bytes) -> P:
         """Parse a model's arguments: a mapping, or JSON text.  ValueError says what is wrong."""
-        if isinstance(arguments, str | bytes):
-            return msgspec.json.decode(arguments, type=self.params)
-        return msgspec.convert(arguments, type=self.params)
+        return parsed(msgspec.json.decode(arguments) if isinstance(arguments, str | bytes) else arguments, self.params)
 
     def call(self, arguments: Mapping[str, Any] | str | bytes, context: ToolContext) -> R:
         """Parse `arguments` and run the tool."""
@@ -74,6 +72,16 @@ class Tool(Generic[P, R]):
     def render(self, result: R) -> str:
         """Render the result as text for a model."""
         return printable(self.rendering(result))
+
+
+def parsed(arguments: object, params: type[P]) -> P:
+    """Return a model's arguments as an object of the class `params`.  ValueError says what is wrong."""
+    if isinstance(arguments, Mapping):
+        known = [field.encode_name for field in msgspec.structs.fields(params)]
+        unknown = [name for name in arguments if name not in known]
+        if unknown:
+            raise ValueError(f"unknown argument {unknown[0]!r}: the arguments are {', '.join(known) or 'none'}")
+    return msgspec.convert(arguments, type=params)
 
 
 def json_schema(params: type[Params]) -> dict[str, Any]:

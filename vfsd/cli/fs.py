@@ -392,7 +392,10 @@ def rm_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
-        raise OSError(errno.ENOTEMPTY, f"{describe(error)}; `-r` deletes it with its content") from None
+        hint = "`-r` deletes it with its content"
+        if settings["recursive"]:
+            hint = "it has content that the policy hides, or that a program adds (`vfsd policy` shows the policy)"
+        raise OSError(errno.ENOTEMPTY, f"{describe(error)}; {hint}") from None
 
 
 # -- commands ---------------------------------------------------------------------------------------

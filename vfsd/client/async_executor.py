@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult
+from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, check_words
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.async_process import AsyncProcess
 from vfsd.client.executor import caller_environment, exec_call
@@ -57,6 +57,7 @@ class AsyncWorkspaceExecutor:
         The errors are those of `run`, such as FileNotFoundError for a program that does not exist, and OSError
         (EOPNOTSUPP) for a `user` of a command on this host.  Either this method raises them or the first `receive`.
         """
+        check_words(argv)
         params = ExecParams(
             argv=[wire_path(os.fsencode(word)) for word in argv],
             cwd=wire_path(os.fsencode(cwd)),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult
+from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, check_words
 from vfsd.client.connection import ControlClient
 from vfsd.client.requests import RemoteCall
 from vfsd.wire.fs_messages import FsExecParams, FsExecResult
@@ -59,6 +59,7 @@ def exec_call(
     stdin: bytes,
 ) -> RemoteCall[ExecResult]:
     """Build the request of `Executor.run`."""
+    check_words(argv)
     params = FsExecParams(
         argv=[wire_path(os.fsencode(word)) for word in argv],
         cwd=wire_path(os.fsencode(cwd)),

@@ -16,6 +16,7 @@ Threading: any thread, several at a time.  Two restores are made one after the o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -25,6 +26,7 @@ from protocol.linux.syscalls import MountId
 from protocol.paths import normalise
 from protocol.streams import ByteWriter
 from protocol.streams.contract import Data
+from protocol.streams.files import refuse_seek
 from protocol.tools.events import EventHook, FileDeleted, FileWritten
 from protocol.types import FilesystemSnapshot, WriteMode, WriteResult
 from vfsd.client.connection import ControlClient
@@ -132,6 +134,9 @@ class _PublishingWriter:
 
     def write(self, data: Data) -> int:
         return self._writer.write(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return refuse_seek(self.path, offset, whence)
 
     def write_all(self, chunks: Iterable[Data]) -> int:
         return self._writer.write_all(chunks)

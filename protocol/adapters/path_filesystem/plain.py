@@ -19,7 +19,18 @@ from protocol.adapters.path_filesystem.resolve import ResolvedPath, enter, resol
 from protocol.adapters.path_filesystem.writing import make_directories, open_writer, remove, replace_content
 from protocol.adapters.tree import PathFilesTree
 from protocol.errors import os_error
-from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimitError, CallLimits, decode, encode, located, normalise
+from protocol.paths import (
+    DEFAULT_LIMITS,
+    ROOT,
+    CallLimitError,
+    CallLimits,
+    check_bytes,
+    decode,
+    encode,
+    encoded,
+    located,
+    normalise,
+)
 from protocol.search import glob_paths, grep_tree
 from protocol.streams import ByteReader, ByteWriter, FileReader, FileTextReader, TextReader, check_encoding
 from protocol.tree import Tree
@@ -145,11 +156,12 @@ class PlainPathFilesystem:
     def write(
         self, path: str, content: str, *, mode: WriteMode = "overwrite", create_parents: bool = True
     ) -> WriteResult:
-        return self.write_bytes(path, content.encode("utf-8"), mode=mode, create_parents=create_parents)
+        return self.write_bytes(path, encoded(content), mode=mode, create_parents=create_parents)
 
     def write_bytes(
         self, path: str, content: bytes, *, mode: WriteMode = "overwrite", create_parents: bool = True
     ) -> WriteResult:
+        check_bytes(content)
         if len(content) > self._limits.write_bytes:
             raise CallLimitError(
                 f"a write is limited to {self._limits.write_bytes} bytes, not {len(content)}: use open_write"

@@ -9,12 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-import msgspec
 from msgspec import Meta
 
 from protocol.tool_messages import Params
 from protocol.tools import TOOLS, Tool
-from protocol.tools.base import json_schema, printable
+from protocol.tools.base import json_schema, parsed, printable
 from protocol.types import ChangeCounts
 from vfsd.client.connection import ControlError
 from vfsd.client.log_results import LoggedChange
@@ -74,7 +73,7 @@ class ServedTool:
 
         `on_progress` may be a coroutine function; it is called if the daemon reports progress.
         """
-        return await self.run(msgspec.convert(arguments, type=self.params), session, on_progress)
+        return await self.run(parsed(arguments, self.params), session, on_progress)
 
 
 # -- files and commands ----------------------------------------------------------------------------

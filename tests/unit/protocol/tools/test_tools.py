@@ -326,6 +326,24 @@ def test_an_edit_keeps_the_mode(tmp_path: Path) -> None:
     assert script.read_text() == "#!/bin/sh\necho new\n"
 
 
+def test_an_unknown_argument_is_answered_with_the_known_ones(context: ToolContext) -> None:
+    for arguments in ({"path": "f", "recursively": True}, '{"path": "f", "recursively": true}'):
+        with pytest.raises(ValueError, match="unknown argument 'recursively': the arguments are path, recursive"):
+            TOOLS["rm"].call(arguments, context)
+
+
+def test_wrong_types_are_answered_with_the_right_ones(filesystem: Filesystem, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="use write_bytes for bytes"):
+        filesystem.write("f", b"1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="use write for text"):
+        filesystem.write_bytes("f", "1")  # type: ignore[arg-type]
+    assert not filesystem.exists("f")
+    with pytest.raises(TypeError, match="list of words"):
+        HostExecutor(tmp_path).run("ls -l")
+    with filesystem.open_write("f") as writer, pytest.raises(OSError, match="cannot seek"):
+        writer.seek(0)  # type: ignore[attr-defined]
+
+
 # As of mode 0770, and one more user may do everything.
 OPEN_ACL = struct.pack("<I", 2) + b"".join(
     struct.pack("<HHI", *entry)
