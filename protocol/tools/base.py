@@ -80,7 +80,8 @@ def parsed(arguments: object, params: type[P]) -> P:
         known = [field.encode_name for field in msgspec.structs.fields(params)]
         unknown = [name for name in arguments if name not in known]
         if unknown:
-            raise ValueError(f"unknown argument {unknown[0]!r}: the arguments are {', '.join(known) or 'none'}")
+            names = ", ".join(known) or "none"
+            raise msgspec.ValidationError(f"unknown argument {unknown[0]!r}: the arguments are {names}")
     return msgspec.convert(arguments, type=params)
 
 
