@@ -51,6 +51,8 @@ class Observer:
 
     With `process.write_back` st_blocks is shown only in the tree, which is synced first.  And the kernel sets the times
     of files by a clock that ticks every 4 ms, so a call waits until that shows a new time.
+
+    st_blocks of a copy are those after `fill_copied_holes`: tmpfs allocates copied holes, a workspace keeps them.
     """
 
     def __init__(self, process: Process) -> None:
@@ -75,6 +77,10 @@ class Observer:
             answer = "refused", str(error)
         reads = operation in _READING
         after = [self._stat(place) for place in places]
+        blocks = after
+        if operation == "copy_file_range" and answer[0] == "ok":
+            self._process.fill_copied_holes(*args[2:4], answer[1])
+            blocks = [self._stat(place) for place in places]
         labels = _places_of_atime(operation, args) if answer[0] == "ok" else ()
         sets = {
             found.st_ino
@@ -84,11 +90,11 @@ class Observer:
         return answer, [
             (
                 label,
-                self._show(found, known.get(found.st_ino), reads, found.st_ino in sets, not self._write_back)
+                self._show(found, known.get(found.st_ino), reads, found.st_ino in sets, self._blocks(filled))
                 if isinstance(found, os.stat_result)
                 else found,
             )
-            for (label, *_), found in zip(places, after, strict=True)
+            for (label, *_), found, filled in zip(places, after, blocks, strict=True)
         ]
 
     def _stat(self, place: tuple[str, Any, bool]) -> os.stat_result | str:
@@ -100,8 +106,13 @@ class Observer:
         except OSError as error:
             return errno_name(error)
 
+    def _blocks(self, found: os.stat_result | str) -> int | str:
+        if isinstance(found, str) or (self._write_back and stat.S_ISREG(found.st_mode)):
+            return "-"
+        return found.st_blocks
+
     def _show(
-        self, now: os.stat_result, before: os.stat_result | None, reads: bool, sets: bool = False, blocks: bool = True
+        self, now: os.stat_result, before: os.stat_result | None, reads: bool, sets: bool, blocks: int | str
     ) -> Attributes:
         # A directory may be read by anybody on the machine.
         if reads or before is None or stat.S_ISLNK(now.st_mode) or (stat.S_ISDIR(now.st_mode) and not sets):
@@ -116,7 +127,7 @@ class Observer:
             now.st_uid,
             now.st_gid,
             now.st_size,
-            now.st_blocks if blocks or not stat.S_ISREG(now.st_mode) else "-",
+            blocks,
             now.st_rdev,
             atime,
             self._time(now.st_mtime_ns, before.st_mtime_ns if before else None),
@@ -159,7 +170,7 @@ class Observer:
             return
         kind = stat.S_IFMT(attributes.st_mode)
         first = names.setdefault(attributes.st_ino, path)
-        shown = self._show(attributes, None, True)
+        shown = self._show(attributes, None, True, False, attributes.st_blocks)
         target = os.readlink(path) if kind == stat.S_IFLNK else b""
         content = _content(path, attributes.st_size) if kind == stat.S_IFREG and first == path else ()
         found.append((path, (shown, first, target, extended_attributes(path), content)))

@@ -233,6 +233,18 @@ class Process:
     def do_copy_file_range(self, source: int, at: int | None, target: int, to: int | None, length: int) -> int:
         return os.copy_file_range(self.fd(source), self.fd(target), max(0, min(length, _COPY_BYTES)), at, to)
 
+    def fill_copied_holes(self, target: int, to: int | None, copied: int) -> None:
+        """Give the holes of a copy the pages that they get on tmpfs. A workspace copies holes as holes."""
+        descriptor = self.fd(target)
+        position = os.lseek(descriptor, 0, os.SEEK_CUR)
+        stop = copied + (position - copied if to is None else to)
+        at = stop - copied
+        while at < stop and (at := os.lseek(descriptor, at, os.SEEK_HOLE)) < stop:
+            end = min(stop, at + mmap.PAGESIZE - at % mmap.PAGESIZE)
+            os.pwrite(descriptor, bytes(end - at), at)
+            at = end
+        os.lseek(descriptor, position, os.SEEK_SET)
+
     def do_sendfile(self, source: int, target: int, size: int) -> int:
         if os.path.samestat(os.fstat(self.fd(source)), os.fstat(self.fd(target))):
             # The pages themselves go through a pipe: which content they have by then is not defined.
