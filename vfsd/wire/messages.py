@@ -41,29 +41,6 @@ PROGRESS_METHOD: Final = "progress"
 OUTPUT_METHOD: Final = "output"
 CANCEL_METHOD: Final = "cancel"
 CLOSING_METHOD: Final = "closing"
-# Methods that may run for long; the server does not run them on connections that it reserves for short calls.
-LONG_METHODS: Final = frozenset(
-    {
-        "diff",
-        "export",
-        "import",
-        "save",
-        "merge",
-        "adopt",
-        "changes",
-        "compact",
-        "upgrade",
-        "policy",
-        "exec",
-        "fs.ls",
-        "fs.read",
-        "fs.glob",
-        "fs.grep",
-        "fs.exec",
-        "log",
-        "watch",
-    }
-)
 
 _ESCAPE = re.compile(rb"\\(\\|x[0-9a-f]{2})")
 

@@ -2,8 +2,7 @@
 
 A client holds at most this much memory: one request line, `calls_at_once` running requests, and as many answers as wait
 for it to read.  The large requests of all clients share one budget, which counts what a request takes once it is
-decoded.  They are decoded one at a time, in a worker thread.  A client that stops reading, or stops writing in the
-middle of a line, is dropped.
+decoded.  They are decoded one at a time, in a worker thread.  A client that stops reading is dropped.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import select
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -30,40 +30,35 @@ from vfsd.daemon.control.answers import (
     result_line,
 )
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.descriptors import SpareDescriptors
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import (
     CANCEL_METHOD,
     CLOSING_METHOD,
     INVALID_PARAMS,
     INVALID_REQUEST,
-    LONG_METHODS,
     MAX_REQUEST_BYTES,
     METHOD_NOT_FOUND,
     METHODS,
-    OPERATION_FAILED,
     CancelParams,
     CancelResult,
     CancelState,
-    ErrorData,
     Request,
 )
 
 _logger = logging.getLogger(__name__)
 _SMALL_BYTES: Final = 16 * 1024  # a request of this size always fits in the budget
+_MOST_SPARES: Final = 32
+_SPARE_SHARE: Final = 4  # at most this fraction of the limit: 12 of 48
 
 
 class ConnectionLimits(Value):
     """Limits of one client, and of all of them together."""
 
     connections: int = 256  # when one more client connects, the connection that is idle for longest is closed
-    first_request_s: float = 1.0  # for so long a new connection without a request counts as busy
-    reserved: int = 16  # further connections while all others run calls; LONG_METHODS are refused there
     calls_at_once: int = 8  # of one connection; its next request waits
     request_bytes: int = MAX_REQUEST_BYTES
     held_bytes: int = 16 * 1024 * 1024  # of all requests that are being read or run, without small ones
-    line_s: float = 30.0  # from the first byte of a line to its newline
-    idle_s: float = 600.0  # without a running or incomplete request; clients reconnect
+    idle_s: float = 600.0  # without a running call and without a byte; clients reconnect
     stall_s: float = 30.0  # without reading a byte of waiting output
     progress_s: float = 0.1  # between two progress messages of a connection
 
@@ -87,6 +82,34 @@ class Budget:
         return True
 
 
+class SpareDescriptors:
+    """Descriptors that are kept open, and closed when a call or accept(2) needs descriptors.  Serving loop only.
+
+    With them calls work even if the process has used all others.  Requests through the mount may use them first; then
+    the call fails with EMFILE.
+    """
+
+    def __init__(self) -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._count = _MOST_SPARES if soft == resource.RLIM_INFINITY else min(_MOST_SPARES, soft // _SPARE_SHARE)
+        self._held: list[int] = []
+        self.refill()
+
+    def release(self) -> bool:
+        """Close all spares; False if there is none."""
+        had_any = bool(self._held)
+        while self._held:
+            os.close(self._held.pop())
+        return had_any
+
+    def refill(self) -> None:
+        """Open the missing spares, as far as the limit allows."""
+        with contextlib.suppress(OSError):
+            while len(self._held) < self._count:  # dup(2) is four times as fast as open(2)
+                opened = os.dup(self._held[0]) if self._held else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                self._held.append(opened)
+
+
 _Found: TypeAlias = bytes | tuple[Handler, Any]  # an error line, or a request's handler and its decoded parameters
 
 
@@ -103,8 +126,8 @@ _CLOSING_LINE: Final = b'{"jsonrpc":"2.0","method":"%s","params":{}}\n' % CLOSIN
 class ClientConnection:
     """One client.  `serve` runs until the connection ends; `hang_up` and `drop_idle` end it from outside.
 
-    The caller closes the socket.  `client` is equal for the connections of one program.  `is_reserved`: it is one of
-    the reserved connections.  `idle_since`: when its last call ended, or it was opened, on trio's clock.
+    The caller closes the socket.  `client` is equal for the connections of one program.  `idle_since`: when its last
+    call ended, or it was opened, on trio's clock.
     """
 
     def __init__(
@@ -113,17 +136,15 @@ class ClientConnection:
         methods: Mapping[str, Handler],
         limits: ConnectionLimits,
         budget: Budget,
+        spares: SpareDescriptors,
         *,
         client: Hashable = None,
-        spares: SpareDescriptors | None = None,
     ) -> None:
         self._sock = sock
         self._client = self if client is None else client
-        self._spares = spares or SpareDescriptors(0)
-        self.is_reserved = False
+        self._spares = spares
         self.is_leaving = False  # `drop_idle` was called
         self.idle_since = trio.current_time()
-        self._had_call = False
         self._writing = False
         self._has_request = False  # one that has not become a call yet
         self._budget = budget
@@ -132,7 +153,6 @@ class ClientConnection:
         self._limits = limits
         self._scope = trio.CancelScope()
         self._lines = LineBuffer()
-        self._line_deadline: float | None = None
         self._slots = trio.Semaphore(limits.calls_at_once, max_value=limits.calls_at_once)
         # No buffer: a sender waits until the line before is written.
         self._outbox, self._out = trio.open_memory_channel[_Line](0)
@@ -159,13 +179,6 @@ class ClientConnection:
     def has(self, call: CallContext) -> bool:
         """Whether this client made `call`, which runs."""
         return call in self._running
-
-    @property
-    def closable_in_s(self) -> float:
-        """Seconds until an idle connection may be closed for a new one: its first request may be on its way."""
-        if self._had_call:
-            return 0.0
-        return max(0.0, self.idle_since + self._limits.first_request_s - trio.current_time())
 
     def _has_unread(self) -> bool:
         poll = select.poll()
@@ -236,7 +249,9 @@ class ClientConnection:
                 return None
             if not data:
                 # A request without a newline: complete, as `printf | nc` sends it, or truncated.  Both are answered.
-                return self._lines.take_rest() or None
+                line = self._lines.take_rest()
+                self._account()
+                return line or None
             self._lines.feed(data)
             self._lines.skip_empty_lines()
             if not self._account():
@@ -244,7 +259,6 @@ class ClientConnection:
                 return None
         self._lines.skip_empty_lines()
         self._account()
-        self._line_deadline = None
         if len(line) > self._limits.request_bytes:
             await self._refuse_length()
             return None
@@ -263,36 +277,25 @@ class ClientConnection:
         await self._send(error_line(None, INVALID_REQUEST, text))
 
     async def _receive(self) -> bytes | None:
-        """Receive some bytes; b"" at the end of the stream, None if the client was too slow."""
+        """Receive some bytes; b"" at the end of the stream, None if the client sent nothing for too long."""
         while True:
-            partial = self._lines.partial_bytes > 0
-            with trio.move_on_at(self._read_deadline(partial)):
+            with trio.move_on_after(self._limits.idle_s):
                 try:
                     return await self._sock.recv(RECEIVE_BYTES)
                 except ConnectionError:
                     return b""
-            if partial:
-                text = f"the request was not complete after {self._limits.line_s:g} s"
-                await self._send(error_line(None, INVALID_REQUEST, text))
-                return None
             if not self._running:
                 if self.is_idle:
                     self.drop_idle()
                 return None
 
-    def _read_deadline(self, partial: bool) -> float:
-        if not partial:
-            return trio.current_time() + self._limits.idle_s
-        if self._line_deadline is None:
-            self._line_deadline = trio.current_time() + self._limits.line_s
-        return self._line_deadline
-
     async def _take_line(self, line: bytes, calls: trio.Nursery) -> None:
         if not line.strip():
             return
-        held_bytes = len(line) if self._budget.resize(0, len(line)) else 0
+        held_bytes = len(line)
+        self._budget.resize(0, held_bytes)  # `_account` has just returned as much
         try:
-            request, found, size_bytes = await self._decoded(line, has_room=held_bytes > 0)
+            request, found, size_bytes = await self._decoded(line)
             del line
             if isinstance(request, bytes):
                 await self._send(request)
@@ -310,7 +313,6 @@ class ClientConnection:
             await self._slots.acquire()
             request = msgspec.structs.replace(request, params=msgspec.Raw(b""))  # which has the line
             call = self._new_call(request)
-            self._had_call = True
             self._running[call] = request.method
             self._unanswered.add(call)
             calls.start_soon(self._run, call, request, held_bytes, *found)
@@ -318,7 +320,7 @@ class ClientConnection:
         finally:
             self._budget.resize(held_bytes, 0)
 
-    async def _decoded(self, line: bytes, *, has_room: bool) -> tuple[Request | bytes, _Found, int]:
+    async def _decoded(self, line: bytes) -> tuple[Request | bytes, _Found, int]:
         """Return the request in `line`, what `_find` finds, and the bytes that the request takes once it is decoded.
 
         An error line in place of the request if it is none; as what is found, if it cannot be run.
@@ -328,8 +330,6 @@ class ClientConnection:
             request = decode_request(line)
             if isinstance(request, bytes) or request.method == CANCEL_METHOD:
                 return request, b"", 0
-            if not has_room:
-                return request, busy_line(request_id(request)), 0
             found = self._find(request)
             return request, found, 0 if isinstance(found, bytes) else max(len(line), decoded_bytes(found[1]))
 
@@ -356,9 +356,6 @@ class ClientConnection:
         handler = self._methods.get(request.method)
         if handler is None or request.method not in METHODS:
             return error_line(number, METHOD_NOT_FOUND, f"no such method: {request.method}")
-        if self.is_reserved and request.method in LONG_METHODS:
-            text = "all connections are in use by calls that run; the reserved ones accept only short calls; try again"
-            return error_line(number, OPERATION_FAILED, text, ErrorData("EBUSY"))
         params = decode_params(request)
         return params if isinstance(params, bytes) else (handler, params)
 
@@ -375,9 +372,9 @@ class ClientConnection:
 
     async def _run(self, call: CallContext, request: Request, size_bytes: int, handler: Handler, params: Any) -> None:
         call.task = trio.lowlevel.current_task()
+        self._spares.release()
         try:
-            with self._spares.lent():
-                pieces = await answer(request, handler, params, call)
+            pieces = await answer(request, handler, params, call)
             if request.id is msgspec.UNSET:
                 self._answered(call)
                 return
@@ -386,6 +383,7 @@ class ClientConnection:
                 await self._send(figures)
             await self._outbox.send(_Line(pieces, lambda: self._answered(call)))
         finally:
+            self._spares.refill()
             self._running.pop(call, None)
             self.idle_since = trio.current_time()
             self._slots.release()

@@ -6,6 +6,7 @@ immutable tree; `vfsd.daemon.snapshots` makes the changes.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,6 @@ from protocol.volume_extensions import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.audit.calls import audited
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.durable_answers import synced
 from vfsd.daemon.control.handlers.lost_container import with_advice
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, Origin
@@ -102,7 +102,7 @@ class Methods:
 
     def _changing(self, name: str) -> Handler:
         """Return the handler of `name`, which may change something: the answer is counted, and waits for the disk."""
-        return self._counted(synced(self._in_group(name), self._mounted))
+        return self._counted(_synced(self._in_group(name), self._mounted))
 
     def _in_group(self, name: str) -> Handler:
         """Return a handler that finds the handler of `name` when it is called."""
@@ -210,6 +210,28 @@ class Methods:
             remote=None if remote is None else "connected" if remote.is_connected else await remote.advice(),
             **asdict(usage),
         )
+
+
+def _synced(handler: Handler, mounted: MountedVolume) -> Handler:
+    """Have `handler` return when everything that was recorded until then is on disk: `--fsync always`.
+
+    The serving loop serves other requests meanwhile.
+    """
+
+    @functools.wraps(handler)
+    async def answer(params: Any, call: CallContext) -> Any:
+        result = await handler(params, call)
+        journal = journaled(mounted.volume)  # an unmount, and an upgrade, have ended it
+        wait = None if journal is None else journal.unsynced(of_request=False)
+        if wait is not None:
+            try:
+                await wait()
+            except OSError as error:
+                reason = os.strerror(error.errno or 0)
+                raise OSError(error.errno, f"it was done, but the journal could not be synced ({reason})") from error
+        return result
+
+    return answer
 
 
 def _memory() -> dict[str, int]:

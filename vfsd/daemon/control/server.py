@@ -17,8 +17,7 @@ import trio
 
 from vfsd.daemon.control.answers import error_line
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.connection import Budget, ClientConnection, ConnectionLimits
-from vfsd.daemon.control.descriptors import SpareDescriptors
+from vfsd.daemon.control.connection import Budget, ClientConnection, ConnectionLimits, SpareDescriptors
 from vfsd.wire.messages import OPERATION_FAILED, ErrorData
 from vfsd.wire.sockets import BoundSocket, bind, peer_credentials
 
@@ -55,7 +54,6 @@ class ControlServer:
         self._budget = Budget(self._limits.held_bytes)
         self._connections: dict[ClientConnection, None] = {}  # the oldest first
         self._closed = trio.Event()  # set when the next connection closes
-        self._full = False
         self._accepting = False
         self._going_on: trio.Event | None = None  # while the server pauses
         self._is_handed_over = False
@@ -82,7 +80,7 @@ class ControlServer:
                     task_status.started()
                     await self._accept_clients(listener, nursery, hangups, spares)
         finally:
-            spares.close()
+            spares.release()
             if self._is_handed_over:
                 bound.sock.close()  # the path belongs to another daemon
             else:
@@ -94,7 +92,6 @@ class ControlServer:
         while True:
             # First, because without free descriptors accept(2) fails with EMFILE even if no client waits.
             await trio.lowlevel.wait_readable(listener)
-            await self._wait_for_room()
             if self._going_on is not None:
                 await self._going_on.wait()
                 continue
@@ -115,10 +112,7 @@ class ControlServer:
             else:
                 # Counted here, not in the new task, so that the next accept counts it.
                 pid = peer_credentials(sock).pid or None  # 0: the process is in another pid namespace
-                connection = ClientConnection(
-                    sock, self._methods, self._limits, self._budget, client=pid, spares=spares
-                )
-                connection.is_reserved = self._used() >= self._limits.connections
+                connection = ClientConnection(sock, self._methods, self._limits, self._budget, spares, client=pid)
                 self._connections[connection] = None
                 nursery.start_soon(self._serve_client, sock, connection, hangups)
 
@@ -165,42 +159,23 @@ class ControlServer:
         """Leave the socket's path to another daemon, which has a duplicate of the socket."""
         self._is_handed_over = True
 
-    async def _wait_for_room(self) -> None:
-        """While all connections are in use, wait for one that may be closed.
-
-        That takes `ConnectionLimits.first_request_s` at most.
-        """
-        while self._used() >= self._limits.connections:
-            idle = [each.closable_in_s for each in self._connections if not each.is_leaving and each.is_idle]
-            if not idle or min(idle) == 0:
-                return
-            with trio.move_on_after(min(idle)):
-                await self._closed.wait()
-
     async def _make_room(self, spares: SpareDescriptors, error: OSError) -> None:
         """After accept(2) failed with `error` for lack of a resource, free a descriptor or wait."""
         if error.errno == errno.EMFILE:
-            # Also a new one: spare descriptors are for running calls, not for clients without a request.
-            if self._drop_longest_idle(even_new=True):
+            # First, because spare descriptors are for running calls, not for clients without a request.
+            if self._drop_longest_idle():
                 await self._closed.wait()
                 return
-            if spares.take_one():
+            if spares.release():
                 return
         _logger.warning("control: cannot accept a client: %s", error.strerror)
         await trio.sleep(_ACCEPT_PAUSE_S)
         spares.refill()
 
-    def _used(self) -> int:
-        return sum(not connection.is_leaving for connection in self._connections)
-
-    def _drop_longest_idle(self, *, even_new: bool = False) -> bool:
-        """Close the connection that is idle for longest; False if all are in use.
-
-        `even_new`: also one that is younger than `ConnectionLimits.first_request_s`.
-        """
+    def _drop_longest_idle(self) -> bool:
+        """Close the connection that is idle for longest; False if all are in use."""
         for connection in sorted(self._connections, key=lambda each: each.idle_since):
-            may_close = even_new or connection.closable_in_s == 0
-            if may_close and not connection.is_leaving and connection.is_idle:
+            if not connection.is_leaving and connection.is_idle:
                 connection.drop_idle()
                 return True
         return False
@@ -212,17 +187,10 @@ class ControlServer:
             _logger.warning("control: refused uid %d (pid %d)", peer.uid, peer.pid)
             text = f"uid {peer.uid} may not control this workspace: only its owner and root may"
             return error_line(None, OPERATION_FAILED, text, ErrorData("EACCES"))
-        used, limits = self._used(), self._limits
-        if used < limits.connections or self._drop_longest_idle():
-            self._full = False
+        used, limit = sum(not connection.is_leaving for connection in self._connections), self._limits.connections
+        if used < limit or self._drop_longest_idle():
             return None
-        # Logged when the limit is reached, not for each client.
-        if not self._full:
-            _logger.warning("control: all %d connections are in use by calls that run", limits.connections)
-        self._full = True
-        if used < limits.connections + limits.reserved:
-            return None
-        text = f"all {limits.connections} connections to this workspace are in use by calls that run; try again"
+        text = f"all {limit} connections to this workspace are in use by calls that run; try again"
         return error_line(None, OPERATION_FAILED, text, ErrorData("EBUSY"))
 
     async def _serve_client(
@@ -237,15 +205,6 @@ class ControlServer:
             del self._connections[connection]
             self._closed.set()
             self._closed = trio.Event()
-            if not connection.is_reserved:
-                self._promote()
-
-    def _promote(self) -> None:
-        """Make a reserved connection an ordinary one, because an ordinary one has ended."""
-        for connection in self._connections:
-            if connection.is_reserved:
-                connection.is_reserved = False
-                return
 
 
 async def _refuse(sock: trio.socket.SocketType, line: bytes) -> None:

@@ -15,7 +15,6 @@ Invariants, on the serving loop, where `Turns` runs:
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
@@ -35,11 +34,10 @@ _PATIENCE_S: Final = 2.0  # for which an unread answer may delay other clients
 class Turns:
     """Work of one kind: `at_once` pieces run at a time, each in a worker thread."""
 
-    def __init__(self, at_once: int, *, queued_per_client: int = 256, held_bytes: int = 64 << 20) -> None:
-        """`queued_per_client` bounds the waiting work of one client, `held_bytes` all unread answers."""
+    def __init__(self, at_once: int, *, held_bytes: int = 64 << 20) -> None:
+        """`held_bytes` bounds all unread answers."""
         self.threads = trio.CapacityLimiter(at_once)  # not trio's own limiter, whose threads the mount itself needs
         self._free = at_once
-        self._most_queued = queued_per_client
         self._queues: OrderedDict[Hashable, deque[trio.Event]] = OrderedDict()
         self._limit_bytes = held_bytes
         self._held_bytes = 0
@@ -47,11 +45,9 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, call: CallContext) -> AsyncIterator[None]:
-        """Wait for a turn, and hold it for the length of the block, which works in one thread of `threads`.
-
-        EBUSY if the client has too much queued.
-        """
-        granted = self._enqueue(call.client)
+        """Wait for a turn, and hold it for the length of the block, which works in one thread of `threads`."""
+        granted = trio.Event()
+        self._queues.setdefault(call.client, deque()).append(granted)
         self._grant()
         try:
             while not granted.is_set():
@@ -78,15 +74,6 @@ class Turns:
         self._grant()
 
     # -- the queue ------------------------------------------------------------------------------------
-    def _enqueue(self, client: Hashable) -> trio.Event:
-        queue = self._queues.setdefault(client, deque())
-        if len(queue) >= self._most_queued:
-            text = f"{self._most_queued} calls of this program wait already; wait for their answers, then try again"
-            raise OSError(errno.EBUSY, text)
-        granted = trio.Event()
-        queue.append(granted)
-        return granted
-
     def _dequeue(self, client: Hashable, granted: trio.Event) -> bool:
         """Remove cancelled work from the queue; False if it has its turn already."""
         if granted.is_set():

@@ -241,7 +241,7 @@ async def test_a_refused_connection_says_why_and_the_next_call_connects_anew(pat
         await release.wait()
         return Empty()
 
-    async with serving(path, {"drop": wait}, limits=ConnectionLimits(connections=1, reserved=0)) as server:
+    async with serving(path, {"drop": wait}, limits=ConnectionLimits(connections=1)) as server:
         first, second = subject(path), subject(path)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(first.call, "drop", DropParams("x"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -64,7 +63,7 @@ async def test_a_client_with_much_to_do_does_not_keep_another_waiting() -> None:
 
 
 async def test_calls_of_one_client_run_in_the_order_in_which_they_came() -> None:
-    turns, order = Turns(1, queued_per_client=100), list[int]()
+    turns, order = Turns(1), list[int]()
 
     async def work(number: int) -> None:
         async with turns.turn(of("many")):
@@ -92,19 +91,6 @@ async def test_only_so_many_run_at_a_time_and_all_get_their_turn() -> None:
         for client in range(10):
             nursery.start_soon(work, client % 3)
     assert (running, most) == (0, 2)
-
-
-async def test_a_client_that_has_too_much_queued_is_told_and_others_are_not() -> None:
-    turns, order = Turns(1, queued_per_client=3), list[str]()
-    async with trio.open_nursery() as nursery, turns.turn(of("first")):
-        for _ in range(3):
-            await take(turns, "greedy", order, nursery)
-        with pytest.raises(OSError, match="3 calls of this program wait already") as caught:
-            async with turns.turn(of("greedy")):
-                pass
-        assert caught.value.errno == errno.EBUSY
-        await take(turns, "other", order, nursery)
-    assert order == ["greedy", "other", "greedy", "greedy"]
 
 
 async def test_work_that_is_cancelled_while_it_waits_leaves_its_place() -> None:
