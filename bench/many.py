@@ -77,7 +77,7 @@ def main() -> None:
         os.environ["VFSD_RUNTIME_DIR"] = f"{base}/run"
         first = mount_one(Path(base, "first"))  # starts the fork server
         deadline = time.monotonic() + 30
-        while not any(Path(base, "run/vfsd").glob(".fork-server-????????")):
+        while not any(Path(base, "run/vfsd").glob(".fork-server-????????????????")):
             if time.monotonic() > deadline:
                 sys.exit("no fork server starts here (docs/mount.md, The fork server)")
             time.sleep(0.1)

@@ -19,9 +19,7 @@ from vfsd import Workspace
 from vfsd.client import fork_server
 from vfsd.client.fork_server import ForkedProcess
 from vfsd.client.launch import launch
-from vfsd.machine.daemon_start import daemon_environment
 from vfsd.machine.mounts import clear_dead_mount
-from vfsd.machine.process_properties import process_properties
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 
@@ -30,10 +28,14 @@ pytestmark = pytest.mark.fuse
 
 @pytest.fixture(scope="module")
 def server(session_dir: str) -> Iterator[int]:
-    """The process id of a fork server that the tests of this module share."""
+    """The process id of a fork server that the tests of this module share, as its only one."""
     directory = tempfile.mkdtemp(dir=f"{session_dir}/work", prefix="r")
-    with running_fork_server(Path(directory)) as pid:
-        yield pid
+    umask = os.umask(0o027)
+    try:
+        with running_fork_server(Path(directory)) as pid:
+            yield pid
+    finally:
+        os.umask(umask)
 
 
 @contextlib.contextmanager
@@ -51,28 +53,28 @@ def status(pid: int) -> dict[str, str]:
     return {key: value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
 
 
-def test_a_forked_daemon_has_the_process_state_of_its_mount(server: int, workdir: Path) -> None:
+def test_a_forked_daemon_has_the_process_state_of_its_mount(
+    server: int, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        monkeypatch.setenv(f"EXAMPLE_{number}", "x" * 100_000)  # together longer than a packet of a Unix socket
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    umask = os.umask(0o027)
-    try:
-        with mounted(workdir / "m") as ready:
-            assert int(status(ready.pid)["PPid"]) == server
-            assert int(status(ready.pid)["Umask"], 8) == 0o027
-            assert os.getsid(ready.pid) == ready.pid
-            assert os.readlink(f"/proc/{ready.pid}/cwd") == "/"
-            assert os.readlink(f"/proc/{ready.pid}/fd/0") == "/dev/null"
-            assert os.readlink(f"/proc/{ready.pid}/fd/2").endswith("/forked.log")
-            ours, its = (Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in ("self", ready.pid))
-            assert ours == its
-            assert resource.prlimit(ready.pid, resource.RLIMIT_CORE) == (soft, hard)
-            for name in os.listdir(f"/proc/{ready.pid}/fd"):
-                with contextlib.suppress(FileNotFoundError):  # the daemon closed it meanwhile
-                    assert "fork-server" not in os.readlink(f"/proc/{ready.pid}/fd/{name}")
-            (workdir / "m" / "file").write_text("content")
-            assert (workdir / "m" / "file").read_text() == "content"
-            assert Workspace.attach("forked").status().pid == ready.pid
-    finally:
-        os.umask(umask)
+    with mounted(workdir / "m") as ready:
+        assert int(status(ready.pid)["PPid"]) == server
+        assert int(status(ready.pid)["Umask"], 8) == 0o027
+        assert os.getsid(ready.pid) == ready.pid
+        assert os.readlink(f"/proc/{ready.pid}/cwd") == "/"
+        assert os.readlink(f"/proc/{ready.pid}/fd/0") == "/dev/null"
+        assert os.readlink(f"/proc/{ready.pid}/fd/2").endswith("/forked.log")
+        ours, its = (Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in ("self", ready.pid))
+        assert ours == its
+        assert resource.prlimit(ready.pid, resource.RLIMIT_CORE) == (soft, hard)
+        for name in os.listdir(f"/proc/{ready.pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the daemon closed it meanwhile
+                assert "fork-server" not in os.readlink(f"/proc/{ready.pid}/fd/{name}")
+        (workdir / "m" / "file").write_text("content")
+        assert (workdir / "m" / "file").read_text() == "content"
+        assert Workspace.attach("forked").status().pid == ready.pid
     wait_until(lambda: not os.path.exists(f"/proc/{ready.pid}"), "the server reaped the daemon")
 
 
@@ -98,19 +100,15 @@ def test_the_exit_status_of_a_daemon_that_dies_is_known(server: int, workdir: Pa
         clear_dead_mount(str(workdir))
 
 
-def test_a_process_that_differs_is_refused(server: int, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_differs_has_another_server(server: int, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server
+    umask = os.umask(0o022)
+    try:
+        assert fork_server.start(MountOptions.of(str(workdir), "forked"), 1, 2) == "no fork server is running"
+    finally:
+        os.umask(umask)
     monkeypatch.setenv("LD_BIND_NOW", "1")
-    reason = fork_server.start(MountOptions.of(str(workdir), "forked"), 1, 2)
-    assert reason == "no fork server is running"  # for that environment
-
-
-def test_a_process_of_another_cgroup_is_refused(server: int, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server
-    ours = process_properties(daemon_environment())
-    monkeypatch.setattr(fork_server, "process_properties", lambda _environment: {**ours, "cgroup": "/other"})
-    reason = fork_server.start(MountOptions.of(str(workdir), "forked"), 1, 2)
-    assert reason == "the cgroup differs from that of the fork server"
+    assert fork_server.start(MountOptions.of(str(workdir), "forked"), 1, 2) == "no fork server is running"
 
 
 def test_another_environment_has_a_server_of_its_own(
@@ -120,6 +118,17 @@ def test_another_environment_has_a_server_of_its_own(
     with running_fork_server(Path(os.environ["VFSD_RUNTIME_DIR"])) as other, mounted(workdir / "m") as ready:
         assert other != server
         assert int(status(ready.pid)["PPid"]) == other
+
+
+def test_a_server_that_is_no_longer_as_its_mounts_ends(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_BIND_NOW", "2")
+    with running_fork_server(workdir / "r") as pid:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft - 1, hard))
+        reason = fork_server.start(MountOptions.of(str(workdir), "forked"), 1, 2)
+        assert reason == "the fork server ended"
+        wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the server has ended")
+        assert not list((workdir / "r").rglob(".fork-server-*[0-9a-f]"))
 
 
 def test_a_user_has_few_servers(server: int, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from tests.support import zygote
 from tests.support.waiting import wait_until
 from vfsd.client.fork_server import ensure_server, socket_path
 from vfsd.machine.daemon_start import daemon_environment
-from vfsd.machine.process_properties import process_properties
 
 
 @contextlib.contextmanager
@@ -29,7 +28,7 @@ def running_fork_server(directory: Path) -> Iterator[int]:
         patch.setattr("vfsd.client.fork_server._ANSWER_TIMEOUT_S", 60.0)  # the machine may be loaded
         with zygote.starting_interpreters():
             ensure_server()
-        path = Path(socket_path(process_properties(daemon_environment())))
+        path = Path(socket_path(daemon_environment()))
         wait_until(lambda: _answers(path), "a fork server listens")
         pid = _server_pid(path)
         pidfd = os.pidfd_open(pid)

@@ -23,11 +23,10 @@ from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, 
 from vfsd.cli.common.names import complete_path, complete_snapshot
 from vfsd.cli.common.output import base64_text, text_or_base64
 from vfsd.cli.common.values import SIZE, Seconds, environment
-from vfsd.client.executor import caller_environment
+from vfsd.client.executor import caller_environment, current_umask
 from vfsd.client.paths import current_directory, workspace_path
 from vfsd.client.requests import RemoteCall
 from vfsd.client.spooled import INLINE_BYTES, readable_by_daemon
-from vfsd.machine.process_properties import current_umask
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire import fs_messages as fs
 from vfsd.wire.messages import METHODS, from_wire_path, wire_path

@@ -50,6 +50,12 @@ def caller_environment() -> dict[str, str]:
     return {wire_path(name): wire_path(value) for name, value in os.environb.items()}
 
 
+def current_umask() -> int:
+    """Return the umask of this thread, without changing it for the others as umask(2) would."""
+    with open("/proc/thread-self/status", encoding="utf-8", errors="replace") as file:
+        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
+
+
 def exec_call(
     argv: Sequence[str],
     cwd: str,

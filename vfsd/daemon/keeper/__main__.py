@@ -10,32 +10,28 @@ import os
 import sys
 import time
 
-from protocol.linux import credentials
-
 
 def main(lock_fd: int, path: str) -> int:
     """Serve; in a forked process, run its daemon.  Return the exit status."""
     started_ns = time.time_ns()
     os.set_inheritable(lock_fd, False)
-    credentials.hide()
     environment = dict(os.environ)
     # Deferred: the files must not change after `started_ns`.
     from vfsd.daemon import preload  # noqa: PLC0415
-    from vfsd.daemon.keeper import child  # noqa: PLC0415
-    from vfsd.daemon.keeper.loaded_files import LoadedFiles  # noqa: PLC0415
-    from vfsd.daemon.keeper.server import ForkServer  # noqa: PLC0415
-    from vfsd.machine.memory_limits import KilledFirst  # noqa: PLC0415
-    from vfsd.machine.process_properties import process_properties  # noqa: PLC0415
+    from vfsd.daemon.keeper import fork_server  # noqa: PLC0415
+    from vfsd.machine.daemon_start import process_kind  # noqa: PLC0415
 
     preload.preload()
     preload.import_rest()
     preload.build_decoders()
-    os.umask(0o077)
-    KilledFirst()  # it has no work to do
+    kind, files = process_kind(environment), fork_server.LoadedFiles(started_ns)
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy every page
-    forked = ForkServer(path, lambda: process_properties(environment), LoadedFiles(started_ns)).serve()
-    return 0 if forked is None else child.run(forked)
+    connection = fork_server.serve(path, lambda: process_kind(environment) == kind and not files.changed())
+    if connection is None:
+        return 0
+    os.close(lock_fd)
+    return fork_server.run(connection)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ from protocol.tools.commands import CommandResult, PythonParams, ShellParams, co
 from protocol.tools.files import Entry, LsParams, LsResult, ReadFileParams, WriteFileParams
 from protocol.types import ReadResult, WriteResult
 from vfsd.client.async_connection import AsyncControlClient
-from vfsd.client.executor import exec_call
+from vfsd.client.executor import current_umask, exec_call
 from vfsd.client.paths import workspace_path
 from vfsd.client.requests import RemoteCall
 from vfsd.client.spooled import INLINE_BYTES, readable_by_daemon
-from vfsd.machine.process_properties import current_umask
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire import fs_messages as fs
 from vfsd.wire.messages import from_wire_path, wire_path

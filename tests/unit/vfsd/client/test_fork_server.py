@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vfsd.client import fork_server
-from vfsd.machine.daemon_start import daemon_environment
-from vfsd.machine.process_properties import difference, process_properties
-from vfsd.wire import fork_messages
-from vfsd.wire.fork_messages import Ended, Forked, Hello, Start
+from vfsd.machine.daemon_start import daemon_environment, process_kind
 from vfsd.wire.options import MountOptions
 
 OPTIONS = MountOptions.of("/mnt/x", "x")
@@ -23,7 +24,21 @@ OPTIONS = MountOptions.of("/mnt/x", "x")
 def socket_path(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VFSD_RUNTIME_DIR", str(workdir))
     (workdir / "vfsd").mkdir(mode=0o700)
-    return Path(fork_server.socket_path(process_properties(daemon_environment())))
+    return Path(fork_server.socket_path(daemon_environment()))
+
+
+def _set_mask(signals: set[signal.Signals]) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+
+def _set_handler(handler: signal.Handlers) -> None:
+    signal.signal(signal.SIGUSR2, handler)
+
+
+def _set_soft_limit(soft: int) -> int:
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return before
 
 
 def test_the_variable_is_on_or_off() -> None:
@@ -50,28 +65,28 @@ def test_a_server_that_does_not_answer_is_not_waited_for(socket_path: Path, monk
         assert fork_server.start(OPTIONS, 1, 2) == "the fork server does not answer"
 
 
-def test_messages_keep_their_values() -> None:
-    start = Start(
-        options="{}",
-        environment={"A": os.fsdecode(b"\xff")},
-        umask=0o22,
-        soft_limits={7: 1024},
-        cpus=[0, 1],
-        blocked_signals=[],
-        oom_score_adj=-5,
-    )
-    for message in (start, Forked(12), Ended(-9), Hello({"cgroup": "/x"})):
-        assert fork_messages.decode(fork_messages.encode(message)) == message
+def test_a_kind_is_of_what_a_process_inherits() -> None:
+    ours = process_kind({"PYTHONPATH": "/a", "EDITOR": "vi"})
+    assert process_kind({"EDITOR": "ed", "PYTHONPATH": "/a"}) == ours
+    assert process_kind({"PYTHONPATH": "/b", "EDITOR": "vi"}) != ours
+    assert process_kind({"PYTHONPATH": "/a\udcff"}) != ours
 
 
-def test_a_message_that_is_too_long_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="too long"):
-        fork_messages.encode(Hello({"cgroup": "x" * fork_messages.MAX_BYTES}))
-
-
-def test_properties_differ_by_the_interpreters_variables_only() -> None:
-    ours = process_properties({"PYTHONPATH": "/a", "HOME": "/root"})
-    assert difference(ours, process_properties({"PYTHONPATH": "/a", "HOME": "/other"})) is None
-    other = process_properties({"PYTHONPATH": "/b", "HOME": "/root"})
-    assert difference(ours, other) == "environment of the interpreter"
-    assert difference(ours, {**ours, "new": ""}) == "new"
+@pytest.mark.parametrize(
+    ("change", "undo"),
+    [
+        (lambda: os.umask(0o177), os.umask),
+        (lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2}), _set_mask),
+        (lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN), _set_handler),
+        (lambda: _set_soft_limit(1000), _set_soft_limit),
+    ],
+    ids=["umask", "blocked signals", "ignored signals", "limits"],
+)
+def test_each_inherited_property_is_of_the_kind(change: Callable[[], Any], undo: Callable[[Any], object]) -> None:
+    ours = process_kind({})
+    before = change()
+    try:
+        assert process_kind({}) != ours
+    finally:
+        undo(before)
+    assert process_kind({}) == ours

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.daemon.keeper.loaded_files import LoadedFiles
+from vfsd.daemon.keeper.fork_server import LoadedFiles
 
 LATER_NS = time.time_ns() + 10**15  # later than this run
 
