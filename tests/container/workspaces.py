@@ -17,7 +17,7 @@ from tests.mount.conftest import socket_of
 from tests.mount.kept_workspaces import Kept
 from tests.mount.programs import wait_ended
 from tests.mount.test_upgrade import Upgradable
-from tests.support.waiting import wait_until
+from tests.support.processes import kill
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.workspace import Workspace
 from vfsd.machine.mounts import clear_dead_mount
@@ -101,9 +101,7 @@ class KeptImage(Kept):
         """Kill the keeper and then the daemon."""
         record = self.record
         assert record.keeper is not None
-        os.kill(record.keeper, signal.SIGKILL)
-        os.kill(record.pid, signal.SIGKILL)
-        wait_until(lambda: not record.alive, "the end of the daemon")
+        kill(record.keeper, record.pid)  # until they have ended, they hold the container's lease
 
 
 class OneContainer:

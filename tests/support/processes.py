@@ -4,6 +4,8 @@ A file of /proc that was opened while its process lived is read with ESRCH once 
 """
 
 import os
+import select
+import signal
 from pathlib import Path
 
 
@@ -15,6 +17,22 @@ def is_running(pid: int) -> bool:
         return False
     # After the command's name, which may contain anything (proc_pid_stat(5)).
     return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def kill(*pids: int) -> None:
+    """Send SIGKILL to these processes, in this order, and wait until all their threads have ended.
+
+    A killed process is a zombie as soon as its first thread has ended; the others may still have files open.
+    """
+    ends = [os.pidfd_open(pid) for pid in pids]
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for end in ends:
+            select.select([end], [], [])
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def children(pid: int) -> list[int]:
