@@ -286,9 +286,13 @@ def no_leaks(session_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     earlier and may outlive the test.
     """
     leaks = Leaks(session_dir, [session_dir, str(tmp_path_factory.getbasetemp())])
-    before, recorded = descriptors(), _records()
+    before, recorded, umask = descriptors(), _records(), os.umask(0)
+    os.umask(umask)
     yield
+    left_umask = os.umask(umask)
     _check(leaks)
+    if left_umask != umask:
+        pytest.fail(f"left the umask {left_umask:03o}, which is the worker's", pytrace=False)
     _forget_dead(_records() - recorded)
     if len(descriptors()) > len(before) + _FILES_LEFT:
         gc.collect()

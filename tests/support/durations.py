@@ -120,7 +120,9 @@ def read_record(path: Path) -> dict[str, float]:
     except OSError:
         return {}
     means = {}
-    for line in lines[3 : lines.index("", 2)]:
+    for line in lines[lines.index(_HEAD) + 1 :]:
+        if not line:
+            break
         total, _, _, _, _, tests, name = line.split(maxsplit=6)
         means[name] = float(total) / max(int(tests), 1)
     return means

@@ -328,7 +328,9 @@ def test_readers_continue_after_more_directories_were_listed_than_the_helper_kee
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_SCANS_KEPT", 3)
-    helper = files.Files(os.fsencode(tmp_path))
+    umask = os.umask(0)
+    helper = files.Files(os.fsencode(tmp_path))  # sets the umask of its process
+    os.umask(umask)
     for name in ("a", "b", "c", "d"):
         (tmp_path / name).mkdir()
     numbers = {one.entry.name: one.entry.inode for one in entries_in(helper.readdir(1, 0, 100)[1][0], 0)}
