@@ -84,6 +84,10 @@ class ByteWriter(Stream, Protocol):
         """Write all of `data`; return its size.  ValueError when closed; OSError (ENOSPC, EFBIG)."""
         ...
 
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Raise io.UnsupportedOperation, an OSError: a writer only writes on.  ValueError when closed."""
+        ...
+
     def write_all(self, chunks: Iterable[Data]) -> int:
         """Write every chunk; return the total size.  Errors as for `write`."""
         ...

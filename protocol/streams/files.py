@@ -7,7 +7,7 @@ import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NoReturn, Protocol, Self
+from typing import Final, Protocol, Self
 
 from protocol.paths import located
 from protocol.streams.contract import STREAM_CHUNK_BYTES, Data
@@ -31,11 +31,6 @@ class SeekableContent(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def refuse_seek(path: str, _offset: int, _whence: int) -> NoReturn:
-    """Raise io.UnsupportedOperation, an OSError: a writer of a file only writes on."""
-    raise io.UnsupportedOperation(errno.ESPIPE, "a writer cannot seek", path)
 
 
 class ClosingStream(ABC):
@@ -175,9 +170,9 @@ class FileWriter(ClosingStream):
                 self._position += written
         return done
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """See `refuse_seek`."""
-        return refuse_seek(self._path, offset, whence)
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:  # noqa: ARG002 it refuses each
+        self._check_open()
+        raise io.UnsupportedOperation(errno.ESPIPE, "a writer cannot seek", self._path)
 
     def write_all(self, chunks: Iterable[Data]) -> int:
         self._check_open()

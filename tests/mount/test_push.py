@@ -85,6 +85,7 @@ def test_a_push_without_what_a_policy_hides_has_inode_numbers_and_ctimes(
     (below / "link-of-secret").hardlink_to(below / "secret.key")
     os.symlink("linked", below / "symlink")
     with Workspace.mount(tmp_path / "m", backend=f"host:{below}", hide=("*.key",)) as work:
+        os.stat(f"{work.path}/linked")  # further names of a hidden file are listed until the first look at such a file
         expected = numbers_and_ctimes(work.path)
         work.snapshot("one")
         for options in (("--snapshot", "one"), ("--as", "live")):

@@ -26,7 +26,6 @@ from protocol.linux.syscalls import MountId
 from protocol.paths import normalise
 from protocol.streams import ByteWriter
 from protocol.streams.contract import Data
-from protocol.streams.files import refuse_seek
 from protocol.tools.events import EventHook, FileDeleted, FileWritten
 from protocol.types import FilesystemSnapshot, WriteMode, WriteResult
 from vfsd.client.connection import ControlClient
@@ -136,7 +135,7 @@ class _PublishingWriter:
         return self._writer.write(data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return refuse_seek(self.path, offset, whence)
+        return self._writer.seek(offset, whence)
 
     def write_all(self, chunks: Iterable[Data]) -> int:
         return self._writer.write_all(chunks)
