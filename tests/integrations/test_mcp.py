@@ -107,7 +107,7 @@ async def ended(pid: str) -> None:
 def test_each_tool_is_described_and_works(connect: Connect, workspace: Workspace) -> None:
     async def steps(client: Client) -> None:
         offered = {tool.name: tool for tool in (await client.list_tools()).tools}
-        assert offered.keys() == TOOLS.keys() | {"snapshot", "snapshots", "restore", "diff"}
+        assert offered.keys() == TOOLS.keys() | {"snapshot", "snapshots", "restore", "diff", "log"}
         for name, tool in TOOLS.items():
             assert offered[name].input_schema == tool.json_schema()
         annotations = offered["rm"].annotations
@@ -232,7 +232,7 @@ def test_calls_fail_while_the_daemon_is_dead_and_work_after_the_next_mount(workd
         os.kill(workspace.pid, signal.SIGKILL)
         await ended(str(workspace.pid))
         assert f"the daemon of {name} is dead" in await call(client, "ls", fails=True)
-        assert len((await client.list_tools()).tools) == len(TOOLS) + 4
+        assert len((await client.list_tools()).tools) == len(TOOLS) + 5
         with pytest.raises(MCPError, match="is dead"):
             await client.list_resources()
         with mounted(workdir / "ws", name=name):

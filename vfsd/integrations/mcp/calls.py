@@ -144,7 +144,9 @@ def _command(params: ShellParams | PythonParams, wire: _Wire) -> RemoteCall[Comm
     argv, stdin = command_of(params)
     call = exec_call(argv, "", None, params.timeout_s, DEFAULT_OUTPUT_BYTES, stdin)
     call.params.cwd = wire(params.cwd)
-    return RemoteCall(call.method, call.params, lambda answer: command_result(call.result(answer)))
+    return RemoteCall(
+        call.method, call.params, lambda answer: command_result(call.result(answer)), on_output=call.on_output
+    )
 
 
 _BUILDERS: Final[Mapping[type[Any], Callable[[Any, _Wire], RemoteCall[Any]]]] = {
