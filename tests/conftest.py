@@ -9,6 +9,7 @@ Environment:
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import getpass
 import os
@@ -20,7 +21,9 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -28,9 +31,11 @@ from tests.support import zygote
 from tests.support.durations import CpuPlugin, DurationsPlugin, record_of
 from tests.support.hang_watch import HangWatch
 from tests.support.leaks import TAG, Leaks, descriptors, mounts, open_files
+from tests.support.lower_layers import LAYERS, Layer
 from tests.support.progress import ProgressPlugin
 from tests.support.schedule import slow_first
 from tests.support.suites import SUITES, is_extended
+from vfsd.client.workspace import Workspace
 from vfsd.machine import selection
 
 _NO_SKIP = os.environ.get("VFSD_NO_SKIP", "") not in ("", "0")
@@ -312,3 +317,21 @@ def workdir(no_leaks: None, session_dir: str) -> Path:
     It is removed with the session, when nothing can be mounted in it any more.
     """
     return Path(tempfile.mkdtemp(dir=f"{session_dir}/work", prefix="t"))
+
+
+@pytest.fixture
+def root(workspace: Workspace) -> Path:
+    """The mount of the folder's or module's `workspace`."""
+    return Path(workspace.path)
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request: pytest.FixtureRequest) -> Layer:
+    """The kind of a read-only lower layer."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def run(request: pytest.FixtureRequest) -> functools.partial[Any]:
+    """Run a coroutine function on each loop."""
+    return functools.partial(anyio.run, backend=request.param)

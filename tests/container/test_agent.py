@@ -44,11 +44,6 @@ def workspace(mount_container: MountContainer, container: Container) -> Workspac
     return mount_container(container, transport="agent", complaints=LOST)
 
 
-@pytest.fixture
-def root(workspace: Workspace) -> Path:
-    return Path(workspace.path)
-
-
 # -- inside and outside ------------------------------------------------------------------------------
 @pytest.mark.extended
 @pytest.mark.both_engines

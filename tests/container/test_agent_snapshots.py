@@ -27,11 +27,6 @@ def workspace(request: pytest.FixtureRequest, mount_container: MountContainer, c
     return mount_container(container, transport=request.param)
 
 
-@pytest.fixture
-def root(workspace: Workspace) -> Path:
-    return Path(workspace.path)
-
-
 def listed(container: Container) -> list[bytes]:
     """Everything in the workspace, as the container has it: kind, mode, owner, links, time, and content."""
     script = "cd /workspace; find . ! -name . | sort | while read -r f; do stat -c '%n %f %u:%g %h %Y' \"$f\"; done"

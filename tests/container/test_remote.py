@@ -128,11 +128,6 @@ def workspace(end: End, workdir: Path) -> Iterator[Workspace]:
         yield workspace
 
 
-@pytest.fixture
-def root(workspace: Workspace) -> Path:
-    return Path(workspace.path)
-
-
 def test_both_ends_see_one_directory_and_its_snapshots(end: End, workspace: Workspace, root: Path) -> None:
     status = workspace.status()
     assert (status.remote, status.connected, status.container) == ("connected", True, None)

@@ -52,11 +52,6 @@ def workspace(mount_container: MountContainer, container: Container) -> Workspac
     return mount_container(container, transport="rootfs", complaints=STOPPED)
 
 
-@pytest.fixture
-def root(workspace: Workspace) -> Path:
-    return Path(workspace.path)
-
-
 @pytest.mark.extended
 @pytest.mark.both_engines
 def test_a_stopped_container_is_eio_and_comes_back_when_it_is_started_again(

@@ -32,11 +32,6 @@ def workspace(mount_container: MountContainer, container: Container) -> Workspac
     return mount_container(container, transport="rootfs")
 
 
-@pytest.fixture
-def root(workspace: Workspace) -> Path:
-    return Path(workspace.path)
-
-
 @pytest.mark.extended
 @pytest.mark.both_engines
 def test_what_is_edited_outside_runs_inside(container: Container, root: Path) -> None:

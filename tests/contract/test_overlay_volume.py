@@ -19,7 +19,7 @@ from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
 from protocol.testing.volume.driver import ALICE, fails
 from protocol.volume import Caller, Volume
 from protocol.volume_extensions import SnapshotableVolume
-from tests.support.lower_layers import LAYERS, Layer, make, opened
+from tests.support.lower_layers import Layer, make, opened
 
 
 class TestOverlayVolume(VolumeContract):
@@ -147,10 +147,6 @@ class InLayers(Driver):
 @pytest.mark.extended
 class TestOverlayVolumeOverLayers(TestOverlayVolume):
     """Over an archive or a stored snapshot, whose root is empty, and with the content of each file in another one."""
-
-    @pytest.fixture(params=LAYERS)
-    def layer(self, request: pytest.FixtureRequest) -> Layer:
-        return request.param  # type: ignore[no-any-return]
 
     @pytest.fixture
     def volume(self, layer: Layer, tmp_path: Path) -> Iterator[MakeVolume]:

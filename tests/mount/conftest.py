@@ -155,12 +155,6 @@ def workspace(mount: MountIt) -> Workspace:
     return mount()
 
 
-@pytest.fixture
-def root(workspace: Workspace) -> Path:
-    """The mount of `workspace`."""
-    return Path(workspace.path)
-
-
 # -- the same test on tmpfs and on mounts ---------------------------------------------------------------
 @contextmanager
 def provided(on: str, path: Path, *, max_bytes: int | None = None, max_inodes: int | None = None) -> Iterator[Path]:

@@ -20,11 +20,6 @@ from vfsd.client.workspace import Workspace
 from vfsd.wire.exec_messages import TerminalSize
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> functools.partial[Any]:
-    return functools.partial(anyio.run, backend=request.param)
-
-
 @pytest.fixture(scope="module")
 def workspace(session_dir: str) -> Iterator[Workspace]:
     mountpoint = Path(session_dir) / "async-process"

@@ -26,11 +26,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_calls.py"
 Run: TypeAlias = "functools.partial[Any]"
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> Run:
-    return functools.partial(anyio.run, backend=request.param)
-
-
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -43,11 +43,6 @@ def workspace(mount: MountIt, directory: Path) -> Workspace:
     return mount(backend=f"host:{directory}", cache_timeout_s=TIMEOUT_S)
 
 
-@pytest.fixture
-def root(workspace: Workspace) -> Path:
-    return Path(workspace.path)
-
-
 def run(*command: object, cwd: Path | None = None) -> str:
     found = subprocess.run(
         [os.fspath(part) if isinstance(part, Path) else str(part) for part in command],

@@ -47,11 +47,6 @@ def workspace(mount: MountIt, directory: Path) -> Workspace:
 
 
 @pytest.fixture
-def root(workspace: Workspace) -> Path:
-    return Path(workspace.path)
-
-
-@pytest.fixture
 def program(root: Path) -> Iterator[Program]:
     with Program() as program:
         program("pass", root=str(root))

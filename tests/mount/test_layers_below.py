@@ -16,7 +16,7 @@ from protocol.store import DirectorySource, Store
 from tests.mount.conftest import MountIt, check_invariants
 from tests.mount.programs import succeeded, vfsd
 from tests.support import lower_layers
-from tests.support.lower_layers import LAYERS, Layer
+from tests.support.lower_layers import Layer
 from tests.support.unmounting import unmount_when_idle
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.launch import launch, log_path
@@ -54,11 +54,6 @@ def project(workdir: Path) -> Path:
     git(place, "add", "-A")
     git(place, "commit", "-qm", "all")
     return place
-
-
-@pytest.fixture(params=LAYERS)
-def layer(request: pytest.FixtureRequest) -> Layer:
-    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture

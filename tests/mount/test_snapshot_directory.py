@@ -47,11 +47,6 @@ def workspace(kind: str, mount: MountIt, workdir: Path, monkeypatch: pytest.Monk
     return mount(backend=f"{backend}:{workdir}/below")
 
 
-@pytest.fixture
-def root(workspace: Workspace) -> Path:
-    return Path(workspace.path)
-
-
 def fails(code: int, call: Callable[[], object]) -> None:
     with pytest.raises(OSError, match=re.escape(os.strerror(code))):
         call()

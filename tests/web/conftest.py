@@ -133,11 +133,6 @@ def workspace(workdir: Path) -> Iterator[Workspace]:
 
 
 @pytest.fixture
-def root(workspace: Workspace) -> Path:
-    return Path(workspace.path)
-
-
-@pytest.fixture
 def story(workspace: Workspace, root: Path) -> None:
     """Two snapshots: "one" with a.txt and gone, "two" with a.txt changed, gone removed and src/new added."""
     (root / "a.txt").write_text("first\nsecond\nthird\n")

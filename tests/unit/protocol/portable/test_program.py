@@ -41,13 +41,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "root"
-    root.mkdir()
-    return root
-
-
 # A Python that has loaded the program's modules, and forks for each call: they are compiled once.  For each line on its
 # standard input, it runs the program with these words and standard streams.
 _FORKS = """

@@ -21,13 +21,6 @@ from protocol.testing import FilesystemContract
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "root"
-    root.mkdir()
-    return root
-
-
-@pytest.fixture
 def remote(root: Path) -> Iterator[RemoteFilesystem]:
     with RemoteFilesystem(HostExecutor(root), python=sys.executable) as remote:
         yield remote

@@ -11,14 +11,6 @@ from protocol.store import Store
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """The directory that snapshots are taken of."""
-    path = tmp_path / "root"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """A store; at the end it is whole."""
     with Store(tmp_path / "store") as opened:

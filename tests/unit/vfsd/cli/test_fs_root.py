@@ -87,13 +87,6 @@ def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FsDaemonO
         yield daemon
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "root"
-    root.mkdir()
-    return root
-
-
 def run(*words: str | bytes, stdin: bytes = b"") -> tuple[int, Any]:
     result = CliRunner().invoke(cli, ["fs", *map(os.fsdecode, words)], input=stdin)
     assert result.stderr == ""

@@ -17,12 +17,6 @@ KEY = "host:/srv/x"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "root").mkdir()
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def store(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """The user's store, with four snapshots of one directory and one of another."""
     monkeypatch.setenv("VFSD_STORE_DIR", str(tmp_path / "store"))

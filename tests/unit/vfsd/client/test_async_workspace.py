@@ -35,12 +35,6 @@ from vfsd.wire.options import MountOptions
 Run = Callable[[Callable[[], Awaitable[Any]]], Any]
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """Run a coroutine function on each loop."""
-    return functools.partial(anyio.run, backend=request.param)
-
-
 @pytest.fixture
 def daemon(workdir: Path) -> Iterator[FakeDaemon]:
     place = workdir / "mnt"

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-
 from protocol.backends.host import HostVolume
 from protocol.diff.tree_diff import Change
 from protocol.testing import Driver
@@ -20,26 +18,6 @@ from protocol.testing.volume.driver import fails
 from protocol.tree import TreeEntry
 from protocol.volume import ROOT_INODE
 from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange
-
-
-@pytest.fixture
-def inside(tmp_path: Path) -> Path:
-    place = tmp_path / "inside"
-    place.mkdir()
-    return place
-
-
-@pytest.fixture
-def volume(inside: Path) -> Iterator[HostVolume]:
-    volume = HostVolume(os.fsencode(inside))
-    yield volume
-    volume.check_invariants()
-    volume.close()
-
-
-@pytest.fixture
-def fs(volume: HostVolume) -> Driver:
-    return Driver(volume)
 
 
 def _entries(place: Path) -> Iterator[tuple[bytes, TreeEntry]]:

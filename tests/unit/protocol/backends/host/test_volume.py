@@ -27,32 +27,12 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @pytest.fixture
-def inside(tmp_path: Path) -> Path:
-    place = tmp_path / "inside"
-    place.mkdir()
-    return place
-
-
-@pytest.fixture
 def outside(tmp_path: Path) -> Path:
     place = tmp_path / "outside"
     place.mkdir()
     (place / "file").write_bytes(SECRET)
     (place / "d").mkdir()
     return place
-
-
-@pytest.fixture
-def volume(inside: Path) -> Iterator[HostVolume]:
-    volume = HostVolume(os.fsencode(inside))
-    yield volume
-    volume.check_invariants()
-    volume.close()
-
-
-@pytest.fixture
-def fs(volume: HostVolume) -> Driver:
-    return Driver(volume)
 
 
 def untouched(outside: Path) -> bool:

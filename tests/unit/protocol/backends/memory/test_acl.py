@@ -23,11 +23,6 @@ def acl(user_obj: int, named: int, group_obj: int, mask: int, other: int) -> byt
     return VERSION + b"".join(struct.pack("<HHi", *row) for row in rows)
 
 
-@pytest.fixture
-def volume() -> MemoryVolume:
-    return MemoryVolume()
-
-
 def code_of(action: object, *arguments: object) -> int | None:
     with pytest.raises(OSError, match=r".") as raised:
         action(*arguments)  # type: ignore[operator]

@@ -19,11 +19,6 @@ FILE = stat.S_IFREG | 0o644
 BLOCK = 128 * 1024
 
 
-@pytest.fixture
-def volume() -> MemoryVolume:
-    return MemoryVolume()
-
-
 def journal_of(volume: MemoryVolume, limit: int | None = None) -> JournalInMemory:
     journal = JournalInMemory(limit)
     journal.keep(volume)

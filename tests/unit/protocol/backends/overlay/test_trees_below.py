@@ -21,7 +21,7 @@ from protocol.diff.tree_diff import changes
 from protocol.store import DirectorySource, Store
 from protocol.testing.volume.driver import Driver, fails
 from tests.support import lower_layers
-from tests.support.lower_layers import LAYERS, Layer
+from tests.support.lower_layers import Layer
 from tests.unit.protocol.store.states import state_of, state_of_tree
 
 LARGE = 10 << 20
@@ -46,11 +46,6 @@ def below(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.fixture(params=LAYERS)
-def layer(request: pytest.FixtureRequest) -> Layer:
-    return request.param  # type: ignore[no-any-return]
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     return tmp_path / "layer.zip"
@@ -60,11 +55,6 @@ def place(tmp_path: Path) -> Path:
 def volume(layer: Layer, below: Path, place: Path) -> Iterator[OverlayVolume]:
     with lower_layers.over(layer, below, place) as volume:
         yield volume
-
-
-@pytest.fixture
-def fs(volume: OverlayVolume) -> Driver:
-    return Driver(volume)
 
 
 def test_it_shows_what_the_directory_had(volume: OverlayVolume, below: Path) -> None:

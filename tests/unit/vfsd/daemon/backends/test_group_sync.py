@@ -70,11 +70,6 @@ async def answered(kernel: Kernel) -> tuple[int, int]:
 
 
 @pytest.fixture
-def volume() -> MemoryVolume:
-    return MemoryVolume()
-
-
-@pytest.fixture
 def journal(volume: MemoryVolume) -> AlwaysJournal:
     return AlwaysJournal(volume)
 
