@@ -34,7 +34,7 @@ from vfsd.machine.daemon_start import (
 from vfsd.machine.runtime import ensure_socket_dir
 from vfsd.wire.handshake import encode_options
 from vfsd.wire.options import MountOptions
-from vfsd.wire.sockets import peer_credentials
+from vfsd.wire.sockets import peer_credentials, receive_descriptors
 
 _SWITCH: Final = "VFSD_FORK_SERVER"
 _SOCKET_PREFIX: Final = ".fork-server-"  # before the kind
@@ -108,7 +108,7 @@ def start(options: MountOptions, report_fd: int, log_fd: int) -> ForkedProcess |
                 json.dump(ForkedStart(options=encode_options(options).decode(), environment=environment), file)
                 file.flush()
                 socket.send_fds(connection, [b"start"], [file.fileno(), report_fd, log_fd])
-            _, descriptors, *_ = socket.recv_fds(connection, PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            _, descriptors = receive_descriptors(connection, PACKET_BYTES, 1)
             if not descriptors:
                 return "the fork server ended"
             stack.callback(os.close, descriptors[0])

@@ -29,7 +29,7 @@ from vfsd.daemon.daemon import run_daemon
 from vfsd.daemon.starting import serve_kept
 from vfsd.machine.daemon_start import DESCRIPTORS, GO, PACKET_BYTES, ForkedStart
 from vfsd.wire.handshake import decode_options
-from vfsd.wire.sockets import peer_credentials
+from vfsd.wire.sockets import peer_credentials, receive_descriptors
 
 IDLE_S: Final = 600.0
 _SOCKET_CHECK_S: Final = 5.0  # how soon the server ends after its socket was removed
@@ -116,7 +116,7 @@ def run(connection: socket.socket) -> int:
         connection.settimeout(_MOUNT_TIMEOUT_S)
         starter = peer_credentials(connection).pid
         try:
-            _, descriptors, *_ = socket.recv_fds(connection, PACKET_BYTES, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            _, descriptors = receive_descriptors(connection, PACKET_BYTES, DESCRIPTORS)
             start_fd, report_fd, log_fd = descriptors
             with open(start_fd, "rb") as file:
                 file.seek(0)

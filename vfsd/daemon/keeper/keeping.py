@@ -24,7 +24,6 @@ daemon would never end: about once a second the keeper looks for that state, and
 
 from __future__ import annotations
 
-import array
 import gc
 import logging
 import os
@@ -53,6 +52,7 @@ from vfsd.daemon.keeper.kept import (
     shared_memory,
 )
 from vfsd.machine import interpreter, logs, runtime
+from vfsd.wire.sockets import receive_descriptors
 
 if TYPE_CHECKING:
     from vfsd.wire.options import MountOptions
@@ -186,12 +186,7 @@ class Keeper:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def _take_over(self, channel: socket.socket) -> None:
-        descriptors = array.array("i")
-        size = socket.CMSG_SPACE(descriptors.itemsize * (1 + MAX_HELD))
-        message, ancillary, _, _ = channel.recvmsg(MAX_BYTES, size, socket.MSG_CMSG_CLOEXEC)
-        for level, kind, content in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        message, descriptors = receive_descriptors(channel, MAX_BYTES, 1 + MAX_HELD)
         if message and descriptors:
             # The others stay open while this process runs.
             self._device, self._saved = descriptors[0], message[1:]

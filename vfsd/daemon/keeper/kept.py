@@ -10,7 +10,6 @@ From then on it restarts the daemon if that dies.
 
 from __future__ import annotations
 
-import array
 import mmap
 import os
 import socket
@@ -118,9 +117,9 @@ class KeeperProcess:
 
     def hold(self, saved: bytes, device: int, anchor: int | None, others: Sequence[int]) -> str | None:
         known = [] if anchor is None else [anchor]
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [device, *known, *others]))]
         try:
-            self._channel.sendmsg([NO_ANCHOR if anchor is None else HAS_ANCHOR, saved], rights)
+            start = NO_ANCHOR if anchor is None else HAS_ANCHOR
+            socket.send_fds(self._channel, [start, saved], [device, *known, *others])
         except OSError as error:
             return f"the keeper died ({error.strerror})"
         return None

@@ -25,7 +25,6 @@ Who serves if one of them dies:
 
 from __future__ import annotations
 
-import array
 import contextlib
 import json
 import os
@@ -41,6 +40,7 @@ from vfsd.daemon.audit.processes import GivenLabel
 from vfsd.daemon.snapshots.pruned import PrunedRecord
 from vfsd.wire.merge_messages import AncestorRecord, StateRecord
 from vfsd.wire.options import PolicyOptions
+from vfsd.wire.sockets import receive_descriptors
 
 HANDOVER_VERSION: Final = 3  # of these messages, and of what they carry
 OLDEST_VERSION: Final = 1  # that this version can take over
@@ -241,9 +241,8 @@ class Channel:
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message.  The messages of this protocol fit into the socket's buffer.  PeerEndedError."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
-            self._sock.sendmsg([encode(message)], rights)
+            socket.send_fds(self._sock, [encode(message)], descriptors)
         except (BrokenPipeError, ConnectionResetError):
             raise PeerEndedError from None
 
@@ -267,18 +266,13 @@ class Channel:
 
     def receive_now(self) -> tuple[Message, list[int]]:
         """Return the message that has arrived.  BlockingIOError without one; PeerEndedError."""
-        size = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
         try:
-            data, ancillary, _, _ = self._sock.recvmsg(MAX_BYTES, size, socket.MSG_CMSG_CLOEXEC)
+            data, found = receive_descriptors(self._sock, MAX_BYTES, MAX_DESCRIPTORS)
         except ConnectionResetError:
             raise PeerEndedError from None
-        found = array.array("i")
-        for level, kind, content in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                found.frombytes(content[: len(content) - len(content) % found.itemsize])
         if not data:
             raise PeerEndedError
-        return decode(data), list(found)
+        return decode(data), found
 
 
 def _expected(received: tuple[Message, list[int]], kind: type[M]) -> tuple[M, list[int]]:

@@ -7,7 +7,6 @@ own loop.
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import socket
@@ -19,6 +18,7 @@ from protocol.linux import syscalls
 from protocol.values import Value
 from vfsd.kernel.engines.base import EngineSettings, mount_options
 from vfsd.machine.mountinfo import SOURCE_PREFIX, VFSD_TYPE, mounts_at
+from vfsd.wire.sockets import receive_descriptors
 
 _FUSERMOUNT: Final = "fusermount3"
 _DEVICE: Final = "/dev/fuse"
@@ -85,12 +85,12 @@ def _mount_with_fusermount(settings: EngineSettings, mountpoint: str, checked: b
                 capture_output=True,
                 check=False,
             )
-        descriptor = _receive_descriptor(ours)
-    if descriptor is None:
+        _, descriptors = receive_descriptors(ours, 1, 1)
+    if not descriptors:
         message = done.stderr.decode(errors="replace").strip() or f"{_FUSERMOUNT} failed"
         code = errno.EPERM if os.path.isdir(mountpoint) else errno.ENOENT
         raise OSError(code, message, settings.mountpoint)
-    return descriptor
+    return descriptors[0]
 
 
 def is_mounted(made: FuseMount) -> bool:
@@ -134,17 +134,6 @@ def _write(path: str, text: str) -> None:
             file.write(text)
     except OSError:
         pass  # both are optional, and need privileges
-
-
-def _receive_descriptor(channel: socket.socket) -> int | None:
-    """Return the descriptor that fusermount3 sent, or None if it ended without sending one."""
-    descriptors = array.array("i")
-    size = descriptors.itemsize
-    _, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[: len(data) - len(data) % size])
-    return descriptors[0] if descriptors else None
 
 
 def _devices(mountpoint: str) -> list[int]:
