@@ -17,9 +17,10 @@ from vfsd.cli.common.interrupts import waking
 from vfsd.cli.common.names import complete_path, complete_snapshot, with_similar_snapshots
 from vfsd.cli.common.streamed import PatientOutput
 from vfsd.cli.common.times import ACCEPTED, parse_time
-from vfsd.client.connection import ControlClient, ControlError, control_error
+from vfsd.client.connection import ControlClient
 from vfsd.client.next_daemon import next_daemon
 from vfsd.wire.audit_messages import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams, nameless
+from vfsd.wire.exchange import ControlError, control_error
 
 _COMMAND_CHARACTERS: Final = 100  # of a command line that is shown
 _COLUMNS: Final = output.columns("TIME:time PID CHANGE PATH:path SIZE:size COMMAND BELONGS-TO")

@@ -139,7 +139,7 @@ def drop_command(app: App, names: tuple[str, ...], *, force: bool) -> None:
 
 def _none_was_dropped(error: FileNotFoundError, names: Sequence[str]) -> OSError:
     """Return `error`; if several snapshots were named, with the remark that none was dropped."""
-    from vfsd.client.connection import ControlError, control_error  # noqa: PLC0415 start-up: an error has time
+    from vfsd.wire.exchange import ControlError, control_error  # noqa: PLC0415 start-up: an error has time
 
     if len(set(names)) == 1 or not isinstance(error, ControlError):
         return error

@@ -19,9 +19,9 @@ import msgspec
 
 from vfsd.client import answers as answers  # noqa: PLC0414 its import takes 10 ms, which the first call must not wait for
 from vfsd.client.cancelling import ANSWER_S, CancelledCall, words_of
-from vfsd.client.connection import ATTEMPTS, ClosingError, ControlError, Exchange, connected, timed_out, vanished
+from vfsd.client.connection import connected, timed_out, vanished
 from vfsd.client.requests import RemoteCall
-from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
+from vfsd.wire.exchange import ATTEMPTS, RECEIVE_BYTES, ClosingError, ControlError, Exchange, LineBuffer
 from vfsd.wire.messages import ProgressReport
 
 T = TypeVar("T")

@@ -8,103 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import errno as errno_numbers
-import functools
 import json
-import os
 import select
 import socket
 from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
 from vfsd.client.quick_call import BegunCall
-from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
-from vfsd.wire.messages import (
-    CANCEL_METHOD,
-    CLOSING_METHOD,
-    INTERNAL_ERROR,
-    INVALID_PARAMS,
-    METHODS,
-    OUTPUT_METHOD,
-    PROGRESS_METHOD,
-    CancelParams,
-    CancelResult,
-    CancelState,
-    ErrorObject,
-    Output,
-    ProgressReport,
-    Request,
-    from_wire_path,
-)
+from vfsd.wire.exchange import ATTEMPTS, RECEIVE_BYTES, ClosingError, Exchange, LineBuffer
+from vfsd.wire.exchange import ControlError as ControlError  # noqa: PLC0414 docs/python.md names it here
+from vfsd.wire.messages import CancelState, ProgressReport
 from vfsd.wire.sockets import connect, is_closed_by_peer
 
 if TYPE_CHECKING:
     from vfsd.client.requests import RemoteCall
 
 T = TypeVar("T")
-# A daemon with too many idle connections closes some of them.  It is unlikely to close the next one of the same client.
-ATTEMPTS: Final = 5
-
-
-class ControlError(OSError):
-    """An error that the daemon answered; `str()` is the message for the user.
-
-    `code` is the JSON-RPC error code.  If the daemon sent an errno, `errno` is its number, `filename` the path that it
-    is about, and the exception is also an instance of Python's class for it (FileNotFoundError, ...).  If the daemon
-    refused an argument (INVALID_PARAMS), the exception is also a ValueError, and `errno` is EINVAL.
-    """
-
-    code: int
-
-    def __init__(self, code: int, message: str, errno: int | None = None, filename: str | None = None) -> None:
-        if errno is None:
-            super().__init__(message)
-        else:
-            super().__init__(errno, message, filename)
-        self.code = code
-        self._message = message
-
-    def __str__(self) -> str:
-        return self._message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # pickle cannot find the classes that `control_error` creates.
-        return control_error, (self.code, self._message, self.errno, self.filename)
-
-
-@functools.cache
-def _error_class(builtin: type[OSError] | type[ValueError]) -> type[ControlError]:
-    if builtin is OSError:
-        return ControlError
-    return type("ControlError", (ControlError, builtin), {"__doc__": ControlError.__doc__})
-
-
-def control_error(code: int, message: str, errno: int | None = None, filename: str | None = None) -> ControlError:
-    """Return the `ControlError` for an errno; for ENOENT it is also a FileNotFoundError, and so on.
-
-    For INVALID_PARAMS it is also a ValueError.
-    """
-    if code == INVALID_PARAMS:
-        return _error_class(ValueError)(code, message, errno_numbers.EINVAL, filename)
-    builtin = OSError if errno is None else type(OSError(errno, ""))
-    return _error_class(builtin)(code, message, errno, filename)
-
-
-def _from_answer(error: ErrorObject) -> ControlError:
-    if error.data is None:
-        return control_error(error.code, error.message)
-    number = getattr(errno_numbers, error.data.errno, None) if error.data.errno else None
-    path = None if error.data.path is None else _path(error.data.path)
-    return control_error(error.code, error.message, number, path)
-
-
-def _path(wire: str) -> str:
-    try:
-        return os.fsdecode(from_wire_path(wire))
-    except ValueError:  # not a wire path: the name of an entry in a hostile archive
-        return wire
 
 
 def _no_daemon(socket_path: str, error: OSError) -> OSError:
@@ -143,104 +65,6 @@ def vanished(socket_path: str, method: str) -> ConnectionError:
 def timed_out(socket_path: str, method: str, timeout_s: float | None) -> TimeoutError:
     """Return the exception for a silence of `timeout_s`."""
     return TimeoutError(f"no answer to {method!r} from {socket_path} for {timeout_s or 0:g} s")
-
-
-class ClosingError(ConnectionError):
-    """The daemon closed an idle connection, and did not run the request that was sent meanwhile."""
-
-
-class _Message(msgspec.Struct):
-    """A message from the daemon: an answer, or a notification about a running call."""
-
-    jsonrpc: str
-    id: int | str | None = None
-    method: str | None = None
-    params: msgspec.Raw = msgspec.Raw(b"{}")
-    result: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    error: ErrorObject | msgspec.UnsetType = msgspec.UNSET
-
-
-_messages = msgspec.json.Decoder(_Message)
-
-
-class Exchange:
-    """One call without I/O: builds the request's bytes and interprets each line of the answer."""
-
-    def __init__(
-        self,
-        request_id: int,
-        method: str,
-        params: msgspec.Struct | None,
-        on_progress: Callable[[ProgressReport], object] | None = None,
-        on_output: Callable[[bytes], object] | None = None,
-    ) -> None:
-        """ValueError for a method that METHODS lacks, TypeError for params of another method.
-
-        Params may be those of an agents' tool, which the method's own extend by what agents do not have.
-        """
-        if method not in METHODS:
-            raise ValueError(f"no such method: {method!r}")
-        expected, self._result_type = METHODS[method]
-        if params is not None and not issubclass(expected, type(params)):
-            raise TypeError(f"{method} takes {expected.__name__}, not {type(params).__name__}")
-        self.method = method
-        self._id = request_id
-        self._on_progress = on_progress
-        self._on_output = on_output
-        encoded = b"{}" if params is None else msgspec.json.encode(params)
-        self.request = msgspec.json.encode(Request("2.0", method, msgspec.Raw(encoded), request_id)) + b"\n"
-        self.done = False
-        self.result: Any = None
-        self._cancel_id = f"cancel {request_id}"
-        self.cancel_state: CancelState | None = None
-
-    def mute(self) -> None:
-        """Call no callback any more."""
-        self._on_progress = self._on_output = None
-
-    @property
-    def cancel_request(self) -> bytes:
-        """The line that asks the daemon to stop this call.  `cancel_state` becomes its answer."""
-        params = msgspec.json.encode(CancelParams(self._id))
-        return msgspec.json.encode(Request("2.0", CANCEL_METHOD, msgspec.Raw(params), self._cancel_id)) + b"\n"
-
-    def take(self, line: bytes) -> object:
-        """Interpret a line from the daemon.  Once `done` is set, `result` is the answer.
-
-        Return what the callback for progress or output returned, if the line is one of these.
-        ControlError for an error answer, and for an answer that this version cannot read.  ClosingError if the daemon
-        closed the connection without running the request.
-        """
-        try:
-            event = self._take(_messages.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            text = f"cannot read the daemon's answer to {self.method!r} (is it of another version?): {error}"
-            raise ControlError(INTERNAL_ERROR, text) from error
-        if event is None or event.id != self._id:
-            return None
-        if isinstance(event, ProgressReport):
-            return None if self._on_progress is None else self._on_progress(event)
-        return None if self._on_output is None else self._on_output(event.data)
-
-    def _take(self, message: _Message) -> ProgressReport | Output | None:
-        if message.method == PROGRESS_METHOD:
-            return msgspec.json.decode(message.params, type=ProgressReport)
-        if message.method == OUTPUT_METHOD:
-            return msgspec.json.decode(message.params, type=Output)
-        if message.method == CLOSING_METHOD:
-            raise ClosingError(f"the daemon closed the idle connection before it ran {self.method!r}; try again")
-        if message.id == self._cancel_id and not isinstance(message.result, msgspec.UnsetType):
-            self.cancel_state = msgspec.json.decode(message.result, type=CancelResult).state
-            return None
-        # An error without an id is about the connection: it was refused, a line was too long, or the client too slow.
-        if not isinstance(message.error, msgspec.UnsetType) and message.id in (None, self._id):
-            # The daemon then closes the connection: not `done`, so that it is not reused.
-            self.done = message.id is not None
-            raise _from_answer(message.error)
-        if not isinstance(message.result, msgspec.UnsetType) and message.id == self._id:
-            self.result = msgspec.json.decode(message.result, type=self._result_type)
-            self.done = True
-        return None
 
 
 class ControlClient:

@@ -10,7 +10,8 @@ from typing import Final
 
 import msgspec
 
-from vfsd.client.connection import ControlError, Exchange, connected, vanished
+from vfsd.client.connection import connected, vanished
+from vfsd.wire.exchange import RECEIVE_BYTES, ControlError, Exchange, LineBuffer
 from vfsd.wire.exec_messages import (
     OUTPUT,
     STARTED,
@@ -25,7 +26,6 @@ from vfsd.wire.exec_messages import (
     TerminalSize,
     cost,
 )
-from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import Request
 
 _EXEC_ID: Final = 1

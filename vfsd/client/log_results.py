@@ -13,7 +13,7 @@ from datetime import datetime
 import msgspec
 
 from vfsd.wire.audit_messages import LogEntry, Overflow, ProcessRecord
-from vfsd.wire.lines import LineBuffer
+from vfsd.wire.exchange import LineBuffer
 from vfsd.wire.messages import from_wire_path
 
 

@@ -16,12 +16,12 @@ from protocol.errors import os_error
 from protocol.execution.host import HostExecutor
 from protocol.paths import located
 from protocol.tools import ToolContext
-from vfsd.client.connection import ControlError, control_error
 from vfsd.client.requests import RemoteCall
 from vfsd.daemon.control.answers import failure_line
 from vfsd.daemon.control.call_context import Encoded
 from vfsd.daemon.control.handlers import fs_calls
 from vfsd.daemon.control.handlers.parameters import host_text, working_directory
+from vfsd.wire.exchange import ControlError, control_error
 from vfsd.wire.fs_messages import FsExecParams, FsExecResult, FsReadParams, FsWriteParams
 from vfsd.wire.messages import METHODS, ErrorObject, InvalidParamsError, Response
 

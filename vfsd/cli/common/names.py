@@ -16,9 +16,10 @@ from click.shell_completion import CompletionItem
 
 from vfsd.cli.common.app import did_you_mean
 from vfsd.cli.common.values import in_home
-from vfsd.client.connection import ControlClient, ControlError, control_error
+from vfsd.client.connection import ControlClient
 from vfsd.client.paths import current_directory, workspace_path
 from vfsd.machine.runtime import WorkspaceRecord, find_workspace, read_records
+from vfsd.wire.exchange import ControlError, control_error
 from vfsd.wire.fs_messages import FsLsParams
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.snapshot_messages import SnapshotsParams

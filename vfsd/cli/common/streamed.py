@@ -20,7 +20,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App
 from vfsd.client.requests import RemoteCall
 from vfsd.wire.base import ChangeRecord
-from vfsd.wire.lines import LineBuffer
+from vfsd.wire.exchange import LineBuffer
 from vfsd.wire.snapshot_messages import DiffResult
 
 _MEMORY_BYTES: Final = 1024 * 1024  # a larger temporary file is on disk

@@ -30,7 +30,7 @@ from vfsd.daemon.control.answers import (
     result_line,
 )
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
+from vfsd.wire.exchange import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import (
     CANCEL_METHOD,
     CLOSING_METHOD,

@@ -25,10 +25,10 @@ from tests.support.fake_workspace import FakeDaemon, on_its_directory
 from vfsd import AsyncWorkspace
 from vfsd.client import answers, async_connection, threads
 from vfsd.client.async_filesystem import AsyncFilesystem
-from vfsd.client.connection import Exchange
 from vfsd.client.filesystem import WorkspaceFilesystem
 from vfsd.wire import snapshot_messages as sm
 from vfsd.wire.base import ChangeRecord
+from vfsd.wire.exchange import Exchange
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 

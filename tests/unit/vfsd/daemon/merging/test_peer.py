@@ -16,15 +16,17 @@ from vfsd.daemon.merging.peer import call_peer
 from vfsd.wire.base import Empty, Peer
 
 
-def served(path: Path, answer: Callable[[socket.socket], None]) -> Peer:
-    """A daemon that takes one call."""
+def served(path: Path, *answers: Callable[[socket.socket], None]) -> Peer:
+    """A daemon that takes one call for each of `answers`."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
 
     def serve() -> None:
-        with listener, listener.accept()[0] as client:
-            answer(client)
+        with listener:
+            for answer in answers:
+                with listener.accept()[0] as client:
+                    answer(client)
 
     threading.Thread(target=serve, daemon=True).start()
     return Peer("other", str(path))
@@ -60,3 +62,15 @@ def test_the_error_of_the_other_daemon_keeps_its_errno(tmp_path: Path) -> None:
 
     error = failure(served(tmp_path / "socket", answer))
     assert (error.errno, error.strerror) == (errno.ENOSPC, "workspace 'other': full")
+
+
+def test_a_call_that_crosses_the_closing_of_its_connection_is_made_again(tmp_path: Path) -> None:
+    def close(client: socket.socket) -> None:
+        client.recv(1000)
+        client.sendall(b'{"jsonrpc":"2.0","method":"closing","params":{}}\n')
+
+    def answer(client: socket.socket) -> None:
+        client.recv(1000)
+        client.sendall(b'{"jsonrpc":"2.0","id":1,"result":{}}\n')
+
+    assert trio.run(call_peer, served(tmp_path / "socket", close, answer), "ping", Empty()) == Empty()
