@@ -208,7 +208,8 @@ class _Fetch:
         self, private: str, source: str, target: str, path: str, name: str, keep_going: Callable[[], None]
     ) -> None:
         self._private = private
-        self._source = os.path.join(source, path)
+        self._source_root = os.path.realpath(source)
+        self._source = os.path.join(self._source_root, path)
         self._root = target
         self._target = os.path.join(target, path)
         self._name = name
@@ -239,6 +240,7 @@ class _Fetch:
         for name in _NO_SYMLINKS:
             if os.path.islink(os.path.join(target, name).rstrip("/")):
                 raise GitError(f"{name or 'it'} is a symlink, which can lead out of the workspace")
+        self._refuse_ways_out(source, target)
         directory = tempfile.mkdtemp(dir=self._private)
         there, here = os.path.join(directory, "there"), os.path.join(directory, "here")
         from_git = _private(there, source, self._keep_going, also=target)
@@ -256,6 +258,29 @@ class _Fetch:
             ref = _detached(tree) if _HASH.fullmatch(head) else head.removeprefix("refs/heads/")
             commands += self._commands(git, target, tree, f"{REFS}/{namespace}/{ref}", is_needed=is_needed and not tree)
         return namespace, commands
+
+    def _refuse_ways_out(self, source: str, target: str) -> None:
+        """GitError if git would read files outside of the other workspace, which its programs may not be able to read.
+
+        Other object directories outside of it are fine if the target reads there, too.
+        """
+        known = frozenset(_alternates(os.path.join(target, "objects")))
+        waiting = [os.path.join(source, name) for name in _LINKED]
+        seen: set[str] = set()
+        while waiting:
+            place = os.path.normpath(waiting.pop())
+            if place in seen:
+                continue
+            seen.add(place)
+            self._keep_going()
+            name = shown(os.fsencode(os.path.relpath(place, self._source_root)))
+            if os.path.realpath(place) != place or not place.startswith(self._source_root + "/"):
+                raise GitError(f"{name} there leads out of the workspace, or through a symlink")
+            for directory, _, _ in os.walk(place):
+                with os.scandir(directory) as entries:
+                    if any(entry.is_symlink() for entry in entries):
+                        raise GitError(f"{name} there has a symlink, which can lead out of the workspace")
+            waiting += [other for other in _alternates(place) if other not in known]
 
     def _refs(self, git: PrivateGit) -> dict[str, str]:
         git.run(["for-each-ref", "--format=%(refname) %(objectname)"], os.devnull, "refs-found")
@@ -369,13 +394,17 @@ def _link_others(source: str, target: str, made: str) -> None:
         for each in found:
             if each not in known and (name != "pack" or each.startswith("pack-")):
                 os.symlink(os.path.join(source, name, each), os.path.join(made, name, each))
-    others = [os.fsencode(target)]
-    with contextlib.suppress(OSError, ValueError):
-        lines = _read(os.path.join(source, "info/alternates")).splitlines()
-        others += [os.path.join(os.fsencode(source), line) for line in lines]
     os.makedirs(os.path.join(made, "info"))
     with open(os.path.join(made, "info/alternates"), "wb") as out:
-        out.writelines(line + b"\n" for line in others)
+        out.writelines(os.fsencode(line) + b"\n" for line in (target, *_alternates(source)))
+
+
+def _alternates(objects: str) -> list[str]:
+    """Return the other object directories that the object directory `objects` names."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = os.fsdecode(_read(os.path.join(objects, "info/alternates"))).splitlines()
+        return [os.path.join(objects, line) for line in lines]
+    return []
 
 
 def _setting(git: PrivateGit, repository: str, name: str) -> str:

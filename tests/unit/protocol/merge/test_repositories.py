@@ -255,6 +255,31 @@ def test_a_symlink_in_a_repository_does_not_lead_a_fetch_out_of_the_workspace(
     assert items(outside) == before
 
 
+@pytest.mark.parametrize(
+    "name", ["", "objects", "objects/pack", "refs", "refs/heads/main", "packed-refs", "alternates"]
+)
+def test_a_fork_does_not_have_git_read_what_is_outside_of_it(
+    pair: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    git(tmp_path, "init", "-q", "-b", "main", "outside")
+    commit(tmp_path / "outside", "secret")
+    git(tmp_path / "outside", "pack-refs", "--all", "--no-prune")
+    outside, theirs = tmp_path / "outside/.git", pair[1] / "r/.git"
+    if name == "alternates":  # through a directory of the fork
+        (pair[1] / "objects/info").mkdir(parents=True)
+        (pair[1] / "objects/info/alternates").write_text(f"{outside}/objects\n")
+        (theirs / "objects/info/alternates").write_text("../../../objects\n")
+    else:
+        subprocess.run(["rm", "-rf", theirs / name], check=True)
+        (theirs / name).symlink_to(outside / name)
+    before = items(pair[0])
+
+    found = fetch(pair)
+
+    assert "out of the workspace" in found.problem
+    assert items(pair[0]) == before
+
+
 def test_without_git_the_branches_are_not_fetched_and_the_answer_says_so(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
