@@ -32,7 +32,9 @@ def server(session_dir: str) -> Iterator[int]:
     directory = tempfile.mkdtemp(dir=f"{session_dir}/work", prefix="r")
     umask = os.umask(0o027)
     try:
+        os.environ["AWS_EXAMPLE"] = "of another mount"
         with running_fork_server(Path(directory)) as pid:
+            del os.environ["AWS_EXAMPLE"]
             yield pid
     finally:
         os.umask(umask)
@@ -76,6 +78,15 @@ def test_a_forked_daemon_has_the_process_state_of_its_mount(
         assert (workdir / "m" / "file").read_text() == "content"
         assert Workspace.attach("forked").status().pid == ready.pid
     wait_until(lambda: not os.path.exists(f"/proc/{ready.pid}"), "the server reaped the daemon")
+
+
+def test_a_forked_daemon_has_the_credentials_of_its_mount_only(
+    server: int, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server
+    monkeypatch.setenv("AWS_OURS", "ours")
+    with pytest.raises(OSError, match=r"\[ours, \]"):
+        Workspace.mount(workdir / "m", """exec:sh -c 'echo "[$AWS_OURS, $AWS_EXAMPLE]" >&2; exit 255'""")
 
 
 def test_a_failed_start_is_reported(server: int, workdir: Path) -> None:
