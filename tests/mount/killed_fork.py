@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from vfsd.daemon import daemon
-from vfsd.daemon.forks import process, started
+from vfsd.daemon.forks import process
+from vfsd.daemon.forks.waiting import StartedFork
 from vfsd.daemon.main import main
 from vfsd.machine import runtime
 
@@ -45,7 +46,7 @@ def kill_at(step: str) -> None:
     patched: dict[str, tuple[object, str, bool]] = {
         SOURCE_STEPS[0]: (os, "fork", False),
         SOURCE_STEPS[1]: (process, "_let_go", False),
-        SOURCE_STEPS[2]: (started.StartedFork, "ready", False),
+        SOURCE_STEPS[2]: (StartedFork, "ready", False),
         FORK_STEPS[0]: (daemon, "mount_engine", False),
         FORK_STEPS[1]: (daemon, "mount_engine", True),
         FORK_STEPS[2]: (runtime, "write_record", True),

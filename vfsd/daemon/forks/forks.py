@@ -24,10 +24,9 @@ from protocol.errors import SnapshotNotFoundError
 from protocol.values import Value
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import ForkableVolume, SnapshotInfo, VolumeUsage, forkable, snapshotable
-from vfsd.daemon.forks.ends import is_below, wait_ended, wait_upgraded
 from vfsd.daemon.forks.family import ForkFamily, total
 from vfsd.daemon.forks.process import SYSTEMD_VARIABLES, check_memory, detach, fork_process
-from vfsd.daemon.forks.started import StartedFork
+from vfsd.daemon.forks.waiting import StartedFork, is_below, wait_ended, wait_upgraded
 from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId
 from vfsd.daemon.merging.needed import needed_states
 from vfsd.daemon.snapshots.base import is_fork_base

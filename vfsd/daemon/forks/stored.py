@@ -22,10 +22,9 @@ from msgspec.structs import replace
 from protocol.store import Store
 from protocol.volume_extensions import SnapshotInfo, snapshotable
 from vfsd.daemon.control.call_context import CallContext
-from vfsd.daemon.forks.ends import wait_upgraded
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.forks.process import SYSTEMD_VARIABLES
-from vfsd.daemon.forks.started import StartedFork
+from vfsd.daemon.forks.waiting import StartedFork, wait_upgraded
 from vfsd.daemon.merging.lineage import Ancestor, MergeLog, StateId
 from vfsd.daemon.merging.records import merged_record, merged_state, state_id, state_record
 from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, fork_tag, free_name

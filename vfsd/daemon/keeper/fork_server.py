@@ -31,14 +31,14 @@ from vfsd.machine.daemon_start import DESCRIPTORS, GO, PACKET_BYTES, ForkedStart
 from vfsd.wire.handshake import decode_options
 from vfsd.wire.sockets import peer_credentials, receive_descriptors
 
-IDLE_S: Final = 600.0
+_IDLE_S: Final = 600.0
 _SOCKET_CHECK_S: Final = 5.0  # how soon the server ends after its socket was removed
 _MOUNT_TIMEOUT_S: Final = 30.0  # the mount answers at once, or has ended
 _PACKAGES: Final = ("protocol", "vfsd")
 
 
 # -- the server -------------------------------------------------------------------------------------
-def serve(path: str, is_current: Callable[[], bool], idle_s: float = IDLE_S) -> socket.socket | None:
+def serve(path: str, is_current: Callable[[], bool]) -> socket.socket | None:
     """Serve at the Unix socket `path` until the server should end: None.  In a forked process, return its connection.
 
     `is_current`: whether a forked process is still as one that the mount would start.  OSError, which ends the server
@@ -57,7 +57,7 @@ def serve(path: str, is_current: Callable[[], bool], idle_s: float = IDLE_S) -> 
         listener.setblocking(False)
         poll = select.poll()
         poll.register(listener, select.POLLIN)
-        end = time.monotonic() + idle_s
+        end = time.monotonic() + _IDLE_S
         while _identity(path) == identity and (remaining_s := end - time.monotonic()) > 0:
             for descriptor, _ in poll.poll(min(remaining_s, _SOCKET_CHECK_S) * 1000):
                 if descriptor in children:
@@ -75,7 +75,7 @@ def serve(path: str, is_current: Callable[[], bool], idle_s: float = IDLE_S) -> 
                     if not is_current():
                         accepted.close()
                         return None
-                    end = time.monotonic() + idle_s
+                    end = time.monotonic() + _IDLE_S
                     pid = os.fork()
                     if pid == 0:
                         removal.pop_all()

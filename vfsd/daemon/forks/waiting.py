@@ -1,4 +1,9 @@
-"""Wait for the daemon of a fork, which the source's daemon has started."""
+"""Wait for forks: until the mount of a new one answers, and until one has ended, by the record of its daemon.
+
+A fork that is upgraded has not ended: another daemon serves it, under the same name and with the same ancestors.
+
+Threading: the serving loop.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,14 @@ from protocol.errors import shown
 from vfsd.machine import mounts
 from vfsd.machine.dead_mounts import is_dead
 from vfsd.machine.mountinfo import mount_at
-from vfsd.machine.runtime import read_records, remove_record
+from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
 from vfsd.wire.handshake import Failed, Ready, decode_report
 
 START_TIMEOUT_S: Final = 60.0
 _REPORT_BYTES: Final = 1 << 20
 
 
+# -- the start --------------------------------------------------------------------------------------
 class StartedFork:
     """A process that does not serve yet.
 
@@ -77,3 +83,46 @@ def _clear_dead(pid: int, mountpoint: str) -> None:
     for record in read_records():
         if record.pid == pid and record.mountpoint == mountpoint and not record.alive:
             remove_record(record)
+
+
+# -- the end ----------------------------------------------------------------------------------------
+def is_below(record: WorkspaceRecord, instance: str) -> bool:
+    """Whether the workspace of a record runs, and descends from `instance`."""
+    return record.alive and any(each.instance == instance for each in record.ancestors)
+
+
+def _upgraded(name: str, pid: int, instance: str) -> WorkspaceRecord | None:
+    """Return the record of the fork `name` of `instance` if its daemon `pid` ended in an upgrade."""
+    record = read_record(name)
+    return None if record is None or record.pid == pid or not is_below(record, instance) else record
+
+
+async def wait_upgraded(name: str, pid: int, instance: str) -> bool:
+    """Wait for the end of the fork `name` of `instance` if its daemon `pid` ended in an upgrade; else return False."""
+    record = _upgraded(name, pid, instance)
+    if record is None:
+        return False
+    await wait_ended(record, instance)
+    return True
+
+
+async def wait_ended(record: WorkspaceRecord, instance: str) -> None:
+    """Wait until the fork of a record has ended, which descends from `instance`, also if it is upgraded."""
+    following: WorkspaceRecord | None = record
+    while following is not None:
+        record = following
+        await _wait_daemon_ended(record)
+        following = _upgraded(record.name, record.pid, instance)
+
+
+async def _wait_daemon_ended(record: WorkspaceRecord) -> None:
+    """Wait until the daemon of a record has ended."""
+    try:
+        pidfd = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if record.alive:  # it is not another process with the same number
+            await trio.lowlevel.wait_readable(pidfd)
+    finally:
+        os.close(pidfd)
