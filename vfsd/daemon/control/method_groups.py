@@ -11,17 +11,15 @@ from collections.abc import Mapping
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.call_context import Handler
 from vfsd.daemon.control.handlers.audit import AuditMethods
-from vfsd.daemon.control.handlers.compact import compact_method
 from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.handlers.fork import ForkMethod
 from vfsd.daemon.control.handlers.fs import FsMethods
 from vfsd.daemon.control.handlers.merge import MergeMethods
 from vfsd.daemon.control.handlers.merge_source import MergeSource
-from vfsd.daemon.control.handlers.policy import policy_method
-from vfsd.daemon.control.handlers.save import save_method
 from vfsd.daemon.control.handlers.snapshots import SnapshotMethods
 from vfsd.daemon.control.handlers.trees import TreeMethods
 from vfsd.daemon.control.handlers.unmount import UnmountMethods
+from vfsd.daemon.control.handlers.whole import compact_method, policy_method, save_method
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.merging.other import OtherWorkspaces

@@ -6,10 +6,11 @@ immutable tree; `vfsd.daemon.snapshots` makes the changes.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import trio
 from msgspec.structs import asdict
@@ -20,7 +21,6 @@ from protocol.volume_extensions import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.audit.calls import audited
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.handlers.lost_container import with_advice
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from vfsd.daemon.control.method_groups import MethodGroups
     from vfsd.daemon.keeper.kept import Kept
     from vfsd.daemon.upgrading.giving import OldDaemon
+
+# What the mount answers while no container is connected, and the root directory that could not be examined.
+_LOST: Final = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN})
 
 
 class Start(NamedTuple):
@@ -85,7 +88,7 @@ class Methods:
         handlers = {name: here.get(name) or self._changing(name) for name in METHODS}
         if self._audit.log is not None:
             handlers = audited(handlers, self._audit.log)
-        return with_advice(handlers, self._mounted)
+        return _with_advice(handlers, self._mounted)
 
     def _counted(self, handler: Handler) -> Handler:
         """Return a handler whose answers show that this daemon works; one that asks about the daemon does not."""
@@ -232,6 +235,35 @@ def _synced(handler: Handler, mounted: MountedVolume) -> Handler:
         return result
 
     return answer
+
+
+def _with_advice(handlers: Mapping[str, Handler], mounted: MountedVolume) -> Mapping[str, Handler]:
+    """Make `handlers` report a container that is not connected, and what to do, instead of the mount's bare errors."""
+    if mounted.container is None:
+        return handlers
+    return {name: _advising(handler, mounted) for name, handler in handlers.items()}
+
+
+def _advising(handler: Handler, mounted: MountedVolume) -> Handler:
+    @functools.wraps(handler)
+    async def answer(params: Any, call: CallContext) -> Any:
+        try:
+            return await handler(params, call)
+        except OSError as error:
+            container = mounted.container
+            if container is None or container.is_connected or not _is_of_mount(error, mounted.mountpoint):
+                raise
+            raise OSError(errno.EIO, await container.advice()) from error
+
+    return answer
+
+
+def _is_of_mount(error: OSError, mountpoint: str) -> bool:
+    """Whether the kernel or the volume raised `error`: an error with a text of its own says more than the advice."""
+    if error.errno is None or error.strerror not in (None, os.strerror(error.errno)):
+        return False
+    # os.path.isdir(mountpoint) is False on EIO, which is reported as ENOENT or ENOTDIR.
+    return error.errno in _LOST or error.filename == mountpoint
 
 
 def _memory() -> dict[str, int]:

@@ -15,7 +15,7 @@ from protocol.store import DirectorySource, Store
 from protocol.tree import Tree
 from tests.support.trees import DictTree
 from vfsd.daemon.control.call_context import CallCancelledError, CallContext
-from vfsd.daemon.control.handlers.save import save_method
+from vfsd.daemon.control.handlers.whole import save_method
 from vfsd.daemon.snapshots.base import StoredState
 from vfsd.wire.snapshot_messages import SaveParams
 
