@@ -166,6 +166,29 @@ def mount_container(
         yield mount
 
 
+@pytest.fixture
+def container(start_container: StartContainer, python_image: str) -> Container:
+    return start_container(python_image)
+
+
+@pytest.fixture
+def workspace(mount_container: MountContainer, container: Container, request: pytest.FixtureRequest) -> Workspace:
+    """The directory of `container`, with the options of the marker `workspaces`."""
+    marker = request.node.get_closest_marker("workspaces")
+    return mount_container(container, **marker.kwargs)
+
+
+@contextmanager
+def running_container(podman: PodmanService, image: str, **options: Any) -> Iterator[Container]:
+    """A container for the tests of a module."""
+    container = podman.create(ContainerSpec(image, **options))
+    try:
+        container.start()
+        yield container
+    finally:
+        container.remove()
+
+
 @contextmanager
 def _mounted(place: Path, expected: Sequence[str], **options: Any) -> Iterator[Workspace]:
     with Workspace.mount(place, **options) as workspace:

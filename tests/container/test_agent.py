@@ -16,32 +16,30 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.testing import FilesystemContract, StreamingContract
-from tests.container.conftest import MAPPED, MountContainer, StartContainer, attempt, check_git_works, inside, tmpfs
+from tests.container.conftest import (
+    MAPPED,
+    MountContainer,
+    StartContainer,
+    attempt,
+    check_git_works,
+    inside,
+    running_container,
+    tmpfs,
+)
 from tests.support.contracts_on_mounts import OnMount
 from tests.support.waiting import wait_until
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
 
-pytestmark = pytest.mark.fuse
-
 PATIENCE_S = 60.0
 LOST = ["the helper in it is lost"]
-
-
-@pytest.fixture
-def container(start_container: StartContainer, python_image: str) -> Container:
-    return start_container(python_image)
-
-
-@pytest.fixture
-def workspace(mount_container: MountContainer, container: Container) -> Workspace:
-    return mount_container(container, transport="agent", complaints=LOST)
+pytestmark = [pytest.mark.fuse, pytest.mark.workspaces(transport="agent", complaints=LOST)]
 
 
 # -- inside and outside ------------------------------------------------------------------------------
@@ -406,17 +404,13 @@ def test_a_fork_bomb_at_its_limit_leaves_the_mount_served(
 @pytest.fixture(scope="module")
 def shared(podman: PodmanService, python_image: str, session_dir: str) -> Iterator[Path]:
     """One mount for all tests of the contract."""
-    container = podman.create(ContainerSpec(python_image, name="agent-contract"))
     place = Path(session_dir, "work", "agent-contract")
-    try:
-        container.start()
-        with Workspace.mount(
-            place, backend=f"container:{container.name}", transport="agent", podman_url=podman.address.url,
-            name="agent-contract",
-        ):  # fmt: skip
-            yield place
-    finally:
-        container.remove()
+    options: dict[str, Any] = {"transport": "agent", "podman_url": podman.address.url, "name": "agent-contract"}
+    with (
+        running_container(podman, python_image, name="agent-contract") as container,
+        Workspace.mount(place, backend=f"container:{container.name}", **options),
+    ):
+        yield place
 
 
 @pytest.mark.extended

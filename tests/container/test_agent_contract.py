@@ -16,10 +16,9 @@ import pytest
 from protocol.backends.container.agent.start import helper_command, helper_program
 from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.testing import MakeVolume
 from protocol.volume import Volume
-from tests.container.conftest import inside
+from tests.container.conftest import inside, running_container
 from tests.contract.test_host_volume import TestAgentVolume as HelperContract
 from tests.support.agents import served
 
@@ -31,12 +30,8 @@ _numbers = itertools.count(1)
 @pytest.fixture(scope="module")
 def container(podman: PodmanService, python_image: str) -> Iterator[Container]:
     """One container for all tests; privileged, because they mount a tmpfs each."""
-    container = podman.create(ContainerSpec(python_image, name="agent-volumes", options={"privileged": True}))
-    try:
-        container.start()
+    with running_container(podman, python_image, name="agent-volumes", options={"privileged": True}) as container:
         yield container
-    finally:
-        container.remove()
 
 
 class TestAgentVolumeInAContainer(HelperContract):
@@ -48,10 +43,7 @@ class TestAgentVolumeInAContainer(HelperContract):
         with ExitStack() as stack:
 
             def make(
-                *,
-                max_bytes: int | None = None,
-                max_inodes: int | None = None,
-                clock: Callable[[], int] | None = None,
+                *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
             ) -> Volume:
                 place = f"/volume{next(_numbers)}"
                 options = f"mode=755,size={max_bytes or 1 << 30},nr_inodes={max_inodes or 1_000_000}"

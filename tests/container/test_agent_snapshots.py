@@ -10,16 +10,11 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.podman.service import Container
-from tests.container.conftest import MountContainer, StartContainer, inside
+from tests.container.conftest import MountContainer, inside
 from tests.mount.test_host_backend import tree_of
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
-
-
-@pytest.fixture
-def container(start_container: StartContainer, python_image: str) -> Container:
-    return start_container(python_image)
 
 
 @pytest.fixture(params=["agent", "rootfs"])

@@ -12,11 +12,11 @@ import pytest
 import trio
 
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.transports.rootfs import RootfsTransport
 from protocol.testing import Clock, FilesystemContract, MakeVolume, StreamingContract
 from protocol.volume import Volume
+from tests.container.conftest import running_container
 from tests.contract import test_host_volume
 from tests.support.contracts_on_mounts import OnMount
 from tests.support.host_directories import HostClock
@@ -30,12 +30,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def container(podman: PodmanService, busybox_image: str) -> Iterator[Container]:
-    made = podman.create(ContainerSpec(busybox_image, name="contract", options={"privileged": True}))
-    try:
-        made.start()
-        yield made
-    finally:
-        made.remove()
+    with running_container(podman, busybox_image, name="contract", options={"privileged": True}) as container:
+        yield container
 
 
 def mount_tmpfs(pid: int, place: str, max_bytes: int | None, max_inodes: int | None) -> None:
@@ -62,10 +58,7 @@ class TestVolume(test_host_volume.TestHostVolume):
         with ExitStack() as stack:
 
             def make(
-                *,
-                max_bytes: int | None = None,
-                max_inodes: int | None = None,
-                clock: Callable[[], int] | None = None,
+                *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
             ) -> Volume:
                 place = f"/w/{tmp_path.name}-{len(made)}"
                 mount_tmpfs(state.pid, place, max_bytes, max_inodes)

@@ -19,12 +19,11 @@ from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.exec.container_processes import ContainerProcesses
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.execution.blocking import BlockingExecutor
 from protocol.execution.executor import Command, ExecResult, Executor
 from protocol.execution.runner import CommandLimits
 from protocol.tools import TOOLS, ToolContext
-from tests.container.conftest import StartContainer, control, inside
+from tests.container.conftest import StartContainer, control, inside, running_container
 
 SLEEPERS = 'ps -o args | grep "[s]leep [1-9]000" || true'
 
@@ -37,12 +36,8 @@ def prepared(container: Container) -> Container:
 @pytest.fixture(scope="module")
 def container(podman: PodmanService, busybox_image: str) -> Iterator[Container]:
     """One for all tests that leave it as it was."""
-    container = podman.create(ContainerSpec(busybox_image, pids_limit=200))
-    try:
-        container.start()
+    with running_container(podman, busybox_image, pids_limit=200) as container:
         yield prepared(container)
-    finally:
-        container.remove()
 
 
 @pytest.fixture

@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.podman.service import Container, PodmanService
-from tests.container.conftest import MountContainer, StartContainer, inside
+from tests.container.conftest import MountContainer, inside
 from tests.mount.conftest import check_invariants, mounted
 from tests.support.unmounting import unmount_when_idle
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
-
-
-@pytest.fixture
-def container(start_container: StartContainer, python_image: str) -> Container:
-    return start_container(python_image)
 
 
 def written(root: Path, path: str, content: str) -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from protocol.backends.container.podman.service import Container
 from protocol.store import Store
-from tests.container.conftest import MountContainer, StartContainer, inside
+from tests.container.conftest import MountContainer, inside
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 
@@ -22,11 +22,6 @@ def numbers_and_ctimes(root: str) -> dict[str, tuple[int, int]]:
     """What git compares of each file."""
     found = {path.name: path.lstat() for path in Path(root).rglob("*")}
     return {name: (seen.st_ino, seen.st_ctime_ns) for name, seen in found.items()}
-
-
-@pytest.fixture
-def container(start_container: StartContainer, python_image: str) -> Container:
-    return start_container(python_image)
 
 
 @pytest.mark.extended

@@ -10,24 +10,19 @@ import pytest
 from protocol import RemoteFilesystem
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.execution.blocking import BlockingExecutor
 from protocol.testing import FilesystemContract
-from tests.container.conftest import inside
+from tests.container.conftest import inside, running_container
 
 _numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
 def container(podman: PodmanService, python_image: str) -> Iterator[Container]:
-    container = podman.create(ContainerSpec(python_image, name="remote-filesystem"))
-    try:
-        container.start()
+    with running_container(podman, python_image, name="remote-filesystem") as container:
         inside(container, "mkdir -p /workspace /tmp")
         yield container
         assert inside(container, "ls /tmp") == b"", "a copy of the program is left"
-    finally:
-        container.remove()
 
 
 @pytest.fixture

@@ -20,9 +20,8 @@ from tests.support.waiting import wait_until
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
 
-pytestmark = pytest.mark.fuse
-
 STOPPED = ["it has stopped"]
+pytestmark = [pytest.mark.fuse, pytest.mark.workspaces(transport="rootfs", complaints=STOPPED)]
 
 
 def answers(path: Path) -> bool:
@@ -45,11 +44,6 @@ def is_served_again(workspace: Workspace, times: int = 1) -> Callable[[], bool]:
 @pytest.fixture
 def container(start_container: StartContainer) -> Container:
     return start_container()
-
-
-@pytest.fixture
-def workspace(mount_container: MountContainer, container: Container) -> Workspace:
-    return mount_container(container, transport="rootfs", complaints=STOPPED)
 
 
 @pytest.mark.extended

@@ -17,19 +17,13 @@ from protocol.backends.container.podman.service import Container
 from protocol.backends.container.transports.init_process import ContainerInit
 from protocol.backends.container.workspace import open_container
 from tests.container.conftest import MAPPED, MountContainer, StartContainer, check_git_works, inside, tmpfs
-from vfsd.client.workspace import Workspace
 
-pytestmark = pytest.mark.fuse
+pytestmark = [pytest.mark.fuse, pytest.mark.workspaces(transport="rootfs")]
 
 
 @pytest.fixture
 def container(start_container: StartContainer) -> Container:
     return start_container()
-
-
-@pytest.fixture
-def workspace(mount_container: MountContainer, container: Container) -> Workspace:
-    return mount_container(container, transport="rootfs")
 
 
 @pytest.mark.extended

@@ -43,10 +43,7 @@ class OverHostDirectory(VolumeContract):
             numbers = itertools.count()
 
             def make(
-                *,
-                max_bytes: int | None = None,
-                max_inodes: int | None = None,
-                clock: Callable[[], int] | None = None,
+                *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
             ) -> Volume:
                 place = tmp_path / f"tmpfs-{next(numbers)}"
                 stack.enter_context(mounted_tmpfs(place, max_bytes=max_bytes, max_inodes=max_inodes))

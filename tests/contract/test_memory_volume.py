@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,23 +14,18 @@ from protocol.backends.memory.state import MemoryState
 from protocol.testing import MakeVolume, VolumeContract
 from protocol.volume import Volume
 from protocol.volume_extensions import SnapshotableVolume, SnapshotInfo
+from tests.contract.conftest import checked
 
 
 class TestMemoryVolume(VolumeContract):
     @pytest.fixture
     def volume(self) -> Iterator[MakeVolume]:
-        made: list[MemoryVolume] = []
-
-        def make(
-            *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
-        ) -> Volume:
-            volume = MemoryVolume(max_bytes, max_inodes, clock=clock or time.time_ns, uid=0, gid=0)
-            made.append(volume)
-            return volume
-
-        yield make
-        for volume in made:
-            volume.check_invariants()
+        with checked(
+            lambda max_bytes=None, max_inodes=None, clock=None: MemoryVolume(
+                max_bytes, max_inodes, clock=clock or time.time_ns, uid=0, gid=0
+            )
+        ) as make:
+            yield make
 
 
 class TestMemoryVolumeWithSnapshots(TestMemoryVolume):
@@ -37,24 +33,20 @@ class TestMemoryVolumeWithSnapshots(TestMemoryVolume):
 
     @pytest.fixture
     def volume(self) -> Iterator[MakeVolume]:
-        made: list[MemoryVolume] = []
+        numbers = itertools.count()
 
         class Snapshotting(MemoryState):
             def getattr(self, inode: int) -> Inode:
                 serial = self.log.serial + 1
-                self.open_epoch(SnapshotInfo(f"s{len(made)}-{serial}", serial, 0, 0, 0, 0))
+                self.open_epoch(SnapshotInfo(f"s{next(numbers)}-{serial}", serial, 0, 0, 0, 0))
                 return super().getattr(inode)
 
-        def make(
-            *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
-        ) -> Volume:
-            volume = MemoryVolume(max_bytes, max_inodes, state=Snapshotting(clock or time.time_ns, 0, 0))
-            made.append(volume)
-            return volume
-
-        yield make
-        for volume in made:
-            volume.check_invariants()
+        with checked(
+            lambda max_bytes=None, max_inodes=None, clock=None: MemoryVolume(
+                max_bytes, max_inodes, state=Snapshotting(clock or time.time_ns, 0, 0)
+            )
+        ) as make:
+            yield make
 
 
 def test_a_memory_volume_has_all_methods_of_its_protocols() -> None:

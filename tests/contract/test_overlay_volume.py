@@ -19,27 +19,24 @@ from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
 from protocol.testing.volume.driver import ALICE, fails
 from protocol.volume import Caller, Volume
 from protocol.volume_extensions import SnapshotableVolume
+from tests.contract.conftest import checked
 from tests.support.lower_layers import Layer, make, opened
 
 
 class TestOverlayVolume(VolumeContract):
     @pytest.fixture
     def volume(self, tmp_path: Path) -> Iterator[MakeVolume]:
-        made: list[OverlayVolume] = []
         numbers = itertools.count()
 
-        def make(
+        def over(
             *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
         ) -> Volume:
             lower = tmp_path / f"lower{next(numbers)}"
             lower.mkdir(mode=0o755)
-            volume = OverlayVolume(str(lower), max_bytes, max_inodes, clock=clock or time.time_ns)
-            made.append(volume)
-            return volume
+            return OverlayVolume(str(lower), max_bytes, max_inodes, clock=clock or time.time_ns)
 
-        yield make
-        for volume in made:
-            volume.check_invariants()
+        with checked(over) as make:
+            yield make
 
 
 class Below(Driver):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.mount.programs import Program
 from tests.support.hung_daemons import end_watch
 from tests.support.lower_layers import LAYERS, NAME, make
+from tests.support.session_directories import new_directory
 from tests.support.unmounting import unmount_when_idle
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import log_path
@@ -46,6 +49,7 @@ ONE_ENGINE_MODULES = frozenset(
 # For a test whose size is the point, and that no combination of engine and backend makes another one of.
 EACH_ENGINE_AND_BACKEND_ONCE = ("tmpfs", "native-memory", "native-overlay", "native-host", "pyfuse3-memory")
 MountIt = Callable[..., Workspace]
+Fork = Callable[..., Workspace]
 
 
 @pytest.hookimpl(tryfirst=True)  # the root's takes the tests out that are marked `long`
@@ -72,6 +76,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest reads the parameters of fixtures
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests on the engines and the backends that their marker `workspaces` names."""
+    marker = metafunc.definition.get_closest_marker("workspaces")
+    if marker is None:
+        return
+    if "backends" in marker.kwargs and "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", marker.kwargs["backends"], indirect=True)
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "engines" in marker.kwargs and "engine" in metafunc.fixturenames and "engine" not in given:
+        metafunc.definition.add_marker(pytest.mark.parametrize("engine", marker.kwargs["engines"], indirect=True))
+
+
+def _options(node: pytest.Item) -> dict[str, Any]:
+    """The options of `Workspace.mount` in the marker `workspaces`."""
+    marker = node.get_closest_marker("workspaces")
+    return {} if marker is None else {k: v for k, v in marker.kwargs.items() if k not in ("engines", "backends")}
 
 
 def _is_write_back(item: pytest.Item) -> bool:
@@ -110,9 +133,22 @@ def socket_of(workspace: Workspace) -> str:
     return os.path.join(os.environ["VFSD_RUNTIME_DIR"], "vfsd", workspace.name + ".sock")
 
 
+def backend_over(kind: str, below: Path) -> str:
+    """The backend string of a `kind` of BACKENDS; the directory `below` is made if it needs one."""
+    if kind not in ("overlay", "host"):
+        return kind
+    below.mkdir(exist_ok=True)
+    return f"{kind}:{below}"
+
+
 @contextmanager
 def mounted(path: Path, **options: Any) -> Iterator[Workspace]:
-    """A workspace at `path`; on leaving, its invariants hold and its log complains of nothing."""
+    """A workspace at `path`; on leaving, its invariants hold and its log complains of nothing.
+
+    The backends "overlay" and "host" without a directory are over `below`, next to `path`.
+    """
+    if "backend" in options:
+        options["backend"] = backend_over(options["backend"], path.with_name("below"))
     with end_watch() as end_begins, Workspace.mount(path, **options) as workspace:
         try:
             yield workspace
@@ -131,7 +167,10 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def mount(request: pytest.FixtureRequest, engine: str, workdir: Path) -> Iterator[MountIt]:
-    """Mounts workspaces below `workdir`: `mount()`, `mount(max_bytes=...)`; all are unmounted and checked."""
+    """Mounts workspaces below `workdir`: `mount()`, `mount(max_bytes=...)`; all are unmounted and checked.
+
+    `mount(backend="overlay")` and `mount(backend="host")` are over the directory of the fixture `directory`.
+    """
     is_cached = _is_write_back(request.node)
     with ExitStack() as stack:
         count = 0
@@ -141,7 +180,7 @@ def mount(request: pytest.FixtureRequest, engine: str, workdir: Path) -> Iterato
             count += 1
             place = place or workdir / f"m{count}"
             place.mkdir()
-            if is_cached and str(options.get("backend", "memory")).startswith(("memory", "overlay:")):
+            if is_cached and str(options.get("backend", "memory")).startswith(("memory", "overlay")):
                 options = {"cache": "writeback", **options}
             return stack.enter_context(
                 mounted(place, **{"engine": engine, "name": f"{workdir.name}-{count}", **options})
@@ -151,8 +190,94 @@ def mount(request: pytest.FixtureRequest, engine: str, workdir: Path) -> Iterato
 
 
 @pytest.fixture
-def workspace(mount: MountIt) -> Workspace:
-    return mount()
+def directory(workdir: Path) -> Path:
+    """The directory below the workspaces that `mount` makes."""
+    path = workdir / "below"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+@pytest.fixture
+def store(workdir: Path) -> Path:
+    return workdir / "store"
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that a stranger may enter."""
+    with tempfile.TemporaryDirectory(prefix="vfsd-host-") as place:
+        os.chmod(place, 0o755)
+        yield Path(place)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    """One of the backends of the marker `workspaces`."""
+    return str(getattr(request, "param", "memory"))
+
+
+@pytest.fixture
+def workspace(mount: MountIt, backend: str, request: pytest.FixtureRequest) -> Workspace:
+    """A workspace with the options of the marker `workspaces`."""
+    return mount(**{"backend": backend, **_options(request.node)})
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def shared_workspace(request: pytest.FixtureRequest, session_dir: str) -> Iterator[Workspace]:
+    """One workspace for the tests of a module, on each backend."""
+    top, backend = new_directory(session_dir, "shared"), str(request.param)
+    options = {"store": top / "store"} if backend == "host" else {}
+    with mounted(top / "m", backend=backend, engine="native", name=f"{top.name}-{backend}", **options) as workspace:
+        yield workspace
+
+
+def fixture_of(make: Callable[..., Any], end: Callable[[Any], object], params: Any = None, ids: Any = None) -> Any:
+    """A fixture for what `make` makes in a test's `workdir`, with the options in `params`; `end` is called with it."""
+
+    @pytest.fixture(params=params, ids=ids)
+    def made(workdir: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+        found = make(workdir, **getattr(request, "param", {}))
+        yield found
+        end(found)
+
+    return made
+
+
+@pytest.fixture
+def program(root: Path) -> Iterator[Program]:
+    """A program that runs beside the test; `root` is a name in it."""
+    with Program() as program:
+        program("pass", root=str(root))
+        yield program
+
+
+@contextmanager
+def forking(workdir: Path, source: Workspace) -> Iterator[Fork]:
+    """Yield a function that forks `source`, or another workspace, below `workdir`.
+
+    At the end the forks are checked and unmounted, unless the test killed them.
+    """
+    made: list[Workspace] = []
+
+    def make(name: str = "copy", of: Workspace = source, **options: Any) -> Workspace:
+        made.append(of.fork(workdir / name, name=name, **options))
+        return made[-1]
+
+    yield make
+    for workspace in reversed(made):
+        is_mounted = os.path.ismount(workspace.path)
+        if is_mounted and not os.path.exists(f"/proc/{workspace.pid}"):
+            continue
+        if is_mounted:
+            check_invariants(workspace)
+            unmount_when_idle(workspace)
+        assert complaints(workspace.name) == []
+
+
+@pytest.fixture
+def fork(workdir: Path, source: Workspace) -> Iterator[Fork]:
+    with forking(workdir, source) as fork:
+        yield fork
 
 
 # -- the same test on tmpfs and on mounts ---------------------------------------------------------------
@@ -238,3 +363,11 @@ def place(shared: Path) -> Path:
     directory.mkdir()
     directory.chmod(0o777)
     return directory
+
+
+def text(workspace: Workspace, path: str = "tree/file") -> str:
+    return Path(workspace.path, path).read_text()
+
+
+def put(workspace: Workspace, path: str, content: str) -> None:
+    Path(workspace.path, path).write_text(content)

@@ -101,6 +101,10 @@ class Kept:
                 stop.set()
             thread.join()
 
+    def processes(self) -> list[int]:
+        """The processes of the command at whose other end the directory is."""
+        return []
+
     def end(self) -> None:
         vfsd("unmount", self.name, "--discard")
 
@@ -157,11 +161,12 @@ class KeptOverlay(KeptOver):
 
 
 def end_kept(workspace: Kept) -> None:
-    """Unmount, and wait until the keeper has ended."""
+    """Unmount, and wait until the keeper and the helper have ended."""
     keeper = read_record(workspace.name)
     workspace.end()
     if keeper is not None and keeper.keeper is not None and keeper.is_kept:
         wait_ended(keeper.keeper)
+    wait_until(lambda: not workspace.processes(), "the end of the helper")
 
 
 def facts(root: Path) -> dict[str, Any]:

@@ -31,11 +31,8 @@ from vfsd.client.workspace import Workspace
 from vfsd.integrations.mcp.session import Session
 from vfsd.integrations.mcp.tools import SERVED_TOOLS
 
-
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    """An engine's name.  With a write-back cache it is the kernel that writes."""
-    return str(request.param)
+# With a write-back cache it is the kernel that writes.
+pytestmark = pytest.mark.workspaces(engines=ENGINES)
 
 
 def kinds(changes: list[LoggedChange]) -> list[tuple[str, str | None]]:
@@ -735,8 +732,7 @@ def test_the_file_must_not_be_in_the_directory_that_the_workspace_shows(mount: M
 def test_the_newest_states_of_a_timeline_have_the_counts_that_all_have(
     mount: MountIt, workdir: Path, backend: str
 ) -> None:
-    (workdir / "below").mkdir()
-    workspace = mount(backend="memory" if backend == "memory" else f"host:{workdir / 'below'}")
+    workspace = mount(backend=backend)
     for number in range(4):
         (Path(workspace.path) / f"f{number}").touch()
         workspace.snapshot(f"s{number}")

@@ -16,12 +16,9 @@ from vfsd.cli.claude_settings import hook_commands
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import read_records, socket_dir
 
+pytestmark = pytest.mark.workspaces(engines=["native"])
+
 PROGRAM = shlex.split(hook_commands()["WorktreeCreate"])
-
-
-@pytest.fixture(params=["native"])
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture

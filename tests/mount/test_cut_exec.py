@@ -8,13 +8,11 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.kept_workspaces import KeptCommand, end_kept
 from tests.mount.programs import Program, failed, log_of, succeeded, vfsd
 from tests.support import connection
@@ -62,12 +60,7 @@ class KeptFar(KeptCommand):
         return succeeded(vfsd("status", "-w", self.name))
 
 
-@pytest.fixture
-def kept(workdir: Path) -> Iterator[KeptFar]:
-    workspace = KeptFar(workdir)
-    yield workspace
-    end_kept(workspace)
-    wait_until(lambda: not workspace.processes(), "the end of the helper")
+kept = fixture_of(KeptFar, end_kept)
 
 
 @pytest.mark.extended

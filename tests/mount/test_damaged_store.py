@@ -9,27 +9,15 @@ from pathlib import Path
 import pytest
 
 from protocol.store.format.blobs import LARGE_BYTES
-from tests.mount.conftest import MountIt
+from tests.mount.conftest import MountIt, backend_over
 from tests.mount.programs import failed, vfsd
 from vfsd.client.workspace import Workspace
 
 
 @pytest.fixture
-def directory(workdir: Path) -> Path:
-    place = workdir / "host"
-    place.mkdir()
-    return place
-
-
-@pytest.fixture
-def store(workdir: Path) -> Path:
-    return workdir / "store"
-
-
-@pytest.fixture
 def workspace(mount: MountIt, directory: Path, store: Path) -> Workspace:
     """A workspace whose snapshot "s" has a damaged large file, and which was changed since."""
-    workspace = mount(backend=f"host:{directory}", store=str(store))
+    workspace = mount(backend="host", store=str(store))
     (directory / "large").write_bytes(os.urandom(LARGE_BYTES + 100))
     (directory / "small").write_bytes(b"small")
     workspace.snapshot("s")
@@ -72,8 +60,7 @@ def test_an_export_and_a_patch_name_the_path(workspace: Workspace, workdir: Path
 def test_a_restore_into_another_workspace_changes_nothing(
     mount: MountIt, workspace: Workspace, directory: Path, store: Path, workdir: Path, backend: str
 ) -> None:
-    (workdir / "lower").mkdir()
-    other = mount(backend="memory" if backend == "memory" else f"overlay:{workdir / 'lower'}")
+    other = mount(backend=backend_over(backend, workdir / "lower"))
     place = Path(other.path)
     (place / "large").write_bytes(b"of the other")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mount.conftest import backend_over
 from vfsd.client.workspace import Workspace
 
 _LIMIT = 48
@@ -20,8 +21,7 @@ _FILES = 60
 @pytest.mark.extended
 @pytest.mark.parametrize("backend", ["memory", "overlay", "host"])
 def test_with_all_descriptors_in_use_calls_are_answered(workdir: Path, backend: str) -> None:
-    (workdir / "low").mkdir()
-    kind = backend if backend == "memory" else f"{backend}:{workdir / 'low'}"
+    kind = backend_over(backend, workdir / "low")
     place = workdir / "m"
     place.mkdir()
     command = f"ulimit -n {_LIMIT}; exec {sys.executable} -m vfsd.cli.main mount {place} --backend {kind}"

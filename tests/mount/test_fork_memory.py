@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import check_invariants, complaints
+from tests.mount.conftest import backend_over, check_invariants, complaints
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
 from vfsd import Workspace
@@ -28,8 +28,7 @@ FILES, LIMIT, FORKS = 60, 130 * MIB, 3
 @pytest.fixture(params=["memory", "overlay"])
 def family(request: pytest.FixtureRequest, workdir: Path) -> Iterator[list[Workspace]]:
     """A source with FILES files of 1 MiB, and its forks; what still runs is checked and unmounted."""
-    (workdir / "below").mkdir()
-    backend = "memory" if request.param == "memory" else f"overlay:{workdir}/below"
+    backend = backend_over(request.param, workdir / "below")
     made = [Workspace.mount(workdir / "source", backend=backend, name="source", engine="native", max_memory=LIMIT)]
     try:
         assert rewrite(made[0], create=True) == FILES

@@ -23,8 +23,7 @@ import anyio
 import pytest
 from click.testing import CliRunner
 
-from tests.mount.conftest import check_invariants, mounted
-from tests.mount.forking import Fork, forking, text
+from tests.mount.conftest import Fork, check_invariants, mounted, text
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
 from vfsd import AsyncWorkspace, Workspace
@@ -37,17 +36,10 @@ def source(request: pytest.FixtureRequest, workdir: Path) -> Iterator[Workspace]
     below = workdir / "below"
     (below / "lower").mkdir(parents=True)
     (below / "lower" / "file").write_text("below")
-    backend = "memory" if request.param == "memory" else f"overlay:{below}"
-    with mounted(workdir / "source", backend=backend, engine="native", name="source") as workspace:
+    with mounted(workdir / "source", backend=request.param, engine="native", name="source") as workspace:
         (workdir / "source" / "tree").mkdir()
         (workdir / "source" / "tree" / "file").write_text("source")
         yield workspace
-
-
-@pytest.fixture
-def fork(workdir: Path, source: Workspace) -> Iterator[Fork]:
-    with forking(workdir, source) as fork:
-        yield fork
 
 
 def write(workspace: Workspace, content: str, path: str = "tree/file") -> None:

@@ -601,8 +601,7 @@ def answered_during_search(workspace: Workspace, root: Path) -> int:
 
 @pytest.mark.parametrize("backend", ["memory", "overlay", "host"])
 def test_ls_goes_on_after_a_name_and_reads_snapshots(mount: MountIt, workdir: Path, backend: str) -> None:
-    (workdir / "below").mkdir()
-    workspace = mount(**({} if backend == "memory" else {"backend": f"{backend}:{workdir / 'below'}"}))
+    workspace = mount(backend=backend)
     root = os.fsencode(workspace.path)
     for name in ODD_NAMES:
         with open(os.path.join(root, name), "wb") as file:
@@ -635,9 +634,8 @@ def test_ls_goes_on_after_a_name_and_reads_snapshots(mount: MountIt, workdir: Pa
 
 @pytest.mark.parametrize("backend", ["memory", "host"])
 def test_a_new_file_gets_the_mode_that_the_callers_umask_allows(workdir: Path, backend: str) -> None:
-    (workdir / "below").mkdir()
-    options = {} if backend == "memory" else {"backend": f"host:{workdir / 'below'}", "store": workdir / "store"}
-    with mounted(workdir / "mount", engine="native", **options) as workspace:
+    options = {} if backend == "memory" else {"store": workdir / "store"}
+    with mounted(workdir / "mount", engine="native", backend=backend, **options) as workspace:
         root = Path(workspace.path)
         for umask, file_mode, directory_mode in ((0o077, 0o600, 0o700), (0o002, 0o664, 0o775)):
             before = os.umask(umask)

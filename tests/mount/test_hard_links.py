@@ -10,20 +10,15 @@ from pathlib import Path
 import pytest
 
 from protocol.types import ChangeCounts
-from tests.mount.conftest import BACKENDS, mounted
+from tests.mount.conftest import mounted
 from tests.mount.programs import failed, succeeded, vfsd
-from tests.support.session_directories import new_directory
 from vfsd.client.results import Change
 from vfsd.client.workspace import Workspace
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def workspace(request: pytest.FixtureRequest, session_dir: str) -> Iterator[Workspace]:
-    top = new_directory(session_dir, "links")
-    (top / "below").mkdir()
-    backend = "memory" if request.param == "memory" else f"{request.param}:{top}/below"
-    with mounted(top / "m", backend=backend, name=f"{top.name}-{request.param}") as workspace:
-        yield workspace
+@pytest.fixture
+def workspace(shared_workspace: Workspace) -> Workspace:
+    return shared_workspace
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,18 +27,7 @@ from vfsd.client.workspace import Workspace
 from vfsd.wire import fs_messages as fs
 
 TIMEOUT_S = 0.2
-
-
-@pytest.fixture
-def directory(workdir: Path) -> Path:
-    place = workdir / "host"
-    place.mkdir()
-    return place
-
-
-@pytest.fixture
-def workspace(mount: MountIt, directory: Path) -> Workspace:
-    return mount(backend=f"host:{directory}", cache_timeout_s=TIMEOUT_S)
+pytestmark = pytest.mark.workspaces(backend="host", cache_timeout_s=TIMEOUT_S)
 
 
 def run(*command: object, cwd: Path | None = None) -> str:
@@ -402,14 +389,6 @@ except PermissionError:
 else:
     raise SystemExit("read root's file")
 """
-
-
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """A directory that a stranger may enter."""
-    with tempfile.TemporaryDirectory(prefix="vfsd-host-") as place:
-        os.chmod(place, 0o755)
-        yield Path(place)
 
 
 @pytest.mark.extended

@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import zipfile
@@ -32,25 +31,8 @@ from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 from vfsd.wire.handshake import Ready
 
-
-@pytest.fixture
-def directory(workdir: Path) -> Path:
-    place = workdir / "host"
-    place.mkdir()
-    return place
-
-
-@pytest.fixture
-def workspace(mount: MountIt, directory: Path) -> Workspace:
-    # Of the kernel's caches nothing shall expire by itself while a test looks whether it was told.
-    return mount(backend=f"host:{directory}", cache_timeout_s=3600.0)
-
-
-@pytest.fixture
-def program(root: Path) -> Iterator[Program]:
-    with Program() as program:
-        program("pass", root=str(root))
-        yield program
+# The kernel's cache entries must not expire while a test looks whether they were invalidated.
+pytestmark = pytest.mark.workspaces(backend="host", cache_timeout_s=3600.0)
 
 
 def without_directory_times(tree: dict[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
@@ -438,9 +420,8 @@ def test_a_state_goes_from_the_host_into_memory_and_into_an_overlay_and_back(
     workspace.export(workdir / "one.zip", snapshot="one")
     memory = mount(archive=workdir / "one.zip")
     assert tree_of(Path(memory.path)) == expected
-    below = workdir / "below"
-    below.mkdir()
-    overlay = mount(backend=f"overlay:{below}")
+    (workdir / "lower").mkdir()
+    overlay = mount(backend=f"overlay:{workdir}/lower")
     overlay.restore(workdir / "one.zip")
     assert tree_of(Path(overlay.path)) == expected
     memory.export(workdir / "two.zip")
@@ -463,10 +444,10 @@ def test_a_snapshot_of_a_directory_is_restored_into_any_other_workspace(
     expected = tree_of(directory)
     workspace.snapshot("one")
     shutil.rmtree(directory / "tree")
-    (workdir / "below").mkdir()
-    (workdir / "below" / "own").write_text("x")
+    (workdir / "lower").mkdir()
+    (workdir / "lower" / "own").write_text("x")
     (workdir / "second").mkdir()
-    others = [mount(), mount(backend=f"overlay:{workdir}/below"), mount(backend=f"host:{workdir}/second")]
+    others = [mount(), mount(backend=f"overlay:{workdir}/lower"), mount(backend=f"host:{workdir}/second")]
     for other in others:
         (Path(other.path) / "before").write_text("x")
         planned = other.restore("one", of=f"host:{directory}", dry_run=True)
@@ -640,14 +621,6 @@ def test_progress_is_told_and_a_client_that_goes_ends_the_work(workspace: Worksp
 
 
 # -- without privileges --------------------------------------------------------------------------------
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """A directory that a stranger may enter."""
-    with tempfile.TemporaryDirectory(prefix="vfsd-host-") as place:
-        os.chmod(place, 0o755)
-        yield Path(place)
-
-
 @pytest.mark.extended
 @pytest.mark.both_engines
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: works as several users")

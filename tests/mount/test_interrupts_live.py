@@ -30,8 +30,7 @@ def started(*words: str) -> subprocess.Popen[str]:
 def test_what_a_restore_says_after_control_c_is_true(
     mount: MountIt, workdir: Path, backend: str, delay_s: float
 ) -> None:
-    (workdir / "low").mkdir()
-    workspace = mount(backend=f"host:{workdir / 'low'}" if backend == "host" else "memory")
+    workspace = mount(backend=backend)
     root = Path(workspace.path)
     for number in range(_FILES):
         (root / f"{number}").write_text("old")

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.files_in_use import in_use, make_files
 from tests.mount.kept_workspaces import (
     CHANGES,
@@ -47,12 +46,7 @@ from vfsd.kernel.engines.native.wire import Opcode
 from vfsd.machine.runtime import WorkspaceRecord, read_record, write_record
 from vfsd.wire.audit_messages import LabelParams
 
-
-@pytest.fixture
-def kept(workdir: Path) -> Iterator[Kept]:
-    workspace = Kept(workdir)
-    yield workspace
-    end_kept(workspace)
+kept = fixture_of(Kept, end_kept)
 
 
 # -- programs that go on ---------------------------------------------------------------------------

@@ -15,10 +15,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import backend_over, check_invariants
 from tests.mount.programs import VFSD, vfsd, wait_ended
 from tests.mount.surviving_programs import PROGRAMS, run_program, tree_facts
 from tests.support.processes import children
@@ -104,16 +105,9 @@ class Killer:
 
 @pytest.fixture(params=["memory", "overlay"])
 def workspace(request: pytest.FixtureRequest, workdir: Path) -> Iterator[Workspace]:
-    root, below = workdir / "mount", workdir / "below"
-    for path in (root, below):
-        path.mkdir()
-    made = Workspace.mount(
-        root,
-        name=f"{workdir.name}-kept",
-        backend="memory" if request.param == "memory" else f"overlay:{below}",
-        persist=True,
-        journal_dir=workdir / "journal",
-    )
+    backend = backend_over(request.param, workdir / "below")
+    options: dict[str, Any] = {"persist": True, "journal_dir": workdir / "journal"}
+    made = Workspace.mount(workdir / "mount", backend, name=f"{workdir.name}-kept", **options)
     record = read_record(made.name)
     assert record is not None
     yield made

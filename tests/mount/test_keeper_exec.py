@@ -8,12 +8,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.kept_workspaces import (
     CHANGES,
     KeptCommand,
@@ -30,13 +29,7 @@ from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.engines.native.wire import Opcode
 
-
-@pytest.fixture
-def kept(workdir: Path) -> Iterator[KeptCommand]:
-    workspace = KeptCommand(workdir)
-    yield workspace
-    end_kept(workspace)
-    wait_until(lambda: not workspace.processes(), "the end of the helper")
+kept = fixture_of(KeptCommand, end_kept)
 
 
 def test_open_files_mappings_directories_and_locks_continue(kept: KeptCommand) -> None:

@@ -6,12 +6,11 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.files_in_use import in_use, make_files
 from tests.mount.kept_workspaces import (
     CHANGES,
@@ -27,12 +26,7 @@ from tests.mount.programs import succeeded, vfsd
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
-
-@pytest.fixture
-def kept(workdir: Path) -> Iterator[KeptHost]:
-    workspace = KeptHost(workdir)
-    yield workspace
-    end_kept(workspace)
+kept = fixture_of(KeptHost, end_kept)
 
 
 def test_open_files_mappings_directories_and_locks_continue(kept: KeptHost) -> None:

@@ -9,12 +9,12 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.kept_workspaces import (
     KeptOverlay,
     change_at_random,
@@ -27,12 +27,7 @@ from tests.mount.programs import Program, succeeded, vfsd
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
-
-@pytest.fixture
-def kept(workdir: Path) -> Iterator[KeptOverlay]:
-    workspace = KeptOverlay(workdir)
-    yield workspace
-    end_kept(workspace)
+kept = fixture_of(KeptOverlay, end_kept)
 
 
 def fill(below: Path, files: int = 40) -> None:

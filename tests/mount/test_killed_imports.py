@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from protocol.archive import write_archive
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import ROOT_INODE, SUPERUSER
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.programs import VFSD, succeeded, vfsd, wait_ended
 from vfsd.client.workspace import Workspace
 
@@ -66,11 +65,7 @@ class Killed:
         vfsd("unmount", self._name, "--discard")
 
 
-@pytest.fixture
-def killed(workdir: Path) -> Iterator[Killed]:
-    workspace = Killed(workdir)
-    yield workspace
-    workspace.end()
+killed = fixture_of(Killed, Killed.end)
 
 
 @pytest.mark.extended

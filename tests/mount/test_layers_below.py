@@ -23,6 +23,8 @@ from vfsd.client.launch import launch, log_path
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 
+pytestmark = pytest.mark.workspaces(engines=["native"])
+
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
 BIG = os.urandom(3 << 20)
 Below = Callable[[Path], str]
@@ -32,12 +34,6 @@ def git(root: Path, *command: str) -> str:
     environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
     done = subprocess.run([*GIT, *command], cwd=root, capture_output=True, check=True, env=environment)
     return done.stdout.decode()
-
-
-@pytest.fixture
-def engine() -> str:
-    """The layer is below the volume, so one engine is enough."""
-    return "native"
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ import pytest
 
 from protocol.store import DirectorySource, Store
 from protocol.store.object_store import RemoteStore, open_storage
-from tests.mount.conftest import MountIt, check_invariants, complaints
+from tests.mount.conftest import MountIt, backend_over, check_invariants, complaints
 from tests.mount.kept_workspaces import Kept, end_kept
 from tests.mount.programs import succeeded, vfsd
 from tests.support.lower_layers import damage_inodes
@@ -516,7 +516,7 @@ def test_an_index_of_git_is_valid_after_the_first_resume(
     monkeypatch.setenv("VFSD_STORE_DIR", str(workdir / "store"))
     below = workdir / "below"
     shutil.copytree(project, below, symlinks=True)
-    backend = kind if kind == "memory" else f"{kind}:{below}"
+    backend = backend_over(kind, below)
     first = mount(backend=backend)
     root = Path(first.path)
     if kind == "memory":

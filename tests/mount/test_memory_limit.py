@@ -99,8 +99,7 @@ def test_at_the_limit_a_snapshot_is_refused_with_what_to_do_and_removing_makes_r
 def test_what_was_dropped_for_lack_of_memory_is_named_and_no_undo_goes_over_two_steps(
     mount: MountIt, workdir: Path, backend: str
 ) -> None:
-    (workdir / "below").mkdir()
-    workspace = mount(max_memory=16 * MIB, backend="memory" if backend == "memory" else f"overlay:{workdir}/below")
+    workspace = mount(max_memory=16 * MIB, backend=backend)
     picked = ("-w", workspace.name)
     file = Path(workspace.path) / "file"
     file.touch()

@@ -19,8 +19,7 @@ import anyio
 import pytest
 from click.testing import CliRunner
 
-from tests.mount.conftest import check_invariants, mounted
-from tests.mount.forking import Fork, forking, put, text
+from tests.mount.conftest import Fork, check_invariants, forking, mounted, put, text
 from tests.support.processes import is_running
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
@@ -37,10 +36,9 @@ def target(request: pytest.FixtureRequest, workdir: Path) -> Iterator[Workspace]
     """A workspace with some files; those of an overlay or a directory are below it, except for one."""
     below = workdir / "below"
     below.mkdir()
-    backend = "memory" if request.param == "memory" else f"{request.param}:{below}"
     if request.param != "memory":
         fill(below)
-    with mounted(workdir / "target", backend=backend, engine="native", name="target") as workspace:
+    with mounted(workdir / "target", backend=request.param, engine="native", name="target") as workspace:
         if request.param == "memory":
             fill(Path(workspace.path))
         put(workspace, "own", "own")

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.mount.conftest import check_invariants, complaints, mounted
-from tests.mount.forking import Fork, forking, put
+from tests.mount.conftest import Fork, check_invariants, complaints, forking, mounted, put
 from tests.support.unmounting import unmount_when_idle
 from vfsd import Workspace
 from vfsd.cli.main import cli
@@ -61,9 +60,7 @@ def check(place: Path, *commits: str) -> None:
 
 @pytest.fixture(params=["memory", *(pytest.param(each, marks=pytest.mark.extended) for each in ("overlay", "host"))])
 def target(request: pytest.FixtureRequest, workdir: Path) -> Iterator[Workspace]:
-    backend = request.param if request.param == "memory" else f"{request.param}:{workdir / 'below'}"
-    (workdir / "below").mkdir()
-    with mounted(workdir / "target", backend=backend, engine="native", name="target") as workspace:
+    with mounted(workdir / "target", backend=request.param, engine="native", name="target") as workspace:
         yield workspace
         check_invariants(workspace)
 

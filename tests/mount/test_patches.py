@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.mount.conftest import BACKENDS, MountIt, mounted
+from tests.mount.conftest import MountIt, mounted
 from tests.mount.programs import VFSD
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.workspace import Workspace
@@ -39,23 +39,11 @@ class Place:
         return done
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    top = Path(os.environ["VFSD_RUNTIME_DIR"]).parent / f"patches-{request.param}"
-    below, mountpoint, scratch = top / "below", top / "m", tmp_path_factory.mktemp("patches")
-    below.mkdir(parents=True)
-    backend = "memory" if request.param == "memory" else f"{request.param}:{below}"
-    with mounted(mountpoint, backend=backend, name=f"patches-{request.param}") as workspace:
-        yield Place(workspace, Path(workspace.path), scratch)
-
-
 @pytest.fixture
-def place(shared: Place, request: pytest.FixtureRequest) -> Iterator[Place]:
-    name = request.node.originalname
-    root, scratch = shared.root / name, shared.scratch / name
+def place(shared_workspace: Workspace, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    root = Path(shared_workspace.path, request.node.originalname)
     root.mkdir()
-    scratch.mkdir()
-    yield Place(shared.workspace, root, scratch)
+    yield Place(shared_workspace, root, tmp_path)
     shutil.rmtree(root)
 
 

@@ -14,7 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import pytest
 from protocol.backends.memory import MemoryVolume
 from protocol.journal.directory import read_journal
 from protocol.volume import ROOT_INODE
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.programs import failed, succeeded, vfsd, wait_ended
 from tests.support.tree_hash import tree_hash
 from vfsd.client.workspace import Workspace
@@ -57,11 +57,7 @@ class Persistent:
             vfsd("unmount", self.name, "--discard")
 
 
-@pytest.fixture
-def persistent(workdir: Path) -> Iterator[Persistent]:
-    workspace = Persistent(workdir)
-    yield workspace
-    workspace.end()
+persistent = fixture_of(Persistent, Persistent.end)
 
 
 @pytest.mark.parametrize("engine", ["native", "pyfuse3"])

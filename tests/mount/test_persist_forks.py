@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import backend_over, check_invariants
 from tests.mount.programs import failed, succeeded, vfsd, wait_ended
 from tests.mount.test_persist import Persistent
 from tests.support.unmounting import unmount_when_idle
@@ -49,7 +49,7 @@ class Source(Persistent):
 def source(request: pytest.FixtureRequest, workdir: Path) -> Iterator[Source]:
     below = workdir / "below"
     below.mkdir()
-    source = Source(workdir, "memory" if request.param == "memory" else f"overlay:{below}")
+    source = Source(workdir, backend_over(request.param, below))
     if request.param == "overlay":
         fill(below)
     source.mount()

@@ -17,11 +17,7 @@ from vfsd.client.connection import ControlClient
 from vfsd.client.requests import Requests
 from vfsd.client.workspace import Workspace
 
-
-@pytest.fixture
-def engine() -> str:
-    """The engine takes no part in it."""
-    return "native"
+pytestmark = pytest.mark.workspaces(engines=["native"])
 
 
 def run(workspace: Workspace, *arguments: str) -> Result:

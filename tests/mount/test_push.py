@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.mount.conftest import backend_over
 from tests.support.s3_server import BUCKET, KEYS, s3_server
 from vfsd.client.workspace import Workspace
 
@@ -47,7 +48,7 @@ def test_a_pushed_state_is_pulled_and_mounted(
     below = tmp_path / "below"
     below.mkdir()
     (below / "old").write_text("old")
-    text = "memory" if backend == "memory" else f"{backend}:{below}"
+    text = backend_over(backend, below)
     with Workspace.mount(tmp_path / "m", backend=text) as work:
         Path(work.path, "file").write_text("first")
         work.snapshot("one", tag="a tag")

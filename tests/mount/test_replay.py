@@ -15,8 +15,7 @@ import pytest
 
 from tests.mount.engine_child import Served, Watcher, served
 
-pytestmark = pytest.mark.fuse
-ENGINES = ("pyfuse3", "native")
+pytestmark = pytest.mark.workspaces(engines=["pyfuse3", "native"])
 
 
 @pytest.fixture
@@ -24,11 +23,6 @@ def watcher() -> Iterator[Watcher]:
     watcher = Watcher()
     yield watcher
     os.close(watcher.fd)
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request) -> str:
-    return request.param
 
 
 @pytest.fixture

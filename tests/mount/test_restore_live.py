@@ -20,14 +20,6 @@ MountIt = Callable[..., Workspace]
 
 
 @pytest.fixture
-def program(root: Path) -> Iterator[Program]:
-    """A program that runs beside the restores; `root` is a name in it."""
-    with Program() as program:
-        program("pass", root=str(root))
-        yield program
-
-
-@pytest.fixture
 def another(root: Path) -> Iterator[Callable[[], Program]]:
     with ExitStack() as stack:
 

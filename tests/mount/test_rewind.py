@@ -15,10 +15,7 @@ from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 from vfsd.machine.selection import socket_dir
 
-
-@pytest.fixture(params=["native"])
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+pytestmark = pytest.mark.workspaces(engines=["native"])
 
 
 def vfsd(workspace: Workspace, *words: str) -> str:

@@ -37,14 +37,10 @@ def engine(kind: str) -> str:
 
 
 @pytest.fixture
-def workspace(kind: str, mount: MountIt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
-    monkeypatch.setenv("VFSD_STORE_DIR", str(workdir / "store"))
-    backend = kind.partition("-")[0]
-    if backend == "memory":
-        return mount()
-    (workdir / "below").mkdir()
-    (workdir / "below" / "lower").write_text("lower")
-    return mount(backend=f"{backend}:{workdir}/below")
+def workspace(kind: str, mount: MountIt, directory: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    monkeypatch.setenv("VFSD_STORE_DIR", str(store))
+    (directory / "lower").write_text("lower")
+    return mount(backend=kind.partition("-")[0])
 
 
 def fails(code: int, call: Callable[[], object]) -> None:

@@ -12,11 +12,7 @@ import pytest
 from tests.mount.conftest import MountIt, check_invariants
 from tests.mount.test_host_backend import run
 
-
-@pytest.fixture
-def engine() -> str:
-    """`test_snapshot_directory.py` has both engines."""
-    return "native"
+pytestmark = pytest.mark.workspaces(engines=["native"])
 
 
 def test_permissions_are_those_of_the_snapshot(mount: MountIt) -> None:

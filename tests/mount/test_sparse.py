@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import mounted
-from tests.mount.forking import forking
+from tests.mount.conftest import forking, mounted
 from tests.mount.programs import succeeded, vfsd
 from vfsd.client.workspace import Workspace
 
@@ -42,8 +41,7 @@ def workspace(request: pytest.FixtureRequest, workdir: Path, monkeypatch: pytest
     below.mkdir()
     if request.param != "memory":
         write(below / "big", DATA)
-    backend = "memory" if request.param == "memory" else f"{request.param}:{below}"
-    with mounted(workdir / "m", backend=backend, engine="native", name="sparse") as workspace:
+    with mounted(workdir / "m", backend=request.param, engine="native", name="sparse") as workspace:
         write(Path(workspace.path) / "big", DATA)
         yield workspace
 

@@ -18,8 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from protocol.store import Store
-from tests.mount.conftest import mounted
-from tests.mount.forking import Fork, forking, put, text
+from tests.mount.conftest import Fork, mounted, put, text
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
 from vfsd import AsyncWorkspace, Workspace
@@ -39,20 +38,9 @@ def directory(workdir: Path) -> Path:
 
 
 @pytest.fixture
-def store(workdir: Path) -> Path:
-    return workdir / "store"
-
-
-@pytest.fixture
 def source(directory: Path, workdir: Path, store: Path) -> Iterator[Workspace]:
     with mounted(workdir / "source", backend=f"host:{directory}", name="source", store=store) as workspace:
         yield workspace
-
-
-@pytest.fixture
-def fork(workdir: Path, source: Workspace) -> Iterator[Fork]:
-    with forking(workdir, source) as fork:
-        yield fork
 
 
 def names(store: Path, directory: Path) -> set[str]:

@@ -44,14 +44,6 @@ COMBINATIONS = [
 ]
 
 
-@pytest.fixture
-def workspace(backend: str, mount: MountIt, workdir: Path) -> Workspace:
-    if backend == "memory":
-        return mount()
-    (workdir / "below").mkdir()
-    return mount(backend=f"{backend}:{workdir}/below")
-
-
 def stress(stressors: Sequence[str], place: Path, seconds: int) -> tuple[int, str]:
     """The exit status and the output of stress-ng, which runs the stressors in parallel and removes their files."""
     directory = place / "stress"

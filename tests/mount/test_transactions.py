@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import BACKENDS, mounted
+from tests.mount.conftest import mounted
 from vfsd.client.workspace import Workspace
 
 
@@ -20,20 +19,9 @@ class Stop(Exception):
     pass
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
-    directory = tmp_path_factory.mktemp("shared")
-    (directory / "below").mkdir()
-    backend = request.param if request.param == "memory" else f"{request.param}:{directory / 'below'}"
-    options = {"store": directory / "store"} if request.param == "host" else {}
-    name = f"transactions-{request.param}"
-    with mounted(directory / "mount", backend=backend, engine="native", name=name, **options) as workspace:
-        yield workspace
-
-
 @pytest.fixture
-def place(shared: Workspace, request: pytest.FixtureRequest) -> Path:
-    path = Path(shared.path, request.node.name.partition("[")[0])
+def place(shared_workspace: Workspace, request: pytest.FixtureRequest) -> Path:
+    path = Path(shared_workspace.path, request.node.name.partition("[")[0])
     path.mkdir()
     return path
 
@@ -42,12 +30,12 @@ def transactions_of(workspace: Workspace) -> list[str]:
     return [each.name for each in workspace.snapshots(changes=False) if each.name.startswith("transaction-")]
 
 
-def test_a_block_that_raises_leaves_the_mount_as_it_was(shared: Workspace, place: Path) -> None:
+def test_a_block_that_raises_leaves_the_mount_as_it_was(shared_workspace: Workspace, place: Path) -> None:
     (place / "kept").write_text("old")
     (place / "gone").mkdir()
     (place / "gone" / "file").write_text("x")
 
-    with contextlib.suppress(Stop), shared.transaction(tag="tool-call-7") as t:
+    with contextlib.suppress(Stop), shared_workspace.transaction(tag="tool-call-7") as t:
         (place / "kept").write_text("new")
         (place / "gone" / "file").unlink()
         (place / "gone").rmdir()
@@ -63,19 +51,19 @@ def test_a_block_that_raises_leaves_the_mount_as_it_was(shared: Workspace, place
         f"{place.name}/gone/file": "added",
         f"{place.name}/kept": "modified",
     }
-    assert transactions_of(shared) == []
-    shared.undo()
+    assert transactions_of(shared_workspace) == []
+    shared_workspace.undo()
     assert (place / "added").read_text() == "new"
 
 
-def test_nested_blocks_are_undone_separately(shared: Workspace, place: Path) -> None:
-    with contextlib.suppress(Stop), shared.transaction() as outer:
+def test_nested_blocks_are_undone_separately(shared_workspace: Workspace, place: Path) -> None:
+    with contextlib.suppress(Stop), shared_workspace.transaction() as outer:
         (place / "outer").touch()
-        with contextlib.suppress(Stop), shared.transaction() as inner:
+        with contextlib.suppress(Stop), shared_workspace.transaction() as inner:
             (place / "inner").touch()
             raise Stop
         assert [path.name for path in place.iterdir()] == ["outer"]
-        with shared.transaction():
+        with shared_workspace.transaction():
             (place / "kept").touch()
         raise Stop
 
@@ -87,12 +75,12 @@ def test_nested_blocks_are_undone_separately(shared: Workspace, place: Path) -> 
     ]
 
 
-def test_a_block_that_ends_keeps_its_changes_and_no_snapshot(shared: Workspace, place: Path) -> None:
-    with shared.transaction() as t:
+def test_a_block_that_ends_keeps_its_changes_and_no_snapshot(shared_workspace: Workspace, place: Path) -> None:
+    with shared_workspace.transaction() as t:
         (place / "file").write_text("kept")
 
     assert ((place / "file").read_text(), t.state) == ("kept", "kept")
-    assert transactions_of(shared) == []
+    assert transactions_of(shared_workspace) == []
 
 
 def test_a_file_that_is_open_continues_with_the_restored_content(workdir: Path) -> None:
@@ -137,7 +125,7 @@ def kill_and_fail(workspace: Workspace) -> None:
         raise Stop from None
 
 
-def test_ctrl_c_undoes_the_block_and_kill_9_leaves_its_snapshot(shared: Workspace, place: Path) -> None:
+def test_ctrl_c_undoes_the_block_and_kill_9_leaves_its_snapshot(shared_workspace: Workspace, place: Path) -> None:
     code = """
 import sys, time
 from vfsd import Workspace
@@ -147,7 +135,7 @@ with Workspace.attach(sys.argv[1]).transaction("of a program") as t:
     time.sleep(60)
 """
     for number in (signal.SIGINT, signal.SIGKILL):
-        command = [sys.executable, "-c", code, shared.name, place / "file"]
+        command = [sys.executable, "-c", code, shared_workspace.name, place / "file"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as program:
             assert program.stdout is not None
             snapshot = program.stdout.readline().strip()
@@ -156,8 +144,8 @@ with Workspace.attach(sys.argv[1]).transaction("of a program") as t:
             program.wait(60)
         assert (place / "file").exists() == (number == signal.SIGKILL)
 
-    (left,) = (each for each in shared.snapshots(changes=False) if each.name == snapshot)
+    (left,) = (each for each in shared_workspace.snapshots(changes=False) if each.name == snapshot)
     assert left.tag == "of a program"
-    shared.restore(snapshot)
+    shared_workspace.restore(snapshot)
     assert not (place / "file").exists()
-    shared.drop(snapshot)
+    shared_workspace.drop(snapshot)

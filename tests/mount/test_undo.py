@@ -21,16 +21,9 @@ from vfsd.machine.runtime import socket_path
 from vfsd.wire.fs_messages import FsWriteParams
 from vfsd.wire.snapshot_messages import DropParams
 
+pytestmark = pytest.mark.workspaces(backends=BACKENDS)
+
 MountIt = Callable[..., Workspace]
-
-
-@pytest.fixture(params=BACKENDS)
-def workspace(request: pytest.FixtureRequest, mount: MountIt, workdir: Path) -> Workspace:
-    """One of each backend."""
-    if request.param == "memory":
-        return mount()
-    (workdir / "below").mkdir()
-    return mount(backend=f"{request.param}:{workdir}/below")
 
 
 def state(root: Path) -> dict[str, str]:

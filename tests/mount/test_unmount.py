@@ -64,11 +64,6 @@ def mount(engine: str, workdir: Path) -> Iterator[MountIt]:
 
 
 @pytest.fixture
-def workspace(mount: MountIt) -> Workspace:
-    return mount()
-
-
-@pytest.fixture
 def overlay(mount: MountIt, below: Path) -> Workspace:
     return mount(backend=f"overlay:{below}")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.dying_upgrade import OF_NEW, OF_OLD
 from tests.mount.files_in_use import in_use, make_files
 from tests.mount.kept_workspaces import change_at_random, facts, insert_rows
@@ -97,11 +97,7 @@ KEPT: dict[str, Any] = {"persist": True}
 UNKEPT: dict[str, Any] = {"persist": True, "keeper": False}
 
 
-@pytest.fixture(params=[MEMORY, KEPT], ids=["memory", "kept"])
-def upgradable(workdir: Path, request: pytest.FixtureRequest) -> Iterator[Upgradable]:
-    workspace = Upgradable(workdir, **request.param)
-    yield workspace
-    workspace.end()
+upgradable = fixture_of(Upgradable, Upgradable.end, params=[MEMORY, KEPT], ids=["memory", "kept"])
 
 
 # -- programs that go on ---------------------------------------------------------------------------

@@ -9,13 +9,12 @@ import mmap
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.mount.conftest import check_invariants
+from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.kept_workspaces import change_at_random, facts
 from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
 from tests.mount.test_keeper_overlay import archive, fill, numbers, stored
@@ -36,18 +35,10 @@ class Over(Upgradable):
 KINDS: dict[str, dict[str, Any]] = {"overlay": {}, "kept": {"persist": True}, "host": {"kind": "host"}}
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS)
-def over(workdir: Path, request: pytest.FixtureRequest) -> Iterator[Over]:
-    workspace = Over(workdir, **request.param)
-    yield workspace
-    workspace.end()
+over = fixture_of(Over, Over.end, params=KINDS.values(), ids=KINDS)
 
 
-@pytest.fixture
-def plain(workdir: Path) -> Iterator[Over]:
-    workspace = Over(workdir)
-    yield workspace
-    workspace.end()
+plain = fixture_of(Over, Over.end)
 
 
 def twin_of(below: Path, twin: Path) -> None:

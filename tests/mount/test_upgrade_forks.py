@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.mount.conftest import check_invariants, mounted
-from tests.mount.forking import Fork, forking, put, text
+from tests.mount.conftest import Fork, check_invariants, forking, mounted, put, text
 from tests.mount.programs import failed, succeeded, vfsd
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
@@ -40,12 +39,6 @@ def source(workdir: Path, request: pytest.FixtureRequest) -> Iterator[Workspace]
         (Path(workspace.path) / "tree").mkdir(exist_ok=True)
         put(workspace, "tree/file", "first\n")
         yield workspace
-
-
-@pytest.fixture
-def fork(workdir: Path, source: Workspace) -> Iterator[Fork]:
-    with forking(workdir, source) as fork:
-        yield fork
 
 
 def bases(workspace: Workspace) -> list[str]:

@@ -23,24 +23,18 @@ from protocol.testing import (
 )
 from protocol.testing.read_only import READ_ONLY_CONTENTS
 from protocol.tools import FileDeleted, FileEvent, FileWritten
-from tests.mount.conftest import BACKENDS, mounted
+from tests.mount.conftest import mounted
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.filesystem import WorkspaceFilesystem
 from vfsd.client.workspace import Workspace
 from vfsd.machine.mounts import clear_dead_mount
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
-    """One workspace for all tests of a backend, with the snapshot "empty"."""
-    directory = tmp_path_factory.mktemp("shared")
-    (directory / "below").mkdir()
-    backend = request.param if request.param == "memory" else f"{request.param}:{directory / 'below'}"
-    options = {"store": directory / "store"} if request.param == "host" else {}
-    name = f"filesystem-{request.param}"
-    with mounted(directory / "mount", backend=backend, engine="native", name=name, **options) as workspace:
-        workspace.snapshot("empty")
-        yield workspace
+@pytest.fixture(scope="module")
+def shared(shared_workspace: Workspace) -> Workspace:
+    """The workspace with the snapshot "empty"."""
+    shared_workspace.snapshot("empty")
+    return shared_workspace
 
 
 class OnWorkspace:

@@ -22,11 +22,9 @@ PROGRAM = shlex.split(COMMAND.removesuffix(" || true"))
 
 
 @pytest.fixture
-def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+def daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
     monkeypatch.chdir("/")
     monkeypatch.delenv("CLAUDE_PROJECT_DIR", raising=False)
-    place = workdir / "mnt"
-    place.mkdir()
     with FakeDaemon("demo", str(place)) as fake:
         yield fake
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,6 @@ from vfsd.machine.runtime import ensure_socket_dir, read_records, write_record
 from vfsd.wire import messages as m
 from vfsd.wire import snapshot_messages as sm
 from vfsd.wire.base import ChangeRecord
-
-
-@pytest.fixture
-def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
-    monkeypatch.chdir(workdir)
-    monkeypatch.setenv("VFSD_WORKSPACE", "demo")
-    place = workdir / "mnt"
-    place.mkdir()
-    with FakeDaemon("demo", str(place), live={b"a.txt": b"one\n", b"src/main.c": b"int x;\n"}) as fake:
-        yield fake
 
 
 def run(*args: str | bytes) -> Result:

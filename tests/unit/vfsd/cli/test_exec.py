@@ -70,13 +70,6 @@ def running_here(text: str) -> int:
 
 
 @pytest.fixture
-def place(workdir: Path) -> Path:
-    place = workdir / "mnt"
-    place.mkdir()
-    return place
-
-
-@pytest.fixture
 def daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExecDaemon]:
     monkeypatch.setenv("VFSD_WORKSPACE", "demo")
     with ExecDaemon("demo", str(place)) as daemon:

@@ -6,7 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,17 +23,6 @@ from vfsd.wire import snapshot_messages as sm
 
 FULL = (sys.executable, "-m", "vfsd.cli.main")
 FAST = (sys.executable, "-m", "vfsd.cli.fast_path")
-
-
-@pytest.fixture
-def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
-    monkeypatch.chdir(workdir)
-    monkeypatch.setenv("VFSD_WORKSPACE", "demo")
-    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
-    place = workdir / "mnt"
-    place.mkdir()
-    with FakeDaemon("demo", str(place), live={b"a.txt": b"one\n", b"src/main.c": b"int x;\n"}) as fake:
-        yield fake
 
 
 def outcome(program: tuple[str, ...], *words: str) -> tuple[int, str, str]:

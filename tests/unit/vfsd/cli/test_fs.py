@@ -82,11 +82,9 @@ class FsDaemonOnHost(FsDaemon):
 
 
 @pytest.fixture
-def place(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(workdir)
+def place(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(place.parent)
     monkeypatch.setenv("VFSD_WORKSPACE", "demo")
-    place = workdir / "mnt"
-    place.mkdir()
     return place
 
 

@@ -79,11 +79,10 @@ _VARYING = {"modified_at", "size_bytes", "mode"}  # of directories, and by the u
 
 
 @pytest.fixture
-def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FsDaemonOnHost]:
+def daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FsDaemonOnHost]:
     monkeypatch.chdir("/")
     monkeypatch.setenv("VFSD_WORKSPACE", "demo")
-    (workdir / "mnt").mkdir()
-    with FsDaemonOnHost("demo", str(workdir / "mnt")) as daemon:
+    with FsDaemonOnHost("demo", str(place)) as daemon:
         yield daemon
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -13,35 +12,14 @@ from click.testing import CliRunner, Result
 
 from vfsd.cli.common.values import SIZE
 from vfsd.cli.main import cli
-from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 
 Started = list[MountOptions]
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> Started:
-    """The options of what was started, in the background (the mount answers) or in the foreground."""
-    options: Started = []
-
-    def answer(asked: MountOptions, **_: object) -> Ready:
-        options.append(asked)
-        return Ready(
-            asked.workspace.name,
-            asked.workspace.mountpoint,
-            "/run/x.sock",
-            42,
-            "native",
-            recovered="the one before was dead",
-        )
-
-    def foreground(asked: MountOptions, *, ready: Callable[[Ready], None]) -> None:
-        ready(answer(asked))
-
-    monkeypatch.setattr("vfsd.client.launch.launch", answer)
-    monkeypatch.setattr("vfsd.daemon.main.foreground", foreground)
+@pytest.fixture(autouse=True)
+def current_directory(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workdir)
-    return options
 
 
 def mount(*args: str) -> Result:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,9 @@ Run = Callable[[Callable[[], Awaitable[Any]]], Any]
 
 
 @pytest.fixture
-def daemon(workdir: Path) -> Iterator[FakeDaemon]:
-    place = workdir / "mnt"
-    place.mkdir()
-    with FakeDaemon("demo", str(place), live={b"a.txt": b"one\n"}, snapshots={"base": {}}) as fake:
-        yield fake
+def daemon(daemon: FakeDaemon) -> FakeDaemon:
+    daemon.snapshots["base"] = {}
+    return daemon
 
 
 class Gate:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,6 @@ from tests.support.fake_workspace import FakeDaemon, on_its_directory
 from vfsd import Workspace
 from vfsd.client.filesystem import WorkspaceFilesystem
 from vfsd.wire.snapshot_messages import ProblemRecord
-
-
-@pytest.fixture
-def daemon(workdir: Path) -> Iterator[FakeDaemon]:
-    place = workdir / "mnt"
-    place.mkdir()
-    with FakeDaemon("demo", str(place), live={b"a.txt": b"one\n"}) as fake:
-        yield fake
 
 
 @pytest.fixture

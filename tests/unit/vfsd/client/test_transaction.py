@@ -25,14 +25,6 @@ from vfsd.wire.snapshot_messages import ProblemRecord
 
 
 @pytest.fixture
-def daemon(workdir: Path) -> Iterator[FakeDaemon]:
-    place = workdir / "mnt"
-    place.mkdir()
-    with FakeDaemon("demo", str(place), live={b"a.txt": b"one\n"}) as fake:
-        yield fake
-
-
-@pytest.fixture
 def ws(daemon: FakeDaemon) -> Iterator[Workspace]:
     workspace = Workspace.attach("demo")
     yield workspace

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,10 @@ from vfsd.wire.options import MountOptions
 
 
 @pytest.fixture
-def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+def daemon(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> FakeDaemon:
     monkeypatch.setenv("VFSD_WORKSPACE", "demo")
-    place = workdir / "mnt"
-    place.mkdir()
-    with FakeDaemon("demo", str(place), live={b"a.txt": b"one\n", b"caf\xe9": b"x"}) as fake:
-        yield fake
+    daemon.live[b"caf\xe9"] = b"x"
+    return daemon
 
 
 @pytest.fixture

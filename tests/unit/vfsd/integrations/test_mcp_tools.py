@@ -20,9 +20,7 @@ from vfsd.wire.messages import StatusResult
 
 
 @pytest.fixture
-def place(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    place = workdir / "mnt"
-    place.mkdir()
+def place(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(place)
     return place
 

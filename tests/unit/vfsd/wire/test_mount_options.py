@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from vfsd.cli.main import cli
 from vfsd.cli.mount import mount_command
 from vfsd.client.mount_arguments import MountArguments, mount_options
 from vfsd.wire.backend_spec import BACKENDS
-from vfsd.wire.handshake import Ready
 from vfsd.wire.option_rules import SCOPES, OptionError, is_secret
 from vfsd.wire.options import MountOptions
 
@@ -102,22 +101,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(place)
     yield place
     os.chdir(before)
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[MountOptions]:
-    options: list[MountOptions] = []
-
-    def answer(asked: MountOptions, **_: object) -> Ready:
-        options.append(asked)
-        return Ready(asked.workspace.name, asked.workspace.mountpoint, "/run/x.sock", 42, "native")
-
-    def foreground(asked: MountOptions, *, ready: Callable[[Ready], None]) -> None:
-        ready(answer(asked))
-
-    monkeypatch.setattr("vfsd.client.launch.launch", answer)
-    monkeypatch.setattr("vfsd.daemon.main.foreground", foreground)
-    return options
 
 
 def check(result: Result, words: list[str], started: list[MountOptions]) -> None:

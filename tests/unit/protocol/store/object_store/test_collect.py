@@ -27,12 +27,6 @@ GRACE_S = 0.3
 BeforePublishing = Callable[[Callable[[], object]], None]
 
 
-@pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(collect, "_CLOCK_ERROR_S", 0.0)
-    return f"file://{tmp_path}/remote"
-
-
 def opened(url: str) -> RemoteStore:
     return RemoteStore(open_storage(url), grace_s=GRACE_S)
 

@@ -15,7 +15,7 @@ import pytest
 from protocol.store import DirectorySource, Store
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import Row, decode_listing
-from protocol.store.object_store import RemoteStore, collect, open_storage
+from protocol.store.object_store import RemoteStore, open_storage
 from protocol.store.object_store.lazy import blob_cache
 from protocol.store.object_store.lazy.blob_cache import BlobCache
 from protocol.store.object_store.lazy.fetcher import Fetcher
@@ -28,12 +28,6 @@ from tests.unit.protocol.store.object_store import worker
 KEY = worker.KEY
 GRACE_S = 0.2
 CACHE_BYTES = 16 << 20
-
-
-@pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(collect, "_CLOCK_ERROR_S", 0.0)
-    return f"file://{tmp_path}/remote"
 
 
 @contextmanager
