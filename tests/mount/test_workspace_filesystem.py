@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 
 from protocol import Filesystem, InMemoryFilesystem, SnapshotableFilesystem
@@ -24,6 +25,7 @@ from protocol.testing import (
 from protocol.testing.read_only import READ_ONLY_CONTENTS
 from protocol.tools import FileDeleted, FileEvent, FileWritten
 from tests.mount.conftest import mounted
+from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.filesystem import WorkspaceFilesystem
 from vfsd.client.workspace import Workspace
@@ -191,17 +193,34 @@ def test_no_call_works_on_the_directory_below_a_mount_that_is_gone_or_on_the_nex
     place, name = workdir / "mount", workdir.name
     workspace = Workspace.mount(place, name=name)
     files, never_used = workspace.filesystem, Workspace.attach(name)
+    awaited = AsyncWorkspace(workspace._daemon, unmount_at_exit=False)
     files.write("kept", "x")
-    workspace.unmount()
+    Workspace.attach(name).unmount()
 
     _assert_refused(files)
     with pytest.raises(NotMountedError):
         never_used.filesystem.write("kept", "x")
     assert not any(place.iterdir())
 
-    with Workspace.mount(place, name=name):
+    with Workspace.mount(place, name=name, exec_on_host=True) as other:
         _assert_refused(files)
         assert not any(place.iterdir())
+
+        touch = ["touch", "ran"]
+        for call in (
+            lambda: workspace.snapshot("s"),
+            lambda: workspace.executor.run(touch),
+            workspace.unmount,
+            lambda: anyio.run(awaited.snapshot, "s"),
+            lambda: anyio.run(awaited.async_executor.run, touch),
+            lambda: anyio.run(awaited.async_executor.start, touch),
+            lambda: anyio.run(awaited.unmount),
+        ):
+            with pytest.raises(NotMountedError):
+                call()
+        with workspace:
+            pass  # its end unmounts no other workspace
+        assert (other.snapshots(), list(place.iterdir())) == ([], [])
 
 
 def test_every_call_notices_a_daemon_that_has_died(workdir: Path) -> None:

@@ -44,10 +44,12 @@ class AsyncControlClient:
         self,
         socket_path: str,
         *,
+        instance: str = "",
         timeout_s: float | None = None,
         on_cancelled: Callable[[CancelledCall], object] | None = None,
     ) -> None:
         self._path = socket_path
+        self._instance = instance
         self._timeout_s = timeout_s
         self._on_cancelled = on_cancelled
 
@@ -110,7 +112,7 @@ class AsyncControlClient:
         while True:
             await anyio.lowlevel.checkpoint()
             try:
-                sock = connected(self._path, 0)
+                sock = connected(self._path, 0, instance=self._instance)
             except BlockingIOError:
                 # The daemon's backlog is full.  No event reports that it has room again: connect(2), EAGAIN.
                 await anyio.sleep(_BACKLOG_PAUSE_S)

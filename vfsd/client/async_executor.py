@@ -19,10 +19,11 @@ class AsyncWorkspaceExecutor:
     Cancelling `run` kills the command with all of its processes, and waits for that (up to 3 s).
     """
 
-    def __init__(self, client: AsyncControlClient, socket_path: str) -> None:
+    def __init__(self, client: AsyncControlClient, socket_path: str, instance: str = "") -> None:
         """Use `AsyncWorkspace.async_executor`."""
         self._client = client
         self._socket_path = socket_path
+        self._instance = instance
 
     async def run(
         self,
@@ -68,4 +69,4 @@ class AsyncWorkspaceExecutor:
             input=has_input,
             timeout_s=timeout_s,
         )
-        return await AsyncProcess.start(self._socket_path, params)
+        return await AsyncProcess.start(self._socket_path, params, self._instance)

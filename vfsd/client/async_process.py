@@ -38,9 +38,9 @@ class AsyncProcess:
         self._is_closed = False
 
     @classmethod
-    async def start(cls, socket_path: str, params: ExecParams) -> Self:
+    async def start(cls, socket_path: str, params: ExecParams, instance: str = "") -> Self:
         """Start a command.  The errors are those of `AsyncWorkspaceExecutor.start`."""
-        process = cls(await abandon(lambda: ExecCall(socket_path, params)))
+        process = cls(await abandon(lambda: ExecCall(socket_path, params, instance)))
         try:
             while not process._call.is_started and process._call.ended is None:
                 process._received += await process._next()

@@ -110,7 +110,9 @@ class AsyncWorkspace(WorkspaceBase):
     def __init__(self, daemon: Ready | WorkspaceRecord, *, unmount_at_exit: bool) -> None:
         """Use `mount` or `attach`."""
         super().__init__(daemon, unmount_at_exit=unmount_at_exit)
-        self._client: Final = AsyncControlClient(daemon.socket, on_cancelled=self._note_cancelled)
+        self._client: Final = AsyncControlClient(
+            daemon.socket, instance=self._instance, on_cancelled=self._note_cancelled
+        )
         self._last_cancelled: CancelledCall | None = None
 
     @classmethod
@@ -168,7 +170,7 @@ class AsyncWorkspace(WorkspaceBase):
     @property
     def async_executor(self) -> AsyncWorkspaceExecutor:
         """The async twin of `executor`: `await ws.async_executor.run(["make", "test"])`."""
-        return AsyncWorkspaceExecutor(self._client, self._daemon.socket)
+        return AsyncWorkspaceExecutor(self._client, self._daemon.socket, self._instance)
 
     @property
     def last_cancelled(self) -> CancelledCall | None:
@@ -254,7 +256,7 @@ class AsyncWorkspace(WorkspaceBase):
                         return
                     pid = found.pid
                     again = await abandon(lambda: self._requests.watch_again(paths, by))
-                    lines = await begin(AsyncControlClient(found.socket), again)
+                    lines = await begin(AsyncControlClient(found.socket, instance=self._instance), again)
                     yield Missed(0)
 
             async with contextlib.aclosing(changes(await begin(self._client, request))) as found_changes:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
+from protocol.errors import NotMountedError
 from vfsd.client.quick_call import BegunCall
 from vfsd.wire.exchange import ATTEMPTS, RECEIVE_BYTES, ClosingError, Exchange, LineBuffer
 from vfsd.wire.exchange import ControlError as ControlError  # noqa: PLC0414 docs/python.md names it here
@@ -38,12 +39,24 @@ def _no_daemon(socket_path: str, error: OSError) -> OSError:
     return ConnectionError(f"cannot connect to {socket_path}: {error.strerror or error}")
 
 
-def connected(socket_path: str, timeout_s: float | None = None) -> socket.socket:
+def connected(socket_path: str, timeout_s: float | None = None, *, instance: str = "") -> socket.socket:
     """Connect to a daemon.  ConnectionError or PermissionError.
 
     Without `timeout_s`, wait for the replacement of a daemon that died, if a keeper starts one.  With `timeout_s` 0,
-    BlockingIOError if the daemon's backlog is full.
+    BlockingIOError if the daemon's backlog is full.  NotMountedError if the socket is of another workspace than
+    `instance` by now; "" is any.
     """
+    sock = _connected(socket_path, timeout_s)
+    if instance:
+        from vfsd.machine.runtime import instance_at  # noqa: PLC0415 (start-up: commands look the workspace up anew)
+
+        if instance_at(socket_path) not in ("", instance):
+            sock.close()
+            raise NotMountedError(socket_path, "unmounted meanwhile, and another workspace has its name now")
+    return sock
+
+
+def _connected(socket_path: str, timeout_s: float | None) -> socket.socket:
     try:
         return connect(socket_path, timeout_s)
     except OSError as error:
@@ -70,12 +83,21 @@ def timed_out(socket_path: str, method: str, timeout_s: float | None) -> Timeout
 class ControlClient:
     """Calls a daemon's methods, one at a time, over one connection that is opened on demand.  For one thread.
 
-    `timeout_s` bounds each silence (no answer, no progress, no output), not the whole call.
+    `timeout_s` bounds each silence (no answer, no progress, no output), not the whole call.  `instance` is as for
+    `connected`.
     """
 
-    def __init__(self, socket_path: str, *, timeout_s: float | None = None, begun: BegunCall | None = None) -> None:
+    def __init__(
+        self,
+        socket_path: str,
+        *,
+        timeout_s: float | None = None,
+        begun: BegunCall | None = None,
+        instance: str = "",
+    ) -> None:
         """`begun` is a call that was already sent: the first `call`, which must be the same one, continues it."""
         self._path = socket_path
+        self._instance = instance
         self._timeout_s = timeout_s
         self._sock: socket.socket | None = None
         self._begun = begun
@@ -211,7 +233,7 @@ class ControlClient:
         if self._sock is not None and is_closed_by_peer(self._sock):
             self.close()  # the daemon closes idle connections, and may have been restarted
         if self._sock is None:
-            self._sock = connected(self._path, self._timeout_s)
+            self._sock = connected(self._path, self._timeout_s, instance=self._instance)
             self._lines = LineBuffer()
         return self._sock
 

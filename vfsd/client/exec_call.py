@@ -45,7 +45,7 @@ class ExecCall:
     `ended` is set once the command has ended.
     """
 
-    def __init__(self, socket_path: str, params: ExecParams) -> None:
+    def __init__(self, socket_path: str, params: ExecParams, instance: str = "") -> None:
         self._path = socket_path
         self._exchange = Exchange(_EXEC_ID, "exec", params)
         self._input: Exchange | None = None  # input that the daemon has not taken yet
@@ -56,7 +56,7 @@ class ExecCall:
         self._session: str | None = None
         self._lines = LineBuffer()
         self.ended: ExecEnded | None = None
-        self._sock = connected(socket_path)
+        self._sock = connected(socket_path, instance=instance)
         self._send(self._exchange.request)
 
     def close(self) -> None:

@@ -27,8 +27,9 @@ class WorkspaceExecutor:
     ConnectionError if its daemon is gone.
     """
 
-    def __init__(self, socket_path: str) -> None:
+    def __init__(self, socket_path: str, instance: str = "") -> None:
         self._socket_path = socket_path
+        self._instance = instance
 
     def run(
         self,
@@ -41,7 +42,7 @@ class WorkspaceExecutor:
         stdin: bytes = b"",
     ) -> ExecResult:
         """See `Executor`.  `stdin` and `argv` together are limited to 512 KiB."""
-        with ControlClient(self._socket_path) as client:
+        with ControlClient(self._socket_path, instance=self._instance) as client:
             return client.run(exec_call(argv, cwd, env, timeout_s, output_limit_bytes, stdin))
 
 

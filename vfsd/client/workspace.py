@@ -43,7 +43,7 @@ from vfsd.client.requests import FilePath, RemoteCall, Requests
 from vfsd.client.results import Unmounted, Upgraded
 from vfsd.client.transaction import OpenTransactions, Transaction
 from vfsd.machine.mountinfo import mount_at, workspace_mount
-from vfsd.machine.runtime import WorkspaceRecord, process_start_ticks, read_record
+from vfsd.machine.runtime import WorkspaceRecord, instance_at, process_start_ticks, read_record
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 
@@ -70,6 +70,7 @@ class WorkspaceBase:
         self._unmount_at_exit = unmount_at_exit
         self._requests: Final = Requests(daemon.mountpoint)
         self._unmounted: Unmounted | None = None
+        self._instance: Final = instance_at(daemon.socket)
         self._mount_id: MountId | None = None  # of this process's mount namespace; None if it is not mounted there
         with contextlib.suppress(NotMountedError):
             self._mount_id = workspace_mount(daemon.mountpoint, daemon.name)
@@ -103,7 +104,7 @@ class WorkspaceBase:
 
         `protocol.tools` accepts it, too.
         """
-        return WorkspaceExecutor(self._daemon.socket)
+        return WorkspaceExecutor(self._daemon.socket, self._instance)
 
     @property
     def filesystem(self) -> WorkspaceFilesystem:
@@ -278,7 +279,7 @@ class Workspace(WorkspaceBase):
                 self.unmount(lazy=True)
 
     def _run(self, call: RemoteCall[T]) -> T:
-        with ControlClient(self._daemon.socket) as client:
+        with ControlClient(self._daemon.socket, instance=self._instance) as client:
             return client.run(call)
 
     def transaction(self, tag: str | None = None) -> Transaction:
@@ -346,7 +347,9 @@ class Workspace(WorkspaceBase):
 
             def begin(socket: str, call: RemoteCall[None]) -> Generator[bytes]:
                 stack.close()
-                lines = stack.enter_context(contextlib.closing(ControlClient(socket).stream(call)))
+                lines = stack.enter_context(
+                    contextlib.closing(ControlClient(socket, instance=self._instance).stream(call))
+                )
                 next(lines)  # the watch has begun
                 return lines
 
@@ -469,6 +472,8 @@ def unmounting(workspace: WorkspaceBase) -> Generator[None]:
     """
     try:
         yield
+    except NotMountedError:
+        pass
     except ConnectionError:
         if mount_at(workspace.path) is not None:
             raise

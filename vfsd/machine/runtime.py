@@ -227,6 +227,15 @@ def read_record(name: str) -> WorkspaceRecord | None:
     return _read(record_path(name))
 
 
+def instance_at(socket: str) -> str:
+    """The identity of the workspace whose control socket has the path `socket`; "" if its record cannot be read.
+
+    It stays the same in an upgrade and a restart by a keeper, and if the next mount continues a journal or a directory.
+    """
+    record = _read(socket.removesuffix(".sock") + RECORD_SUFFIX)
+    return "" if record is None else record.instance
+
+
 def _read(path: str) -> WorkspaceRecord | None:
     try:
         record = msgspec.json.decode(read_regular(path, _RECORD_MAX_BYTES), type=WorkspaceRecord)
