@@ -153,6 +153,9 @@ class BlockingWriter(BlockingStream):
     def write(self, data: Any) -> Any:
         return self._call(self._stream.write, data)
 
+    def seek(self, offset: int, whence: int = 0) -> Any:
+        return self._call(self._stream.seek, offset, whence)
+
     def write_all(self, chunks: Iterable[Any]) -> Any:
         return self._call(self._stream.write_all, chunks)
 
