@@ -46,8 +46,7 @@ def serve(path: str, is_current: Callable[[], bool]) -> socket.socket | None:
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # of a server that was killed: only one has the lock
-    children: dict[int, tuple[int, socket.socket]] = {}  # process id and connection, by pidfd
-    connections: dict[int, socket.socket] = {}  # to mounts that have not hung up
+    children = _Children()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, contextlib.ExitStack() as removal:
         listener.bind(path)
         identity = _identity(path)
@@ -55,40 +54,62 @@ def serve(path: str, is_current: Callable[[], bool]) -> socket.socket | None:
         os.chmod(path, 0o600)
         listener.listen(128)
         listener.setblocking(False)
-        poll = select.poll()
-        poll.register(listener, select.POLLIN)
+        children.poll.register(listener, select.POLLIN)
         end = time.monotonic() + _IDLE_S
         while _identity(path) == identity and (remaining_s := end - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(min(remaining_s, _SOCKET_CHECK_S) * 1000):
-                if descriptor in children:
-                    pid, connection = children.pop(descriptor)
-                    poll.unregister(descriptor)
-                    os.close(descriptor)
-                    exit_status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    with contextlib.suppress(OSError):  # the mount has hung up
-                        connection.send(b"%d" % exit_status, socket.MSG_DONTWAIT)
-                elif descriptor in connections:
-                    connection = connections.pop(descriptor)
-                    poll.unregister(descriptor)
+            for descriptor, _ in children.poll.poll(min(remaining_s, _SOCKET_CHECK_S) * 1000):
+                if children.attend(descriptor) or (connection := _accept(listener)) is None:
+                    continue
+                if not is_current():
                     connection.close()
-                elif (accepted := _accept(listener)) is not None:
-                    if not is_current():
-                        accepted.close()
-                        return None
-                    end = time.monotonic() + _IDLE_S
-                    pid = os.fork()
-                    if pid == 0:
-                        removal.pop_all()
-                        for pidfd, (_, other) in children.items():
-                            os.close(pidfd)
-                            other.close()
-                        return accepted
-                    pidfd = os.pidfd_open(pid)
-                    children[pidfd] = pid, accepted
-                    connections[accepted.fileno()] = accepted
-                    poll.register(pidfd, select.POLLIN)
-                    poll.register(accepted, 0)  # the new process reads it; poll(2) reports that the mount hung up
+                    return None
+                end = time.monotonic() + _IDLE_S
+                pid = os.fork()
+                if pid == 0:
+                    removal.pop_all()
+                    children.close()
+                    return connection
+                children.add(pid, connection)
     return None
+
+
+class _Children:
+    """The forked processes, and the connections of their mounts.  `poll` has the descriptors of both."""
+
+    def __init__(self) -> None:
+        self.poll = select.poll()
+        self._processes: dict[int, tuple[int, socket.socket]] = {}  # process id and connection, by pidfd
+        self._connections: dict[int, socket.socket] = {}  # to mounts that have not hung up
+
+    def add(self, pid: int, connection: socket.socket) -> None:
+        pidfd = os.pidfd_open(pid)
+        self._processes[pidfd] = pid, connection
+        self._connections[connection.fileno()] = connection
+        self.poll.register(pidfd, select.POLLIN)
+        self.poll.register(connection, 0)  # the new process reads it; poll(2) reports that the mount hung up
+
+    def attend(self, descriptor: int) -> bool:
+        """Reap the process that ended, or close the connection that the mount closed; return whether it was one."""
+        if descriptor in self._processes:
+            pid, connection = self._processes.pop(descriptor)
+            self.poll.unregister(descriptor)
+            os.close(descriptor)
+            exit_status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with contextlib.suppress(OSError):  # the mount has hung up
+                connection.send(b"%d" % exit_status, socket.MSG_DONTWAIT)
+            return True
+        if descriptor in self._connections:
+            self.poll.unregister(descriptor)
+            self._connections.pop(descriptor).close()
+            return True
+        return False
+
+    def close(self) -> None:
+        """In a new process: close what belongs to the others."""
+        for pidfd in self._processes:
+            os.close(pidfd)
+        for connection in self._connections.values():
+            connection.close()
 
 
 def _accept(listener: socket.socket) -> socket.socket | None:
