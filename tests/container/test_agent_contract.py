@@ -58,5 +58,10 @@ class TestAgentVolumeInAContainer(HelperContract):
 
             yield make
 
+    @pytest.fixture
+    def shell_below(self, container: Container) -> Callable[[str], object]:
+        newest = "/volume$(ls -d /volume* | sed s,/volume,, | sort -n | tail -n 1)"
+        return lambda line: inside(container, f"cd {newest} && {line}")
+
 
 del HelperContract  # its own tests are where it is

@@ -16,7 +16,7 @@ from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.transports.rootfs import RootfsTransport
 from protocol.testing import Clock, FilesystemContract, MakeVolume, StreamingContract
 from protocol.volume import Volume
-from tests.container.conftest import running_container
+from tests.container.conftest import inside, running_container
 from tests.contract import test_host_volume
 from tests.support.contracts_on_mounts import OnMount
 from tests.support.host_directories import HostClock
@@ -80,6 +80,10 @@ class TestVolume(test_host_volume.TestHostVolume):
             yield make
             for volume in made:
                 volume.check_invariants()
+
+    @pytest.fixture
+    def shell_below(self, container_of: Container, tmp_path: Path) -> Callable[[str], object]:
+        return lambda line: inside(container_of, f"cd /w/{tmp_path.name}-0 && {line}")
 
     @pytest.fixture
     def clock(self, tmp_path: Path) -> Clock:

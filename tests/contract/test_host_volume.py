@@ -11,6 +11,7 @@ import errno
 import itertools
 import os
 import struct
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -66,12 +67,18 @@ class OverHostDirectory(VolumeContract):
         # Given to the caller when it was there already.
         assert (inode.mtime_ns, inode.ctime_ns) == (now, now)
 
-    def test_an_append_is_at_the_end_that_another_program_made(self, fs: Driver, tmp_path: Path) -> None:
-        number, path = fs.file(b"f", b"one"), tmp_path / "tmpfs-0" / "f"
-        with path.open("ab") as file:
-            file.write(b"other")
+    @pytest.fixture
+    def shell_below(self, tmp_path: Path) -> Callable[[str], object]:
+        """Runs a shell line of another program in the directory that the volume serves."""
+        return lambda line: subprocess.run(["sh", "-c", line], cwd=tmp_path / "tmpfs-0", check=True)
+
+    def test_an_append_is_at_the_end_that_another_program_made(
+        self, fs: Driver, shell_below: Callable[[str], object]
+    ) -> None:
+        number = fs.file(b"f", b"one")
+        shell_below("printf other >> f")
         assert fs.volume.append(number, b"two") == (3, 11)  # type: ignore[attr-defined]
-        os.truncate(path, 1)
+        shell_below("truncate -s 1 f")
         assert fs.volume.append(number, b"three") == (5, 6)  # type: ignore[attr-defined]
         assert fs.read(number) == b"othree"
 
