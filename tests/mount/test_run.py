@@ -307,6 +307,7 @@ def test_what_is_kept_is_in_a_journal_until_it_is_discarded(project: Path) -> No
     assert "the fork has neither a journal nor a keeper" in forked.stderr
     succeeded(vfsd("unmount", "fork"))
     succeeded(vfsd("unmount", "run-project"))  # with a journal it loses nothing
+    assert "`vfsd persisted drop run-project` removes it" in vfsd("unmount", "run-project", "--discard").stderr
     run(project, "--keep", "--", "sh", "-c", "cat file > copy")
     assert names() == ["run-project-2"], "a new run does not continue the journal of an earlier one"
     assert succeeded(vfsd("unmount", "run-project-2", "--discard")).startswith("unmounted run-project-2 ")
@@ -328,6 +329,25 @@ def test_without_a_place_for_the_journal_one_line_says_so(project: Path, workdir
     warning = done.stderr.splitlines()[0]
     assert warning.startswith(f"vfsd: the journal cannot be written in {workdir}/file/vfsd/journals (Not a directory)")
     assert content(project) == {"file": "two\n", "added": "new\n"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_changes_that_cannot_be_applied_are_kept(project: Path, workdir: Path) -> None:
+    state = workdir / "state"
+    state.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", state], check=True)
+    try:
+        environment = {**os.environ, "XDG_STATE_HOME": str(state)}
+        sizes = "for size in 4M 64K 32K 16K 8K 4K 2K 1K; do head -c $size /dev/zero > $size; done"
+        fill = f"{{ {sizes}; while : > $((i += 1)); do :; done; }} 2> /dev/null; true"  # the disk of the journal
+        done = vfsd("run", "--apply", "--", "bash", "-c", fill, cwd=project, stdin=subprocess.DEVNULL, env=environment)
+        assert done.returncode == 1, done.stderr
+        assert "the changes were not applied: no space left for the journal" in done.stderr
+        assert "workspace run-project keeps the changes" in done.stderr
+        assert content(project) == {"file": "one\n"}
+        succeeded(vfsd("unmount", "run-project", "--discard", env=environment))
+    finally:
+        subprocess.run(["umount", "-l", state], check=True)
 
 
 def test_a_command_that_failed_is_not_applied(project: Path) -> None:

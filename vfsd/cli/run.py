@@ -267,7 +267,11 @@ class _Run:
 
     def _apply(self) -> tuple[Outcome, bool]:
         request = Requests(self._record.mountpoint).apply()
-        answer: snapshot_messages.ApplyResult = self._app.call(request, self._record, label="applying")
+        try:
+            answer: snapshot_messages.ApplyResult = self._app.call(request, self._record, label="applying")
+        except OSError as error:
+            output.report(f"the changes were not applied: {describe(error)}; {self._kept()}")
+            return "kept", True
         for conflict in answer.conflicts:
             output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
         if not answer.applied:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 
 from vfsd.machine.journals import journal_directory
@@ -26,14 +25,15 @@ def make_place(base: str, outside: str) -> str:
         reason = "it contains vfsd's runtime directory: set $VFSD_RUNTIME_DIR to a directory outside of it"
         raise OSError(errno.EINVAL, reason, outside)
     os.makedirs(parent, mode=0o700, exist_ok=True)
-    for number in itertools.count(1):
-        path = os.path.join(parent, unique_name(f"/{base}" if number == 1 else f"/{base}-{number}"))
-        if os.path.lexists(journal_directory(os.path.basename(path))):  # of an earlier run that was kept
-            continue
+
+    def is_taken(name: str) -> bool:  # also by an earlier run whose journal was kept
+        return os.path.lexists(journal_directory(name)) or os.path.lexists(os.path.join(parent, name))
+
+    while True:
+        path = os.path.join(parent, unique_name(f"/{base}", is_taken))
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
             return path
-    raise AssertionError("unreachable")
 
 
 def is_own_place(path: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Final, Literal
 import msgspec
 
 from protocol.linux.regular_file import read_regular, write_atomically
-from vfsd.machine.journals import mount_command
+from vfsd.machine.journals import journal_directory, mount_command
 from vfsd.machine.mountinfo import Mount, find_mount, vfsd_mounts
 from vfsd.machine.selection import (
     RECORD_SUFFIX,
@@ -311,6 +311,10 @@ def _not_found(selector: str, cwd: str, records: list[WorkspaceRecord], origin: 
     if (lost := _lost_mount(selector, os.path.join(cwd, selector) if is_path else None)) is not None:
         return WorkspaceNotFoundError(f"{lost.describe()} at {lost.mountpoint} has {no_socket(lost)}")
     reason = "in no workspace" if is_path else f"not the name of a workspace (write a path as ./{selector})"
+    if not is_path and NAME_PATTERN.fullmatch(selector) and os.path.isdir(journal_directory(selector)):
+        continuing = f"`vfsd mount DIRECTORY --persist --name {selector}`, with the --backend it had, continues it"
+        kept = f"its journal is kept: {continuing}, `vfsd persisted drop {selector}` removes it"
+        return WorkspaceNotFoundError(f"{selector}{origin} is not running; {kept}")
     import difflib  # noqa: PLC0415 (start-up: only errors need it)
 
     similar = difflib.get_close_matches(selector, [record.name for record in records])
@@ -349,16 +353,19 @@ def _listed(records: Iterable[WorkspaceRecord]) -> str:
 
 
 # -- names --------------------------------------------------------------------------------------------
-def unique_name(base: str) -> str:
+def unique_name(base: str, is_taken: Callable[[str], bool] = lambda _: False) -> str:
     """Derive a workspace name from the last component of the mountpoint `base`, with a number if the name is taken.
 
-    The name of a dead workspace is taken too, except for a new workspace at the same mountpoint, which replaces it.
+    `is_taken` says so of further names.  The name of a dead workspace is taken too, except for a new workspace at the
+    same mountpoint, which replaces it.
     """
     base = os.path.normpath(base)
     fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(base))
     name = fitting.lstrip("._-")[:_NAME_LENGTH] or "workspace"
     number, candidate = 1, name
-    while (record := read_record(candidate)) is not None and (record.alive or record.mountpoint != base):
+    while is_taken(candidate) or (
+        (record := read_record(candidate)) is not None and (record.alive or record.mountpoint != base)
+    ):
         number += 1
         candidate = f"{name[: _NAME_LENGTH - len(str(number)) - 1]}-{number}"
     return candidate

@@ -393,6 +393,7 @@ def test_a_name_in_use_is_numbered() -> None:
     put("work-2", "/b/work")
     put("x" * 64, "/a/" + "x" * 64)
     assert unique_name("/c/work") == "work-3"
+    assert unique_name("/c/work", ["work-3", "work-4"].__contains__) == "work-5"
     assert unique_name("/" + "x" * 100) == "x" * 62 + "-2"
 
 
