@@ -31,10 +31,10 @@ from tests.support import zygote
 from tests.support.durations import CpuPlugin, DurationsPlugin, record_of
 from tests.support.hang_watch import HangWatch
 from tests.support.leaks import TAG, Leaks, descriptors, mounts, open_files
-from tests.support.lower_layers import LAYERS, Layer
+from tests.support.lower_layers import LAYERS
 from tests.support.progress import ProgressPlugin
 from tests.support.schedule import slow_first
-from tests.support.suites import SUITES, is_extended
+from tests.support.suites import SUITES, is_extended, one_of
 from vfsd.client.workspace import Workspace
 from vfsd.machine import selection
 
@@ -325,10 +325,7 @@ def root(workspace: Workspace) -> Path:
     return Path(workspace.path)
 
 
-@pytest.fixture(params=LAYERS)
-def layer(request: pytest.FixtureRequest) -> Layer:
-    """The kind of a read-only lower layer."""
-    return request.param  # type: ignore[no-any-return]
+layer = one_of(LAYERS)  # the kind of a read-only lower layer
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -48,12 +48,8 @@ class TestVolume(test_host_volume.TestHostVolume):
     """As the host backend's, through /proc/PID/root, and behind the volume that outlives the container's runs."""
 
     @pytest.fixture
-    def container_of(self, container: Container) -> Container:
-        return container
-
-    @pytest.fixture
-    def volume(self, container_of: Container, tmp_path: Path) -> Iterator[MakeVolume]:
-        state = container_of.inspect()
+    def volume(self, container: Container, tmp_path: Path) -> Iterator[MakeVolume]:
+        state = container.inspect()
         made: list[ReconnectingVolume] = []
         with ExitStack() as stack:
 

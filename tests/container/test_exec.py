@@ -8,12 +8,12 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from protocol.backends.container.podman.service import Container, PodmanService
-from tests.container.conftest import StartContainer, inside
+from tests.container.conftest import BUSYBOX, StartContainer, inside
 from tests.mount.conftest import mounted, socket_of
 from tests.support.exec_suite import ExecSuite, Where, line_of, run, started
 from tests.support.waiting import wait_until
@@ -44,30 +44,26 @@ def one_for_all(session_dir: str, podman: PodmanService, **options: Any) -> Iter
 class TestInASandbox(ExecSuite):
     """Commands in a sandbox of a memory workspace."""
 
+    options: ClassVar[dict[str, Any]] = {"sandbox": f"image:{BUSYBOX}"}
+
     @pytest.fixture(scope="class")
     @classmethod
     def where(cls, podman: PodmanService, busybox_image: str, session_dir: str) -> Iterator[Where]:
-        yield from one_for_all(session_dir, podman, sandbox=f"image:{busybox_image}")
+        yield from one_for_all(session_dir, podman, **cls.options)
 
 
 @pytest.mark.long
-class TestInASandboxOnPyfuse3(ExecSuite):
+class TestInASandboxOnPyfuse3(TestInASandbox):
     """The same by the other engine."""
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def where(cls, podman: PodmanService, busybox_image: str, session_dir: str) -> Iterator[Where]:
-        yield from one_for_all(session_dir, podman, sandbox=f"image:{busybox_image}", engine="pyfuse3")
+    options: ClassVar[dict[str, Any]] = {"sandbox": f"image:{BUSYBOX}", "engine": "pyfuse3"}
 
 
 @pytest.mark.long
-class TestInAnImagesContainer(ExecSuite):
+class TestInAnImagesContainer(TestInASandbox):
     """Commands in the container of image:REF."""
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def where(cls, podman: PodmanService, busybox_image: str, session_dir: str) -> Iterator[Where]:
-        yield from one_for_all(session_dir, podman, backend=f"image:{busybox_image}", cache_timeout_s=0)
+    options: ClassVar[dict[str, Any]] = {"backend": f"image:{BUSYBOX}", "cache_timeout_s": 0}
 
 
 @pytest.mark.extended

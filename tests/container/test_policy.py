@@ -30,6 +30,7 @@ from tests.support.policed import (
     policed,
     state,
 )
+from tests.support.suites import one_of
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 from vfsd.wire.fs_messages import FsExecParams, FsExecResult
@@ -39,9 +40,7 @@ pytestmark = pytest.mark.fuse
 
 
 # -- a container's files ------------------------------------------------------------------------------
-@pytest.fixture(params=["rootfs", "agent"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+transport = one_of(["rootfs", "agent"])
 
 
 @pytest.fixture

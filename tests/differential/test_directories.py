@@ -18,6 +18,7 @@ from tests.differential.compare import Bench
 from tests.differential.script import parse, script
 from tests.support.lower_layers import LAYERS
 from tests.support.seeds import campaign_seed
+from tests.support.suites import one_of
 
 pytestmark = [
     pytest.mark.fuse,
@@ -30,9 +31,7 @@ LONG_CALLS = 100_000
 LAYER_CALLS = 1_200  # three mounts
 
 
-@pytest.fixture(params=("native", "pyfuse3"))
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+engine = one_of(["native", "pyfuse3"])
 
 
 @pytest.fixture(params=("host", "overlay"))

@@ -11,6 +11,7 @@ import pytest
 
 from tests.integrations.model import ScriptedModel
 from tests.mount.conftest import mounted
+from tests.support.session_directories import new_directory
 from vfsd.client.workspace import Workspace
 
 collect_ignore_glob = [] if os.environ.get("VFSD_INTEGRATIONS", "") not in ("", "0") else ["*"]
@@ -28,6 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def workspace(workdir: Path) -> Iterator[Workspace]:
     (workdir / "ws").mkdir()
     with mounted(workdir / "ws", name=f"{workdir.name}-ws") as workspace:
+        yield workspace
+
+
+@pytest.fixture(scope="module")
+def shared(session_dir: str) -> Iterator[Workspace]:
+    """A workspace for the tests of a module, which runs commands."""
+    with Workspace.mount(new_directory(session_dir, "shared"), exec_on_host=True) as workspace:
         yield workspace
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.integrations.deepagents import VfsdSandbox
 from vfsd.machine.runtime import process_start_ticks
-
-
-@pytest.fixture(scope="module")
-def shared(session_dir: str) -> Iterator[Workspace]:
-    place = Path(session_dir, "work", "deepagents")
-    with Workspace.mount(place, exec_on_host=True) as workspace:
-        yield workspace
 
 
 @pytest.fixture

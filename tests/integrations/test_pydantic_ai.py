@@ -30,13 +30,6 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def shared(session_dir: str) -> Iterator[Workspace]:
-    place = Path(session_dir, "work", "pydantic-ai")
-    with Workspace.mount(place, exec_on_host=True) as workspace:
-        yield workspace
-
-
 @pytest.fixture
 def make(workdir: Path) -> Iterator[Callable[[], VfsdBackend]]:
     """Make backends of new workspaces, which are unmounted after the test."""

@@ -347,12 +347,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def shared(on: str, session_dir: str) -> Iterator[Path]:
     """One mount for all tests of a module, on each of PLACES."""
-    place = Path(session_dir, "work", f"{on}{next(_numbers)}")
-    place.mkdir()
-    for above in place.parents:
-        if str(above).startswith(session_dir):
-            above.chmod(0o755)  # other users come through
-    with provided(on, place) as root:
+    with provided(on, new_directory(session_dir, on)) as root:
         yield root
 
 

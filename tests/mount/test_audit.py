@@ -22,6 +22,7 @@ import pytest
 from protocol.tools.events import FileEvent, FileWritten
 from tests.mount.conftest import ENGINES, MountIt
 from tests.mount.programs import failed, succeeded, vfsd
+from tests.support.host_directories import mounted_tmpfs
 from tests.support.waiting import wait_until
 from vfsd.cli.claude_settings import hook_commands
 from vfsd.client.connection import ControlClient
@@ -645,13 +646,8 @@ def test_the_file_has_every_entry(alone: Callable[..., Workspace], workdir: Path
 
 @pytest.fixture
 def full_disk(workdir: Path) -> Iterator[Path]:
-    place = workdir / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", place], check=True)
-    try:
+    with mounted_tmpfs(workdir / "disk", max_bytes=16 << 10) as place:
         yield place
-    finally:
-        subprocess.run(["umount", place], check=True)
 
 
 def test_a_full_disk_stops_nothing_and_the_file_says_what_is_missing(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import Filesystem, HostFilesystem, InMemoryFilesystem
+from protocol import Filesystem, HostFilesystem
 from protocol.errors import NotMountedError
 from protocol.testing import (
     ArchiveContract,
@@ -16,8 +16,7 @@ from protocol.testing import (
     SnapshotContract,
     StreamingContract,
 )
-from protocol.testing.read_only import READ_ONLY_CONTENTS
-from tests.support.contracts_on_mounts import OnMount
+from tests.support.contracts_on_mounts import OnMount, read_only_archive
 from vfsd.client.workspace import Workspace
 
 
@@ -32,13 +31,9 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module", params=["native", "pyfuse3"])
 def shared_read_only(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("read-only")
-    content = InMemoryFilesystem()
-    for path, data in READ_ONLY_CONTENTS.items():
-        content.mkdir(path) if data is None else content.write_bytes(path, data)
-    content.export_archive(directory / "content.zip")
-    place = directory / "mount"
+    place, archive = directory / "mount", read_only_archive(directory)
     name = f"contract-ro-{request.param}"
-    with Workspace.mount(place, engine=request.param, name=name, archive=directory / "content.zip", read_only=True):
+    with Workspace.mount(place, engine=request.param, name=name, archive=archive, read_only=True):
         yield place
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.differential.known import KNOWN
 from tests.mount.conftest import ENGINES, provided
+from tests.support.session_directories import new_directory
 
 PAGE = Path(__file__).parents[2] / "docs" / "semantics.md"
 _MARK = "--- end of command {} ---"
@@ -78,12 +79,7 @@ CASES = [
 @pytest.fixture(scope="module", params=ENGINES)
 def served(request: pytest.FixtureRequest, session_dir: str) -> Iterator[tuple[str, Path]]:
     """An engine's name, and a workspace for all sections."""
-    path = Path(session_dir, "work", f"doc-{request.param}")
-    path.mkdir()
-    for above in (*path.parents,):
-        if str(above).startswith(session_dir):
-            above.chmod(0o755)
-    with provided(request.param, path) as root:
+    with provided(request.param, new_directory(session_dir, f"doc-{request.param}")) as root:
         yield request.param, root
 
 

@@ -17,30 +17,21 @@ from typing import Any
 
 import pytest
 
-from tests.mount.conftest import MountIt
+from tests.mount.conftest import BACKENDS, ENGINES, MountIt
 from tests.mount.programs import succeeded, vfsd
 from tests.mount.test_host_backend import rich_tree, run, tree_of
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
+pytestmark = pytest.mark.workspaces(engines=ENGINES, backends=BACKENDS)
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org")
 
 
-@pytest.fixture(params=["memory-native", "memory-pyfuse3", "overlay-native", "host-native"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def engine(kind: str) -> str:
-    return kind.partition("-")[2]
-
-
-@pytest.fixture
-def workspace(kind: str, mount: MountIt, directory: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+def workspace(backend: str, mount: MountIt, directory: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     monkeypatch.setenv("VFSD_STORE_DIR", str(store))
     (directory / "lower").write_text("lower")
-    return mount(backend=kind.partition("-")[0])
+    return mount(backend=backend)
 
 
 def fails(code: int, call: Callable[[], object]) -> None:

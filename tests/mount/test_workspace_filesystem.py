@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from protocol import Filesystem, InMemoryFilesystem, SnapshotableFilesystem
+from protocol import Filesystem, SnapshotableFilesystem
 from protocol.errors import NotMountedError, SnapshotNotFoundError
 from protocol.testing import (
     ArchiveContract,
@@ -22,9 +22,9 @@ from protocol.testing import (
     SnapshotContract,
     StreamingContract,
 )
-from protocol.testing.read_only import READ_ONLY_CONTENTS
 from protocol.tools import FileDeleted, FileEvent, FileWritten
 from tests.mount.conftest import mounted
+from tests.support.contracts_on_mounts import read_only_archive
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.filesystem import WorkspaceFilesystem
@@ -68,11 +68,7 @@ class TestArchives(OnWorkspace, ArchiveContract):
 @pytest.fixture(scope="module")
 def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
     directory = tmp_path_factory.mktemp("read-only")
-    content = InMemoryFilesystem()
-    for path, data in READ_ONLY_CONTENTS.items():
-        content.mkdir(path) if data is None else content.write_bytes(path, data)
-    content.export_archive(directory / "content.zip")
-    options = {"archive": directory / "content.zip", "read_only": True, "engine": "native"}
+    options = {"archive": read_only_archive(directory), "read_only": True, "engine": "native"}
     with mounted(directory / "mount", name="filesystem-ro", **options) as workspace:
         yield workspace
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import pytest
 
-__all__ = ["EXTENDED_PARAMETERS", "SUITES", "is_extended", "with_extended"]
+__all__ = ["EXTENDED_PARAMETERS", "SUITES", "is_extended", "one_of", "with_extended"]
 
 SUITES: Final = ("short", "rest", "all")
 
@@ -59,3 +59,13 @@ def is_extended(item: _Marked, module: str, parameters: Mapping[str, object]) ->
 def with_extended(values: Sequence[Any], short: int) -> list[Any]:
     """Parameters for `pytest.mark.parametrize`: the first `short` ones for both suites, the others extended."""
     return [*values[:short], *(pytest.param(value, marks=pytest.mark.extended) for value in values[short:])]
+
+
+def one_of(values: Sequence[Any], ids: Sequence[str] | None = None) -> Any:
+    """A fixture that is each of `values` in turn."""
+
+    @pytest.fixture(params=values, ids=ids)
+    def value(request: pytest.FixtureRequest) -> Any:
+        return request.param
+
+    return value

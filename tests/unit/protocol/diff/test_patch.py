@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from protocol.diff.patch import TEXT_LIMIT_LINES, LineStat, Uncarried, is_refused_by_git, line_stat, write_patch
 from protocol.diff.tree_diff import changes
 from protocol.tree import TreeEntry
+from tests.support.suites import one_of
 from tests.support.trees import DictTree
 
 Items: TypeAlias = dict[bytes, bytes | str | tuple[TreeEntry, bytes] | None]
@@ -125,9 +126,7 @@ def apply(tool: Tool, old: DictTree, text: bytes, *options: str) -> dict[bytes, 
         return kept_on_disk(root)
 
 
-@pytest.fixture(params=TOOLS)
-def tool(request: pytest.FixtureRequest) -> Tool:
-    return request.param  # type: ignore[no-any-return]
+tool = one_of(TOOLS)
 
 
 LONG = b"".join(b"line %d\n" % n for n in range(100))

@@ -250,17 +250,11 @@ def test_files_that_come_and_go_meanwhile_break_no_snapshot(store: Store, root: 
         assert state_of_tree(tree) == state_of(root)
 
 
-@pytest.fixture
-def denied(root: Path) -> Path:
-    """A tree in which the process may not read everything: it acts as another user."""
+def test_what_cannot_be_read_fails_a_snapshot_or_is_named(root: Path, tmp_path: Path) -> None:
     (root / "open").write_bytes(b"open")
     (root / "secret").write_bytes(b"secret")
     os.chmod(root / "secret", 0)
     (root / "cellar").mkdir(mode=0o700)
-    return root
-
-
-def test_what_cannot_be_read_fails_a_snapshot_or_is_named(denied: Path, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.fail("the tests run as root, as CI does: this one gives its rights away")
     os.chmod(tmp_path, 0o755)
@@ -273,9 +267,9 @@ def test_what_cannot_be_read_fails_a_snapshot_or_is_named(denied: Path, tmp_path
     try:
         store = Store(tmp_path / "theirs" / "store")
         with pytest.raises(PermissionError, match="cannot be read"):
-            store.take("w", "s", DirectorySource(denied))
+            store.take("w", "s", DirectorySource(root))
         assert store.snapshots("w") == []
-        info = store.take("w", "s", DirectorySource(denied), unreadable="skip")
+        info = store.take("w", "s", DirectorySource(root), unreadable="skip")
         assert sorted(info.unreadable) == [b"cellar", b"secret"]
         with store.tree("w", "s") as tree:
             assert tree.children(b"") == [b"cellar", b"open", b"secret"]

@@ -18,6 +18,7 @@ import pytest
 
 import vfsd
 from tests.support.fake_workspace import FakeDaemon
+from tests.support.suites import one_of
 from vfsd import AsyncWorkspace, Workspace
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
@@ -46,9 +47,7 @@ def launched(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> list[MountO
 LOOPS = ("asyncio", "trio")
 
 
-@pytest.fixture(params=LOOPS)
-def loop(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+loop = one_of(LOOPS)
 
 
 class Driver:

@@ -212,26 +212,21 @@ def test_another_distribution_with_a_package_of_the_same_name_is_found(
     assert "uninstall it" in finding.advice
 
 
-@pytest.fixture
-def foreign(tmp_path: Path) -> dict[str, str]:
-    """An environment in which another `protocol` is found before vfsd's."""
+@pytest.mark.extended
+@pytest.mark.parametrize("words", [["doctor"], ["status"], ["mount", "x", "--json"]])
+def test_a_package_of_the_same_name_that_hides_vfsds_is_one_line(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "protocol").mkdir()
     (tmp_path / "protocol/__init__.py").touch()
     places = [tmp_path, Path(__file__).parents[4], sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("words", [["doctor"], ["status"], ["mount", "x", "--json"]])
-def test_a_package_of_the_same_name_that_hides_vfsds_is_one_line(foreign: dict[str, str], words: list[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
     # -S: without the hooks of an editable installation, by which vfsd's modules are found all the same.
     command = [sys.executable, "-S", "-P", "-m", "vfsd.cli.main", *words]
-    done = subprocess.run(command, env=foreign, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "/protocol is in the way of vfsd's: uninstall it" in done.stderr
     assert done.stderr.count("\n") == 1
     command = [sys.executable, "-S", "-P", "-c", "import vfsd; vfsd.Workspace"]
-    done = subprocess.run(command, env=foreign, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].startswith("ImportError: the package `protocol` in")
 
 

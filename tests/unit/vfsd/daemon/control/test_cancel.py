@@ -16,6 +16,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.support.suites import one_of
 from tests.unit.vfsd.daemon.control.conftest import peer, serving
 from vfsd.client.connection import ControlClient
 from vfsd.daemon.control.call_context import CallContext, Handler
@@ -63,9 +64,7 @@ class Restore:
                 call.raise_if_cancelled()
 
 
-@pytest.fixture(params=[False, True], ids=["loop", "thread"])
-def in_thread(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+in_thread = one_of([False, True], ids=["loop", "thread"])
 
 
 async def test_a_call_that_has_changed_nothing_stops_and_says_so(path: str, in_thread: bool) -> None:

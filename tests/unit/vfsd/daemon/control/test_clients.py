@@ -18,6 +18,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.support.suites import one_of
 from tests.unit.vfsd.daemon.control.conftest import serving
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.connection import ControlClient, ControlError
@@ -74,10 +75,7 @@ class AsyncioSubject:
 Subject = type[BlockingSubject] | type[TrioSubject] | type[AsyncioSubject]
 
 
-@pytest.fixture(params=[BlockingSubject, TrioSubject, AsyncioSubject], ids=["blocking", "trio", "asyncio"])
-def subject(request: pytest.FixtureRequest) -> Subject:
-    kind: Subject = request.param
-    return kind
+subject = one_of([BlockingSubject, TrioSubject, AsyncioSubject], ids=["blocking", "trio", "asyncio"])
 
 
 async def refuse(params: DropParams, call: CallContext) -> Empty:

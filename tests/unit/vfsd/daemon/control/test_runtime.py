@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -199,14 +198,8 @@ def test_removing_a_record_leaves_that_of_another_daemon() -> None:
     assert read_records() == []
 
 
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "1000"]) as process:
-        yield process
-        process.kill()
-
-
-def test_a_workspace_is_alive_while_its_process_runs(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_workspace_is_alive_while_its_process_runs() -> None:
+    sleeper = subprocess.Popen(["sleep", "1000"])
     found = record("a", "/a", pid=sleeper.pid)
     assert (found.alive, found.state) == (True, "alive")
     sleeper.kill()

@@ -8,20 +8,12 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.unit.vfsd.daemon.control.conftest import peer, serving
 from vfsd.wire.sockets import BoundSocket, bind, connect
-
-
-@pytest.fixture
-def bound(path: str) -> Iterator[BoundSocket]:
-    bound = bind(path)
-    yield bound
-    bound.close()
 
 
 def test_the_socket_is_its_owners_alone_whatever_the_umask(path: str) -> None:
@@ -52,11 +44,13 @@ def test_a_dead_socket_is_replaced(path: str) -> None:
     bound.close()
 
 
-def test_a_living_socket_is_never_replaced(path: str, bound: BoundSocket) -> None:
+def test_a_living_socket_is_never_replaced(path: str) -> None:
+    bound = bind(path)
     with pytest.raises(FileExistsError, match="another daemon is listening") as caught:
         bind(path)
     assert caught.value.filename == path
     connect(path).close()
+    bound.close()
 
 
 def test_a_living_socket_whose_backlog_is_full_is_never_replaced(path: str) -> None:
