@@ -6,25 +6,29 @@ side that linked or separated them since `base` is followed.  A name that a side
 All names of one file need the same content and metadata.  If the merge by paths gives them different ones, those that
 `base` had at one of the names are out of date: the other side changed the file through another name.  If several are
 left, the names are a conflict.
+
+A merge that is limited to paths changes no other name.  A name in its scope stays a name of a file with names outside
+while the merge does not change that file; else it becomes a file of its own, with the other names in the scope.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from protocol.diff.tree_diff import has_links, is_at_or_below
-from protocol.merge.file_names import WHICH, FileNames, Which
+from protocol.diff.tree_diff import LinkedFiles, entry_or_none, has_links, is_at_or_below
 from protocol.merge.merged_tree import Node, foreign
 from protocol.merge.outcome import Conflict, Policy, names_shown
 from protocol.merge.sides import Trees, metadata_of, type_of
 from protocol.tree import Tree, TreeEntry
 from protocol.values import Value
 
+Which: TypeAlias = Literal["base", "ours", "theirs"]
+WHICH: Final[tuple[Which, ...]] = ("base", "ours", "theirs")
 _SEPARATED: Final = 1 << 128  # numbers of files that the merge separates from a file of `ours`
 
 
@@ -34,16 +38,17 @@ def merge_links(
     nodes: dict[bytes, Node | None],
     conflicts: Sequence[Conflict],
     policy: Policy,
-    names: FileNames,
+    scopes: Collection[bytes] = (),
 ) -> list[Conflict]:
     """Change `nodes`, the result of the merge by paths, so that names are linked as they should be.
 
     `conflicts` are those of the merge by paths; returns those of links.
 
-    `linked` are paths that `theirs` may have changed and that are one of several names of a file on some side.
+    `linked` are paths that `theirs` may have changed and that are one of several names of a file on some side.  Only
+    paths at and below `scopes` change; none: all.
     """
     paths = list(linked)
-    return _Links(trees, nodes, conflicts, policy, names).run(paths) if paths else []
+    return _Links(trees, nodes, conflicts, policy, scopes).run(paths) if paths else []
 
 
 class _File(Value):
@@ -63,7 +68,7 @@ class _Links:
         nodes: dict[bytes, Node | None],
         conflicts: Sequence[Conflict],
         policy: Policy,
-        names: FileNames,
+        scopes: Collection[bytes],
     ) -> None:
         self._trees = trees
         self._nodes = nodes
@@ -72,10 +77,11 @@ class _Links:
         self._disputed = frozenset(conflict.path for conflict in conflicts if conflict.reason not in existence)
         self._uncertain = frozenset(conflict.path for conflict in conflicts if conflict.reason in existence)
         self._policy = policy
-        self._names = names
+        self._scopes = frozenset(scopes or [b""])
+        self._names = _FileNames(trees)
         self._whole = frozenset(path for path, node in nodes.items() if node is not None and node.below == "tree")
         self._by_name: dict[Which, Tree] = {"base": trees.base, "ours": trees.ours, "theirs": trees.theirs}
-        self._entries = names.entries
+        self._entries = self._names.entries
         self._names_left: Counter[Hashable] = Counter()  # file of `ours` -> how many names of it the merged tree has
         self._used: set[int] = set()  # inode numbers of files of the merged tree
         self._separated = itertools.count(1)
@@ -87,11 +93,24 @@ class _Links:
         self._names_left = Counter(self._file_of(path, "ours") for path in files)
         conflicts: list[Conflict] = []
         groups: list[list[bytes]] = []
+        outside = {path for path in files if not is_at_or_below(path, self._scopes)}
+        self._used.update(files[path].entry.inode for path in outside)
         for group in self._groups(list(files)):
-            groups += self._decided(group, files, conflicts)
-        for group in groups:
+            inside = [path for path in group if path not in outside]
+            kept = {self._file_of(path, "ours"): path for path in group if path in outside}
+            decided = self._decided(inside, files, conflicts) if inside else []
+            groups += [[path for path in part if not self._stays(path, kept, files)] for part in decided]
+        for group in filter(None, groups):
             self._number(group, files)
         return conflicts
+
+    def _stays(self, path: bytes, outside: Mapping[Hashable, bytes], files: Mapping[bytes, _File]) -> bool:
+        """Return whether `path` stays a name of one of the files of `ours` in `outside`; then it has no node."""
+        other = outside.get(self._file_of(path, "ours"))
+        if other is None or not self._is_same(files[path], files[other]):
+            return False
+        self._nodes.pop(path, None)
+        return True
 
     def _decided(
         self, group: Sequence[bytes], files: dict[bytes, _File], conflicts: list[Conflict]
@@ -300,6 +319,46 @@ class _Links:
         if found in self._used or (not found and len(group) > 1):
             found = _SEPARATED + next(self._separated)
         return found, 0
+
+
+class _FileNames:
+    """The entries, in all trees, of paths and of all other names of the files there."""
+
+    def __init__(self, trees: Trees) -> None:
+        self._trees = trees
+        self._by_name: dict[Which, Tree] = {"base": trees.base, "ours": trees.ours, "theirs": trees.theirs}
+        self._files = {which: LinkedFiles(tree, trees.keep_going) for which, tree in self._by_name.items()}
+        self._counts: Counter[tuple[Which, int]] = Counter()  # names that were found
+        self._asked: set[tuple[Which, int]] = set()
+        self.entries: dict[bytes, dict[Which, TreeEntry | None]] = {}
+
+    def add(self, paths: Iterable[bytes]) -> None:
+        """Look up `paths`, and all other names of the files at these paths, in all trees.
+
+        A tree is asked for names only if some are missing, because a tree that is not a `NamesFiles` is walked then.
+        """
+        waiting = {path for path in paths if path not in self.entries}
+        while waiting:
+            found = [(path, which, entry) for path in waiting for which, entry in self._look_up(path).items()]
+            files = {(which, entry.inode): entry for _, which, entry in found if entry is not None and has_links(entry)}
+            self._counts.update(
+                (which, entry.inode) for _, which, entry in found if entry is not None and has_links(entry)
+            )
+            incomplete = [
+                file for file, entry in files.items() if self._counts[file] < entry.nlink and file not in self._asked
+            ]
+            self._asked.update(incomplete)
+            names = (name for file in incomplete for name in self.names_of(*file))
+            waiting = {name for name in names if name not in self.entries}
+
+    def _look_up(self, path: bytes) -> dict[Which, TreeEntry | None]:
+        self._trees.keep_going()
+        found = self.entries[path] = {which: entry_or_none(tree, path) for which, tree in self._by_name.items()}
+        return found
+
+    def names_of(self, which: Which, inode: int) -> list[bytes]:
+        """The paths of a file with several names in one of the trees."""
+        return self._files[which].names_of(inode)
 
 
 class _Union:

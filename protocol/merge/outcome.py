@@ -53,16 +53,14 @@ class Merge(Value):
     can be read as long as the trees that were merged.  `paths` are the outermost paths at which it differs from `ours`,
     sorted as `Tree.walk` does; none if the merge changes nothing.  `changes` are the differences between `ours` and
     `tree` (see `tree_diff.changes`; unlike there, a path is also listed if only the set of its hard links differs).
-    `conflicts` are sorted by path and do not depend on the policy, except for `kept_as`.  `scopes` are the outermost
-    paths that were merged, with everything below them; none: all of them.  `repositories` are those that both sides
-    changed, and that are as in `ours`.
+    `conflicts` are sorted by path and do not depend on the policy, except for `kept_as`.  `repositories` are those that
+    both sides changed, and that are as in `ours`.
     """
 
     tree: Tree
     paths: tuple[bytes, ...]
     changes: tuple[Change, ...]
     conflicts: tuple[Conflict, ...]
-    scopes: tuple[bytes, ...] = ()
     repositories: tuple[bytes, ...] = ()
 
 

@@ -35,11 +35,9 @@ from protocol.diff.tree_diff import (
 )
 from protocol.errors import os_error
 from protocol.merge.contents import Contents
-from protocol.merge.file_names import FileNames
 from protocol.merge.links import merge_links
 from protocol.merge.merged_tree import MergedTree, Node, foreign, joined
 from protocol.merge.outcome import KEPT_SUFFIX, Conflict, ConflictReason, Merge, Policy
-from protocol.merge.parted_tree import PartedTree
 from protocol.merge.repositories import Decided, Repositories
 from protocol.merge.sides import Side, Sides, Trees, merged_metadata, metadata_of, type_of
 from protocol.merge.text import TextMerge, git_text_merge
@@ -64,15 +62,13 @@ def merge(
     """Merge the changes from `base` to `theirs` into `ours`; see `Merge` for what is returned.
 
     Takes as long as the changes of `theirs`, if `theirs.touched(base)` names them.  `paths` restricts the merge to
-    these paths and everything below them, and all other names of the files there.  `keep_going` is called often; an
-    exception that it raises ends the work.  `text_merge` merges the texts that both sides changed, all of them in one
-    call.  `now_ns` is the mtime of merged texts (None: the time of the call).
+    these paths and everything below them: other names (hard links) of the files there do not change.  `keep_going` is
+    called often; an exception that it raises ends the work.  `text_merge` merges the texts that both sides changed, all
+    of them in one call.  `now_ns` is the mtime of merged texts (None: the time of the call).
 
     FileNotFoundError for a path that is in none of the trees; OSError if a tree cannot be read.
     """
     for path in paths:
-        if isinstance(base, PartedTree) and base.has_part(path):
-            continue  # merged before, and perhaps removed by that
         if all(entry_or_none(tree, path) is None for tree in (base, ours, theirs)):
             raise os_error(2, os.fsdecode(path))
     trees = Trees(base, ours, theirs, keep_going)
@@ -95,7 +91,6 @@ class _Merger:
         self._side: Side = "theirs" if policy == "theirs" else "ours"
         self._scopes = [] if b"" in paths else outermost(paths)  # none: everything
         self._above_scopes: set[bytes] = set()
-        self._names = FileNames(trees)
         self._now_ns = now_ns
         self._contents = Contents(trees)
         self._entries_of_ours: dict[bytes, TreeEntry | None] = {}  # of the paths that `theirs` changed
@@ -116,7 +111,7 @@ class _Merger:
 
     def run(self, text_merge: TextMerge) -> Merge:
         """See `merge`."""
-        changed = self._changed_within_scopes() if self._scopes else self._changed_by_theirs(())
+        changed = self._changed_by_theirs()
         self._repositories = Repositories(self._trees).decide(changed)
         if self._repositories.kept:
             kept = frozenset(self._repositories.kept)
@@ -139,23 +134,14 @@ class _Merger:
                 self._decide(path, found)
         return self._result()
 
-    def _changed_within_scopes(self) -> dict[bytes, Sides]:
-        """Find what `theirs` changed within the scopes, and add to these the other names of the files there."""
-        while True:
-            known = [path for path in self._scopes if self._is_known(path)]
-            self._linked.clear()
-            changed = self._changed_by_theirs(known) if known else {}
-            self._names.add(self._linked)
-            scopes = frozenset(self._scopes)
-            more = [path for path in self._names.entries if not is_at_or_below(path, scopes)]
-            if not more:
-                self._above_scopes = _directories_above(known)
-                return changed
-            self._scopes = outermost([*self._scopes, *more])
-
-    def _changed_by_theirs(self, scopes: Sequence[bytes]) -> dict[bytes, Sides]:
+    def _changed_by_theirs(self) -> dict[bytes, Sides]:
+        """Find what `theirs` changed within the scopes."""
         trees = self._trees
-        found = {}
+        found: dict[bytes, Sides] = {}
+        scopes = [path for path in self._scopes if self._is_known(path)]
+        if self._scopes and not scopes:
+            return found
+        self._above_scopes = _directories_above(scopes)
         for base, theirs in candidate_pairs(trees.base, trees.theirs, paths=scopes):
             trees.keep_going()
             entry = base or theirs
@@ -391,12 +377,11 @@ class _Merger:
         for decision in reversed(self._decisions):
             nodes |= decision.nodes
             conflicts += decision.conflicts
-        conflicts += merge_links(self._trees, self._linked, nodes, conflicts, self._policy, self._names)
+        conflicts += merge_links(self._trees, self._linked, nodes, conflicts, self._policy, self._scopes)
         conflicts.sort(key=lambda conflict: walk_order(conflict.path))
         tree = MergedTree(self._trees.ours, nodes)
         changes = tuple(self._changes(tree, nodes))
-        paths, scopes = tuple(outermost(list(nodes))), tuple(self._scopes)
-        return Merge(tree, paths, changes, tuple(conflicts), scopes, self._repositories.both)
+        return Merge(tree, tuple(outermost(list(nodes))), changes, tuple(conflicts), self._repositories.both)
 
     def _changes(self, tree: MergedTree, nodes: dict[bytes, Node | None]) -> Iterator[Change]:
         ours = self._trees.ours

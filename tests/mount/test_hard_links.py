@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol.types import ChangeCounts
-from tests.mount.conftest import mounted
+from tests.mount.conftest import forking, mounted
 from tests.mount.programs import failed, succeeded, vfsd
 from vfsd.client.results import Change
 from vfsd.client.workspace import Workspace
@@ -95,6 +95,55 @@ def test_a_restore_of_a_path_replaces_and_names_what_is_in_the_place_of_its_dire
     assert sorted(path.name for path in (root / "out").iterdir()) == ["f"]
     workspace.undo()
     assert not (root / "d").is_dir() or (root / "d").is_symlink()
+
+
+def change_in_fork(top: Path, change: str) -> None:
+    inner, outer = top / "in" / "f", top / "out" / "f"
+    if change in {"replace", "remove"}:
+        inner.unlink()
+    if change == "chmod":
+        inner.chmod(0o600)
+    elif change == "touch":
+        os.utime(inner, (1, 1))
+    elif change == "link":
+        os.link(outer, top / "in" / "g")
+    elif change != "remove":
+        (outer if change == "write-elsewhere" else inner).write_text("v2")
+
+
+def test_a_merge_of_one_name_leaves_the_others(workspace: Workspace, root: Path, tmp_path: Path) -> None:
+    changes = ("write", "conflict", "chmod", "replace", "touch", "link", "remove", "write-elsewhere")
+    for change in changes:
+        for name in ("in", "out"):
+            (root / change / name).mkdir(parents=True)
+        (root / change / "in" / "f").write_text("v1")
+        os.link(root / change / "in" / "f", root / change / "out" / "f")
+    with forking(tmp_path, workspace) as fork:
+        copy = fork(f"{workspace.name}-copy")
+        there = Path(copy.path) / root.name
+        for change in changes:
+            change_in_fork(there / change, change)
+        (root / "conflict" / "out" / "f").write_text("v3")
+        for change in changes:
+            inner, outer = (root / change / name / "f" for name in ("in", "out"))
+            before = shown(outer), outer.stat().st_ino
+            paths = [os.fsdecode(inner.parent.relative_to(workspace.path))]
+            trial = workspace.merge(copy, paths, conflicts="theirs", dry_run=True)
+            merged = workspace.merge(copy, paths, conflicts="theirs")
+            assert trial.changes == merged.changes, change
+            assert all(each.path.startswith(f"{paths[0]}/") for each in merged.changes), change
+            assert (shown(outer), outer.stat().st_ino) == before, change
+            if change in {"touch", "link"}:
+                assert inner.samefile(outer), change
+            elif change != "remove":
+                assert shown(inner) == shown(there / change / "in" / "f"), change
+                assert not inner.samefile(outer), change
+            assert workspace.merge(copy, paths, conflicts="theirs").counts.total == 0, change
+        assert not (root / "remove" / "in" / "f").exists()
+        assert shown(root / "link" / "in" / "g") == shown(root / "link" / "out" / "f")
+        assert workspace.merge(copy, conflicts="theirs").applied
+        for path in there.rglob("[fg]"):
+            assert (root / path.relative_to(there)).read_text() == path.read_text(), path
 
 
 def test_a_change_of_hard_links_alone_is_a_change(workspace: Workspace, root: Path) -> None:

@@ -167,34 +167,24 @@ def test_only_the_given_paths_are_merged(target: Workspace, fork: Fork) -> None:
         target.merge(copy, ["missing"])
 
 
-def test_a_merge_of_some_paths_is_not_offered_again_unless_it_is_undone(target: Workspace, fork: Fork) -> None:
+def test_a_whole_merge_compares_paths_again_that_were_merged_alone(target: Workspace, fork: Fork) -> None:
     copy = fork()
     put(copy, "tree/file", "changed\n")
+    put(copy, "lines", "changed\n")
     put(copy, "new", "new\n")
     os.unlink(Path(copy.path, "doomed"))
-    target.merge(copy, ["tree", "doomed"])
-    put(target, "tree/file", "of the target\n")
-    put(target, "doomed", "made again\n")
-    put(copy, "tree/deep/file", "later\n")
+    target.merge(copy, ["tree", "doomed", "lines"])
+    assert not [name for name in names(copy) if name.startswith("merged-")]
     assert target.merge(copy, ["doomed"]).counts.total == 0, "repeated, also where it removed a file"
-    assert {each.path for each in target.merge(copy, dry_run=True).changes} == {"tree/deep/file", "new"}
-    target.merge(copy, ["tree/deep"])
-    target.undo()
-    done = target.merge(copy)
-    assert ({each.path for each in done.changes}, done.conflicts) == ({"tree/deep/file", "new"}, {})
-    assert (text(target), text(target, "doomed")) == ("of the target\n", "made again\n")
-    assert {each.path for each in copy.merge(target).changes} == {"tree/file", "doomed"}, "the other way"
-
-
-def test_all_names_of_a_file_are_merged_with_one_of_them(target: Workspace, fork: Fork) -> None:
-    os.link(Path(target.path, "tree", "file"), Path(target.path, "linked"))
-    copy = fork()
-    put(copy, "linked", "changed\n")
-    put(copy, "new", "new\n")
-    assert {each.path for each in target.merge(copy, ["linked"]).changes} == {"linked", "tree/file"}
-    put(target, "tree/file", "of the target\n")
-    assert {each.path for each in target.merge(copy).changes} == {"new"}
-    assert text(target, "linked") == "of the target\n"
+    put(target, "lines", "of the target\n")
+    put(copy, "tree/deep/file", "later\n")
+    trial = target.merge(copy, dry_run=True)
+    assert (set(trial.conflicts), {each.path for each in trial.changes}) == ({"lines"}, {"new", "tree/deep/file"})
+    done = target.merge(copy, conflicts="ours")
+    assert (done.base, {each.path for each in done.changes}) == (trial.base, {"new", "tree/deep/file"})
+    assert (text(target), text(target, "lines"), exists(target, "doomed")) == ("changed\n", "of the target\n", False)
+    again = target.merge(copy)
+    assert (again.base, again.counts.total, again.conflicts) == ("merged-1", 0, {})
 
 
 def test_a_merge_does_not_replace_what_is_below_a_directory_whose_mode_changed(target: Workspace, fork: Fork) -> None:

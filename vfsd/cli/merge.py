@@ -65,9 +65,9 @@ def merge_command(
     back.  A git repository that only one side has changed is taken whole.  If both have, this workspace keeps its own,
     gets the branches of FORK as refs/vfsd/FORK/*, and the command prints how to merge them with git.
 
-    FORK does not change, and can go on and be merged again: the next merge offers
-    what it has changed since, and after a merge that was limited to PATHs, also the changes
-    at other paths.
+    FORK does not change, and can go on and be merged again: the next merge offers what it has changed since.  A merge
+    that is limited to PATHs changes nothing else, also no other name (hard link) of a file there, and is not
+    remembered: the next merge without PATHs compares everything again.
 
     Files get the times that they have in FORK.  The command counts those that are older than what they replaced, which
     a build may not notice; --touch gives all files whose content it changes the present time.

@@ -304,9 +304,9 @@ class Requests:
         "ours" keeps this workspace's version, "theirs" takes the fork's, and "markers" writes both into text files.
 
         `Merged.applied` says whether anything was changed, and `Merged.conflicts` why not.  `undo` takes a merge back.
-        After a merge that is limited to `paths`, the next merge still offers the other changes.  OSError: EINVAL if the
-        workspaces have no state in common; EBUSY if programs keep changing what is merged; ENOSPC.  `touch` is as for
-        `restore`.
+        After a merge that is limited to `paths`, the next one without compares these paths again, too.  OSError: EINVAL
+        if the workspaces have no state in common; EBUSY if programs keep changing what is merged; ENOSPC.  `touch` is
+        as for `restore`.
         """
         params = merge_messages.MergeParams(
             fork=_peer(fork), paths=self._paths(paths), conflicts=conflicts, dry_run=dry_run, touch=touch

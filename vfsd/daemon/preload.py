@@ -35,7 +35,6 @@ _REST: Final = (
     "vfsd.daemon.snapshots.volume",
     "vfsd.daemon.policy.service",
     "vfsd.daemon.upgrading.giving",
-    "protocol.merge.file_names",
     "protocol.merge.three_way",
     "encodings.ascii",
     "protocol.archive",

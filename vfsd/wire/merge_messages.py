@@ -97,12 +97,12 @@ class AncestorRecord(msgspec.Struct, frozen=True):
 
 
 class MergedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A state of another workspace that was merged, only at and below `paths`, if there are any."""
+    """A state of another workspace that was merged; see `vfsd.daemon.merging.lineage.MergedState`."""
 
     instance: str
     name: str
     state: StateRecord
-    paths: tuple[str, ...] = ()
+    repositories: tuple[str, ...] = ()
 
 
 class LineageResult(msgspec.Struct, frozen=True):
@@ -118,15 +118,15 @@ class LineageResult(msgspec.Struct, frozen=True):
 class ChangesParams(Params, kw_only=True):
     """Parameters of `changes`: send what the live state has changed.  Without `fork_point`, send everything.
 
-    The output is a delta from `fork_point` to the first of `bases`, one from each of `bases` to the next, and one to
-    the live state.  `max_bytes` bounds them together: ENOSPC.
+    The output is a delta from `fork_point` to `base`, if there is one, and one to the live state.  `max_bytes` bounds
+    them together: ENOSPC.
 
     With `merge_into`, the name of a workspace, the state that was sent is kept as a snapshot.  Earlier ones for that
     workspace are dropped, except for those in `keep`, by serial.
     """
 
     fork_point: StateRecord | None = None
-    bases: list[StateRecord] = []
+    base: StateRecord | None = None
     max_bytes: int
     merge_into: str | None = None
     keep: list[int] = []

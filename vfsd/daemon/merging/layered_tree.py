@@ -17,7 +17,6 @@ from typing import Final
 
 from protocol.diff.tree_diff import comparer
 from protocol.errors import os_error, shown
-from protocol.merge.parted_tree import PartedTree
 from protocol.tree import CHUNK_BYTES, Chunk, Hole, LookupTree, Tree, TreeEntry
 from vfsd.daemon.merging.delta import Delta, Entry, Extent
 
@@ -133,8 +132,6 @@ class LayeredTree(LookupTree):
             yield Hole(whole - done)
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
-        if isinstance(other, PartedTree):
-            return other.touched(self)
         bottom, own = self.layers()
         other_bottom, others = other.layers() if isinstance(other, LayeredTree) else (other, [])
         while own and others and own[0] is others[0]:  # layers that both have
@@ -189,8 +186,6 @@ class LayeredTree(LookupTree):
         tree, at, extents = self.bottom_source(path)
         other_at = path if other_path is None else other_path
         others = None
-        if isinstance(other, PartedTree):
-            other = other.owner(other_at)
         if isinstance(other, LayeredTree):
             other, other_at, others = other.bottom_source(other_at)
         if extents is not None or others is not None:

@@ -5,14 +5,13 @@ The ancestors of a workspace are its source, the source of that, and so on; an `
 next workspace was forked from it.  The fork point of two workspaces is the older of the two states at which their lines
 left their last common ancestor.
 
-The base of a merge is, for each path, the newest state that is in the history of both at this path:
+The base of a merge is the newest state that is in the history of both:
 
 - the fork point;
 - a state of the other workspace that was merged into this one;
 - a state of this workspace that was merged into the other one.
 
-A merge that was limited to some paths puts the merged state into the history at these paths only.  So `Bases` has the
-newest state that both have everywhere, and newer ones that both have at some paths (`protocol.merge.parted_tree`).
+A merge that was limited to some paths is in no history: a later one compares these paths again.
 
 A fork over a stored snapshot has the fork point as its first snapshot, which has the identity of the stored one, too.
 
@@ -27,14 +26,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Final
 
 import msgspec
 
-from protocol.diff.tree_diff import is_at_or_below, outermost
-from protocol.merge.parted_tree import PartedTree
-from protocol.tree import Tree
 from protocol.values import Value
 from protocol.volume_extensions import SnapshotInfo
 
@@ -70,11 +66,20 @@ class Ancestor(Value):
 
 
 class MergedState(Value):
-    """A state of the workspace `instance` whose changes at and below `paths` were merged; no paths: everywhere."""
+    """A state of the workspace `instance` whose changes were merged.
+
+    `repositories`: both sides changed these, and the branches of that workspace could not be fetched.
+    """
 
     instance: str
     name: str
     state: StateId
+    repositories: tuple[bytes, ...] = ()
+
+
+class _KeptState(MergedState):
+    """As in the log of an earlier version, which also recorded merges that were limited to `paths`."""
+
     paths: tuple[bytes, ...] = ()
 
 
@@ -93,37 +98,24 @@ class Lineage(Value):
 
 
 class BaseState(Value):
-    """A state that both workspaces have in their history at and below `paths`; no paths: everywhere.
+    """A state that both workspaces have in their history.
 
     `of_other`: it is a snapshot of the other workspace, not of this one.
     """
 
     state: StateId
     of_other: bool
-    paths: tuple[bytes, ...] = ()
 
 
 class Bases(Value):
     """The states that a merge starts from.
 
-    `fork_point`: the state that both workspaces have as a snapshot.  `base`: the newest state that both have
-    everywhere, which is the fork point or a later one.  `parts`: newer states that both have at some paths, the oldest
-    one first.
+    `fork_point`: the state that both workspaces have as a snapshot.  `base`: the newest state that both have in their
+    history, which is the fork point or a later one.
     """
 
     fork_point: StateId
     base: BaseState
-    parts: tuple[BaseState, ...] = ()
-
-    def tree(self, trees: Mapping[StateId, Tree]) -> Tree:
-        """Return the base of a merge, made of the trees of these states."""
-        found = trees[self.base.state]
-        for part in self.parts:
-            found = PartedTree(found, trees[part.state], part.paths)
-        return found
-
-
-_StateT = TypeVar("_StateT", BaseState, MergedState)
 
 
 def find_bases(here: Lineage, other: Lineage) -> Bases:
@@ -142,55 +134,27 @@ def find_bases(here: Lineage, other: Lineage) -> Bases:
         )
     for lineage in (here, other):
         _check_kept(parted, lineage, f"the state in which {here.name!r} and {other.name!r} parted")
-    common = [*_taken(here, other), *_given(here, other)]
-    wholes = [BaseState(parted, of_other=False), *(each for each in common if not each.paths)]
-    base = max(wholes, key=lambda each: each.state.age)
-    newer = [each for each in common if each.state.age > base.state.age]
-    parts = _without_covered(sorted(newer, key=lambda each: each.state.age))
-    for each in (base, *parts):
-        if each.of_other:
-            _check_kept(each.state, other, f"the state of {other.name!r} that was merged last")
-        elif each.state != parted:
-            _check_kept(each.state, here, f"the state of {here.name!r} that was merged last into {other.name!r}")
-    return Bases(parted, base, tuple(parts))
+    common = [BaseState(parted, of_other=False), *_taken(here, other), *_given(here, other)]
+    base = max(common, key=lambda each: each.state.age)
+    if base.of_other:
+        _check_kept(base.state, other, f"the state of {other.name!r} that was merged last")
+    elif base.state != parted:
+        _check_kept(base.state, here, f"the state of {here.name!r} that was merged last into {other.name!r}")
+    return Bases(parted, base)
 
 
 def _taken(here: Lineage, other: Lineage) -> Iterator[BaseState]:
     """The states of `other` that were merged into `here`."""
-    return (BaseState(each.state, True, each.paths) for each in here.merged if each.instance == other.instance)
+    return (BaseState(each.state, of_other=True) for each in here.merged if each.instance == other.instance)
 
 
 def _given(here: Lineage, other: Lineage) -> Iterator[BaseState]:
     """The states of `here` that were merged into `other`, as far as `here` has not been restored to older ones."""
-    own = {each.state: each.paths for each in here.merged if each.instance == here.instance}
+    own = {each.state for each in here.merged if each.instance == here.instance}
     for each in other.merged:
-        if each.instance == here.instance and each.state in own:
-            paths = common_paths(each.paths, own[each.state])
-            if paths is not None:
-                yield BaseState(each.state, False, paths)
-
-
-def common_paths(left: Collection[bytes], right: Collection[bytes]) -> tuple[bytes, ...] | None:
-    """Return the outermost paths that are at or below paths of both; None if there are none.
-
-    No paths mean everything.
-    """
-    if not left or not right:
-        return tuple(left or right)
-    tops = frozenset(left), frozenset(right)
-    common = [path for path in {*left, *right} if all(is_at_or_below(path, each) for each in tops)]
-    return tuple(outermost(common)) or None
-
-
-def _without_covered(states: Sequence[_StateT]) -> list[_StateT]:
-    """Leave out the states that have later states at all their paths."""
-    kept: list[_StateT] = []
-    later: set[bytes] = set()
-    for each in reversed(states):
-        if not all(is_at_or_below(path, later) for path in each.paths):
-            kept.append(each)
-            later.update(each.paths)
-    return kept[::-1]
+        # A repository whose branches are missing there must not count as unchanged here.
+        if each.instance == here.instance and each.state in own and not each.repositories:
+            yield BaseState(each.state, of_other=False)
 
 
 def fork_point(here: Lineage, other: Lineage) -> StateId | None:
@@ -242,7 +206,8 @@ class MergeLog:
         self._events: list[tuple[int, tuple[MergedState, ...]]] = [(0, ())]
         if kept is not None:
             with contextlib.suppress(msgspec.DecodeError):  # damaged by a power failure: merges begin at the fork point
-                self._events = msgspec.json.decode(kept, type=list[tuple[int, tuple[MergedState, ...]]]) or self._events
+                events = msgspec.json.decode(kept, type=list[tuple[int, tuple[_KeptState, ...]]])
+                self._events = [(since, tuple(_wholes(merged))) for since, merged in events] or self._events
         if newest_serial is not None:
             self._events = [(min(since, newest_serial), merged) for since, merged in self._events]
 
@@ -280,30 +245,21 @@ class MergeLog:
         return {each.state.serial for _, merged in self._events for each in merged if each.instance == instance}
 
 
-def with_merged(here: Lineage, other: Lineage, state: StateId, paths: Sequence[bytes] = ()) -> tuple[MergedState, ...]:
-    """Add to what is merged into `here` a state of `other`, and what was merged into that; only at `paths`, if any.
+def with_merged(
+    here: Lineage, other: Lineage, state: StateId, repositories: Sequence[bytes] = ()
+) -> tuple[MergedState, ...]:
+    """Add to what is merged into `here` a state of `other`, without `repositories`, and what was merged into that.
 
-    Of each other workspace, the newest state is kept that was merged completely, and newer ones.  All states of `here`
-    are kept.
+    Of each other workspace, the newest state is kept.  All states of `here` are kept.
     """
-    found: dict[tuple[str, StateId], MergedState] = {}
-    inherited = (each for each in other.merged if each.instance != other.instance)
-    for each in (*inherited, MergedState(other.instance, other.name, state)):
-        common = common_paths(each.paths, paths)
-        if common is not None:
-            found[each.instance, each.state] = msgspec.structs.replace(each, paths=common)
-    for each in here.merged:
-        key = each.instance, each.state
-        known = found.get(key, each)
-        is_whole = not (each.paths and known.paths)
-        found[key] = msgspec.structs.replace(
-            each, paths=() if is_whole else tuple(outermost([*each.paths, *known.paths]))
-        )
-    by_workspace: dict[str, list[MergedState]] = {}
-    for each in sorted(found.values(), key=lambda each: each.state.age):
-        by_workspace.setdefault(each.instance, []).append(each)
-    kept = by_workspace.pop(here.instance, [])
-    for states in by_workspace.values():
-        last_whole = max((at for at, each in enumerate(states) if not each.paths), default=-1)
-        kept += [*states[max(last_whole, 0) : last_whole + 1], *_without_covered(states[last_whole + 1 :])]
-    return tuple(sorted(kept, key=lambda each: each.state.age)[-MERGED_KEPT:])
+    inherited = [each for each in other.merged if each.instance != other.instance]
+    merged = MergedState(other.instance, other.name, state, tuple(repositories))
+    found: dict[object, MergedState] = {}
+    for each in sorted((*inherited, *here.merged, merged), key=lambda each: each.state.age):
+        found[each.state if each.instance == here.instance else each.instance] = each
+    return tuple(sorted(found.values(), key=lambda each: each.state.age)[-MERGED_KEPT:])
+
+
+def _wholes(kept: Sequence[_KeptState]) -> Iterator[MergedState]:
+    """Leave out what was merged at some paths only."""
+    return (MergedState(each.instance, each.name, each.state, each.repositories) for each in kept if not each.paths)

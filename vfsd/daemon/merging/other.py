@@ -87,29 +87,24 @@ class OtherWorkspaces:
             return
         async with AsyncExitStack() as stack:
             buffer = self._buffer(stack)
-            common = (bases.base, *bases.parts)
-            sent = sorted({each.state for each in common if each.of_other}, key=lambda state: state.age)
             params = ChangesParams(
                 fork_point=state_record(bases.fork_point),
-                bases=list(map(state_record, sent)),
+                base=state_record(bases.base.state) if bases.base.of_other else None,
                 max_bytes=buffer.free_bytes,
                 merge_into=None if merges is None else here.name,
                 keep=[] if merges is None else list(merges.serials_of(other.instance)),
             )
             fork_point = await stack.enter_async_context(self._tree(bases.fork_point))
-            deltas = _Deltas(len(sent) + 1, buffer)
+            deltas = _Deltas(1 + bases.base.of_other, buffer)
             try:
                 result: ChangesResult = await call_peer(peer, "changes", params, deltas.feed)
-                theirs = LayeredTree(fork_point)
-                trees: dict[StateId, LayeredTree] = {bases.fork_point: theirs}
+                base = theirs = LayeredTree(fork_point)
                 *older, newest = deltas.finish()
-                for state, delta in zip(sent, older, strict=True):
-                    theirs = trees[state] = await in_thread(LayeredTree, theirs, delta, buffer.read)
+                for delta in older:
+                    base = theirs = await in_thread(LayeredTree, theirs, delta, buffer.read)
                 theirs = await in_thread(LayeredTree, theirs, newest, buffer.read)
-                for each in common:
-                    if each.state not in trees:
-                        trees[each.state] = LayeredTree(await stack.enter_async_context(self._tree(each.state)))
-                base = await in_thread(bases.tree, trees)
+                if not bases.base.of_other and bases.base.state != bases.fork_point:
+                    base = LayeredTree(await stack.enter_async_context(self._tree(bases.base.state)))
                 yield Other(here, other, bases, base, theirs, None if result.state is None else state_id(result.state))
             except BaseException:
                 if merges is not None:

@@ -24,12 +24,14 @@ def ancestor_record(ancestor: Ancestor) -> AncestorRecord:
 
 def merged_record(merged: MergedState) -> MergedRecord:
     """Return the record of `merged`."""
-    return MergedRecord(merged.instance, merged.name, state_record(merged.state), tuple(map(wire_path, merged.paths)))
+    repositories = tuple(map(wire_path, merged.repositories))
+    return MergedRecord(merged.instance, merged.name, state_record(merged.state), repositories)
 
 
 def merged_state(record: MergedRecord) -> MergedState:
     """Return the merged state of a record."""
-    return MergedState(record.instance, record.name, state_id(record.state), tuple(map(from_wire_path, record.paths)))
+    repositories = tuple(map(from_wire_path, record.repositories))
+    return MergedState(record.instance, record.name, state_id(record.state), repositories)
 
 
 def lineage_result(found: Lineage) -> LineageResult:

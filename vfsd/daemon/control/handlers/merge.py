@@ -11,16 +11,14 @@ Nothing is changed before the third step, in neither workspace, except that the 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import trio
 
-from protocol.diff.tree_diff import Change, changes, count, has_links, is_at_or_below, outermost
+from protocol.diff.tree_diff import Change, changes, count, entry_or_none, has_links, is_at_or_below, outermost
 from protocol.errors import shown
-from protocol.merge.merged_tree import joined
 from protocol.merge.outcome import Conflict
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
@@ -52,15 +50,13 @@ _LOST: Final = "changed here and not in the other workspace, so it would be lost
 class Plan(Value):
     """A new state: `tree`, how it differs from the present one, and the conflicts.
 
-    `scopes`: the paths that were merged; none: all.  `refuses`: the conflicts prevent it.  `repositories`: those that
-    both workspaces changed, and that stay as they are.
+    `refuses`: the conflicts prevent it.  `repositories`: those that both workspaces changed, and that stay as they are.
     """
 
     tree: Tree
     changes: Sequence[Change]
     conflicts: Sequence[ConflictRecord]
     refuses: bool
-    scopes: Sequence[bytes] = ()
     repositories: Sequence[bytes] = ()
 
 
@@ -101,16 +97,20 @@ class MergeMethods:
         from protocol.merge.three_way import merge  # noqa: PLC0415
 
         paths = await tree_paths(params.paths)
+        is_whole = not paths or b"" in paths
         keep_going = _keep_going(call)
 
         def plan(other: Other, ours: Tree) -> Plan:
             done = merge(other.base, ours, other.theirs, paths=paths, policy=params.conflicts, keep_going=keep_going)
             refuses = params.conflicts == "fail" and bool(done.conflicts)
             conflicts = list(map(_record, done.conflicts))
-            return Plan(done.tree, done.changes, conflicts, refuses, done.scopes, done.repositories)
+            repositories = done.repositories if not is_whole else _with_missing(done.repositories, other, ours)
+            return Plan(done.tree, done.changes, conflicts, refuses, repositories)
 
         step = f"merge {params.fork.name}"
-        return await self._run(params.fork, plan, step, call, dry_run=params.dry_run, touch=params.touch)
+        # What was merged of some paths only is not recorded: the next merge compares all with the same base.
+        how = {"dry_run": params.dry_run, "touch": params.touch, "is_whole": is_whole}
+        return await self._run(params.fork, plan, step, call, **how)
 
     async def _adopt(self, params: AdoptParams, call: CallContext) -> MergeResult:
         from protocol.merge.repositories import Repositories  # noqa: PLC0415 (as above)
@@ -146,6 +146,7 @@ class MergeMethods:
         *,
         dry_run: bool,
         touch: bool,
+        is_whole: bool = True,
         needs_base: bool = True,
     ) -> MergeResult:
         if self._options.read_only and not dry_run:
@@ -154,7 +155,7 @@ class MergeMethods:
         async with self._one_at_a_time:
             for _ in range(_ATTEMPTS):
                 try:
-                    merges = None if dry_run else self._snapshots.merges
+                    merges = self._snapshots.merges if is_whole and not dry_run else None
                     async with self._others.opened(peer, merges=merges, needs_base=needs_base) as other:
                         return await self._attempt(other, plan, step, call, dry_run=dry_run, touch=touch)
                 except _ChangedMeanwhileError as error:
@@ -184,10 +185,8 @@ class MergeMethods:
                 raise _NotAppliedError(_result(other, made))
             merged = complete = merged_before
             if other.state is not None:
-                merged = complete = with_merged(other.here, other.lineage, other.state, made.scopes)
-                if made.repositories:  # until their branches are here, the next merge offers them again
-                    paths = await in_thread(_without, made, (other.base, view.tree, other.theirs))
-                    merged = with_merged(other.here, other.lineage, other.state, paths) if paths else merged_before
+                merged = with_merged(other.here, other.lineage, other.state, made.repositories)
+                complete = with_merged(other.here, other.lineage, other.state)
             new = _new_state(view, made, other.lineage.name, merged)
 
             def check(live: Tree | None) -> None:
@@ -287,16 +286,17 @@ def _directories_above(paths: Collection[bytes]) -> set[bytes]:
     return found
 
 
-def _without(made: Plan, trees: Sequence[Tree]) -> list[bytes]:
-    """The outermost paths that were merged and have nothing of the repositories that stay as they are."""
-    left = frozenset(made.repositories)
-    above = _directories_above(left) | {b""}
-    found = set(made.scopes)
-    for directory in () if made.scopes else above:
-        for tree in trees:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                found.update(joined(directory, name) for name in tree.children(directory))
-    return sorted(path for path in found if path not in above and not is_at_or_below(path, left))
+def _with_missing(repositories: Sequence[bytes], other: Other, ours: Tree) -> list[bytes]:
+    """Add the repositories whose branches an earlier merge could not fetch."""
+    found = set(repositories)
+    for each in other.here.merged:
+        if other.bases is not None and (each.instance, each.state) == (other.lineage.instance, other.bases.base.state):
+            found.update(
+                path
+                for path in each.repositories
+                if None not in (entry_or_none(ours, path), entry_or_none(other.theirs, path))
+            )
+    return sorted(found)
 
 
 def _record(conflict: Conflict) -> ConflictRecord:

@@ -112,7 +112,7 @@ class MergeSource:
         if params.merge_into is not None:
             kept = await self._keep(params.merge_into, params.keep, call)
         try:
-            olds = [state_id(each) for each in (params.fork_point, *params.bases) if each is not None]
+            olds = [state_id(each) for each in (params.fork_point, params.base) if each is not None]
             async with contextlib.AsyncExitStack() as stack:
                 trees: list[Tree] = [await stack.enter_async_context(self.tree(each, call)) for each in olds]
                 if not olds:

@@ -159,7 +159,7 @@ class UnmountMethods:
         except (OSError, trio.TooSlowError) as error:
             _logger.info("cannot tell whether %s has all changes: %s", target, error)
             return []
-        return [each.state for each in there if each.instance == self._forks.instance and not each.paths]
+        return [each.state for each in there if each.instance == self._forks.instance and not each.repositories]
 
     async def _is_as_in(self, volume: SnapshotableVolume, name: str, call: CallContext) -> bool:
         """Return whether the live state is that of snapshot `name`."""

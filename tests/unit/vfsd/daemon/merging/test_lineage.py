@@ -107,6 +107,9 @@ def test_what_was_merged_is_known_to_a_later_daemon_also_if_serials_are_given_ag
     later = MergeLog(kept[-1][0], newest_serial=5)  # snapshots 6 to 9 were dropped
     assert [later.at(serial) for serial in (4, 5, 6)] == [(), (one,), ()]
     assert MergeLog(b"damaged").now == ()
+    # An earlier version also recorded merges that were limited to paths.
+    assert MergeLog(kept[0][0].replace(b'"repositories":[]', b'"paths":["YQ=="]')).now == ()
+    assert MergeLog(kept[0][0].replace(b'"repositories":[]', b'"paths":[]')).now == (one,)
 
 
 def test_what_was_merged_into_the_other_workspace_comes_with_it() -> None:
@@ -116,3 +119,10 @@ def test_what_was_merged_into_the_other_workspace_comes_with_it() -> None:
     assert with_merged(here, other, state(8)) == (new, MergedState("f", "f", state(8)))
     here = Lineage("s", "source", (), (new,), ())
     assert with_merged(here, fork("f", 5, merged=(old,)), state(8))[0] == new
+
+
+def test_a_state_without_the_branches_of_a_repository_is_a_base_in_one_direction_only() -> None:
+    other = fork("f", 5, state(9, "merged"), merged=(MergedState("f", "f", state(9, "merged")),))
+    here = Lineage("s", "source", (), with_merged(SOURCE, other, state(9, "merged"), [b".git"]), SOURCE.states)
+    assert find_bases(here, other).base == BaseState(state(9, "merged"), of_other=True)
+    assert find_bases(other, here).base.state == state(5)
