@@ -207,6 +207,7 @@ def test_no_call_works_on_the_directory_below_a_mount_that_is_gone_or_on_the_nex
             lambda: workspace.snapshot("s"),
             lambda: workspace.executor.run(touch),
             workspace.unmount,
+            lambda: other.merge(workspace),
             lambda: anyio.run(awaited.snapshot, "s"),
             lambda: anyio.run(awaited.async_executor.run, touch),
             lambda: anyio.run(awaited.async_executor.start, touch),

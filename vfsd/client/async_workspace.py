@@ -111,7 +111,7 @@ class AsyncWorkspace(WorkspaceBase):
         """Use `mount` or `attach`."""
         super().__init__(daemon, unmount_at_exit=unmount_at_exit)
         self._client: Final = AsyncControlClient(
-            daemon.socket, instance=self._instance, on_cancelled=self._note_cancelled
+            daemon.socket, instance=self.instance, on_cancelled=self._note_cancelled
         )
         self._last_cancelled: CancelledCall | None = None
 
@@ -170,7 +170,7 @@ class AsyncWorkspace(WorkspaceBase):
     @property
     def async_executor(self) -> AsyncWorkspaceExecutor:
         """The async twin of `executor`: `await ws.async_executor.run(["make", "test"])`."""
-        return AsyncWorkspaceExecutor(self._client, self._daemon.socket, self._instance)
+        return AsyncWorkspaceExecutor(self._client, self._daemon.socket, self.instance)
 
     @property
     def last_cancelled(self) -> CancelledCall | None:
@@ -256,7 +256,7 @@ class AsyncWorkspace(WorkspaceBase):
                         return
                     pid = found.pid
                     again = await abandon(lambda: self._requests.watch_again(paths, by))
-                    lines = await begin(AsyncControlClient(found.socket, instance=self._instance), again)
+                    lines = await begin(AsyncControlClient(found.socket, instance=self.instance), again)
                     yield Missed(0)
 
             async with contextlib.aclosing(changes(await begin(self._client, request))) as found_changes:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from protocol.errors import NotMountedError
 from vfsd.client.quick_call import BegunCall
 from vfsd.wire.exchange import ATTEMPTS, RECEIVE_BYTES, ClosingError, Exchange, LineBuffer
 from vfsd.wire.exchange import ControlError as ControlError  # noqa: PLC0414 docs/python.md names it here
@@ -48,11 +47,13 @@ def connected(socket_path: str, timeout_s: float | None = None, *, instance: str
     """
     sock = _connected(socket_path, timeout_s)
     if instance:
-        from vfsd.machine.runtime import instance_at  # noqa: PLC0415 (start-up: commands look the workspace up anew)
+        from vfsd.machine.runtime import check_instance  # noqa: PLC0415 (start-up: commands look the workspace up anew)
 
-        if instance_at(socket_path) not in ("", instance):
+        try:
+            check_instance(socket_path, instance)
+        except BaseException:
             sock.close()
-            raise NotMountedError(socket_path, "unmounted meanwhile, and another workspace has its name now")
+            raise
     return sock
 
 

@@ -73,6 +73,8 @@ class AnyWorkspace(Protocol):
     def name(self) -> str: ...
     @property
     def socket(self) -> str: ...
+    @property
+    def instance(self) -> str: ...
 
 
 class RemoteCall(msgspec.Struct, Generic[T], frozen=True):
@@ -463,6 +465,10 @@ def _peer(fork: AnyWorkspace | str | None) -> Peer | None:
         from vfsd.client.mount_arguments import running_workspace  # noqa: PLC0415
 
         fork = running_workspace(fork)
+    else:
+        from vfsd.machine.runtime import check_instance  # noqa: PLC0415
+
+        check_instance(fork.socket, fork.instance)
     return Peer(fork.name, messages.wire_path(os.fsencode(fork.socket)))
 
 

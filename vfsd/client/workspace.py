@@ -70,7 +70,7 @@ class WorkspaceBase:
         self._unmount_at_exit = unmount_at_exit
         self._requests: Final = Requests(daemon.mountpoint)
         self._unmounted: Unmounted | None = None
-        self._instance: Final = instance_at(daemon.socket)
+        self.instance: Final = instance_at(daemon.socket)  # calls reach no other workspace that has the name by now
         self._mount_id: MountId | None = None  # of this process's mount namespace; None if it is not mounted there
         with contextlib.suppress(NotMountedError):
             self._mount_id = workspace_mount(daemon.mountpoint, daemon.name)
@@ -104,7 +104,7 @@ class WorkspaceBase:
 
         `protocol.tools` accepts it, too.
         """
-        return WorkspaceExecutor(self._daemon.socket, self._instance)
+        return WorkspaceExecutor(self._daemon.socket, self.instance)
 
     @property
     def filesystem(self) -> WorkspaceFilesystem:
@@ -279,7 +279,7 @@ class Workspace(WorkspaceBase):
                 self.unmount(lazy=True)
 
     def _run(self, call: RemoteCall[T]) -> T:
-        with ControlClient(self._daemon.socket, instance=self._instance) as client:
+        with ControlClient(self._daemon.socket, instance=self.instance) as client:
             return client.run(call)
 
     def transaction(self, tag: str | None = None) -> Transaction:
@@ -348,7 +348,7 @@ class Workspace(WorkspaceBase):
             def begin(socket: str, call: RemoteCall[None]) -> Generator[bytes]:
                 stack.close()
                 lines = stack.enter_context(
-                    contextlib.closing(ControlClient(socket, instance=self._instance).stream(call))
+                    contextlib.closing(ControlClient(socket, instance=self.instance).stream(call))
                 )
                 next(lines)  # the watch has begun
                 return lines

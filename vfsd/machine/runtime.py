@@ -18,6 +18,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from protocol.errors import NotMountedError
 from protocol.linux.regular_file import read_regular, write_atomically
 from vfsd.machine.journals import journal_directory, mount_command
 from vfsd.machine.mountinfo import Mount, find_mount, vfsd_mounts
@@ -225,6 +226,12 @@ def read_record(name: str) -> WorkspaceRecord | None:
     """Read the record of workspace `name`; None if there is none.  Logs an unreadable one.  ValueError for an invalid
     name."""
     return _read(record_path(name))
+
+
+def check_instance(socket: str, instance: str) -> None:
+    """Raise NotMountedError if the control socket is of another workspace than `instance` by now; "" is any."""
+    if instance and instance_at(socket) not in ("", instance):
+        raise NotMountedError(socket, "unmounted meanwhile, and another workspace has its name now")
 
 
 def instance_at(socket: str) -> str:
