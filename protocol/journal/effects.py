@@ -46,6 +46,7 @@ STORED_BLOCK: Final = 26  # a block of content that a STORE has
 STORED_EFFECTS: Final = 27  # the effects that a STORE has
 LISTED_DOWNWARD: Final = 28  # the names of a directory get cookies in the order of the names, or from now on lower ones
 COOKIES_DOWNWARD: Final = 29  # the names of a directory have these cookies, and the next ones go down
+XATTR: Final = 30  # one extended attribute of an inode
 # Of overlays; `protocol.backends.overlay.journaling.values` describes the values.
 LOWER: Final = 40  # an inode of the lower layer, as it was before its first change
 LISTING: Final = 41  # the entries of a directory of the lower layer, as they were before its first change
@@ -158,6 +159,12 @@ def xattrs(number: int, values: Mapping[bytes, bytes] | None) -> bytes:
     """Return the effect that an inode has exactly these extended attributes."""
     encoded = msgspec.msgpack.encode(list(values.items()) if values else [])
     return _NUMBER_AND_LENGTH.pack(XATTRS, number, len(encoded)) + encoded
+
+
+def xattr(number: int, name: bytes, value: bytes | None) -> bytes:
+    """Return the effect that an inode has this extended attribute; None: that it has none of this name."""
+    encoded = msgspec.msgpack.encode((name, value))
+    return _NUMBER_AND_LENGTH.pack(XATTR, number, len(encoded)) + encoded
 
 
 def target(number: int, value: bytes) -> bytes:
@@ -278,7 +285,7 @@ _OF_RANGE: Final = frozenset({PUNCH, RESERVE, STORED_BLOCK})
 _WITH_OFFSET: Final = frozenset({TRUNCATE, NO_BLOCK, REQUEST})
 _WITH_DATA: Final = frozenset({WRITE, BLOCK, SPARSE_BLOCK, STORE})
 _OF_OVERLAY: Final = frozenset(range(LOWER, KNOWN + 1))
-_WITH_VALUE: Final = frozenset({XATTRS, TARGET, RESERVATIONS, SNAPSHOT, COOKIES, COOKIES_DOWNWARD}) | _OF_OVERLAY
+_WITH_VALUE: Final = frozenset({XATTRS, XATTR, TARGET, RESERVATIONS, SNAPSHOT, COOKIES, COOKIES_DOWNWARD}) | _OF_OVERLAY
 _WITH_NUMBER: Final = frozenset(
     {FREE, RESET, DROP, NEXT, CONNECTION, LISTED, LISTED_DOWNWARD, INVALIDATED, STORED_EFFECTS}
 )

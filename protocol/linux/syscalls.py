@@ -1,5 +1,7 @@
 """System calls that Python's os module lacks: openat2, syncfs, fstatfs, mount, statx for the identity of a mount.
 
+Also what a process needs to bound its memory: malloc_trim and its resident set.
+
 (See also `statx` and `portable`.)
 
 Source: the man pages of section 2; include/uapi/linux/openat2.h.  The numbers of system calls
@@ -26,6 +28,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _SYS_OPENAT2: Final = 437
 _OPEN_HOW: Final = struct.Struct("=QQQ")  # flags, mode, resolve
 _DEAD: Final = (errno.ENOTCONN, errno.ECONNABORTED)  # of calls on a mount whose daemon has died
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _OFFSET_MAX: Final = (1 << 63) - 1
 _AT_EMPTY_PATH: Final = 0x1000
 _AT_STATX_FORCE_SYNC: Final = 0x2000
@@ -54,6 +57,22 @@ _pread: Final = _SHORT_CALLS.pread64 if hasattr(_SHORT_CALLS, "pread64") else _S
 _ONE_BYTE: Final = ctypes.c_size_t(1)
 _START: Final = ctypes.c_int64(0)
 _hows: Final[dict[tuple[int, int], bytes]] = {}
+
+
+def trim_heap() -> None:
+    """Return the free pages of the heap to the system (malloc_trim(3)); nothing where the C library lacks that call.
+
+    Takes about 0.1 s for each GiB that it returns, without the interpreter lock.
+    """
+    trim = getattr(_LIBC, "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    with open("/proc/self/statm", encoding="ascii") as file:  # proc_pid_statm(5)
+        return int(file.read().split()[1]) * _PAGE_BYTES
 
 
 def openat2(directory: int, path: bytes, flags: int, resolve: int) -> int:

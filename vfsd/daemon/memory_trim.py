@@ -2,7 +2,8 @@
 
 The content of a volume lives in the heap of the C library, which keeps what is freed between two blocks that are in
 use: after 20 snapshots of a file of 64 MiB were dropped, 1.3 GiB stayed resident (python -m bench.memory).
-malloc_trim(3) returns whole free pages anywhere in the heap.
+malloc_trim(3) returns whole free pages anywhere in the heap.  A volume in memory that is near its limit does not wait
+for this check (`protocol.backends.memory.ledger`).
 
 Threading: `MemoryTrim.check` runs on the serving loop; the trim itself in a worker thread, because it takes about a
 tenth of a second for each GiB that it returns.
@@ -10,19 +11,17 @@ tenth of a second for each GiB that it returns.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Final
 
 import trio
 
+from protocol.linux.syscalls import resident_bytes, trim_heap
 from protocol.volume import Volume
 from protocol.volume_extensions import snapshotable
-from vfsd.machine.interpreter import trim_heap
 
 _MIB: Final = 1 << 20
-_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 # A trim that returned little is not repeated: what it left is in pages that are partly in use.
 _GROWN_BYTES: Final = 32 * _MIB
 _UNUSED_BYTES: Final = 96 * _MIB  # the interpreter and its modules are 40 to 70 MiB of it
@@ -37,12 +36,12 @@ class MemoryTrim:
         self,
         volume: Volume,
         *,
-        resident_bytes: Callable[[], int] | None = None,
+        resident_bytes: Callable[[], int] = resident_bytes,
         trim: Callable[[], object] = trim_heap,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._volume = snapshotable(volume)
-        self._resident_bytes = resident_bytes or _resident_bytes
+        self._resident_bytes = resident_bytes
         self._trim = trim
         self._clock = clock
         self._least_bytes = self._resident_bytes()  # since the last trim
@@ -69,8 +68,3 @@ class MemoryTrim:
             return False  # it holds its content elsewhere, or does not know
         used = usage.live_bytes + (usage.snapshot_bytes or 0) + (usage.overhead_bytes or 0)
         return resident - used >= _UNUSED_BYTES + used // _UNUSED_SHARE
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:  # proc_pid_statm(5)
-        return int(file.read().split()[1]) * _PAGE_BYTES

@@ -39,16 +39,6 @@ _PR_SET_PDEATHSIG: Final = 1
 _TIMER_SLACK_NS: Final = 1
 
 
-def trim_heap() -> None:
-    """Return the free pages of the heap to the system (malloc_trim(3)); nothing where the C library lacks that call.
-
-    Takes about 0.1 s for each GiB that it returns, without the interpreter lock.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
-
-
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a new daemon: `inherited`, with huge pages enabled unless it sets that tunable."""
     tunables = inherited.get(_TUNABLES, "")

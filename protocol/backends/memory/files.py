@@ -199,6 +199,7 @@ class FileContents:
         change()
         self._state.pages += content.pages - pages
         self._ledger.content += content.charge - charge
+        self._ledger.note_freed(max(0, charge - content.charge))
 
 
 def check_regular(node: Inode) -> None:

@@ -34,6 +34,10 @@ objects, and set above it because dicts double and integers differ:
     file removed under a snapshot          183     RECORD_BYTES and the version replace the live inode
     snapshot                               570     SNAPSHOT_BYTES = 6,144: listing it takes 4 KiB more for a while
 
+The holes that small files leave in the heap are too small for the blocks of larger files: the resident set would grow
+by what was freed.  So each time that `freed` reaches a _RETURNED_SHARE of the limit, a process that takes more than the
+limit returns the free pages of its heap to the system.
+
 Threading: the serving loop, or the one thread that unpacks an import, changes the totals.  `borrow` and `give_back`
 change `ceiling` and `overhead` of another thread's ledger, under a lock.
 """
@@ -48,6 +52,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.xattrs import content_bytes
 from protocol.errors import os_error
+from protocol.linux.syscalls import resident_bytes, trim_heap
 
 if TYPE_CHECKING:
     from protocol.backends.memory.blocks import Block
@@ -73,6 +78,8 @@ SNAPSHOT_BYTES: Final = 6 * 1024
 # More than one entry takes, and more than a block that becomes a bytearray grows beyond the written data.
 SLACK_BYTES: Final = 16 * 1024
 _LOAN_BYTES: Final = 1 << 20
+_RETURNED_SHARE: Final = 16
+_RETURNED_LEAST_BYTES: Final = 4 << 20
 
 
 def xattrs_bytes(xattrs: Xattrs) -> int:
@@ -116,8 +123,8 @@ class Ledger:
     """The memory totals of one volume's state, and their limit."""
 
     __slots__ = (
-        "_lender", "_loan", "_lock", "ceiling", "content", "kept", "lent", "limit", "metadata", "overhead", "shared",
-        "shared_limit",
+        "_lender", "_loan", "_lock", "ceiling", "content", "freed", "kept", "lent", "limit", "metadata", "overhead",
+        "return_at", "shared", "shared_limit",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -127,6 +134,8 @@ class Ledger:
         self.overhead = 0
         self.lent = 0  # the part of `overhead` that imports in threads give back
         self.limit: int | None = None
+        self.freed = 0  # since memory was last returned to the system
+        self.return_at = UNLIMITED  # as `freed`
         self.ceiling = UNLIMITED  # for content, metadata and kept together
         self.shared: dict[int, int] = {}
         self.shared_limit: SharedLimit | None = None
@@ -153,6 +162,22 @@ class Ledger:
         """Bound `total`, in bytes; None removes the limit."""
         self.limit = limit
         self.ceiling = UNLIMITED if limit is None else limit - self.overhead
+        if limit is None or self._lender is not None:
+            self.return_at = UNLIMITED
+        else:
+            self.return_at = max(limit // _RETURNED_SHARE, _RETURNED_LEAST_BYTES)
+
+    def note_freed(self, count: int) -> None:
+        """Count `count` bytes of content or attributes as freed, and return memory to the system when it is time."""
+        self.freed += count
+        if self.freed >= self.return_at:
+            self.return_memory()
+
+    def return_memory(self) -> None:
+        """Return the free pages of the heap to the system if the process takes more than the limit."""
+        self.freed = 0
+        if self.limit is not None and resident_bytes() > self.limit:
+            trim_heap()
 
     def has_room(self, count: int) -> bool:
         """Whether `count` more bytes fit in the limit that this volume shares with other processes, if there is one."""
@@ -302,6 +327,7 @@ class Ledger:
         self.content -= content.charge
         if content.owned is not None:
             content.let_go_shared()
+        self.note_freed(content.allocated)
 
     def drop_xattrs(self, xattrs: Xattrs) -> None:
         """Remove the charge of a live inode's extended attributes."""
@@ -309,6 +335,7 @@ class Ledger:
         self.metadata -= charge
         if id(xattrs) in self.shared and self.let_go(xattrs):
             self.kept += charge
+        self.note_freed(charge)
 
     def set_xattrs(self, inode: Inode, xattrs: Xattrs | None) -> None:
         """Replace the extended attributes of a live inode by a new, unshared dict, or keep the same one."""
@@ -335,7 +362,9 @@ class Ledger:
             return
         self.kept -= version_bytes(version)
         if version.content is not None:
-            self.kept -= version.content.free_unshared()
+            freed = version.content.free_unshared()
+            self.kept -= freed
+            self.note_freed(freed)
         xattrs = version.xattrs
         if xattrs is not None and not (id(xattrs) in self.shared and self.let_go(xattrs)):
             self.kept -= xattrs_bytes(xattrs)

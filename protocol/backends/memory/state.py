@@ -180,10 +180,14 @@ class MemoryState:
             elif content is not None:
                 ledger.metadata -= INODE_BYTES + CONTENT_BYTES
                 ledger.content -= content.allocated
+                ledger.freed += content.allocated
+                if ledger.freed >= ledger.return_at:
+                    ledger.return_memory()
             elif inode.children is not None:
                 ledger.metadata -= INODE_BYTES + DIRECTORY_BYTES
             else:
                 ledger.metadata -= INODE_BYTES if inode.target is None else INODE_BYTES + len(inode.target)
+                ledger.note_freed(len(inode.target or b""))
             newest = self.log.newest
             # An inode made and freed within one epoch leaves no record.
             if newest is not None and not self.log.pins and newest.inodes.get(number, inode) is None:

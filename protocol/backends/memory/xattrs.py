@@ -66,17 +66,23 @@ def after_set(mode: int, xattrs: Xattrs | None, name: bytes, value: bytes, flags
     if name in _ACLS:
         mode, kept = _acl_to_keep(mode, name, value)
     if kept is None:
-        return mode, _without(xattrs, name)
-    size = content_bytes(xattrs) + len(kept) - (len(xattrs[name]) if xattrs is not None and present else -len(name))
-    if size > XATTRS_MAX_BYTES:
+        return mode, without(xattrs, name)
+    changed = with_value(xattrs, name, kept)
+    if changed.content_bytes > XATTRS_MAX_BYTES:
         raise os_error(errno.ENOSPC)
-    changed = CountedXattrs(xattrs or {})
-    changed[name] = kept  # one that is replaced keeps its place in the list
-    changed.content_bytes = size
     return mode, changed
 
 
-def _without(xattrs: Xattrs | None, name: bytes) -> Xattrs | None:
+def with_value(xattrs: Xattrs | None, name: bytes, value: bytes) -> CountedXattrs:
+    """Return the attributes with one set.  One that is replaced keeps its place in the list."""
+    changed = CountedXattrs(xattrs or {})
+    old = changed.get(name)
+    changed[name] = value
+    changed.content_bytes = content_bytes(xattrs) + len(value) - (-len(name) if old is None else len(old))
+    return changed
+
+
+def without(xattrs: Xattrs | None, name: bytes) -> Xattrs | None:
     """Return the attributes without one."""
     if xattrs is None or name not in xattrs or len(xattrs) == 1:
         return None if xattrs is None or name in xattrs else xattrs
@@ -103,7 +109,7 @@ def after_remove(xattrs: Xattrs | None, name: bytes) -> Xattrs | None:
         if name in _ACLS:
             return xattrs
         raise os_error(errno.ENODATA)
-    return _without(xattrs, name)
+    return without(xattrs, name)
 
 
 def after_chmod(xattrs: Xattrs, mode: int) -> Xattrs:

@@ -386,16 +386,19 @@ class Recorder:
         return changed
 
     def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
-        self._require(xattr_bytes(self._inodes.get(inode)) + len(name) + len(value) + 64)
+        self._require(len(name) + len(value) + 64)
         self._replaced["setxattr"](inode, name, value, flags)
-        node = self._inodes[inode]
-        self._commit(effects.inode(node), effects.xattrs(inode, node.xattrs), result=0)
+        self._record_xattr(inode, name)
 
     def removexattr(self, inode: int, name: bytes) -> None:
-        self._require(xattr_bytes(self._inodes.get(inode)), removes=True)
+        self._require(len(name) + 64, removes=True)
         self._replaced["removexattr"](inode, name)
+        self._record_xattr(inode, name)
+
+    def _record_xattr(self, inode: int, name: bytes) -> None:
         node = self._inodes[inode]
-        self._commit(effects.inode(node), effects.xattrs(inode, node.xattrs), result=0)
+        value = None if node.xattrs is None else node.xattrs.get(name)
+        self._commit(effects.inode(node), effects.xattr(inode, name, value), result=0)
 
     # -- content ---------------------------------------------------------------------------------
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:

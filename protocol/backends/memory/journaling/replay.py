@@ -30,6 +30,7 @@ from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, Inode, with_link, without_link
 from protocol.backends.memory.ledger import CONTENT_BYTES, DIRECTORY_BYTES, ENTRY_BYTES, INODE_BYTES
 from protocol.backends.memory.reservations import Reserved
+from protocol.backends.memory.xattrs import with_value, without
 from protocol.directory_cookies import AscendingCookies, DirectoryCookies, downward
 from protocol.journal import effects
 from protocol.tree import TYPE_MASK
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import MemoryState
 
 _XATTRS: Final = list[tuple[bytes, bytes]]
+_XATTR: Final = tuple[bytes, bytes | None]
 _SPARSE: Final = tuple[int, list[tuple[int, bytes]]]
 _RESERVED: Final = list[tuple[int, int, bool]]
 _COOKIES: Final = tuple[list[tuple[bytes, int]], int]
@@ -78,6 +80,7 @@ class Replay:
             effects.PUNCH: self._punch,
             effects.RESERVE: self._reserve,
             effects.XATTRS: self._xattrs,
+            effects.XATTR: self._xattr,
             effects.TARGET: self._target,
             effects.FREE: self._free,
             effects.RESET: self._reset,
@@ -318,6 +321,12 @@ class Replay:
     def _xattrs(self, number: int, encoded: bytes) -> None:
         values = dict(msgspec.msgpack.decode(encoded, type=_XATTRS))
         self._state.ledger.set_xattrs(self._owned(number), values or None)
+
+    def _xattr(self, number: int, encoded: bytes) -> None:
+        name, value = msgspec.msgpack.decode(encoded, type=_XATTR)
+        node = self._owned(number)
+        changed = without(node.xattrs, name) if value is None else with_value(node.xattrs, name, value)
+        self._state.ledger.set_xattrs(node, changed)
 
     def _target(self, number: int, value: bytes) -> None:
         self._state.set_target(self._owned(number), value)

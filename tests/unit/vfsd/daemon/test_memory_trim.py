@@ -1,4 +1,4 @@
-"""MemoryTrim: when freed memory is returned to the system."""
+"""When freed memory is returned to the system: by MemoryTrim, and by a volume that is near its limit."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def test_a_volume_without_snapshots_is_never_trimmed(machine: Machine) -> None:
 
 _FREE = """
 import platform
-from vfsd.daemon.memory_trim import _resident_bytes
+from protocol.linux.syscalls import resident_bytes, trim_heap
 from vfsd.machine import interpreter
 interpreter.set_up("x")
 blocks = [bytes(1) + bytes([1]) * (128 * 1024 - 1) for _ in range(1024)]
 del blocks[: -1]  # the last one keeps the heap from shrinking by itself
-before = _resident_bytes()
-interpreter.trim_heap()
-print(platform.libc_ver()[0], (before - _resident_bytes()) >> 20)
+before = resident_bytes()
+trim_heap()
+print(platform.libc_ver()[0], (before - resident_bytes()) >> 20)
 """
 
 
@@ -116,3 +116,35 @@ def test_a_trim_returns_free_memory_below_blocks_in_use() -> None:
     if libc != "glibc":
         pytest.skip(f"the C library is {libc or 'not glibc'}: it has no malloc_trim")
     assert int(returned_mib) > 64
+
+
+_REFILL = """
+import os
+from protocol.backends.memory import MemoryVolume
+from protocol.linux.syscalls import resident_bytes
+from protocol.volume import ROOT_INODE, SUPERUSER
+from vfsd.machine import interpreter
+LIMIT = 32 << 20
+interpreter.set_up("x")
+volume = MemoryVolume(max_memory=LIMIT)
+def fill(prefix, size):
+    for number in range(LIMIT // size):
+        try:
+            inode = volume.mknod(ROOT_INODE, b"%s%d" % (prefix, number), 0o100644, 0, SUPERUSER).inode
+            volume.forget(inode, 1)
+            volume.write(inode, 0, os.urandom(size))
+        except OSError:
+            return number
+before = resident_bytes()
+small = fill(b"small", 4096)
+for number in range(small):
+    if number % 10:
+        volume.unlink(ROOT_INODE, b"small%d" % number)
+assert small and fill(b"large", 128 * 1024)
+print((resident_bytes() - before) * 100 // LIMIT)
+"""
+
+
+def test_large_files_in_the_place_of_small_ones_take_no_more_memory_than_the_limit() -> None:
+    result = subprocess.run([sys.executable, "-c", _REFILL], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 140  # percent; 160 if the holes of the small files are not returned

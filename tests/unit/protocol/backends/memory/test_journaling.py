@@ -52,6 +52,27 @@ def test_a_small_write_costs_its_own_bytes_and_not_its_block(volume: MemoryVolum
     assert_recorded(volume, journal)
 
 
+def test_a_change_of_an_extended_attribute_costs_its_own_bytes_and_not_those_of_all(volume: MemoryVolume) -> None:
+    number = file(volume, b"f")
+    volume.setxattr(number, b"user.old", b"1", 0)
+    volume.setxattr(number, b"user.gone", b"2", 0)
+    journal = journal_of(volume)  # begins with all attributes
+    costs = []
+    for each in range(300):
+        before = size(journal)
+        volume.setxattr(number, b"user.%03d" % each, b"value", 0)
+        costs.append(size(journal) - before)
+    assert len(set(costs)) == 1
+    volume.setxattr(number, b"user.old", b"replaced", 0)
+    for name in (b"user.gone", b"user.007"):
+        volume.removexattr(number, name)
+    again = assert_recorded(volume, journal)
+    assert again.listxattr(number) == volume.listxattr(number)
+    for name in again.listxattr(number):
+        volume.removexattr(number, name)
+    assert not assert_recorded(volume, journal).listxattr(number)
+
+
 def test_a_note_about_the_next_change_is_recorded_with_it_or_not_at_all(volume: MemoryVolume) -> None:
     journal = journal_of(volume)
     volume.take_snapshot("one")
