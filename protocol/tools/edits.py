@@ -32,12 +32,22 @@ def edit_file(filesystem: Filesystem, path: str, old_text: str, new_text: str, *
     if not old_text:
         raise ValueError("old_text is empty: give the text to replace, or use write_file")
     for _ in range(_ATTEMPTS):
-        content = filesystem.read_bytes(path).content
+        try:
+            content = filesystem.read_bytes(path).content
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # replaced on another mount while it was being read
+                raise
+            continue
         edited, count = _edited(content, path, old_text, new_text, replace_all)
         if not isinstance(filesystem, ComparingFilesystem):
             written = filesystem.write_bytes(path, edited, mode="overwrite", create_parents=False)
             return Edited(written.path, count, written.bytes_written)
-        replaced = filesystem.replace_bytes(path, content, edited)
+        try:
+            replaced = filesystem.replace_bytes(path, content, edited)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            continue
         if replaced is not None:
             return Edited(replaced.path, count, replaced.bytes_written)
     raise OSError(errno.EBUSY, f"other programs changed it during each of {_ATTEMPTS} attempts: try again", path)

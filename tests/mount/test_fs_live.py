@@ -347,6 +347,21 @@ def test_edits_of_many_clients_and_writes_through_the_mount_are_all_there(worksp
     assert len(os.listdir(root / "by-mount")) == 50
 
 
+@pytest.mark.both_engines
+def test_an_edit_keeps_what_was_edited_on_another_mount_of_the_directory(mount: MountIt, workdir: Path) -> None:
+    below = workdir / "below"
+    below.mkdir()
+    (below / "f").write_text("a=0 b=0 c=0\n")
+    first, second = (mount(backend=f"host:{below}", store=workdir / "store") for _ in range(2))
+    assert (Path(first.path) / "f").read_text() == (Path(second.path) / "f").read_text()  # both kernels know it
+
+    for workspace, name in ((first, "a"), (second, "b"), (first, "c")):
+        with ControlClient(socket_of(workspace)) as client:
+            client.call("fs.edit", EditFileParams(path="f", old_text=f"{name}=0", new_text=f"{name}=1"))
+
+    assert (below / "f").read_text() == "a=1 b=1 c=1\n"
+
+
 @pytest.mark.extended
 @pytest.mark.both_engines
 @pytest.mark.parametrize("seed", [1, 2])

@@ -13,7 +13,7 @@ import io
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Final, Literal
 
@@ -80,7 +80,7 @@ class HostFiles:
         return os.readlink(b"", dir_fd=node)  # of the descriptor itself, readlink(2)
 
     def names(self, node: int) -> list[tuple[bytes, int]]:
-        directory = _readable(node)
+        directory = readable(node)
         try:
             with os.scandir(directory) as entries:
                 return [(os.fsencode(entry.name), _kind(entry)) for entry in entries]
@@ -141,19 +141,12 @@ class HostFiles:
 
     @contextmanager
     def locked(self, node: int) -> Iterator[None]:
-        directory = -1
-        try:
-            with suppress(OSError):  # the directory may not be readable, or its file system has no locks
-                directory = _readable(node)
-                _lock(directory)
+        with locked_directory(lambda: readable(node)):
             yield
-        finally:
-            if directory >= 0:
-                os.close(directory)
 
     def sync_names(self, node: int) -> None:
         if self._durable:
-            directory = _readable(node)
+            directory = readable(node)
             try:
                 os.fsync(directory)
             finally:
@@ -212,7 +205,7 @@ class HostFile:
         self._file.close()
 
 
-def _readable(node: int) -> int:
+def readable(node: int) -> int:
     """Open directory `node`, a descriptor with O_PATH, for reading."""
     return os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=node)
 
@@ -236,6 +229,20 @@ def _status(seen: os.stat_result) -> Status:
         seen.st_ino,
         seen.st_rdev,
     )
+
+
+@contextmanager
+def locked_directory(open_it: Callable[[], int]) -> Iterator[None]:
+    """Lock the directory that `open_it` opens against other calls of any process, as far as that is possible."""
+    directory = -1
+    try:
+        with suppress(OSError):  # the directory may not be readable, or its file system has no locks
+            directory = open_it()
+            _lock(directory)
+        yield
+    finally:
+        if directory >= 0:
+            os.close(directory)
 
 
 def _lock(directory: int) -> None:

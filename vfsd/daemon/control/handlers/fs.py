@@ -18,15 +18,16 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import Any, Final, TypeVar
 
 import msgspec
 import trio
 
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
-from protocol.adapters.path_filesystem.host_files import HostFiles
+from protocol.adapters.path_filesystem.host_files import HostFiles, locked_directory, readable
 from protocol.adapters.path_filesystem.tree_files import TreeFiles
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.execution.executor import Command
@@ -235,14 +236,17 @@ class FsMethods:
         work: Callable[[ToolContext], T],
         keep_going: CancelCheck,
         threads: trio.CapacityLimiter | None = None,
-        umask: int = USUAL_UMASK,
+        umask: int | None = None,
     ) -> T:
-        """Call `work` on the mount in a worker thread, as any program would."""
-        root, read_only, mounted = self._options.mountpoint, self._options.read_only, self._mounted.root
+        """Call `work` on the mount in a worker thread, as any program would.  `umask`: of a client that changes it."""
+        root, read_only, mounted = self._options.mountpoint, self._options.read_only, self._mounted
 
         def run() -> T:
             with acting_through_mount():
-                files = HostFiles(root, read_only=read_only, umask=umask, mount=mounted.mount)
+                if umask is None:
+                    files = HostFiles(root, read_only=read_only, mount=mounted.root.mount)
+                else:
+                    files = _ServedFiles(mounted, read_only=read_only, umask=umask)
                 return work(fs_calls.directory_context(files, keep_going))
 
         with self._mounted.using_mount():
@@ -281,6 +285,40 @@ class FsMethods:
             done.snapshot_error,
             streamed,
         )
+
+
+class _ServedFiles(HostFiles):
+    """The files of a mount whose directory below other programs change, too: what the kernel has cached does not count.
+
+    For a worker thread.
+    """
+
+    def __init__(self, mounted: MountedVolume, *, read_only: bool, umask: int) -> None:
+        super().__init__(mounted.mountpoint, read_only=read_only, umask=umask, mount=mounted.root.mount)
+        self._engine = mounted.engine
+        self._volume = mounted.volume
+
+    def child(self, node: int, name: bytes) -> int:
+        with suppress(OSError):  # not cached
+            cached = self.status_of(node, name)
+            if not stat.S_ISDIR(cached.mode):  # one that a program stands in would have no path for a moment
+                self._engine.invalidate_inode(cached.inode, content=True)
+                self._engine.invalidate_entry(self.status(node).inode, name)
+        return super().child(node, name)
+
+    @contextmanager
+    def locked(self, node: int) -> Iterator[None]:
+        """Lock the directory below as well, for calls on other mounts of it."""
+        from protocol.backends.host import HostVolume  # noqa: PLC0415 (not for workspaces in memory)
+
+        volume = self._volume
+        with super().locked(node):
+            if not isinstance(volume, HostVolume):
+                yield
+                return
+            inode = self.status(node).inode  # here: the serving loop, which answers, must not ask
+            with locked_directory(lambda: trio.from_thread.run_sync(lambda: readable(volume.directory(inode)))):
+                yield
 
 
 def _failing_with_errno(handler: Handler) -> Handler:
