@@ -21,7 +21,7 @@ import os
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import trio
@@ -287,6 +287,18 @@ class FsMethods:
         )
 
 
+@runtime_checkable
+class _DirectoryVolume(Protocol):
+    """A volume over a directory of this machine."""
+
+    @property
+    def root_fd(self) -> int: ...
+
+    def directory(self, inode: int) -> int:
+        """Return an O_PATH descriptor of a directory, which is valid until the next call."""
+        ...
+
+
 class _ServedFiles(HostFiles):
     """The files of a mount whose directory below other programs change, too: what the kernel has cached does not count.
 
@@ -309,11 +321,9 @@ class _ServedFiles(HostFiles):
     @contextmanager
     def locked(self, node: int) -> Iterator[None]:
         """Lock the directory below as well, for calls on other mounts of it."""
-        from protocol.backends.host import HostVolume  # noqa: PLC0415 (not for workspaces in memory)
-
         volume = self._volume
         with super().locked(node):
-            if not isinstance(volume, HostVolume):
+            if not isinstance(volume, _DirectoryVolume):
                 yield
                 return
             inode = self.status(node).inode  # here: the serving loop, which answers, must not ask
