@@ -40,10 +40,14 @@ def test_a_restore_counts_what_got_older_and_touch_gives_it_one_present_time(
     put(root / "equal", "1", NEW_NS)
     (root / "gone").unlink()
     before = {each.name: mtime(each) for each in root.iterdir()}
-    said = vfsd("restore", "s1", "-w", workspace.name).stdout
+    paths = [str(root / name) for name in ("back", "same-second", "forward", "equal", "gone")]
+    said = vfsd("restore", "s1", *paths, "-w", workspace.name).stdout
     assert "2 files are older than what they replaced; build tools may not notice: `--touch`" in said
     assert {mtime(root / name) for name in ("back", "same-second", "gone", "equal")} == {OLD_NS}
-    assert workspace.undo().older == 1  # "forward"
+    assert workspace.undo(paths).older == 1  # "forward"
+    assert {each.name: mtime(each) for each in root.iterdir()} == before
+    assert "older" not in vfsd("restore", "s1", "-w", workspace.name).stdout, "the objects came back, too"
+    workspace.undo()
     assert {each.name: mtime(each) for each in root.iterdir()} == before
     assert workspace.restore("s1", touch=True).older == 0
     (present,) = {mtime(root / name) for name in ("back", "same-second", "forward", "gone")}

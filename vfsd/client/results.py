@@ -161,7 +161,7 @@ class Restored:
     run).  `expired`: dropped snapshots, with the time at which each was taken.  These are safety snapshots that no
     undo or redo leads to any more and that were too old or too many, and snapshots without a user's name that were
     dropped since the last answer because memory was needed.  `older`: how many files got other content and an
-    earlier mtime, so that build tools may not notice; 0 with `touch`.
+    earlier mtime, so that build tools may not notice; 0 with `touch`, and where everything was restored.
     """
 
     source: str

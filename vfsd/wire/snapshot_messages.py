@@ -144,7 +144,7 @@ class RestoreResult(msgspec.Struct):
     expired: list[ExpiredRecord] = []
     undo_steps: int = 0  # the numbers of steps that can be undone and redone now
     redo_steps: int = 0
-    older: int = 0  # files that got other content and an earlier mtime
+    older: int = 0  # files that got other content and an earlier mtime; 0 if everything was restored
 
 
 CHANGES_LISTED: Final = 10_000

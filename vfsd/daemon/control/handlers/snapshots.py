@@ -179,7 +179,7 @@ class SnapshotMethods:
         if moves and not (params.dry_run or paths):
             move = snapshots.undo if params.undo else snapshots.redo
             outcome = await move(call, functools.partial(_check_step, params.created_at), touch=params.touch)
-            return self._restored(outcome.source, outcome)
+            return self._restored(outcome.source, outcome, params)
         name = BASE if params.base else await self._step_to(params) or params.name or ""
         source = wire_path(os.fsencode(str(self._options.backend))) if params.base else name
         if params.created_at is not None:
@@ -194,7 +194,7 @@ class SnapshotMethods:
                 await self._check_policy(live, wanted, paths, f"restore {source}", call)
                 found = await compare(live, wanted, paths, call, stream=params.stream, restores=True)
             return RestoreResult(source, None, found.counts, found.records, found.truncated, found.problems)
-        return self._restored(source, await snapshots.restore(name, paths, call, touch=params.touch))
+        return self._restored(source, await snapshots.restore(name, paths, call, touch=params.touch), params)
 
     def _store(self, directory: str | None) -> Store:
         return Store(self._options.store if directory is None else absolute_path(directory))
@@ -210,9 +210,11 @@ class SnapshotMethods:
                     found = await compare(live, staged.tree, paths, call, stream=params.stream, restores=True)
                 return RestoreResult(source, None, found.counts, found.records, found.truncated)
             outcome = await snapshots.put(staged, paths, call, replace=True, touch=params.touch)
-            return self._restored(source, outcome)
+            return self._restored(source, outcome, params)
 
-    def _restored(self, source: str, outcome: Outcome) -> RestoreResult:
+    def _restored(self, source: str, outcome: Outcome, params: RestoreParams) -> RestoreResult:
+        # A restore of everything brings back the objects that were built from the older sources.
+        is_part = bool(params.paths) or params.base
         return RestoreResult(
             source,
             outcome.safety,
@@ -224,7 +226,7 @@ class SnapshotMethods:
             expired_records(outcome.expired, self._snapshots.collect_pruned()),
             outcome.undo_steps,
             outcome.redo_steps,
-            outcome.older,
+            outcome.older if is_part else 0,
         )
 
     async def _check_policy(

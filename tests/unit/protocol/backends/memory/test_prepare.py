@@ -12,7 +12,7 @@ import pytest
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.history.prepare import Preparation
-from protocol.diff.tree_diff import Change, changes, count, summary
+from protocol.diff.tree_diff import Change, changes, count, summary, went_back
 from protocol.tree import Tree
 from protocol.volume import ROOT_INODE, Caller
 
@@ -272,7 +272,8 @@ def test_the_summary_of_two_states_is_that_of_their_changes() -> None:
                     for old, new in ((first, second), (second, third), (first, third), (third, first)):
                         found = list(changes(old, new))
                         most = draw.randrange(8)
-                        assert summary(old, new, most) == (count(found), found[:most]), seed
+                        older = sum(map(went_back, found))
+                        assert summary(old, new, most) == (count(found), found[:most], older), seed
                         assert found == walked(old, new), seed
 
 
