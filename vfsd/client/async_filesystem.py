@@ -243,6 +243,10 @@ class AsyncByteWriter(_AsyncStream[ByteWriter]):
         """See `ByteWriter.write`."""
         return await finish(lambda: self._stream.write(data))
 
+    async def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """See `ByteWriter.seek`."""
+        return await finish(lambda: self._stream.seek(offset, whence))
+
     async def write_all(self, chunks: Iterable[Data]) -> int:
         """See `ByteWriter.write_all`.  `chunks` is iterated in a worker thread."""
         return await finish(lambda: self._stream.write_all(chunks))
