@@ -78,8 +78,8 @@ class TestVolume(test_host_volume.TestHostVolume):
                 volume.check_invariants()
 
     @pytest.fixture
-    def shell_below(self, container_of: Container, tmp_path: Path) -> Callable[[str], object]:
-        return lambda line: inside(container_of, f"cd /w/{tmp_path.name}-0 && {line}")
+    def shell_below(self, container: Container, tmp_path: Path) -> Callable[[str], object]:
+        return lambda line: inside(container, f"cd /w/{tmp_path.name}-0 && {line}")
 
     @pytest.fixture
     def clock(self, tmp_path: Path) -> Clock:

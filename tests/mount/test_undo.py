@@ -165,7 +165,6 @@ def test_the_command_line_says_which_way_one_can_go(workspace: Workspace, root: 
     ]
     assert succeeded(vfsd("restore", "--redo", *picked)) == (
         "redid restore one: 1 modified\nthe state left is safety-1; `vfsd restore --undo` goes back\n"
-        "1 file is older than what it replaced; build tools may not notice: `--touch`\n"
     )
     assert "nothing to redo" in failed(vfsd("restore", "--redo", *picked))
     # Paths of the state before: a step of its own.
