@@ -22,6 +22,9 @@ from vfsd.machine.daemon_log import log_path
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_record
 
+# Other workers run these tests, too, and a daemon has only the beginning of its name for all to see.
+UNBORN, LATE = f"u{os.getpid()}", f"l{os.getpid()}"
+
 
 @pytest.fixture
 def source(workdir: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
@@ -62,8 +65,8 @@ def nothing_is_left(place: Path) -> bool:
 @pytest.mark.parametrize("step", SOURCE_STEPS)
 def test_a_source_that_is_killed_leaves_no_fork(source: Workspace, workdir: Path) -> None:
     with pytest.raises(OSError, match=r"(?s)."):
-        source.fork(workdir / "unborn", name="unborn")
-    wait_until(lambda: nothing_is_left(workdir / "unborn"), "the fork has ended and its mount is gone")
+        source.fork(workdir / UNBORN, name=UNBORN)
+    wait_until(lambda: nothing_is_left(workdir / UNBORN), "the fork has ended and its mount is gone")
 
 
 @pytest.mark.extended
@@ -72,12 +75,12 @@ def test_a_fork_that_is_killed_before_it_is_ready_leaves_nothing(source: Workspa
     for _ in range(2):
         with pytest.raises(
             OSError,
-            match=r"daemon died while starting: see .*unborn\.log" if step in FORK_STEPS else "lack of a descriptor",
+            match=rf"daemon died while starting: see .*{UNBORN}\.log" if step in FORK_STEPS else "lack of a descriptor",
         ) as raised:
-            source.fork(workdir / "unborn", name="unborn")
+            source.fork(workdir / UNBORN, name=UNBORN)
         assert raised.value.errno == (errno.EIO if step in FORK_STEPS else errno.EMFILE)
-        assert nothing_is_left(workdir / "unborn")
-        assert not (workdir / "unborn").exists()
+        assert nothing_is_left(workdir / UNBORN)
+        assert not (workdir / UNBORN).exists()
         assert source.snapshots() == []
         wait_until(lambda: not children(source.pid), "the fork is no zombie")
     assert (workdir / "source" / "file").read_text() == "source"
@@ -85,21 +88,21 @@ def test_a_fork_that_is_killed_before_it_is_ready_leaves_nothing(source: Workspa
 
 @pytest.mark.parametrize("step", [WAITING])
 def test_a_caller_that_is_killed_leaves_a_whole_fork_or_none(source: Workspace, workdir: Path) -> None:
-    place = workdir / "late"
-    command = [sys.executable, "-m", "vfsd.cli.main", "fork", "-w", "source", str(place), "--name", "late"]
+    place = workdir / LATE
+    command = [sys.executable, "-m", "vfsd.cli.main", "fork", "-w", "source", str(place), "--name", LATE]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as caller:
         wait_until((workdir / "go.waits").exists, "the fork is about to mount")
         caller.kill()
     (workdir / "go").touch()
 
     def is_reported() -> bool:  # until then the fork may still be undone
-        return "mounted, served" in Path(log_path("late")).read_text()
+        return "mounted, served" in Path(log_path(LATE)).read_text()
 
     wait_until(lambda: is_reported() or nothing_is_left(place), "the fork has started, or ended")
     if not is_reported():
         wait_until(lambda: source.snapshots() == [], "the base is dropped")
         return
-    fork = Workspace.attach("late")
+    fork = Workspace.attach(LATE)
     assert (place / "file").read_text() == "source"
     assert fork.status().base in {each.name for each in source.snapshots()}
     unmount_when_idle(fork)

@@ -134,27 +134,33 @@ def _incomplete(base: SnapshotInfo) -> Iterator[str]:
 
 
 def _links(fork: str, source: str) -> list[str]:
-    """Say what at the top of a fork leads to the source, or to a git repository outside.  Nothing below is searched."""
+    """Say what at the top of a fork leads to the source, or to a git repository outside.  Nothing below is searched.
+
+    Opens files of the source's mount only: the process of another fork that is made at this moment closes what it
+    inherits of that, and would keep the mount of this fork busy.
+    """
     from protocol.merge.git import first_line  # noqa: PLC0415 (start-up)
 
     found = []
     try:
-        with os.scandir(fork) as entries:
+        with os.scandir(source) as entries:
             top = sorted(itertools.islice(entries, _ENTRIES_SEEN), key=lambda entry: entry.name)
     except OSError:
         return []
     for name in ("", *(entry.name for entry in top if entry.is_dir(follow_symlinks=False))):
-        place = os.path.join(fork, name)
+        git = os.path.join(source, name, ".git")
         with contextlib.suppress(OSError, ValueError):
-            kind, _, gitdir = first_line(os.path.join(place, ".git")).partition(": ")
-            if kind == "gitdir" and not _is_in(os.path.join(place, gitdir), fork):
+            kind, _, gitdir = first_line(git).partition(": ")
+            is_inside = not os.path.isabs(gitdir) and _is_in(os.path.join(source, name, gitdir), source)
+            is_in_fork = os.lstat(os.path.join(fork, name, ".git")).st_size == os.lstat(git).st_size
+            if kind == "gitdir" and is_in_fork and not is_inside:
                 found.append(
                     f"{shown(os.fsencode(name or '.'))} is a linked git work tree: commits in the fork land in the"
                     f" repository that has {shown(os.fsencode(gitdir))}, as those of the source"
                 )
     for entry in top:
         with contextlib.suppress(OSError):
-            if entry.is_symlink() and _is_in(os.readlink(entry.path), source):
+            if entry.is_symlink() and _is_in(os.readlink(os.path.join(fork, entry.name)), source):
                 found.append(
                     f"the symlink {shown(os.fsencode(entry.name))} in the fork leads into the source, {source}"
                 )
