@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,8 +63,8 @@ def numbers(root: Path) -> dict[str, int]:
 
 
 def diff(workspace: Workspace) -> list[tuple[str, str]]:
-    found = json.loads(succeeded(vfsd("diff", "-w", workspace.name, "--json")))
-    return sorted((each["path"], each["change"]) for each in found["changes"])
+    """What differs from the directory below."""
+    return sorted((change.path, change.change) for change in workspace.diff("").changes)
 
 
 @pytest.mark.parametrize("engine", ["native", "pyfuse3"])
@@ -133,7 +132,7 @@ def test_after_an_apply_and_a_crash_snapshots_have_the_old_content(
     workspace.snapshot("before")
     (overlay.path / "file").write_bytes(b"n" * size)
     (overlay.path / "left").write_bytes(b"not applied")
-    succeeded(vfsd("apply", "-w", workspace.name, "file", "new"))
+    succeeded(vfsd("apply", "-w", workspace.name, "file", "dir/second name", "new"))
     if is_compacted:
         succeeded(vfsd("compact", "-w", workspace.name))
     overlay.kill()
