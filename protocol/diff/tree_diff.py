@@ -385,7 +385,7 @@ class PathScope:
 
 
 def _scope_key(path: bytes) -> bytes:
-    """Bytes that sort as `walk_order`, and of which those of everything below `path` begin with those of `path`."""
+    """Return a key that sorts as `walk_order` does and is a prefix of the key of everything below `path`."""
     return path.replace(b"/", b"\0") + b"\0" if path else b""
 
 

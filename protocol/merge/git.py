@@ -169,7 +169,7 @@ class PrivateGit:
 
 
 class Fetched(Value):
-    """A repository of which both sides have a version, and which stayed as it was in the target.
+    """A repository that both sides changed; the target kept its own version.
 
     `path`: in the workspace.  `refs`: the namespace in the target that has the branches of the other side; empty if
     there are none.  `commands`: for a shell; they take over its commits.  `problem`: why the branches are not there.

@@ -25,7 +25,7 @@ _INDEX: Final = b"index"
 _INDEX_BYTES_MAX: Final = 64 << 20  # larger ones are compared as they are
 _HASHES_BYTES: Final = (20, 32)  # SHA-1, SHA-256
 _EXTENDED: Final = 0x40
-_SPLIT: Final = b"link"  # the extension of an index of which another file has a part
+_SPLIT: Final = b"link"  # the extension of a split index: another file has a part of it
 
 
 class Decided(Value):

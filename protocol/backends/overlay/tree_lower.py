@@ -78,7 +78,7 @@ class LowerTree(Protocol):
         ...
 
     def ranges(self, path: bytes, start: int, end: int) -> Iterable[tuple[int, int]]:
-        """Return the (start, end) of the runs of a file, between two offsets, outside of which it is zeros.
+        """Return (start, end) of each run of data in a file between two offsets; the rest is zeros.
 
         The whole if that is not known, or not verified yet.
         """
