@@ -29,7 +29,7 @@ from protocol.backends.memory import MemoryVolume
 from vfsd.daemon.audit.log import AuditLog
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine, wire
-from vfsd.kernel.engines.native.negotiation import negotiate
+from vfsd.kernel.engines.native.mounting import negotiate
 from vfsd.kernel.engines.native.wire import Opcode
 from vfsd.machine import interpreter
 

@@ -3,7 +3,7 @@
     python -m bench.waiting [--rounds N] [--hogs 0,1,2,4]
 
 Microseconds for an operation, medians, lowest tenth and mean of the rounds; beside so many threads that compute without
-end.  See `vfsd.kernel.engines.native.polling`.
+end.  See `vfsd.kernel.engines.native.wakeups`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench._filesystems import end_cleanly
 from bench._micro import create
 from protocol.backends.memory import MemoryVolume
 from vfsd.kernel.engines.base import EngineSettings
-from vfsd.kernel.engines.native import NativeEngine, polling
+from vfsd.kernel.engines.native import NativeEngine, wakeups
 from vfsd.machine import interpreter
 
 FILES = 400
@@ -40,7 +40,7 @@ ROWS: tuple[tuple[str, Callable[[str], object]], ...] = (
 
 def serve(mountpoint: str, spin_us: float) -> None:
     """A daemon that spins for so long."""
-    polling._SPIN_S = spin_us * 1e-6  # type: ignore[misc]
+    wakeups._SPIN_S = spin_us * 1e-6  # type: ignore[misc]
     interpreter.set_up("bench")
     engine = NativeEngine(MemoryVolume(), EngineSettings(mountpoint, "waiting"))
     engine.mount()
@@ -103,7 +103,7 @@ def main() -> None:
         with ExitStack() as stack:
             places = {
                 name: stack.enter_context(served(scratch / name, spin_us))
-                for name, spin_us in (("asleep", 0.0), ("awake", polling._SPIN_S * 1e6))
+                for name, spin_us in (("asleep", 0.0), ("awake", wakeups._SPIN_S * 1e6))
             }
             print(f"{'hogs':>4} {'':20}" + "".join(f"{name:>26}" for name in places))
             for count in map(int, options.hogs.split(",")):

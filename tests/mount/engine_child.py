@@ -26,10 +26,10 @@ from protocol.backends.memory import MemoryVolume
 from protocol.volume import VolumeCapabilities
 from protocol.volume_extensions import CacheInvalidation, EntryChange
 from tests.support.waiting import readable
+from vfsd.kernel import inotify
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
-from vfsd.kernel.inotify import Replay, calls
 from vfsd.kernel.invalidation import invalidate_kernel_caches
 
 EVENTS = {
@@ -160,11 +160,11 @@ class _Child:
         self.user = settings.pop("user")
         faults = settings.pop("faults", None)
         self.withdraws = settings.pop("withdraws", False)
-        vars(calls)["_MAX_CHANGES"] = settings.pop("replay_limit", vars(calls)["_MAX_CHANGES"])
+        vars(inotify)["_MAX_CHANGES"] = settings.pop("replay_limit", vars(inotify)["_MAX_CHANGES"])
         self.victim: int | None = None
         self.found_empty: bool | None = None
         kind = {"pyfuse3": Pyfuse3Engine, "native": NativeEngine}[settings.pop("engine", "pyfuse3")]
-        self.replay = Replay(self.volume, mountpoint)
+        self.replay = inotify.Replay(self.volume, mountpoint)
         subject: Any = _Faulty(self.volume, faults) if faults else self.volume
         settings.setdefault("cache_timeout_s", math.inf)
         engine_settings = EngineSettings(mountpoint, "test", **settings)

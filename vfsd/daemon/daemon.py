@@ -30,12 +30,10 @@ from protocol.volume_extensions import CacheInvalidation
 from vfsd.daemon import preload
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.backends import Backend
-from vfsd.daemon.compaction import Compaction
 from vfsd.daemon.control.methods import Methods, Start
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
 from vfsd.daemon.forks.forks import Forks, Origin
-from vfsd.daemon.memory_trim import MemoryTrim
 from vfsd.daemon.merging.records import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.opening import (
@@ -49,10 +47,9 @@ from vfsd.daemon.opening import (
     resumed_mount,
     to_serve,
 )
-from vfsd.daemon.removal import Removal
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
-from vfsd.daemon.stacks import STACKS_SIGNAL, dump_threads_on_signal, write_task_stacks
+from vfsd.daemon.upkeep import STACKS_SIGNAL, Compaction, MemoryTrim, Removal, dump_threads_on_signal, write_task_stacks
 from vfsd.kernel.engines.choice import mount_engine, resume_engine
 from vfsd.kernel.inotify import Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches

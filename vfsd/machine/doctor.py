@@ -38,7 +38,7 @@ from vfsd.machine.journals import drop_command, journal_directory, journal_names
 from vfsd.machine.left_containers import LeftContainer, left_containers
 from vfsd.machine.mountinfo import mounts, vfsd_mounts
 
-KERNEL_MIN: Final = (5, 15)  # for the native engine (vfsd/kernel/engines/native/negotiation.py)
+KERNEL_MIN: Final = (5, 15)  # for the native engine (vfsd/kernel/engines/native/mounting.py)
 KERNEL_MIN_PYFUSE3: Final = (5, 4)
 # Features of later kernels; source: Documentation/filesystems/fuse.rst and the history in linux/fuse.h.
 KERNEL_FEATURES: Final = (

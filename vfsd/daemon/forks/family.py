@@ -19,7 +19,7 @@ Invariants:
   volume refuses what needs memory (`has_room`), and `check_fork` refuses a fork.
 - A process that has ended counts until the next measurement, which comes before any refusal.
 
-The process that writes an image of the journal (`vfsd.daemon.compaction`) has a slot of its own, after the others.  It
+The process that writes an image of the journal (`vfsd.daemon.upkeep`) has a slot of its own, after the others.  It
 only reads, and publishes the pages that it copies.  If it takes memory that a change needs, it is killed, and the
 change goes on: a compaction can be repeated.
 

@@ -37,7 +37,7 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.linux.shared_log import SharedLog
-from vfsd.daemon.keeper import keeping, stuck
+from vfsd.daemon.keeper import keeping
 from vfsd.daemon.keeper.kept import (
     DAEMON,
     DEATHS,
@@ -254,7 +254,7 @@ def _continued(options: MountOptions, notifier: Notifier, token: str, fds: dict[
         raise _UnusableError(f"its daemon died {deaths} times in a row without answering a request")
     memory[RESTARTS] += 1
     _logger.error("the daemon before died: this one continues its mount", extra={"operation": "keep"})
-    stuck.release(memory[DAEMON], device, fds["memory"])
+    keeping.release_stuck(memory[DAEMON], device, fds["memory"])
     holder = DescriptorStore(notifier, options, token, fds)
     holder.known()
     os.close(fds["saved"])

@@ -24,6 +24,7 @@ daemon would never end: about once a second the keeper looks for that state, and
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -37,7 +38,6 @@ from typing import TYPE_CHECKING, Final
 from protocol.linux.shared_log import SharedLog
 from vfsd.daemon import preload
 from vfsd.daemon.backends import registry
-from vfsd.daemon.keeper import stuck
 from vfsd.daemon.keeper.kept import (
     DEATHS_MAX,
     HAS_ANCHOR,
@@ -51,7 +51,9 @@ from vfsd.daemon.keeper.kept import (
     deaths_in_a_row,
     shared_memory,
 )
+from vfsd.kernel.engines.native import mounting
 from vfsd.machine import interpreter, logs, runtime
+from vfsd.machine.logs import log_failure
 from vfsd.wire.sockets import receive_descriptors
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ class Keeper:
                 if pidfd in ready:
                     break
                 if not ready and self._device is not None:
-                    stuck.release(self._child, self._device, self._memory_fd)
+                    release_stuck(self._child, self._device, self._memory_fd)
         finally:
             os.close(pidfd)
         child, self._child = self._child, 0
@@ -236,3 +238,27 @@ def _end_like(status: int) -> int:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return 128 - status
+
+
+def release_stuck(pid: int, device: int, memory_fd: int) -> None:
+    """Answer the requests of the threads of `pid` with EIO, if that process was killed and does not end.
+
+    No process serves the mount.  `memory_fd`: see `mounting.fail_noted`.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+        if state != "Z":
+            return
+        threads = {int(thread) for thread in os.listdir(f"/proc/{pid}/task")}
+        try:
+            count = mounting.answer_threads(device, threads)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel that does not send requests again
+                raise
+            count = mounting.fail_noted(device, memory_fd)
+    except OSError as error:  # ENODEV: the mount is gone, and its requests with it
+        log_failure(_logger, "releasing the dead daemon", error, level=logging.INFO)
+        return
+    if count:
+        _logger.warning("%d requests of the dead daemon itself were answered with EIO", count)

@@ -10,17 +10,20 @@ From then on it restarts the daemon if that dies.
 
 from __future__ import annotations
 
+import errno
+import json
 import mmap
 import os
 import socket
 import time
+import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from protocol.values import Value
-from vfsd.daemon.keeper.notes import Notes
 from vfsd.kernel.engines.base import ResumableEngine
-from vfsd.kernel.engines.native import abandoned
+from vfsd.kernel.engines.native import mounting
+from vfsd.kernel.engines.native.mounting import SHARED_BYTES
 from vfsd.machine import interpreter
 from vfsd.machine.runtime import process_start_ticks
 
@@ -49,7 +52,7 @@ DAEMON: Final = 5  # the process that serves the mount
 
 def shared_memory(descriptor: int | None = None) -> tuple[int, memoryview]:
     """Make the memory that a keeper and its daemon share, or map that of `descriptor`."""
-    size = abandoned.SHARED_BYTES
+    size = mounting.SHARED_BYTES
     if descriptor is None:
         descriptor = os.memfd_create("vfsd-keeper")
         os.ftruncate(descriptor, size)
@@ -207,3 +210,48 @@ class Kept:
     def end(self) -> None:
         """The mount has ended, or another daemon has it."""
         self._holder.drop()
+
+
+# -- notes for the next daemon: what was set while this one ran ------------------------------------------------
+_SLOT_BYTES: Final = 2 << 20  # more than all patterns and labels take
+_HEADER: Final = "{:020} {:010} {:010}\n"  # the number of the change, the length and the CRC of the JSON text
+_HEADER_BYTES: Final = 43
+_SLOTS: Final = (SHARED_BYTES, SHARED_BYTES + _SLOT_BYTES)
+
+
+class Notes:
+    """The notes behind the shared memory in the file `memory_fd`.
+
+    A journal has the policy, too, but `host:` and `container:` have no journal, and labels are in none.
+
+    Invariant: the notes of before a change, or those of after it, can be read at every moment.  There are two slots,
+    and a change writes to the older one; the CRC shows whether it is complete.
+    """
+
+    def __init__(self, memory_fd: int) -> None:
+        self._memory_fd = memory_fd
+        self._number, self._values = max(map(self._read, _SLOTS), key=lambda found: found[0])
+
+    def _read(self, slot: int) -> tuple[int, dict[str, Any]]:
+        words = os.pread(self._memory_fd, _HEADER_BYTES, slot).split()
+        if len(words) == 3 and all(map(bytes.isdigit, words)):  # not zeros, or nothing
+            number, length, crc = map(int, words)
+            data = os.pread(self._memory_fd, length, slot + _HEADER_BYTES)
+            if zlib.crc32(data) == crc:
+                return number, json.loads(data)
+        return 0, {}
+
+    def get(self, key: str) -> Any:
+        """Return what this daemon, or the one before it, has set; None if nothing was."""
+        return self._values.get(key)
+
+    def set(self, key: str, value: Any) -> None:
+        """Note a value of JSON for the next daemon.  OSError if there is no memory for it, or it is too large."""
+        values = {**self._values, key: value}
+        data = json.dumps(values).encode()  # which keeps the lone surrogates of bytes that are not UTF-8
+        number = self._number + 1
+        if len(data) > _SLOT_BYTES - _HEADER_BYTES:
+            raise OSError(errno.E2BIG, f"{len(data)} bytes are too many for the notes of a daemon")
+        header = _HEADER.format(number, len(data), zlib.crc32(data)).encode()
+        os.pwrite(self._memory_fd, header + data, _SLOTS[number % 2])
+        self._number, self._values = number, values

@@ -36,7 +36,7 @@ from vfsd.daemon.policy.rules import PolicyRules
 from vfsd.daemon.policy.trees import HiddenTree, check_changes, guarded_changes, left_out_of
 from vfsd.daemon.policy.volume import PolicyVolume
 from vfsd.daemon.policy.walk import Name, walk
-from vfsd.kernel.engines.arrivals import repeated
+from vfsd.kernel.engines.base import repeated
 from vfsd.kernel.invalidation import invalidate_kernel_caches
 from vfsd.machine.logs import log_failure
 from vfsd.wire.options import PolicyOptions

@@ -70,7 +70,7 @@ from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.prepared_import import PreparedImport
 from vfsd.daemon.snapshots.pruned import PrunedRecord, PrunedSnapshots, recorded
 from vfsd.daemon.snapshots.threads import checked
-from vfsd.kernel.engines.arrivals import repeated
+from vfsd.kernel.engines.base import repeated
 from vfsd.machine.logs import log_failure
 from vfsd.wire.snapshot_messages import CHANGES_LISTED
 

@@ -18,21 +18,25 @@ import errno
 import functools
 import logging
 import os
+import signal
+import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
 import trio
 
 import vfsd
+from protocol.linux import credentials
 from protocol.volume_durability import HandedOverVolume, handed_over, journaled
 from protocol.volume_extensions import forkable
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.forks.process import check_memory, fork_writer
-from vfsd.daemon.keeper.kept import Kept
+from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
 from vfsd.daemon.merging.records import ancestor_record, state_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
@@ -44,6 +48,7 @@ from vfsd.daemon.upgrading.messages import (
     CarriedForks,
     CarriedLists,
     CarriedOrigin,
+    Channel,
     Finish,
     Follow,
     Followed,
@@ -52,12 +57,14 @@ from vfsd.daemon.upgrading.messages import (
     Loaded,
     OpenFiles,
     PeerEndedError,
+    Prepared,
+    Serving,
     TakeOverError,
 )
-from vfsd.daemon.upgrading.new_daemon import NewDaemon
 from vfsd.kernel.engines.base import HandedOverEngine
+from vfsd.machine import interpreter
 from vfsd.wire.handshake import encode_options
-from vfsd.wire.messages import UpgradeParams, UpgradeResult
+from vfsd.wire.messages import UpgradeParams, UpgradeResult, from_wire_path
 
 if TYPE_CHECKING:
     from protocol.volume_durability import GivenState
@@ -67,7 +74,7 @@ if TYPE_CHECKING:
     from vfsd.daemon.exec.commands import Commands
     from vfsd.daemon.forks.family import ForkFamily
     from vfsd.daemon.forks.forks import Forks
-    from vfsd.daemon.removal import Removal
+    from vfsd.daemon.upkeep import Removal
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions, PolicyOptions
 
@@ -448,3 +455,129 @@ def _busy(running: list[str]) -> OSError:
         what = "a command of `vfsd exec` runs" if commands == 1 else f"{commands} commands of `vfsd exec` run"
         return OSError(errno.EBUSY, f"{what}, and would be ended: wait for the end, or end it")
     return OSError(errno.EBUSY, f"calls run that would be interrupted ({', '.join(sorted(set(running)))}): try again")
+
+
+M = TypeVar("M", bound=msgspec.Struct)
+_MODULE: Final = "vfsd.daemon.upgrading"
+_SERVE_S: Final = 30.0  # from Go to Serving, before a new daemon that hangs is killed
+
+
+class NewDaemon:
+    """The process that is to take over, and the one that writes the image for it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self._process = process
+        self.channel = channel
+        self.writer: tuple[int, list[int]] | None = None
+        self._keeper_memory: memoryview | None = None
+        self._pidfd = -1
+
+    @classmethod
+    def start(cls, params: UpgradeParams, name: str) -> NewDaemon:
+        """Start the interpreter that `params` names.  Any thread.  OSError."""
+        executable = os.fsdecode(from_wire_path(params.executable))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = interpreter.environment(credentials.environment())
+        environment.pop("PYTHONPATH", None)
+        if params.import_paths:
+            paths = [os.fsdecode(from_wire_path(path)) for path in params.import_paths]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
+        if environment.get("WATCHDOG_PID") == str(os.getpid()):
+            del environment["WATCHDOG_PID"]  # the new daemon feeds the watchdog
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    [executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    cwd="/",
+                    start_new_session=True,
+                    env=environment,
+                )
+            except OSError as error:
+                ours.close()
+                reason = f"{executable} cannot be started ({error.strerror}), so {name} was not upgraded"
+                raise OSError(error.errno, reason) from None
+        return cls(process, Channel(ours))
+
+    async def receive(self, kind: type[M], timeout_s: float) -> M:
+        """Return its next message.  TakeOverError if it fails or dies, TimeoutError."""
+        return (await self._receive(kind, timeout_s))[0]
+
+    async def _receive(self, kind: type[M], timeout_s: float) -> tuple[M, list[int]]:
+        try:
+            with trio.move_on_after(timeout_s):
+                return await self.channel.receive(kind)
+        except PeerEndedError:
+            raise TakeOverError(await self._how_it_ended()) from None
+        except ValueError as error:
+            raise TakeOverError(f"sent something that cannot be read: {error}") from None
+        raise TimeoutError(errno.ETIMEDOUT, f"did not answer within {timeout_s:g} s")
+
+    async def prepared(self, timeout_s: float) -> int:
+        """Return its process id when it could serve.  Errors as for `receive`."""
+        message, descriptors = await self._receive(Prepared, timeout_s)
+        self._pidfd = os.pidfd_open(message.pid)
+        if descriptors:
+            descriptor, self._keeper_memory = shared_memory(descriptors[0])
+            os.close(descriptor)
+        return message.pid
+
+    async def is_serving(self) -> bool:
+        """Wait until it serves; if it ended before, return whether its keeper restarts it.
+
+        The next daemon needs the lock of the journal, which this one has: so nothing waits here to learn how it ended.
+        """
+        try:
+            with trio.fail_after(_SERVE_S):
+                await self.channel.receive(Serving)
+        except (TakeOverError, PeerEndedError, ValueError, trio.TooSlowError) as error:
+            reason = str(error) or type(error).__name__
+            _logger.warning("the new daemon did not serve: %s", reason, extra={"operation": "upgrade"})
+            return await self.is_restarted()
+        return True
+
+    async def is_restarted(self) -> bool:
+        """Return whether its keeper restarts it; it has ended, or is killed.
+
+        Its keeper ends with it, or says in its memory that it keeps the mount.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        while self._process.poll() is None:
+            if self._keeper_memory is not None and self._keeper_memory[KEEPS]:
+                return True
+            await trio.sleep(_POLL_S)
+        return False
+
+    async def _how_it_ended(self) -> str:
+        with trio.move_on_after(1):
+            while self._process.poll() is None:
+                await trio.sleep(_POLL_S)
+        status = self._process.poll()
+        if status is None:
+            return "closed its connection"
+        how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        return f"died before it could serve ({how}; the log of the workspace may say more)"
+
+    async def end(self) -> None:
+        """End the processes, if they run, and release what belongs to them."""
+        with contextlib.suppress(PeerEndedError):
+            self.channel.send(messages.Abort())
+        self.channel.close()
+        self._process.kill()
+        # Its child ends with it, or when it finds the channel closed; it does nothing before Go.
+        await trio.to_thread.run_sync(self._process.wait)
+        await self._end_writer()
+
+    async def _end_writer(self) -> None:
+        if self.writer is None:
+            return
+        pid, pidfds = self.writer
+        self.writer = None
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
+        await trio.lowlevel.wait_readable(pidfds[0])
+        os.waitpid(pid, 0)
+        for each in pidfds:
+            os.close(each)

@@ -7,14 +7,16 @@ must answer first.  Call these two from any other thread, never from the loop.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Final, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar, runtime_checkable
 
 import trio
 
@@ -22,6 +24,9 @@ from protocol.errors import NotReadyError
 from protocol.linux.syscalls import syncfs
 from protocol.values import Value
 from protocol.volume import Volume
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 _logger = logging.getLogger(__name__)
 
@@ -376,3 +381,69 @@ def attribute_change(
     if mode or kill:
         return "chmod"
     return "utime" if times else None
+
+
+# -- calls that needed something from the network (`protocol.errors.NotReadyError`) -----------------------------
+T = TypeVar("T")
+
+
+async def arrived(error: NotReadyError) -> object:
+    """Wait for what the call needs; return what keeps it in memory.  OSError if it cannot be fetched."""
+    event = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def notify(_arrival: Future[object]) -> None:
+        with suppress(trio.RunFinishedError):
+            token.run_sync_soon(event.set)
+
+    error.arrival.add_done_callback(notify)
+    await event.wait()
+    return error.arrival.result()
+
+
+async def repeated(call: Callable[[], T | Awaitable[T]], error: NotReadyError | None = None) -> T:
+    """Call `call` until it has all that it needs; `error` is from its first attempt."""
+    held: list[object] = []
+    while True:
+        try:
+            if error is not None:
+                held.append(await arrived(error))
+            answer = call()
+            return await answer if isinstance(answer, Awaitable) else answer
+        except NotReadyError as again:
+            error = again
+
+
+class Markers:
+    """The markers of one mount at `mountpoint`: requests that show that the loop has read every earlier request.
+
+    The kernel queues requests in order, and the loop reads them in order.  So when the loop reads a marker, it has read
+    every request that was queued before the marker, even if the device is never empty.
+
+    A marker is a statfs(2) of the mount, which the kernel always forwards.  A worker thread makes it, because the loop
+    has to answer it, and the loop recognizes it by the thread's id in the request's header.
+    """
+
+    def __init__(self, mountpoint: str) -> None:
+        self._mountpoint = mountpoint
+        self._was_read: dict[int, bool] = {}  # by the id of the thread that waits
+
+    def record(self, thread_id: int) -> None:
+        """Record that the loop has read a statfs request of the thread `thread_id`."""
+        if thread_id in self._was_read:
+            self._was_read[thread_id] = True
+
+    async def pass_one(self) -> bool:
+        """Send a marker and wait for its answer.  Return whether the loop has read it.
+
+        False: the path leads to another mount now, or the mount is gone.
+        """
+        # Abandoned on cancellation: a loop that is ending does not answer.
+        return await trio.to_thread.run_sync(self._send, abandon_on_cancel=True)
+
+    def _send(self) -> bool:
+        thread_id = threading.get_native_id()
+        self._was_read[thread_id] = False
+        with contextlib.suppress(OSError):
+            os.statvfs(self._mountpoint)
+        return self._was_read.pop(thread_id)

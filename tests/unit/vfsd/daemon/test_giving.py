@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import trio
 
+from vfsd.daemon.upgrading.giving import NewDaemon
 from vfsd.daemon.upgrading.messages import Channel, Failed
-from vfsd.daemon.upgrading.new_daemon import NewDaemon
 
 
 @pytest.mark.parametrize(

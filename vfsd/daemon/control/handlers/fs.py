@@ -56,7 +56,7 @@ from vfsd.daemon.control.turns import Slices, Turns
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
-from vfsd.kernel.engines.arrivals import repeated
+from vfsd.kernel.engines.base import repeated
 from vfsd.wire.fs_messages import (
     FsEntry,
     FsExecParams,

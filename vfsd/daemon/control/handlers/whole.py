@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from protocol.store import Store, TreeSource
 from protocol.volume_extensions import SnapshotInfo
-from vfsd.daemon.compaction import Compaction
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.forks.forks import Forks
@@ -24,6 +23,7 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree
 from vfsd.daemon.snapshots.base import BASE, STAGED_PREFIX, SnapshotService, free_name, in_bytes
 from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.daemon.upkeep import Compaction
 from vfsd.wire.messages import CompactResult, Empty, PolicyParams, PolicyResult, from_wire_path, wire_path
 from vfsd.wire.option_rules import OptionError, check_policy_size
 from vfsd.wire.options import WorkspaceOptions

@@ -17,8 +17,8 @@ from protocol.errors import DeniedByPolicyError
 from protocol.volume import RENAME_EXCHANGE, Attributes
 from vfsd.kernel.engines.base import ChangeObserver, attribute_change
 from vfsd.kernel.engines.native import wire
-from vfsd.kernel.engines.native.handler import BODY, Method, Request
 from vfsd.kernel.engines.native.operations import Operations
+from vfsd.kernel.engines.native.requests import BODY, Method, Request
 from vfsd.kernel.engines.native.wire import Opcode
 from vfsd.kernel.engines.native.write_back import BARRIER_INODE
 

@@ -9,7 +9,7 @@ After 1 ms of requests it lets other tasks run.
 
 A mount outlives its daemon if another process has a duplicate of the descriptor.  The next daemon's engine continues
 with `resume`: it takes over what was negotiated, and has the kernel send again the requests that were read and not
-answered (`abandoned`).  This works because the engine keeps no state about the kernel: handles are inode numbers, and
+answered (`mounting`).  This works because the engine keeps no state about the kernel: handles are inode numbers, and
 what was answered with ENOSYS once stays so by negotiation.
 """
 
@@ -35,26 +35,20 @@ from protocol.values import Value
 from protocol.volume import Volume
 from protocol.volume_durability import current_request, journaled
 from vfsd.kernel.engines import base, policy
-from vfsd.kernel.engines.arrivals import repeated
-from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator, StaleContent
-from vfsd.kernel.engines.markers import Markers
-from vfsd.kernel.engines.native import abandoned, mounting, observation, wire
-from vfsd.kernel.engines.native.answers import error_answer, send_reply
-from vfsd.kernel.engines.native.buffers import BufferPool
-from vfsd.kernel.engines.native.handler import Handler, Request
-from vfsd.kernel.engines.native.negotiation import (
+from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator, Markers, StaleContent, repeated
+from vfsd.kernel.engines.native import mounting, observation, wire
+from vfsd.kernel.engines.native.mounting import (
     MAX_BACKGROUND,
     MAX_REQUEST_BYTES,
     MAX_WRITE_BYTES,
     Agreement,
+    Notifications,
     negotiate,
 )
-from vfsd.kernel.engines.native.notifications import Notifications
 from vfsd.kernel.engines.native.operations import Operations
-from vfsd.kernel.engines.native.pending import PendingRequest
-from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
-from vfsd.kernel.engines.native.wakeups import Wakeups, make_wakeups
+from vfsd.kernel.engines.native.requests import BufferPool, Handler, PendingRequest, Request, error_answer, send_reply
+from vfsd.kernel.engines.native.wakeups import Poller, RunnableThreads, Wakeups, make_wakeups
 from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, InitFlag, Opcode
 from vfsd.kernel.engines.native.write_back import BARRIER_INODE, Barrier
 
@@ -125,7 +119,7 @@ class NativeEngine:
         self._notifications = Notifications()
         self._counter: memoryview | None = None
         self._counted = 0
-        # The numbers of requests that wait for an answer, for a kernel that does not send them again (`abandoned`).
+        # The numbers of requests that wait for an answer, for a kernel that does not send them again (`mounting`).
         self._ring: memoryview | None = None
         self._noted: Iterator[int] = iter(())
         self._going_on: trio.Event | None = None  # while the engine pauses
@@ -230,8 +224,8 @@ class NativeEngine:
             raise OSError(errno.EPROTONOSUPPORT, f"the mount was made by another vfsd (format {found.version})")
         self._agreement = agreed = Agreement(found.minor, InitFlag(found.flags), b"")
         if resend and InitFlag.HAS_RESEND in agreed.flags:
-            abandoned.resend(descriptor)
-        elif resend and memory_fd is not None and (failed := abandoned.fail(descriptor, memory_fd)):
+            mounting.resend_unanswered(descriptor)
+        elif resend and memory_fd is not None and (failed := mounting.fail_noted(descriptor, memory_fd)):
             _logger.warning("%d requests that the dead daemon had read failed with EIO (before Linux 6.9)", failed)
         self._mount = mounting.FuseMount(found.mountpoint, found.device)
         self._wakeups, self._warning = make_wakeups(self._settings.wakeups)
@@ -242,11 +236,11 @@ class NativeEngine:
         """See `vfsd.kernel.engines.base.ResumableEngine`."""
         self._counter = memory
         if self._agreement is not None and InitFlag.HAS_RESEND not in self._agreement.flags:
-            self._noted = itertools.cycle(range(abandoned.RING_WORDS))
-            ring = mmap.mmap(memory_fd, 8 * abandoned.RING_WORDS, offset=abandoned.RING_AT)
+            self._noted = itertools.cycle(range(mounting.RING_WORDS))
+            ring = mmap.mmap(memory_fd, 8 * mounting.RING_WORDS, offset=mounting.RING_AT)
             self._ring = memoryview(ring).cast("Q")
-            self._buffer = mmap.mmap(memory_fd, MAX_REQUEST_BYTES, offset=abandoned.BUFFER_AT)
-            return  # which the next daemon reads: see `abandoned`
+            self._buffer = mmap.mmap(memory_fd, MAX_REQUEST_BYTES, offset=mounting.BUFFER_AT)
+            return  # which the next daemon reads: see `mounting.fail_noted`
         self._buffers = BufferPool(is_kept=True)
         self._buffer = self._buffers.take()
 

@@ -31,8 +31,8 @@ import trio
 from protocol.linux.syscalls import syncfs
 from protocol.volume import ROOT_INODE, PlainAttributes
 from vfsd.kernel.engines.native import wire
-from vfsd.kernel.engines.native.handler import BODY, Method, Request
 from vfsd.kernel.engines.native.operations import Operations
+from vfsd.kernel.engines.native.requests import BODY, Method, Request
 from vfsd.kernel.engines.native.wire import Opcode
 from vfsd.machine.logs import log_failure
 

@@ -1,7 +1,6 @@
 """The pyfuse3 engine: serves a volume through `pyfuse3.Operations`.  It is the reference and the fallback.
 
-`handlers` maps requests to calls on a volume, `engine` mounts and runs the loop, `reading` keeps its reads from
-blocking.
+`handlers` maps requests to calls on a volume, `engine` mounts and runs the loop.
 
 Threading: the handlers run on the trio loop, `invalidate_inode` and `invalidate_entry` on any other thread
 (`vfsd.kernel.engines.base` says why).  pyfuse3 keeps its session in globals, so a process serves one mount.

@@ -33,13 +33,13 @@ from protocol.volume import (
     Volume,
 )
 from vfsd.kernel.engines import policy
-from vfsd.kernel.engines.arrivals import repeated
 from vfsd.kernel.engines.base import (
     ChangeObserver,
     EngineSettings,
     Impersonator,
     ListingPositions,
     attribute_change,
+    repeated,
 )
 
 _logger = logging.getLogger(__name__)

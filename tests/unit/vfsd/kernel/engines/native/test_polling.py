@@ -11,7 +11,7 @@ import pytest
 from protocol.backends.memory import MemoryVolume
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine
-from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
+from vfsd.kernel.engines.native.wakeups import Poller, RunnableThreads
 
 US = 1e-6
 A_POLL_S = 0.5 * US  # what poll(0) takes

@@ -25,7 +25,7 @@ from protocol.volume import ROOT_INODE, Caller, VolumeCapabilities
 from tests.support.waiting import readable
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine, wire
-from vfsd.kernel.engines.native.negotiation import MAX_BACKGROUND, negotiate
+from vfsd.kernel.engines.native.mounting import MAX_BACKGROUND, negotiate
 from vfsd.kernel.engines.native.operations import Operations
 from vfsd.kernel.engines.native.replies import NO_CACHE, Replies
 from vfsd.kernel.engines.native.wire import InitFlag, Opcode

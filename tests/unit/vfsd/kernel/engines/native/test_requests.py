@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from vfsd.kernel.engines.native.buffers import BufferPool
-from vfsd.kernel.engines.native.negotiation import MAX_REQUEST_BYTES
+from vfsd.kernel.engines.native.mounting import MAX_REQUEST_BYTES
+from vfsd.kernel.engines.native.requests import BufferPool
 
 
 def _resident_pages(buffer: mmap.mmap) -> int:

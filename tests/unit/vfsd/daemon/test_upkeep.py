@@ -1,17 +1,49 @@
-"""When freed memory is returned to the system: by MemoryTrim, and by a volume that is near its limit."""
+"""Upkeep of a daemon: compaction of a journal that an upgrade gives away, trims of memory, removals."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trio
+import trio.testing
 
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import SUPERUSER
-from vfsd.daemon.memory_trim import MemoryTrim
+from vfsd.daemon.upkeep import Compaction, MemoryTrim, Removal
+
+
+class LargeJournal:
+    """The journal of a volume that wants to be compacted, until it is given away."""
+
+    def __init__(self) -> None:
+        self.wants_image = True
+
+    def journal_status(self) -> Any:
+        raise AssertionError("the journal of another daemon")
+
+
+def test_a_journal_that_was_given_away_while_the_compaction_waited_is_left_alone() -> None:
+    trio.run(_wait_for_an_upgrade)
+
+
+async def _wait_for_an_upgrade() -> None:
+    volume = LargeJournal()
+    mounted = SimpleNamespace(compaction_lock=trio.Lock())
+    compaction = Compaction(cast("Any", mounted), cast("Any", volume), cast("Any", None))
+    async with trio.open_nursery() as nursery:
+        async with mounted.compaction_lock:
+            nursery.start_soon(compaction.attend)
+            with trio.fail_after(60):
+                while not mounted.compaction_lock.statistics().tasks_waiting:
+                    await trio.sleep(0.01)
+            volume.wants_image = False
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+
 
 MIB = 1 << 20
 
@@ -148,3 +180,53 @@ print((resident_bytes() - before) * 100 // LIMIT)
 def test_large_files_in_the_place_of_small_ones_take_no_more_memory_than_the_limit() -> None:
     result = subprocess.run([sys.executable, "-c", _REFILL], capture_output=True, text=True, check=True)
     assert int(result.stdout) < 140  # percent; 160 if the holes of the small files are not returned
+
+
+def run_removal(steps: list[str], *, is_used: bool) -> str | None:
+    """Remove while a connection is kept and a command runs, and note each end in `steps`; return the answer."""
+
+    def discard() -> str:
+        steps.append("removed")
+        return "it stays"
+
+    async def attend(*, task_status: trio.TaskStatus[None]) -> None:
+        task_status.started()
+        try:
+            await trio.sleep_forever()
+        finally:
+            steps.append("disconnected")
+
+    async def end_commands() -> None:
+        steps.append("commands ended")
+
+    async def main() -> str | None:
+        removal = Removal(discard)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(removal.connect, attend)
+            nursery.start_soon(lambda: removal.run(end_commands, is_used=is_used))
+            answer = await removal.wait()
+            nursery.cancel_scope.cancel()
+        return answer
+
+    return trio.run(main)
+
+
+def test_commands_and_the_connection_end_before_the_container_is_removed_and_the_answer_says_what_stays() -> None:
+    steps: list[str] = []
+    assert run_removal(steps, is_used=True) == "it stays"
+    assert steps == ["commands ended", "disconnected", "removed"]
+
+
+def test_a_start_that_is_undone_removes_nothing_that_was_there_before() -> None:
+    steps: list[str] = []
+    assert run_removal(steps, is_used=False) is None
+    assert "removed" not in steps
+
+
+def test_the_answer_does_not_wait_for_ever_and_not_at_all_if_there_is_nothing_to_remove() -> None:
+    async def main(removal: Removal) -> str | None:
+        return await removal.wait()
+
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    assert "still being removed" in (trio.run(main, Removal(lambda: None), clock=clock) or "")
+    assert trio.run(main, Removal(None)) is None
