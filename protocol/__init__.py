@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from protocol.adapters.host import HostFilesystem as HostFilesystem
-    from protocol.adapters.path_filesystem.hydrate import HostMount as HostMount
+    from protocol.adapters.host import HostMount as HostMount
     from protocol.adapters.volume import VolumeFilesystem as VolumeFilesystem
     from protocol.backends.filesystems import InMemoryFilesystem as InMemoryFilesystem
     from protocol.filesystem import Filesystem as Filesystem
@@ -21,7 +21,7 @@ _EXPORTS: Final = {
     "READ_ENTIRE_FILE": "protocol.types",
     "Filesystem": "protocol.filesystem",
     "HostFilesystem": "protocol.adapters.host",
-    "HostMount": "protocol.adapters.path_filesystem.hydrate",
+    "HostMount": "protocol.adapters.host",
     "InMemoryFilesystem": "protocol.backends.filesystems",
     "RemoteFilesystem": "protocol.portable.remote",
     "SnapshotManager": "protocol.snapshot_manager",

@@ -16,11 +16,15 @@ from uuid import UUID, uuid4
 
 import msgspec
 
-from protocol.adapters.filesystem_tree import FilesystemTree, put_archive_into
+from protocol.adapters.path_filesystem.filesystem import put_archive
+from protocol.adapters.trees import FilesystemTree
 from protocol.archive import export_archive
-from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
+from protocol.diff.plan import execute, plan
+from protocol.errors import ArchiveError, SnapshotExistsError, SnapshotNotFoundError
 from protocol.filesystem import Filesystem, SnapshotableFilesystem
 from protocol.linux.regular_file import write_atomically
+from protocol.paths import decode
+from protocol.tree import Tree, TreeEntry, filled
 from protocol.types import FilesystemSnapshot
 
 __all__ = ["SnapshotManager"]
@@ -87,7 +91,7 @@ class SnapshotManager:
         if isinstance(self._filesystem, SnapshotableFilesystem):
             self._filesystem.import_archive(archive_path)
         else:
-            put_archive_into(self._filesystem, archive_path)
+            _put_archive_into(self._filesystem, archive_path)
 
     def get(self, snapshot_id: str | UUID) -> FilesystemSnapshot:
         """Return one snapshot.  SnapshotNotFoundError."""
@@ -149,3 +153,54 @@ def _checked(snapshot_id: str | UUID) -> str:
     if not _ID.fullmatch(name):
         raise ValueError(f"a snapshot's id has letters, digits, '.', '_' and '-' only, at most 128: {name!r}")
     return name
+
+
+def _put_archive_into(filesystem: Filesystem, path: str | os.PathLike[str]) -> None:
+    """Replace the state of `filesystem` by the archive at `path`.  If that fails, the state before is put back.
+
+    ArchiveError, before anything changes, for an archive with symlinks or special files.
+    """
+    put_archive(FilesystemTree(filesystem), path, lambda tree: _make_equal(filesystem, tree), _check_types)
+
+
+def _check_types(tree: Tree) -> None:
+    for entry in tree.walk():
+        if not (entry.is_dir or entry.is_file):
+            raise ArchiveError("this filesystem cannot have symlinks and special files", decode(entry.path))
+
+
+def _make_equal(filesystem: Filesystem, tree: Tree) -> None:
+    # Directories are removed whole: with a step for each entry, removals would follow symlinks to directories.
+    steps = plan(FilesystemTree(filesystem), tree, whole_directories=True, links=False)
+    execute(steps, _FilesystemTarget(filesystem, tree))
+
+
+class _FilesystemTarget:
+    """Implements `protocol.diff.plan.Target`."""
+
+    def __init__(self, filesystem: Filesystem, tree: Tree) -> None:
+        self._filesystem = filesystem
+        self._tree = tree
+
+    def remove(self, old: TreeEntry) -> None:
+        self._filesystem.delete(decode(old.path), recursive=old.is_dir)
+
+    def make_directory(self, new: TreeEntry, old: TreeEntry | None) -> None:
+        if old is not None:
+            self.remove(old)
+        self._filesystem.mkdir(decode(new.path))
+
+    def put(self, new: TreeEntry, old: TreeEntry | None) -> None:
+        if old is not None and old.is_dir:
+            self.remove(old)
+        with self._filesystem.open_write(decode(new.path)) as writer:
+            writer.write_all(filled(self._tree.chunks(new.path)))
+
+    def write(self, new: TreeEntry, old: TreeEntry) -> None:
+        self.put(new, old)
+
+    def link(self, new: TreeEntry, other: bytes, old: TreeEntry | None) -> None:  # noqa: ARG002 -- the contract's
+        raise AssertionError("planned without links")
+
+    def set_metadata(self, new: TreeEntry) -> None:
+        """A `Filesystem` has no call for this."""

@@ -17,7 +17,7 @@ Source: fs/fuse/*.c and include/uapi/linux/fuse.h for the kernel's requests; man
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import (
     TYPE_CHECKING,
     Final,
@@ -25,6 +25,7 @@ from typing import (
     Protocol,
     TypeAlias,
     TypeVar,
+    cast,
     runtime_checkable,
 )
 
@@ -58,6 +59,8 @@ __all__ = [
     "StatFs",
     "Volume",
     "VolumeCapabilities",
+    "catching",
+    "then",
 ]
 
 ROOT_INODE: Final = 1  # FUSE_ROOT_ID, linux/fuse.h
@@ -443,3 +446,39 @@ class PlainEntriesVolume(Volume, Protocol):
     def entry_count(self, inode: int) -> int:
         """Return the number of names in a directory, without "." and ".."."""
         ...
+
+
+U = TypeVar("U")
+E = TypeVar("E", bound=Exception)
+
+
+def then(answer: Answer[T], function: Callable[[T], Answer[U]]) -> Answer[U]:
+    """Return `function(answer)`, or an awaitable of it if `answer` is an awaitable."""
+    # isinstance() of an abstract class takes longer than most answers.
+    if not hasattr(answer, "__await__"):
+        return function(answer)
+
+    async def later() -> U:
+        result = function(await cast("Awaitable[T]", answer))
+        return await result if isinstance(result, Awaitable) else result
+
+    return later()
+
+
+def catching(kind: type[E], act: Callable[[], Answer[T]], otherwise: Callable[[E], Answer[T]]) -> Answer[T]:
+    """Return the answer of `act`, or that of `otherwise` if `act` raises an error of this kind."""
+    try:
+        answer = act()
+    except kind as error:
+        return otherwise(error)
+    if not hasattr(answer, "__await__"):
+        return answer
+
+    async def later() -> T:
+        try:
+            return await cast("Awaitable[T]", answer)
+        except kind as error:
+            other = otherwise(error)
+        return await other if isinstance(other, Awaitable) else other
+
+    return later()

@@ -1,5 +1,7 @@
 """GitPatterns: which paths a list of patterns in gitignore's syntax matches, as `git check-ignore` decides it.
 
+`PathFilter` shows or hides the paths of a tree by such patterns.
+
 A pattern that matches a directory matches everything below it, and no later `!` pattern takes that back.  Otherwise the
 last pattern that matches a path decides.  Matching is on characters, where a byte that is not UTF-8 is one character.
 
@@ -17,7 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["GitPatterns"]
+__all__ = ["GitPatterns", "PathFilter"]
 
 _CACHED_BYTES: Final = 2 << 20
 _ENTRY_BYTES: Final = 150  # of a cached answer, without its path
@@ -331,3 +333,34 @@ def _bracket(inner: str) -> str:
 
 def _in_set(character: str) -> str:
     return re.escape(character) if ord(character) < 128 else character
+
+
+class PathFilter:
+    """Hides what a pattern of `exclude` matches, and everything below it.
+
+    With `include`, a file is shown only if one of these patterns matches the file or a directory above it; directories
+    are always shown.  A path that both match is hidden.
+    """
+
+    __slots__ = ("_exclude", "_include")
+
+    def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+        """Raise ValueError for an invalid pattern."""
+        self._include = GitPatterns(include)
+        self._exclude = GitPatterns(exclude)
+
+    def __bool__(self) -> bool:
+        return bool(self._include or self._exclude)
+
+    def lists(self, path: bytes, *, is_directory: bool) -> bool:
+        """Whether a change of the entry at `path`, which `hides` does not hide, is to be listed.
+
+        A directory that no pattern of `include` matches is shown only for the files below it.
+        """
+        return not (self._include and is_directory) or self._include.matches(path, is_directory=True)
+
+    def hides(self, path: bytes, *, is_directory: bool) -> bool:
+        """Whether the entry at `path` is hidden; the caller has checked the directories above it."""
+        if self._exclude and self._exclude.matches_here(path, is_directory=is_directory):
+            return True
+        return bool(self._include) and not is_directory and not self._include.matches(path, is_directory=False)

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from protocol.adapters.path_filesystem.hydrate import HostMount, hydrate
-from protocol.adapters.shared_volume import SharedVolume
-from protocol.adapters.volume import VolumeFilesystem
+from protocol.adapters.host import HostMount, hydrate
+from protocol.adapters.volume import SharedVolume, VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
 from protocol.paths import DEFAULT_LIMITS, CallLimits
 from protocol.volume import Volume

@@ -23,9 +23,8 @@ import trio
 
 from protocol.errors import os_error
 from protocol.execution import supervisor
-from protocol.execution.blocking import BlockingExecutor
 from protocol.execution.executor import Command, Terminal, check_command
-from protocol.execution.runner import Process, Stream
+from protocol.execution.runner import BlockingExecutor, Process, Stream
 
 _PIECE_BYTES: Final = 64 * 1024
 _END_OF_INPUT: Final = b"\x04"  # VEOF as terminals have it (termios(3))

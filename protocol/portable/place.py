@@ -11,10 +11,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from protocol.adapters.path_filesystem.files import PathFilesTree, resolve
 from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.adapters.path_filesystem.plain import PlainPathFilesystem
-from protocol.adapters.path_filesystem.resolve import resolve
-from protocol.adapters.tree import PathFilesTree
 from protocol.errors import os_error
 from protocol.paths import decode, encode, located, normalise
 

@@ -4,9 +4,17 @@ Threading: runs in a worker thread, on a tree of its own.  `keep_going` is calle
 exception from it ends the search, so that is how to cancel one.
 """
 
-from protocol.search.glob import GlobResult, glob_paths
 from protocol.search.grep import GrepResult, grep_tree
-from protocol.search.walk import SKIP_NOTHING, USUAL_SKIPS, NodeTree, SkipRules, Unreadable, UnreadablePaths
+from protocol.search.walk import (
+    SKIP_NOTHING,
+    USUAL_SKIPS,
+    GlobResult,
+    NodeTree,
+    SkipRules,
+    Unreadable,
+    UnreadablePaths,
+    glob_paths,
+)
 
 __all__ = [
     "SKIP_NOTHING",

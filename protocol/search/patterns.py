@@ -2,7 +2,7 @@ r"""Glob patterns, compiled so that they can be matched one name at a time durin
 
 - "*" any characters, "?" one, "[a-z]" one of a class, "[!a]" one outside it: all within a name;
 - "**" as a whole segment: any number of directories, also none; at the end: every file below;
-- "{a,b}" either (see `braces`); "\" makes the next character literal;
+- "{a,b}" either (see `expand`); "\" makes the next character literal;
 - a pattern without "/" matches names at any depth; with a leading "/", paths from the tree's root; otherwise paths from
   where the search starts.  Braces are expanded first, so each alternative is classified separately.
 
@@ -11,6 +11,11 @@ ends in "/" matches nothing either, because only files are found.  `?` and class
 UTF-8 counts as one.
 
 No pattern is slow: a "*" ends at the first position at which the text after it matches, without backtracking.
+
+Braces are expanded as in bash: a group has at least one comma at its own level; any other brace, and a character after
+a backslash, is literal.  bracex 3.2 does not fit: it also expands "{1..3}" and "{a..c}", which are file names here,
+leaves "${a,b}" alone, drops empty alternatives ("{,}" gives no pattern), and raises RecursionError for a thousand
+nested braces.
 """
 
 from __future__ import annotations
@@ -19,11 +24,12 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, TypeAlias
 
-from protocol.search.braces import expand
+__all__ = ["ALL_FILES", "MAX_ALTERNATIVES", "GlobPattern", "PatternState", "expand"]
 
-__all__ = ["ALL_FILES", "GlobPattern", "PatternState"]
+MAX_ALTERNATIVES: Final = 1_000  # twenty groups "{a,b}" would give a million patterns
 
 NameTest: TypeAlias = Callable[[bytes], bool]
 
@@ -259,6 +265,51 @@ def _any_of(segments: list[_Segment]) -> NameTest:
     if len(others) == 1 and not literals and not suffixes:
         return others[0]
     return lambda name: name in literals or name.endswith(suffixes) or any(test(name) for test in others)
+
+
+def expand(pattern: str) -> list[str]:
+    """Return the patterns that `pattern` stands for, in order.  ValueError for more than MAX_ALTERNATIVES."""
+    done: list[str] = []
+    waiting = [(pattern, 0)]  # a stack; no group starts before the offset
+    while waiting:
+        text, looked_at = waiting.pop()
+        group = _first_group(text, looked_at)
+        if group is None:
+            done.append(text)
+        else:
+            start, commas, end = group
+            bounds = [start, *commas, end]
+            parts = [text[a + 1 : b] for a, b in pairwise(bounds)]
+            waiting.extend((text[:start] + part + text[end + 1 :], start) for part in reversed(parts))
+        if len(done) + len(waiting) > MAX_ALTERNATIVES:
+            raise ValueError(f"the braces of the pattern stand for more than {MAX_ALTERNATIVES} patterns")
+    return done
+
+
+def _first_group(text: str, start: int) -> tuple[int, list[int], int] | None:
+    """The offsets of the first group's opening brace, its own commas, and its closing brace; None without a group.
+
+    One pass: groups are recorded when they close, and the group that opened first is returned.
+    """
+    opened: list[tuple[int, list[int]]] = []
+    best: tuple[int, list[int], int] | None = None
+    at = start
+    while at < len(text):
+        character = text[at]
+        if character == "\\":
+            at += 1
+        elif character == "{":
+            opened.append((at, []))
+        elif character == "," and opened:
+            opened[-1][1].append(at)
+        elif character == "}" and opened:
+            begin, commas = opened.pop()
+            if commas and (best is None or begin < best[0]):
+                best = (begin, commas, at)
+            if best is not None and not opened:
+                break
+        at += 1
+    return best
 
 
 ALL_FILES: Final = GlobPattern("**")

@@ -5,9 +5,15 @@ context manager.  A file that is deleted while it is read can be read to its end
 """
 
 from protocol.streams.contract import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, TextReader, TextWriter
-from protocol.streams.decoding import PositionedDecoder, check_encoding
-from protocol.streams.files import FileReader, FileWriter, SeekableContent
-from protocol.streams.text import FileTextReader, FileTextWriter
+from protocol.streams.files import (
+    FileReader,
+    FileTextReader,
+    FileTextWriter,
+    FileWriter,
+    PositionedDecoder,
+    SeekableContent,
+    check_encoding,
+)
 
 __all__ = [
     "STREAM_CHUNK_BYTES",

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from protocol.tools.base import Tool, ToolContext
-from protocol.tools.commands import PYTHON, SHELL
+from protocol.tools.base import PYTHON, SHELL, Tool, ToolContext
 from protocol.tools.events import (
     DirectoryCreated,
     EventHook,

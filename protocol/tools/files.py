@@ -1,18 +1,24 @@
-"""The tools on single files and directories: ls, read_file, write_file, edit_file, rm."""
+"""The tools on single files and directories: ls, read_file, write_file, edit_file, rm.
+
+`below` opens the tree that a tool searches: the tree of its context, or any Filesystem as one.
+"""
 
 from __future__ import annotations
 
 import stat
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
+from protocol.adapters.path_filesystem.files import resolve
+from protocol.adapters.trees import FilesystemTree, TreeFiles
 from protocol.filesystem import Filesystem
-from protocol.paths import encode, normalise
+from protocol.paths import decode, encode, located, normalise
 from protocol.tool_messages import (
     EditFileParams,
     EditFileResult,
@@ -24,8 +30,7 @@ from protocol.tool_messages import (
 from protocol.tools.base import Tool, ToolContext
 from protocol.tools.edits import edit_file
 from protocol.tools.events import DirectoryCreated, FileDeleted, FileEdited, FileWritten
-from protocol.tools.walk import below
-from protocol.tree import TreeEntry
+from protocol.tree import Tree, TreeEntry
 from protocol.types import DEFAULT_READ_LINES, FileStat, ReadResult, WriteMode, WriteResult, utc_time
 
 __all__ = [
@@ -38,7 +43,9 @@ __all__ = [
     "LsParams",
     "LsResult",
     "ReadFileParams",
+    "Shown",
     "WriteFileParams",
+    "below",
     "entries_of",
     "entry_of",
 ]
@@ -309,3 +316,25 @@ RM: Final = Tool(
     run=_rm,
     rendering=_render_rm,
 )
+
+
+Shown = Callable[[bytes], str]  # maps a found path back to the beginning that the caller wrote
+
+
+@contextmanager
+def below(path: str, context: ToolContext) -> Iterator[tuple[Tree, bytes, Shown]]:
+    """Open a tree to search below `path`.  Yields the tree, the path in it, and the mapping for results."""
+    asked = real = encode(normalise(path))
+
+    def shown(found: bytes) -> str:
+        rest = found[len(real) :].lstrip(b"/")
+        return decode(asked + b"/" + rest if asked and rest else asked or rest)
+
+    if context.tree is None:
+        yield FilesystemTree(context.filesystem, for_search=True), asked, shown
+        return
+    with context.tree() as tree:
+        # Trees do not follow symlinks, so `real` may differ from `asked`.
+        with located(path), resolve(TreeFiles(tree, root=context.filesystem.root), asked) as place:
+            real = b"/".join(place.names)
+        yield tree, real, shown

@@ -8,7 +8,7 @@ from protocol.paths import encode
 from protocol.search import SKIP_NOTHING, USUAL_SKIPS, SkipRules, UnreadablePaths, glob_paths, grep_tree
 from protocol.tool_messages import GlobParams, GlobResult, GrepHit, GrepParams, GrepResult, UnreadablePath
 from protocol.tools.base import Tool, ToolContext
-from protocol.tools.walk import Shown, below
+from protocol.tools.files import Shown, below
 
 __all__ = ["GLOB", "GREP"]
 

@@ -19,9 +19,8 @@ from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.exec.container_processes import ContainerProcesses
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.execution.blocking import BlockingExecutor
 from protocol.execution.executor import Command, ExecResult, Executor
-from protocol.execution.runner import CommandLimits
+from protocol.execution.runner import BlockingExecutor, CommandLimits
 from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import StartContainer, control, inside, running_container
 

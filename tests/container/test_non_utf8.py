@@ -10,7 +10,7 @@ import pytest
 
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container
-from protocol.execution.blocking import BlockingExecutor
+from protocol.execution.runner import BlockingExecutor
 from tests.container.conftest import StartContainer, inside
 
 # Each byte that a word can have, with newlines at the end, which a shell's $() drops.

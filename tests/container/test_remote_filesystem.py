@@ -10,7 +10,7 @@ import pytest
 from protocol import RemoteFilesystem
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.execution.blocking import BlockingExecutor
+from protocol.execution.runner import BlockingExecutor
 from protocol.testing import FilesystemContract
 from tests.container.conftest import inside, running_container
 

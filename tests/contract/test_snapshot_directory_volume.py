@@ -11,8 +11,7 @@ from typing import TypeVar, cast
 
 import pytest
 
-from protocol.adapters.snapshot_directory import ReadableState, SnapshotDirectoryVolume, shown_name
-from protocol.adapters.snapshot_inodes import FIRST_INODE
+from protocol.adapters.snapshot_directory import FIRST_INODE, ReadableState, SnapshotDirectoryVolume, shown_name
 from protocol.backends.memory import MemoryVolume
 from protocol.testing import MakeVolume, VolumeContract
 from protocol.volume import ROOT_INODE, SUPERUSER, Attributes, Volume
@@ -112,7 +111,7 @@ def test_the_kernel_is_asked_to_forget_dropped_snapshots_and_all_if_they_are_too
     assert volume.names_to_invalidate(below.snapshots()) == []
     below.drop_snapshot("one")
     assert volume.names_to_invalidate(below.snapshots()) == [(b"one", first)]
-    monkeypatch.setattr("protocol.adapters.snapshot_inodes.MOST_BYTES", 10)
+    monkeypatch.setattr("protocol.adapters.snapshot_directory.MOST_BYTES", 10)
     assert volume.names_to_invalidate(below.snapshots()) == [(b"one", first), (b"two", second)]
 
 

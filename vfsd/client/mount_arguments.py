@@ -105,7 +105,7 @@ def _check_places(given: Mapping[str, Any], mountpoint: str, spec: BackendSpec) 
 def _check_patterns(name: str, patterns: tuple[str, ...]) -> None:
     """Raise OptionError for a pattern of the option `name` that is invalid."""
     if patterns:
-        from protocol.adapters.path_filter import PathFilter  # noqa: PLC0415 start-up: few mounts have patterns
+        from protocol.adapters.git_patterns import PathFilter  # noqa: PLC0415 start-up: few mounts have patterns
 
         try:
             PathFilter(patterns)

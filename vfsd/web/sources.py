@@ -22,7 +22,7 @@ import anyio
 import anyio.to_thread
 
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
-from protocol.adapters.path_filesystem.tree_files import TreeFiles
+from protocol.adapters.trees import TreeFiles
 from protocol.archive.mounted import MountedArchive
 from protocol.paths import decode, encode
 from protocol.tools import ToolContext

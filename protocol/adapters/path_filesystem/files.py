@@ -4,16 +4,28 @@ A *node* is a number for a file, directory or symlink, held until `release`: an 
 descriptor.  It stays the same file whatever is renamed or deleted meanwhile, and names are always looked up in a
 directory that is held: no path is passed to a kernel, which would follow symlinks in it.
 
+`resolve` follows symlinks and never leaves the root.  It looks up one name at a time: if another program replaces a
+directory by a symlink meanwhile, the lookup fails instead of leading outside.
+`PathFilesTree` is the tree of the files; it follows no symlink.
+
 Names are bytes without "/".  Errors are OSError with the errno of the system call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, NamedTuple, Protocol
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
+from protocol.errors import os_error
+from protocol.paths import decode, located
 from protocol.streams import SeekableContent
+from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, TreeEntry, sparse
 
 
 class Status(NamedTuple):
@@ -141,3 +153,262 @@ def held(store: PathFiles, node: int) -> Iterator[int]:
         yield node
     finally:
         store.release(node)
+
+
+_LINKS_MAX: Final = 40  # MAXSYMLINKS, linux/namei.h
+
+
+@dataclass(slots=True)
+class ResolvedPath:
+    """The result of resolving a path: `names` from the root, without symlinks; a context that releases `node`.
+
+    `missing` are the names after them that do not exist; `names` and `node` are then those of the last directory that
+    does. `is_symlink`: the last part of the path itself is a symlink.
+    """
+
+    store: PathFiles
+    names: tuple[bytes, ...]
+    node: int
+    status: Status
+    missing: tuple[bytes, ...] = ()
+    is_symlink: bool = False
+
+    @property
+    def is_dir(self) -> bool:
+        return not self.missing and stat.S_ISDIR(self.status.mode)
+
+    @property
+    def is_file(self) -> bool:
+        return not self.missing and stat.S_ISREG(self.status.mode)
+
+    def take_node(self) -> int:
+        """Hand `node` over to the caller, who releases it."""
+        node, self.node = self.node, -1
+        return node
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.node >= 0:
+            self.store.release(self.take_node())
+
+
+def enter(store: PathFiles, names: Sequence[bytes]) -> int:
+    """Return a node of the entry at `names` below the root, following no symlink."""
+    node = store.top()
+    for name in names:
+        try:
+            below = store.child(node, name)
+        finally:
+            store.release(node)
+        node = below
+    return node
+
+
+def resolve(store: PathFiles, path: bytes, *, follow: bool = True, may_miss: bool = False) -> ResolvedPath:
+    """Resolve `path`; a symlink in its last part is followed only with `follow`.
+
+    FileNotFoundError if nothing is there, unless `may_miss`.  NotADirectoryError below a file; PermissionError if a
+    symlink leads outside; ELOOP.
+    """
+    return _Walk(store, path, follow).place(may_miss)
+
+
+class _Walk:
+    """One resolution: `todo` is a stack of the remaining parts, `done` the names that led to `node`."""
+
+    def __init__(self, store: PathFiles, path: bytes, follow: bool) -> None:
+        self._store = store
+        self._follow = follow
+        self._todo = path.split(b"/")[::-1]
+        self._done: list[bytes] = []
+        self._links = 0
+        self._is_symlink = False
+        self._own = len(self._todo)  # this many of `todo`, from its start, are from the path; the others from symlinks
+
+    def place(self, may_miss: bool) -> ResolvedPath:
+        self._node = self._store.top(begins=True)
+        try:
+            while self._todo:
+                part = self._todo.pop()
+                is_own = len(self._todo) < self._own
+                self._own = min(self._own, len(self._todo))
+                if part == b"..":
+                    self._go_up()
+                elif part not in {b"", b"."} and not self._go_down(part, is_last=is_own and not self._todo):
+                    return self._missing(part, may_miss)
+            status = self._store.status(self._node)
+        except BaseException:
+            self._store.release(self._node)
+            raise
+        return ResolvedPath(self._store, tuple(self._done), self._node, status, is_symlink=self._is_symlink)
+
+    def _go_down(self, name: bytes, *, is_last: bool) -> bool:
+        """Go to entry `name`, or where its symlink leads; return whether it exists.
+
+        `is_last`: it is the last part of the path itself.
+        """
+        store = self._store
+        try:
+            node = store.child(self._node, name)
+        except FileNotFoundError:
+            return False
+        try:
+            is_link = stat.S_ISLNK(store.status(node).mode)
+            target = store.readlink(node) if is_link else b""
+        except BaseException:
+            store.release(node)
+            raise
+        self._is_symlink |= is_last and is_link
+        if not is_link or (is_last and not self._follow):
+            store.release(self._node)
+            self._node = node
+            self._done.append(name)
+            return True
+        store.release(node)
+        self._follow_link(target)
+        return True
+
+    def _follow_link(self, target: bytes) -> None:
+        self._links += 1
+        if self._links > _LINKS_MAX:
+            raise os_error(errno.ELOOP)
+        if target.startswith(b"/"):
+            root = os.fsencode(self._store.root).rstrip(b"/")
+            if target != root and not target.startswith(root + b"/"):
+                raise _outside()
+            target = target[len(root) :]
+            self._restart([])
+        self._todo += target.split(b"/")[::-1]
+
+    def _go_up(self) -> None:
+        if not self._done:
+            raise _outside()
+        self._restart(self._done[:-1])
+
+    def _restart(self, names: list[bytes]) -> None:
+        node = enter(self._store, names)
+        self._store.release(self._node)
+        self._node = node
+        self._done = names
+
+    def _missing(self, name: bytes, may_miss: bool) -> ResolvedPath:
+        rest = [part for part in reversed(self._todo) if part not in {b"", b"."}]
+        if not may_miss or b".." in rest:
+            raise os_error(errno.ENOENT)
+        status = self._store.status(self._node)
+        missing = (name, *rest)
+        return ResolvedPath(self._store, tuple(self._done), self._node, status, missing, is_symlink=self._is_symlink)
+
+
+def _outside() -> PermissionError:
+    return PermissionError(errno.EACCES, "symlink leads outside the root")
+
+
+class _Found(NamedTuple):
+    """A file found by a search, with the attributes that the search needs."""
+
+    path: bytes
+    mode: int
+    size: int
+
+
+class PathFilesTree(LookupTree):
+    """Implements `protocol.tree.Tree`.  `with_xattrs=False` omits xattrs from entries, for a search."""
+
+    def __init__(self, store: PathFiles, *, with_xattrs: bool = True) -> None:
+        self._store = store
+        self._with_xattrs = with_xattrs
+
+    def entry(self, path: bytes) -> TreeEntry:
+        """See `protocol.tree.Tree`, as for all that follow."""
+        with held(self._store, self._node(path)) as node, located(decode(path)):
+            return self._entry(path, node, self._store.status(node))
+
+    def children(self, path: bytes) -> list[bytes]:
+        return sorted(name for name, _ in self._names(path))
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        waiting = [path]
+        while waiting:
+            at = waiting.pop()
+            try:
+                entry = self.entry(at)
+                names = self.children(at) if entry.is_dir else []
+            except (FileNotFoundError, NotADirectoryError):
+                if at == path:
+                    raise
+                continue  # removed since its directory was read
+            yield entry
+            waiting.extend(at + b"/" + name if at else name for name in reversed(names))
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        with located(decode(path)), closing(self._open(path)) as file:
+            return file.read(offset, size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+        offset = 0
+        with located(decode(path)), closing(self._open(path)) as file:
+            while chunk := file.read(offset, size):
+                yield from sparse(chunk)
+                offset += len(chunk)
+
+    # -- `protocol.search.NodeTree`: one status for each entry, and no path looked up for it -------
+    def node(self, path: bytes) -> _Found:
+        entry = self.entry(path)
+        return _Found(path, entry.mode, entry.size)
+
+    def child_nodes(self, node: _Found, names: Collection[bytes] | None = None) -> list[tuple[bytes, _Found]]:
+        prefix = node.path + b"/" if node.path else b""
+        found: list[tuple[bytes, _Found]] = []
+        with held(self._store, self._node(node.path)) as directory:
+            for name in [name for name, _ in self._store.names(directory)] if names is None else names:
+                try:
+                    seen = self._store.status_of(directory, name)
+                except FileNotFoundError:
+                    continue  # removed since the directory was read, or a name that a pattern guessed
+                found.append((name, _Found(prefix + name, seen.mode, seen.size)))
+        return found
+
+    def read_node(self, node: _Found, offset: int, size: int) -> bytes:
+        return self.read(node.path, offset, size)
+
+    def _node(self, path: bytes) -> int:
+        with located(decode(path)):
+            return enter(self._store, path.split(b"/") if path else ())
+
+    def _open(self, path: bytes) -> OpenFile:
+        node = self._node(path)
+        try:
+            _check_regular(self._store.status(node).mode)
+            return self._store.open(node, "read")
+        except BaseException:
+            self._store.release(node)
+            raise
+
+    def _names(self, path: bytes) -> list[tuple[bytes, int]]:
+        with held(self._store, self._node(path)) as node, located(decode(path)):
+            return self._store.names(node)
+
+    def _entry(self, path: bytes, node: int, seen: Status) -> TreeEntry:
+        return TreeEntry(
+            path=path,
+            mode=seen.mode,
+            size=0 if stat.S_ISDIR(seen.mode) else seen.size,
+            mtime_ns=seen.mtime_ns,
+            uid=seen.uid,
+            gid=seen.gid,
+            nlink=seen.nlink,
+            inode=seen.inode,
+            rdev=seen.rdev,
+            target=self._store.readlink(node) if stat.S_ISLNK(seen.mode) else b"",
+            xattrs=self._store.xattrs(node) if self._with_xattrs else {},
+        )
+
+
+def _check_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise os_error(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)

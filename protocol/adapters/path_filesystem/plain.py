@@ -1,24 +1,33 @@
 """PlainPathFilesystem: the `Filesystem` contract, implemented once over any `PathFiles`.
 
+After the class come the pages that `read` and `read_bytes` return, and the calls that change files.
+
 `protocol.portable` packs this module into a program for other machines: it imports neither archives nor snapshots.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import get_args
+from typing import Final, get_args
 
-from protocol.adapters.path_filesystem.files import PathFiles, held
-from protocol.adapters.path_filesystem.reading import bytes_page, check_byte_page, check_line_page, text_page
-from protocol.adapters.path_filesystem.resolve import ResolvedPath, enter, resolve
-from protocol.adapters.path_filesystem.writing import make_directories, open_writer, remove, replace_content
-from protocol.adapters.tree import PathFilesTree
-from protocol.errors import os_error
+from protocol.adapters.path_filesystem.files import (
+    OpenFile,
+    PathFiles,
+    PathFilesTree,
+    ResolvedPath,
+    Status,
+    enter,
+    held,
+    resolve,
+)
+from protocol.errors import DeniedByPolicyError, os_error
 from protocol.paths import (
     DEFAULT_LIMITS,
     ROOT,
@@ -32,9 +41,20 @@ from protocol.paths import (
     normalise,
 )
 from protocol.search import glob_paths, grep_tree
-from protocol.streams import ByteReader, ByteWriter, FileReader, FileTextReader, TextReader, check_encoding
+from protocol.streams import (
+    ByteReader,
+    ByteWriter,
+    FileReader,
+    FileTextReader,
+    FileWriter,
+    PositionedDecoder,
+    TextReader,
+    check_encoding,
+)
 from protocol.tree import Tree
 from protocol.types import (
+    DEFAULT_READ_LINES,
+    READ_ENTIRE_FILE,
     FileEntry,
     FileStat,
     GlobMatch,
@@ -289,3 +309,291 @@ def _renamed(path: str, base: str, asked: str) -> str:
         return path
     below = path if base == ROOT else path[len(base) :].lstrip("/")
     return f"{asked}/{below}" if below and asked != ROOT else below or asked
+
+
+def check_line_page(offset: int, limit: int | None) -> None:
+    """Raise ValueError for an invalid page of lines."""
+    if offset < 0:
+        raise ValueError(f"offset must be 0 or more, not {offset}")
+    if limit is not None and limit < 0 and limit != READ_ENTIRE_FILE:
+        raise ValueError(f"limit must be 0 or more, or READ_ENTIRE_FILE, not {limit}")
+
+
+def check_byte_page(offset: int, limit: int | None) -> None:
+    """Raise ValueError for an invalid page of bytes."""
+    for name, value in (("offset", offset), ("limit", limit)):
+        if value is not None and value < 0:
+            raise ValueError(f"{name} must be 0 or more, not {value}")
+
+
+def text_page(reader: ByteReader, offset: int, limit: int | None, encoding: str, limits: CallLimits) -> ReadResult:
+    """Read a page of a text file; see `Filesystem.read`.  Bounds the size of the page, not of the file."""
+    if limit is None:
+        limit = DEFAULT_READ_LINES
+    page = _Page(offset, None if limit == READ_ENTIRE_FILE else offset + limit, limits.read_bytes)
+    decoder = PositionedDecoder(encoding)
+    try:
+        for chunk in reader:
+            page.add(decoder.decode(chunk), reader.path)
+        page.add(decoder.decode(b""), reader.path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{reader.path!r} is not text in {encoding} ({error}): use read_bytes") from error
+    total = page.lines + page.has_rest
+    start = min(offset, total)
+    end = total if page.end is None else min(page.end, total)
+    return ReadResult("".join(page.parts), reader.path, total, start, end - start, end < total)
+
+
+class _Page:
+    """Collects the lines from `start` up to `end` (None: the last one), and counts all."""
+
+    def __init__(self, start: int, end: int | None, limit_bytes: int) -> None:
+        self.start = start
+        self.end = end
+        self.lines = 0  # lines complete so far
+        self.has_rest = False  # whether text follows the last line end
+        self.parts: list[str] = []
+        self._size = 0
+        self._limit_bytes = limit_bytes
+
+    def add(self, text: str, path: str) -> None:
+        if not text:
+            return
+        ends = text.count("\n")
+        if self.lines + ends >= self.start and (self.end is None or self.lines < self.end):
+            begin = _after_line_ends(text, self.start - self.lines)
+            stop = len(text) if self.end is None else _after_line_ends(text, self.end - self.lines)
+            part = text[begin:stop]
+            self._size += len(part) if part.isascii() else len(part.encode("utf-8", "surrogatepass"))
+            if self._size > self._limit_bytes:
+                raise CallLimitError(
+                    f"a read is limited to {self._limit_bytes} bytes: use open_text, or pages of {path!r}"
+                )
+            self.parts.append(part)
+        self.lines += ends
+        self.has_rest = not text.endswith("\n")
+
+
+def _after_line_ends(text: str, count: int) -> int:
+    """Return the index after the `count`-th "\\n" of `text`, or its length if it has fewer."""
+    at = 0
+    for _ in range(count):
+        at = text.find("\n", at) + 1
+        if not at:
+            return len(text)
+    return at
+
+
+def bytes_page(reader: ByteReader, offset: int, limit: int | None, limits: CallLimits) -> ReadBytesResult:
+    """Read a page of a file; see `Filesystem.read_bytes`."""
+    size = reader.size
+    wanted = max(0, size - offset)
+    if limit is not None:
+        wanted = min(wanted, limit)
+    if wanted > limits.read_bytes:
+        raise CallLimitError(
+            f"a read is limited to {limits.read_bytes} bytes: use open_read, or pages of {reader.path!r}"
+        )
+    start = min(offset, size)
+    reader.seek(start)
+    content = reader.read(wanted)
+    return ReadBytesResult(content, reader.path, size, start, len(content), start + len(content) < size)
+
+
+_COPIED: Final = (b"user.", b"system.posix_acl_")  # attributes that a write in place keeps
+
+
+def temporary_name() -> bytes:
+    """Return a name for an unfinished file.  It has no suffix that a pattern of a policy is likely to match."""
+    return b".vfsd-" + secrets.token_hex(8).encode()
+
+
+def make_directories(store: PathFiles, names: tuple[bytes, ...], missing: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Make the directories `missing`, each inside the previous one, below `names`; return the names of the last one."""
+    for name in missing:
+        with held(store, enter(store, names)) as node, contextlib.suppress(FileExistsError):
+            store.mkdir(node, name)  # another program may have made it first
+            store.sync_names(node)
+        names = (*names, name)
+    return names
+
+
+def replace_content(store: PathFiles, path: str, place: ResolvedPath, old: bytes, new: bytes) -> bool:
+    """Replace the file at `place` if its content is `old`, and return whether it was."""
+    parent = enter(store, place.names[:-1])
+    try:
+        replacement = _Replacement(store, parent, place.names[-1], place)
+    except BaseException:
+        store.release(parent)
+        raise
+    writer = FileWriter(path, replacement.file, commit=lambda: replacement.commit(old), abort=replacement.abort)
+    try:
+        with writer:
+            writer.write(new)
+    except _ChangedMeanwhileError:
+        return False
+    return True
+
+
+class _ChangedMeanwhileError(Exception):
+    """A file has other content than the one that was to be replaced."""
+
+
+def open_writer(store: PathFiles, path: str, place: ResolvedPath, mode: WriteMode) -> FileWriter:
+    """Open a writer for the file at `place`, whose parent exists."""
+    if mode == "append" and not place.missing:
+        node = place.take_node()
+        try:
+            file = store.open(node, "append")
+        except BaseException:
+            store.release(node)
+            raise
+        return FileWriter(path, file, position=file.size(), commit=file.sync)
+    names = (*place.names, *place.missing)
+    parent = enter(store, names[:-1])
+    try:
+        if mode == "overwrite":
+            replacement = _Replacement(store, parent, names[-1], place)
+            return FileWriter(path, replacement.file, commit=replacement.commit, abort=replacement.abort)
+        creation = _Creation(store, parent, names[-1])
+        return FileWriter(path, creation.file, commit=creation.commit, abort=creation.abort)
+    except BaseException:
+        store.release(parent)
+        raise
+
+
+class _Creation:
+    """A new file under its final name from the start, so that no other program creates it; removed on failure."""
+
+    def __init__(self, store: PathFiles, parent: int, name: bytes) -> None:
+        self._store = store
+        self._parent = parent
+        self._name = name
+        self.file: OpenFile = store.create(parent, name, None)
+
+    def commit(self) -> None:
+        self.file.sync()
+        self._store.sync_names(self._parent)
+        self._store.release(self._parent)
+
+    def abort(self) -> None:
+        store = self._store
+        with held(store, self._parent), contextlib.suppress(FileNotFoundError):
+            # Not a file that another program has put there since.
+            if store.status_of(self._parent, self._name).inode == store.status(self.file.node).inode:
+                store.unlink(self._parent, self._name)
+
+
+class _Replacement:
+    """A file under a temporary name that in the end takes the place, mode, owner and attributes of the old one."""
+
+    def __init__(self, store: PathFiles, parent: int, name: bytes, place: ResolvedPath) -> None:
+        self._store = store
+        self._parent = parent
+        self._name = name
+        self._old = old = None if place.missing else place.status
+        self._xattrs = {} if old is None else store.xattrs(place.node)
+        self._temporary = temporary_name()
+        # The old file may be private, so nobody else may read the new one.
+        try:
+            self.file: OpenFile = store.create(parent, self._temporary, None if old is None else 0o600)
+        except DeniedByPolicyError as error:
+            raise DeniedByPolicyError(error.attempt, b"/".join((*place.names, *place.missing))) from None
+
+    def commit(self, expected: bytes | None = None) -> None:
+        """Replace the file; with `expected`, only one that has this content (_ChangedMeanwhileError)."""
+        store = self._store
+        if self._old is not None:
+            copy_access(store, self.file.node, self._old, self._xattrs)
+        self.file.sync()
+        with store.locked(self._parent):
+            if expected is not None and not self._has_content(expected):
+                raise _ChangedMeanwhileError
+            store.rename(self._parent, self._temporary, self._parent, self._name)
+        store.sync_names(self._parent)
+        store.release(self._parent)
+
+    def _has_content(self, expected: bytes) -> bool:
+        node = self._store.child(self._parent, self._name)
+        try:
+            if not stat.S_ISREG(self._store.status(node).mode):
+                return False
+            file = self._store.open(node, "read")
+        except BaseException:
+            self._store.release(node)
+            raise
+        with contextlib.closing(file):
+            return file.size() == len(expected) and file.read(0, len(expected) + 1) == expected
+
+    def abort(self) -> None:
+        with held(self._store, self._parent), contextlib.suppress(FileNotFoundError):
+            self._store.unlink(self._parent, self._temporary)
+
+
+def copy_access(store: PathFiles, node: int, old: Status, xattrs: Mapping[bytes, bytes]) -> None:
+    """Give the new file `node` the ACL, user attributes, mode and, if allowed, the owner of the file that it replaces.
+
+    An ACL that the directory gave the new file goes, because it lets in users whom the old file kept out.  The
+    attributes that the system sets stay (security.selinux), and so does what write(2) removes: capabilities.
+    """
+    made = store.xattrs(node)
+    wanted = {name: value for name, value in made.items() if not name.startswith(_COPIED)}
+    wanted |= {name: value for name, value in xattrs.items() if name.startswith(_COPIED)}
+    if wanted != made:
+        store.set_xattrs(node, wanted)
+    _copy_ownership(store, node, old)
+
+
+def _copy_ownership(store: PathFiles, node: int, old: Status) -> None:
+    """Give `node` the mode of `old` and, where that is allowed, its owner."""
+    made = store.status(node)
+    if (made.uid, made.gid) != (old.uid, old.gid):
+        try:
+            store.set_owner(node, old.uid, old.gid)
+        except PermissionError:
+            # This user owns the file now: it must not run with the rights of another user.
+            old = old._replace(mode=old.mode & ~(stat.S_ISUID | stat.S_ISGID))
+    store.set_mode(node, old.mode)  # after the owner: chown clears suid and sgid
+
+
+def remove(store: PathFiles, names: tuple[bytes, ...], *, recursive: bool) -> int:
+    """Remove the entry at `names`, not the root; return the number of entries removed.
+
+    IsADirectoryError (ENOTEMPTY) for a directory with entries, unless `recursive`.
+    """
+    with held(store, enter(store, names[:-1])) as parent:
+        if not stat.S_ISDIR(store.status_of(parent, names[-1]).mode):
+            store.unlink(parent, names[-1])
+            return 1
+        try:
+            store.rmdir(parent, names[-1])
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:  # rmdir(2): POSIX allows either
+                raise
+        else:
+            return 1
+    if not recursive:
+        raise IsADirectoryError(errno.ENOTEMPTY, "Directory not empty")
+    return _remove_below(store, names)
+
+
+def _remove_below(store: PathFiles, names: tuple[bytes, ...]) -> int:
+    """Remove a directory with everything in it.  Holds no node between directories: the tree may be very deep."""
+    count = 0
+    waiting = [(names, False)]  # (directory, whether its entries are gone)
+    while waiting:
+        directory, is_empty = waiting.pop()
+        if not is_empty:
+            waiting.append((directory, True))
+            with held(store, enter(store, directory)) as node:
+                for name, kind in store.names(node):
+                    if kind == stat.S_IFDIR:
+                        waiting.append(((*directory, name), False))
+                    else:
+                        store.unlink(node, name)
+                        count += 1
+            continue
+        with held(store, enter(store, directory[:-1])) as parent:
+            store.rmdir(parent, directory[-1])
+        count += 1
+    return count

@@ -19,9 +19,8 @@ from typing import Any, Final
 import trio
 from msgspec.structs import replace
 
-from protocol.adapters.path_filesystem.files import Status
-from protocol.adapters.path_filesystem.volume_files import VolumeFiles
-from protocol.adapters.tree import PathFilesTree
+from protocol.adapters.path_filesystem.files import PathFilesTree, Status
+from protocol.adapters.volume import VolumeFiles
 from protocol.backends.container.agent.helper_transport import HelperTransport
 from protocol.backends.container.connection import TransportConnection
 from protocol.linux.beneath import DirectoryReference

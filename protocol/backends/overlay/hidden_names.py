@@ -11,7 +11,7 @@ from protocol.backends.overlay.lower import is_gone
 from protocol.errors import os_error, shown
 
 if TYPE_CHECKING:
-    from protocol.adapters.path_filter import PathFilter
+    from protocol.adapters.git_patterns import PathFilter
     from protocol.backends.memory.inode import Inode
     from protocol.backends.overlay.lower import Lower
 

@@ -58,7 +58,7 @@ from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
-    from protocol.adapters.path_filter import PathFilter
+    from protocol.adapters.git_patterns import PathFilter
     from protocol.backends.memory.xattrs import Xattrs
     from protocol.backends.overlay.known_inodes import KnownInodes
 

@@ -36,7 +36,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar, cast
 
-from protocol.adapters.path_filter import PathFilter
+from protocol.adapters.git_patterns import PathFilter
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.history.converge import Converger, Extent
 from protocol.backends.memory.history.snapshots import restore_epoch

@@ -25,14 +25,13 @@ import time
 from collections.abc import Sequence
 from typing import Final, cast
 
-from protocol.adapters.answers import then
 from protocol.adapters.git_patterns import GitPatterns
-from protocol.volume import ROOT_INODE, Answer, Attributes, NamedVolume, Volume
+from protocol.volume import ROOT_INODE, Answer, Attributes, NamedVolume, Volume, then
 from vfsd.daemon.policy.walk import Name, walk
 
 _WALK_AGAIN_S: Final = 1.0
 # vfsd writes files under such a name and renames them, also through the mount; a pattern such as `.*` is not for these.
-# Source: protocol.adapters.path_filesystem.writing, protocol.store.directory.target.
+# Source: protocol.adapters.path_filesystem.plain, protocol.store.directory.target.
 _OWN: Final = re.compile(rb"(?:^|/)\.vfsd-(?:[0-9a-f]{16}|restore-[0-9a-f]+-[0-9]+)$")
 
 

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from protocol.adapters.filtered import FilteredTree
+from protocol.adapters.trees import FilteredTree
 from protocol.diff.tree_diff import Change, Pair, candidate_pairs, compare_pairs
 from protocol.errors import DeniedByPolicyError, os_error, shown
 from protocol.tree import Tree, TreeEntry

@@ -28,7 +28,6 @@ import stat
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 
-from protocol.adapters.answers import catching, then
 from protocol.errors import DeniedByPolicyError, os_error
 from protocol.volume import (
     RENAME_EXCHANGE,
@@ -48,6 +47,8 @@ from protocol.volume import (
     StatFs,
     Volume,
     VolumeCapabilities,
+    catching,
+    then,
 )
 from vfsd.daemon.policy.walk import stale
 

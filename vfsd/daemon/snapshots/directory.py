@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from protocol.adapters.snapshot_directory import SnapshotDirectoryVolume, shown_name
-from protocol.adapters.snapshot_inodes import FIRST_INODE
+from protocol.adapters.snapshot_directory import FIRST_INODE, SnapshotDirectoryVolume, shown_name
 from protocol.volume import Volume
 from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, SnapshotInfo, snapshotable
 from vfsd.daemon.snapshots.states import States, VolumeStates

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES
 from protocol.paths import decode
 from protocol.tool_messages import EditFileParams, GlobParams, GlobResult, GrepParams, GrepResult, RmParams
-from protocol.tools.commands import CommandResult, PythonParams, ShellParams, command_of, command_result
+from protocol.tools.base import CommandResult, PythonParams, ShellParams, command_of, command_result
 from protocol.tools.files import Entry, LsParams, LsResult, ReadFileParams, WriteFileParams
 from protocol.types import ReadResult, WriteResult
 from vfsd.client.async_connection import AsyncControlClient

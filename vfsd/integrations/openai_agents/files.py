@@ -26,9 +26,9 @@ from agents.sandbox.errors import (
 from agents.sandbox.files import EntryKind, FileEntry
 from agents.sandbox.types import ExecResult, Permissions
 
+from protocol.adapters.path_filesystem.files import ResolvedPath, resolve
 from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.adapters.path_filesystem.plain import PlainPathFilesystem
-from protocol.adapters.path_filesystem.resolve import ResolvedPath, resolve
 from protocol.linux.portable import proc_path
 from protocol.streams import ByteReader
 from vfsd.client.workspace import WorkspaceBase

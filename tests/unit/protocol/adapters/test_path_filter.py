@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.adapters.path_filter import PathFilter
+from protocol.adapters.git_patterns import PathFilter
 
 
 def test_a_byte_that_is_not_utf8_matches_as_one_character() -> None:

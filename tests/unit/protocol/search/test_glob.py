@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protocol.search import USUAL_SKIPS, NodeTree, SkipRules, glob_paths
-from protocol.search.braces import MAX_ALTERNATIVES, expand
+from protocol.search.patterns import MAX_ALTERNATIVES, expand
 from protocol.tree import Tree, TreeEntry
 from tests.support.trees import DictTree
 from tests.unit.protocol.search.search_trees import DeepTree, FadingTree, TreeOfNodes, WatchedTree

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from protocol.backends.memory import MemoryVolume
 from protocol.search import USUAL_SKIPS, GrepResult, Unreadable, UnreadablePaths, glob_paths, grep_tree
-from protocol.search.expression import Expression
+from protocol.search.expression import Expression, required_literal, tokens_of
 from protocol.search.grep import BLOCK_BYTES
-from protocol.search.tokens import required_literal, tokens_of
 from protocol.tree import TreeEntry
 from protocol.types import GrepMatch
 from tests.support.trees import DictTree

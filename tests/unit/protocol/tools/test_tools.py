@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from protocol import HostFilesystem, InMemoryFilesystem, RemoteFilesystem
+from protocol.adapters.path_filesystem.files import resolve
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
-from protocol.adapters.path_filesystem.resolve import resolve
-from protocol.adapters.path_filesystem.tree_files import TreeFiles
+from protocol.adapters.trees import TreeFiles
 from protocol.execution.host import HostExecutor
 from protocol.filesystem import Filesystem
 from protocol.linux.posix_acl import ACCESS, DEFAULT

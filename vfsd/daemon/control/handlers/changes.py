@@ -11,8 +11,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from protocol.adapters.filtered import FilteredTree
-from protocol.adapters.path_filter import PathFilter
+from protocol.adapters.git_patterns import PathFilter
+from protocol.adapters.trees import FilteredTree
 from protocol.diff.patch import Uncarried, line_stat, write_patch
 from protocol.diff.tree_diff import Change, ChangeKind, changes, missing_above
 from protocol.tree import LOST, Tree, TreeEntry, losing

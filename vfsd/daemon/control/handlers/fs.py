@@ -28,7 +28,7 @@ import trio
 
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
 from protocol.adapters.path_filesystem.host_files import HostFiles, locked_directory, readable
-from protocol.adapters.path_filesystem.tree_files import TreeFiles
+from protocol.adapters.trees import TreeFiles
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.execution.executor import Command
 from protocol.execution.runner import CommandLimits, OutputBuffer, feed_bytes

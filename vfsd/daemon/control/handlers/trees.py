@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from protocol.adapters.filtered import changed_tree
+from protocol.adapters.trees import changed_tree
 from protocol.archive import export_archive
 from protocol.diff.tree_diff import went_back
 from protocol.tree import Tree, unfiltered

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.adapters.filtered import changed_tree
+from protocol.adapters.trees import changed_tree
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.lower import LowerEntry
