@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from vfsd.machine.idle_cpus import CPU_LATENCY_DEVICE, CpuLatency, idle_cpus
+from vfsd.machine.resources import CPU_LATENCY_DEVICE, CpuLatency, idle_cpus
 
 AS_IT_IS: Final = "as it is"
 AWAKE: Final = "awake"

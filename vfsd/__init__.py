@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(_EXPORTS[name]), name)
     except ImportError as error:
-        from vfsd.machine.foreign import foreign_protocol  # noqa: PLC0415 start-up: an error has time
+        from vfsd.machine.interpreter import foreign_protocol  # noqa: PLC0415 start-up: an error has time
 
         reason = foreign_protocol() if (error.name or "").partition(".")[0] == "protocol" else None
         if reason is None:

@@ -460,7 +460,7 @@ os.execv("/bin/sleep", ["sleep", "0.1"])
 def test_a_parent_that_writes_a_mapping_back_while_it_executes_a_program_does_not_block_the_daemon(
     workspace: Workspace, workdir: Path
 ) -> None:
-    # Until the pages are written, much of what /proc shows of the parent waits (vfsd.machine.bounded_reads).
+    # Until the pages are written, much of what /proc shows of the parent waits (vfsd.machine.processes).
     command = [sys.executable, "-c", _WRITES_BACK_IN_EXEC, str(workdir / "begin")]
     other = Workspace.mount(workdir / "other")
     with subprocess.Popen(command, cwd=workspace.path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

@@ -15,7 +15,7 @@ from tests.mount.conftest import MountIt, mounted, socket_of
 from tests.support.exec_suite import ExecSuite, Where, run
 from tests.unit.vfsd.cli.test_exec import running_here
 from vfsd.client.workspace import Workspace
-from vfsd.machine.idle_cpus import CPU_LATENCY_DEVICE
+from vfsd.machine.resources import CPU_LATENCY_DEVICE
 from vfsd.machine.runtime import read_record
 
 

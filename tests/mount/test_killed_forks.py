@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until
 from vfsd import Workspace
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
-from vfsd.machine.daemon_log import log_path
+from vfsd.machine.logs import log_path
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_record
 

@@ -27,7 +27,7 @@ from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.programs import failed, succeeded, vfsd, wait_ended
 from tests.support.tree_hash import tree_hash
 from vfsd.client.workspace import Workspace
-from vfsd.machine.journals import journal_directory
+from vfsd.machine.directories import journal_directory
 
 
 class Persistent:

@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 from vfsd.cli import run as run_module
 from vfsd.cli.common.supervised import Ended, NoPrivateMountError, run_in_foreground
 from vfsd.cli.main import cli
-from vfsd.machine.journals import journals_directory
+from vfsd.machine.directories import journals_directory
 from vfsd.machine.runtime import WorkspaceRecord, read_records, socket_dir
 
 SOME = "echo two > file; echo new > added"

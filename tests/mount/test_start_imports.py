@@ -37,7 +37,7 @@ for kind in registry._BUILT_IN:
 print(*sys.modules)
 """
 # Few workspaces have a sandbox; an engine is imported before its mount is made; the last is for an error of the import.
-NOT_AT_THE_START = {"vfsd.daemon.exec.sandbox", "vfsd.kernel.engines.pyfuse3", "vfsd.machine.foreign"}
+NOT_AT_THE_START = {"vfsd.daemon.exec.sandbox", "vfsd.kernel.engines.pyfuse3", "vfsd.machine.interpreter"}
 
 
 def within(module: str, names: tuple[str, ...]) -> bool:

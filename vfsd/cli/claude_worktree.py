@@ -78,7 +78,7 @@ def _mount_copy(workspace: str, source: str, name: str) -> str:
     _add_installed_packages()
     from vfsd.client import launch  # noqa: PLC0415 after the packages are there
     from vfsd.client.mount_arguments import mount_options  # noqa: PLC0415
-    from vfsd.machine.own_places import make_place, remove_place  # noqa: PLC0415
+    from vfsd.machine.runtime import make_place, remove_place  # noqa: PLC0415
 
     place = make_place(name, source)
     try:
@@ -146,8 +146,7 @@ def remove(path: str) -> None:
         _git(root, "worktree", "remove", path)
         return
     _add_installed_packages()
-    from vfsd.machine.own_places import is_own_place  # noqa: PLC0415 after the packages are there
-    from vfsd.machine.runtime import read_records  # noqa: PLC0415
+    from vfsd.machine.runtime import is_own_place, read_records  # noqa: PLC0415 after the packages are there
 
     record = next((each for each in read_records() if each.mountpoint == path and is_own_place(path)), None)
     if record is None:

@@ -134,7 +134,7 @@ class LazyGroup(SuggestingGroup):
         try:
             module = importlib.import_module(f"vfsd.cli.{COMMANDS[cmd_name][0]}")
         except ImportError as error:
-            from vfsd.machine.foreign import foreign_protocol  # noqa: PLC0415 start-up: an error has time
+            from vfsd.machine.interpreter import foreign_protocol  # noqa: PLC0415 start-up: an error has time
 
             reason = foreign_protocol() if (error.name or "").partition(".")[0] == "protocol" else None
             if reason is None:

@@ -21,8 +21,7 @@ from vfsd.cli.common.values import BACKEND, CACHE_SIZE, NAME, SIZE, Seconds
 from vfsd.cli.common.wording import status_rows
 from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options
-from vfsd.machine.own_places import is_own_place
-from vfsd.machine.runtime import WorkspaceRecord, read_records
+from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_records
 from vfsd.wire import messages
 from vfsd.wire.entry_points import ENGINES, is_engine, known_engines
 from vfsd.wire.handshake import Ready

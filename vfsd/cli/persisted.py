@@ -20,7 +20,7 @@ from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import NAME
 from vfsd.client.requests import RemoteCall
-from vfsd.machine.journals import disk_bytes, journal_directory, journal_names, journals_directory
+from vfsd.machine.directories import disk_bytes, journal_directory, journal_names, journals_directory
 from vfsd.machine.runtime import read_records
 from vfsd.wire.messages import CompactResult, wire_path
 

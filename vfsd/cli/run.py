@@ -22,9 +22,8 @@ from vfsd.cli.unmount import clear_away, unmount_and_drop
 from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options, running_workspace
 from vfsd.client.requests import RemoteCall, Requests
-from vfsd.machine.journals import disk_bytes, journal_directory
-from vfsd.machine.own_places import make_place, remove_place
-from vfsd.machine.runtime import WORKSPACE_VARIABLE, WorkspaceRecord
+from vfsd.machine.directories import disk_bytes, journal_directory
+from vfsd.machine.runtime import WORKSPACE_VARIABLE, WorkspaceRecord, make_place, remove_place
 from vfsd.wire import messages, snapshot_messages
 from vfsd.wire.messages import wire_path
 

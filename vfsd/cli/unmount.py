@@ -24,12 +24,10 @@ from vfsd.cli.common.wording import count_words
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.mount_arguments import running_workspace
 from vfsd.client.requests import RemoteCall, Requests
-from vfsd.machine.dead_mounts import is_dead, is_held
-from vfsd.machine.journals import drop_command
+from vfsd.machine.directories import drop_command
 from vfsd.machine.mountinfo import mount_at
-from vfsd.machine.mounts import clear_dead_mount
-from vfsd.machine.own_places import is_own_place, remove_place
-from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
+from vfsd.machine.mounts import clear_dead_mount, is_dead, is_held
+from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_record, read_records, remove_place, remove_record
 from vfsd.wire import fs_messages, messages, snapshot_messages
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import wire_path

@@ -11,7 +11,7 @@ import click
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.interrupts import AFTER_SIGNAL
-from vfsd.machine.optional_dependencies import missing_package
+from vfsd.machine.interpreter import missing_package
 
 
 @click.command(

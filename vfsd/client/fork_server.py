@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from typing import Final
 
 from protocol.linux.regular_file import open_regular
-from vfsd.machine import memory_limits
 from vfsd.machine.daemon_start import (
     GO,
     PACKET_BYTES,
@@ -31,6 +30,7 @@ from vfsd.machine.daemon_start import (
     interpreter_variables,
     process_kind,
 )
+from vfsd.machine.resources import available_memory
 from vfsd.machine.runtime import ensure_socket_dir
 from vfsd.wire.handshake import encode_options
 from vfsd.wire.options import MountOptions
@@ -133,7 +133,7 @@ def ensure_server() -> None:
     Errors are ignored: the next mount starts its daemon directly.
     """
     with contextlib.suppress(OSError):
-        if is_in_private_mounts() or memory_limits.available_memory() < _MEMORY_MIN_BYTES:
+        if is_in_private_mounts() or available_memory() < _MEMORY_MIN_BYTES:
             return
         environment = daemon_environment()
         path = socket_path(environment)

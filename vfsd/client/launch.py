@@ -21,10 +21,9 @@ from typing import Final, Protocol
 from protocol.linux.regular_file import open_regular
 from vfsd.client.fork_server import ForkedProcess, ensure_server, is_on
 from vfsd.client.fork_server import start as start_by_server
-from vfsd.machine.daemon_log import log_path, open_log
 from vfsd.machine.daemon_start import start_interpreter
+from vfsd.machine.logs import log_path, open_log, remove_old_logs
 from vfsd.machine.mounts import clear_dead_mount
-from vfsd.machine.old_logs import remove_old_logs
 from vfsd.wire.handshake import Failed, Ready, decode_report
 from vfsd.wire.options import MountOptions
 

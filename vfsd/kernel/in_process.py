@@ -35,7 +35,8 @@ from protocol.volume_extensions import CacheInvalidation
 from vfsd.kernel.engines.base import Engine, EngineSettings
 from vfsd.kernel.engines.choice import mount_engine
 from vfsd.kernel.invalidation import invalidate_from_thread
-from vfsd.machine import holders, mountinfo, mounts
+from vfsd.machine import mountinfo, mounts
+from vfsd.machine.processes import holders
 
 _logger = logging.getLogger(__name__)
 _JOIN_S: Final = 10.0  # how long programs that use a detached mount are waited for
@@ -110,7 +111,7 @@ class MountedFilesystem:
 
     def _detach(self, *, lazy: bool) -> bool:
         """Unmount; return whether no program uses the file system any more."""
-        if holders.holders(self.path, unseen_by_umount=True):
+        if holders(self.path, unseen_by_umount=True):
             if not lazy:
                 raise mounts.busy_error(self.path)
         elif not lazy:

@@ -30,13 +30,13 @@ from protocol.backends.container.podman.address import default_address
 from protocol.backends.container.podman.advice import start
 from protocol.backends.container.podman.ulimits import PODMAN_DEFAULT
 from protocol.journal.directory import has_journal, is_locked, read_journal
+from protocol.values import Value
 from vfsd.machine import runtime
-from vfsd.machine.dead_mounts import is_dead
-from vfsd.machine.foreign import foreign_protocol
-from vfsd.machine.idle_cpus import CPU_LATENCY_DEVICE, UDEV_RULE, idle_cpus
-from vfsd.machine.journals import drop_command, journal_directory, journal_names, journals_directory
-from vfsd.machine.left_containers import LeftContainer, left_containers
+from vfsd.machine.directories import drop_command, journal_directory, journal_names, journals_directory
+from vfsd.machine.interpreter import foreign_protocol
 from vfsd.machine.mountinfo import mounts, vfsd_mounts
+from vfsd.machine.mounts import is_dead
+from vfsd.machine.resources import CPU_LATENCY_DEVICE, UDEV_RULE, idle_cpus
 
 KERNEL_MIN: Final = (5, 15)  # for the native engine (vfsd/kernel/engines/native/mounting.py)
 KERNEL_MIN_PYFUSE3: Final = (5, 4)
@@ -54,6 +54,7 @@ JOURNAL_SPACE_MIN_BYTES: Final = 128 << 20
 JOURNAL_READ_MAX_BYTES: Final = 256 << 20  # a larger journal is left to `vfsd persisted check`
 FUSERMOUNT_MOUNTS_MAX: Final = 1000  # the default of mount_max in /etc/fuse.conf, fusermount3(1)
 DEEP_TIMEOUT_S: Final = 20
+_PODMAN_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,26 @@ def _problem(topic: str, what: str, advice: str = "", *, optional: bool = True) 
 
 def _finding(topic: str, what: str, *, ok: bool, advice: str, optional: bool = True) -> Finding:
     return Finding(topic, ok=ok, optional=optional, what=what, advice="" if ok else advice)
+
+
+class LeftContainer(Value):
+    """A container with the files of `workspace`, which a daemon left and nothing removes unasked."""
+
+    name: str
+    workspace: str
+
+
+def left_containers(url: str) -> list[LeftContainer]:
+    """List the containers with files that earlier daemons of this user left on the Podman service at `url`.  Blocks.
+
+    ImportError without Podman's client; OSError if the service does not answer.
+    """
+    # Start-up: `vfsd doctor` only, and Podman's client is an optional dependency.
+    from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, orphans  # noqa: PLC0415
+    from protocol.backends.container.podman.service import PodmanService  # noqa: PLC0415
+
+    with contextlib.closing(PodmanService(url, timeout_s=_PODMAN_TIMEOUT_S)) as service:
+        return [LeftContainer(state.name, state.labels[WORKSPACE_LABEL]) for state in orphans(service)]
 
 
 @dataclass(frozen=True, slots=True)

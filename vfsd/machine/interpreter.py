@@ -1,16 +1,25 @@
-"""Tune the interpreter for serving requests: huge pages, rare garbage collections, short thread switches.
+"""Python's interpreter: its settings in a daemon, packages that are missing or not vfsd's, and tracebacks.
 
-`docs/performance.md` has the measurement of each setting.
+The settings are for serving requests: huge pages, rare garbage collections, short thread switches.
+`docs/performance.md` has the measurement of each.
+
+Imports nothing from `protocol`, because that may be the package of an unrelated distribution.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
+import importlib.util
 import os
+import shlex
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Final
+
+import vfsd
 
 # Faulting in single pages costs more than filling them: with huge pages a write of 1 MiB takes a quarter of the time.
 # glibc reads this variable when a process starts (GNU libc manual, "Memory Allocation Tunables"); other C libraries
@@ -78,3 +87,47 @@ def set_up(name: str) -> None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
         mallopt(_M_TOP_PAD, _HEAP_STEP_BYTES)
         mallopt(_M_TRIM_THRESHOLD, 4 * _HEAP_STEP_BYTES)
+
+
+# -- packages ---------------------------------------------------------------------------------------
+def foreign_protocol() -> str | None:
+    """Describe the `protocol` that Python finds instead of vfsd's, and what to do; None if it finds vfsd's."""
+    from importlib.metadata import packages_distributions  # noqa: PLC0415 start-up: an error has time
+
+    spec = importlib.util.find_spec("protocol")
+    found = os.path.dirname(spec.origin) if spec and spec.origin else None
+    expected = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(vfsd.__file__))), "protocol")
+    others = sorted(set(packages_distributions().get("protocol", [])) - {"vfsd"})
+    if found is not None and os.path.realpath(found) == os.path.realpath(expected) and not others:
+        return None
+    if found is None:
+        return f"vfsd's package `protocol` is not installed: {shlex.quote(sys.executable)} -m pip install vfsd again"
+    names = f" of the distribution {', '.join(others)}" if others else ""
+    advice = f"uninstall it and install vfsd again, or install vfsd in an environment of its own ({sys.executable})"
+    return f"the package `protocol` in {found}{names} is in the way of vfsd's: {advice}"
+
+
+def missing_package(feature: str, error: ImportError, extra: str = "container") -> OSError:
+    """Return the error for `feature`, which needs the packages that `pip install 'vfsd[EXTRA]'` adds."""
+    advice = f"{shlex.quote(sys.executable)} -m pip install 'vfsd[{extra}]'"
+    return OSError(errno.EOPNOTSUPP, f"{feature} lacks a package ({error}): {advice}")
+
+
+def clear_frames(error: BaseException) -> None:
+    """Remove the tracebacks of `error`, its group, cause and context, and the variables of all finished frames in them.
+
+    An error that is stored in a local variable forms a reference cycle with its traceback, whose frames keep their
+    variables alive: a manifest of hundreds of megabytes, for example.  The collector may find the cycle only hours
+    later (_COLLECT_AFTER).  The log record of an error keeps its traceback, and prints the same lines.
+    """
+    waiting, seen = [error], set[int]()
+    while waiting:
+        error = waiting.pop()
+        if id(error) in seen:
+            continue
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None  # a cleared frame still has its function, and so what that encloses
+        waiting += [other for other in (error.__cause__, error.__context__) if other is not None]
+        if isinstance(error, BaseExceptionGroup):
+            waiting += error.exceptions

@@ -1,7 +1,8 @@
-"""Structured logs: the message, and the fields operation, errno and path.
+"""The logs of daemons: structured records, and the files in the runtime directory.
 
-Uses the standard `logging`: callers pass fields as `extra`, and libraries (pyfuse3, trio) share the handler.  Formats:
-"text" for people, "json" with one object per line, "journal" for text with sd-daemon's priority prefixes.
+A record is the message, and the fields operation, errno and path.  Uses the standard `logging`: callers pass fields as
+`extra`, and libraries (pyfuse3, trio) share the handler.  Formats: "text" for people, "json" with one object per line,
+"journal" for text with sd-daemon's priority prefixes.
 
 Safety: file names come from agents and archives.  Whatever they contain, a record is one line without control
 characters, and each further line of a traceback starts with a mark.
@@ -11,16 +12,21 @@ Source: sd-daemon(3) for the prefixes and their levels.
 
 from __future__ import annotations
 
+import contextlib
 import errno as errnos
+import fcntl
 import logging
 import os
 import sys
+import time
 from datetime import UTC, datetime
 from typing import Final, Literal, TextIO
 
 import msgspec
 
 from protocol.errors import errno_of
+from protocol.linux.regular_file import open_regular
+from vfsd.machine.runtime import ensure_socket_dir, read_records
 
 LogFormat = Literal["text", "json", "journal"]
 
@@ -28,6 +34,11 @@ _PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNIN
 # They log every request below "warning", so their records are shown at level "debug" only.
 _LIBRARIES: Final = ("pyfuse3", "trio")
 _TRACEBACK_MARK: Final = "  | "
+KEPT_DAYS: Final = 7
+_SUFFIXES: Final = (".log", ".log.1")  # of the last daemon with the name, and of the one before it
+_DAY_S: Final = 24 * 60 * 60
+
+_logger = logging.getLogger(__name__)
 
 
 def configure(level: str, log_format: LogFormat, stream: TextIO | None = None) -> None:
@@ -145,3 +156,76 @@ def _quoted(value: str) -> str:
     if escaped and not any(char in ' "]=' for char in escaped):
         return escaped
     return '"' + escaped.replace('"', '\\"') + '"'
+
+
+# -- the log of a daemon, in the runtime directory ----------------------------------------------------
+def log_path(name: str) -> str:
+    """Return the path of the log of workspace `name`.  The previous log has the suffix ".1"."""
+    return os.path.join(ensure_socket_dir(), name + ".log")
+
+
+def open_log(path: str) -> tuple[int, bool]:
+    """Open an empty log; return its descriptor and whether it is locked.  The previous log is kept as ".1".
+
+    The daemon inherits the lock for its life, so a second start of the same name, which the daemon will refuse, does
+    not move the log of a running workspace away.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    descriptor = open_regular(path, flags)
+    if not _lock(descriptor):
+        return descriptor, False
+    if os.fstat(descriptor).st_nlink == 0:  # `remove_old_logs` removed it before it was locked
+        os.close(descriptor)
+        return open_log(path)
+    if os.fstat(descriptor).st_size == 0:
+        return descriptor, True
+    os.replace(path, path + ".1")
+    os.close(descriptor)
+    descriptor = open_regular(path, flags)
+    return descriptor, _lock(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def remove_old_logs(directory: str) -> None:
+    """Remove the logs in `directory` that were last written more than KEPT_DAYS ago.
+
+    Keeps the logs of running workspaces, which may have written nothing for a long time.  Raises no OSError: the logs
+    must not keep a workspace from starting.
+    """
+    oldest = time.time() - KEPT_DAYS * _DAY_S
+    try:
+        with os.scandir(directory) as entries:
+            old = [entry for entry in entries if entry.name.endswith(_SUFFIXES) and _written(entry) < oldest]
+        running = {record.name for record in read_records() if record.alive} if old else set()
+        for entry in old:
+            if entry.name.rpartition(".log")[0] not in running:
+                with contextlib.suppress(OSError):  # removed or replaced meanwhile
+                    _remove(entry.path, oldest)
+    except OSError as error:
+        _logger.warning("cannot remove old logs: %s", error)
+
+
+def _written(entry: os.DirEntry[str]) -> float:
+    try:
+        return entry.stat(follow_symlinks=False).st_mtime
+    except FileNotFoundError:
+        return float("inf")
+
+
+def _remove(path: str, oldest: float) -> None:
+    """Remove a log, unless a daemon has it locked or has written to it meanwhile."""
+    descriptor = open_regular(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(descriptor)
+        if found.st_mtime < oldest and os.path.samestat(found, os.lstat(path)):
+            os.unlink(path)
+    finally:
+        os.close(descriptor)

@@ -22,7 +22,7 @@ from hypercorn.config import Config
 from hypercorn.trio import serve as hypercorn_serve
 from starlette.types import ASGIApp
 
-from vfsd.machine.loopback import listen
+from vfsd.wire.sockets import listen_at_loopback
 
 if TYPE_CHECKING:
     from hypercorn.typing import ASGIFramework
@@ -34,7 +34,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 def listening(port: int) -> socket.socket:
     """Listen at a loopback port; 0 is any free one.  OSError."""
-    return listen(HOST, port)
+    return listen_at_loopback(HOST, port)
 
 
 async def serve(app: ASGIApp, sock: socket.socket, ended: Callable[[], Awaitable[None]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from protocol.journal.directory import read_identity
-from vfsd.machine.journals import journal_directory, journal_names
+from vfsd.machine.directories import journal_directory, journal_names
 
 
 def bases_of_journals() -> dict[str, str]:

@@ -12,8 +12,8 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import Command
-from vfsd.machine.caches import cache_directory
-from vfsd.machine.optional_dependencies import missing_package
+from vfsd.machine.directories import cache_directory
+from vfsd.machine.interpreter import missing_package
 from vfsd.wire.messages import ProgressReport
 from vfsd.wire.option_rules import credential_refusal
 

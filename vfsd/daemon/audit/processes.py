@@ -7,7 +7,7 @@ process has executed another program or has ended (pagemap_read, fs/proc/task_mm
 
 A command line is memory of that process.  Reading it can wait for a lock that another thread of the process holds while
 it waits for the mount, or for a page that is itself a file of the mount.  So a thread reads /proc
-(`vfsd.machine.bounded_reads`).  Without an answer the process is known by its name only.  The loop itself asks only
+(`vfsd.machine.processes`).  Without an answer the process is known by its name only.  The loop itself asks only
 about a thread whose request waits for the loop's reply: that thread executes no other program meanwhile, and the
 loop's reference to its memory is not the last one.
 
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from protocol.linux.syscalls import fails_to_read
-from vfsd.machine.bounded_reads import BoundedReads, UnansweredError
+from vfsd.machine.processes import BoundedReads, UnansweredError
 from vfsd.machine.runtime import process_start_ticks
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.backends.shared import allow_open_files, cache_timeout_s, check_outside, describe_interrupted
 from vfsd.daemon.snapshots.stored_workspace import Stored
+from vfsd.machine.interpreter import missing_package
 from vfsd.machine.logs import log_failure
 from vfsd.machine.mountinfo import WorkspaceRoot
-from vfsd.machine.optional_dependencies import missing_package
 from vfsd.wire.options import MountOptions
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from protocol.store.object_store.lazy.client import FetchClient
 from protocol.store.object_store.lazy.contents import RemoteContents
 from protocol.store.object_store.lazy.messages import Start
 from vfsd.daemon.backends.persistence import recorded_below
-from vfsd.machine.caches import cache_directory
-from vfsd.machine.optional_dependencies import missing_package
+from vfsd.machine.directories import cache_directory
+from vfsd.machine.interpreter import missing_package
 
 if TYPE_CHECKING:
     from protocol.store.object_store.lazy.messages import Opened

@@ -9,8 +9,8 @@ from protocol.backends.memory import MemoryVolume
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.snapshots.archives import archive, unpack
-from vfsd.machine.journals import unused_journal
-from vfsd.machine.memory_limits import default_max_memory
+from vfsd.machine.directories import unused_journal
+from vfsd.machine.resources import default_max_memory
 
 if TYPE_CHECKING:
     from vfsd.wire.options import MountOptions

@@ -13,8 +13,8 @@ from vfsd.daemon.backends.base import Backend
 from vfsd.daemon.backends.recovery import recover_apply
 from vfsd.daemon.backends.shared import directory_of
 from vfsd.daemon.snapshots.archives import archive, read_origin
-from vfsd.machine.journals import unused_journal
-from vfsd.machine.memory_limits import default_max_memory
+from vfsd.machine.directories import unused_journal
+from vfsd.machine.resources import default_max_memory
 
 if TYPE_CHECKING:
     from protocol.backends.overlay.lower import Lower

@@ -25,7 +25,7 @@ from protocol.journal.directory import (
 )
 from protocol.journal.records import JournalDamagedError
 from vfsd.daemon.backends.group_sync import GroupSync
-from vfsd.machine.journals import journal_directory
+from vfsd.machine.directories import journal_directory
 from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import from_wire_path, wire_path
 

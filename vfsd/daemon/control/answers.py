@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.errors import errno_of, only_error, shortened
 from vfsd.daemon.control.call_context import CallCancelledError, CallContext, Encoded, Handler
-from vfsd.machine.tracebacks import clear_frames
+from vfsd.machine.interpreter import clear_frames
 from vfsd.wire.messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,

@@ -25,7 +25,7 @@ from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
-from vfsd.machine.journals import disk_use
+from vfsd.machine.directories import disk_use
 from vfsd.wire.messages import METHODS, Empty, StatusResult, wire_path
 from vfsd.wire.options import WorkspaceOptions
 

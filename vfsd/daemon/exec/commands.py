@@ -17,8 +17,8 @@ import trio
 
 from protocol.errors import SnapshotExistsError
 from vfsd.daemon.snapshots.base import UNOBSERVED, SnapshotService, free_name
+from vfsd.machine.interpreter import missing_package
 from vfsd.machine.logs import log_failure
-from vfsd.machine.optional_dependencies import missing_package
 from vfsd.wire.exec_messages import ExecEnded
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId
 from vfsd.daemon.merging.needed import needed_states
 from vfsd.daemon.snapshots.base import is_fork_base
 from vfsd.daemon.starting import serve_starter
-from vfsd.machine.daemon_log import log_path, open_log
-from vfsd.machine.logs import log_failure
+from vfsd.machine.logs import log_failure, log_path, open_log
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import JournalOptions

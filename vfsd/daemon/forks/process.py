@@ -35,7 +35,7 @@ from typing import Final
 import trio
 
 from protocol.volume_extensions import ForkableVolume
-from vfsd.machine.memory_limits import KilledFirst, free_memory
+from vfsd.machine.resources import KilledFirst, free_memory
 from vfsd.machine.runtime import ensure_socket_dir
 
 SYSTEMD_VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")

@@ -32,8 +32,8 @@ from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.daemon.snapshots.stored import StoreSnapshots
 from vfsd.daemon.snapshots.stored_workspace import Stored, drop_unused_bases
 from vfsd.daemon.snapshots.threads import in_thread
-from vfsd.machine.daemon_log import log_path, open_log
 from vfsd.machine.daemon_start import start_interpreter
+from vfsd.machine.logs import log_path, open_log
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.handshake import Ready
 from vfsd.wire.merge_messages import AncestorRecord

@@ -16,8 +16,8 @@ import trio
 
 from protocol.errors import shown
 from vfsd.machine import mounts
-from vfsd.machine.dead_mounts import is_dead
 from vfsd.machine.mountinfo import mount_at
+from vfsd.machine.mounts import is_dead
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
 from vfsd.wire.handshake import Failed, Ready, decode_report
 

@@ -55,7 +55,7 @@ from vfsd.daemon.upgrading.messages import (
     TakeOverError,
     decode_lists,
 )
-from vfsd.machine.memory_limits import KilledFirst
+from vfsd.machine.resources import KilledFirst
 from vfsd.machine.runtime import process_start_ticks, socket_path
 from vfsd.wire.handshake import Failed as FailedStart
 from vfsd.wire.options import Below, JournalOptions, MountOptions

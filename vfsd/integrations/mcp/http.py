@@ -16,7 +16,7 @@ from mcp.server.lowlevel import Server
 from mcp.server.transport_security import TransportSecuritySettings
 
 from vfsd.integrations.mcp.access import PATH, Address, TokenRequired
-from vfsd.machine import loopback
+from vfsd.wire.sockets import listen_at_loopback
 
 _SESSIONS: Final = 64
 _BODY_BYTES: Final = 64 << 20  # a request that writes a file of 32 MiB, with room for what JSON escapes
@@ -26,7 +26,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 def listen(address: Address) -> tuple[socket.socket, Address]:
     """Listen at `address`.  Return the socket, and the address with the port that was chosen.  OSError."""
-    sock = loopback.listen(address.host, address.port)
+    sock = listen_at_loopback(address.host, address.port)
     return sock, Address(address.host, sock.getsockname()[1])
 
 

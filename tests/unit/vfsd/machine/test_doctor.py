@@ -17,8 +17,7 @@ import pytest
 
 from protocol.journal.directory import Journal
 from vfsd.machine import doctor, mountinfo, mounts
-from vfsd.machine.doctor import Finding, Host, examine
-from vfsd.machine.left_containers import LeftContainer
+from vfsd.machine.doctor import Finding, Host, LeftContainer, examine
 from vfsd.machine.mountinfo import vfsd_mounts
 from vfsd.machine.runtime import WorkspaceRecord, ensure_socket_dir, process_start_ticks, write_record
 

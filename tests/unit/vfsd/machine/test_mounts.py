@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from vfsd.machine import mountinfo, mounts
-from vfsd.machine.dead_mounts import is_dead
-from vfsd.machine.holders import holders
 from vfsd.machine.mountinfo import parse_mountinfo
+from vfsd.machine.mounts import is_dead
+from vfsd.machine.processes import holders
 from vfsd.machine.runtime import RUNTIME_VARIABLE, WorkspaceNotFoundError, find_workspace
 
 TINY_FUSE = Path(__file__).with_name("tiny_fuse.py")
@@ -178,7 +178,7 @@ def test_a_dead_mount_is_recognised_although_the_machine_is_overloaded(
     slow = tmp_path / "python"
     slow.write_text(f'#!/bin/sh\ni=0; while [ $i -lt 300000 ]; do i=$((i+1)); done; exec {sys.executable} "$@"\n')
     slow.chmod(0o755)
-    monkeypatch.setattr("vfsd.machine.dead_mounts.sys.executable", str(slow))
+    monkeypatch.setattr("vfsd.machine.mounts.sys.executable", str(slow))
     assert is_dead(path, timeout_s=0.05)
     monkeypatch.undo()
     mounts.clear_dead_mount(path)

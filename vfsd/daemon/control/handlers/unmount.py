@@ -38,8 +38,9 @@ from vfsd.daemon.merging.peer import call_peer
 from vfsd.daemon.merging.records import lineage_of
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import MERGED_TAG, is_merge_base
-from vfsd.machine import holders, mounts
+from vfsd.machine import mounts
 from vfsd.machine.logs import log_failure
+from vfsd.machine.processes import holders
 from vfsd.machine.runtime import read_record
 from vfsd.wire.base import Peer
 from vfsd.wire.messages import Empty, UnmountParams, UnmountResult, UnsavedResult, wire_path
@@ -286,8 +287,8 @@ class UnmountMethods:
         self._mounted.engine.stop()
 
     async def _holders(self, *, unseen_by_umount: bool = False) -> list[str]:
-        """Describe the other processes that hold the mount; see `holders.holders`."""
-        find = functools.partial(holders.holders, self._options.mountpoint, unseen_by_umount=unseen_by_umount)
+        """Describe the other processes that hold the mount; see `holders`."""
+        find = functools.partial(holders, self._options.mountpoint, unseen_by_umount=unseen_by_umount)
         found = await trio.to_thread.run_sync(find)
         return [holder.describe() for holder in found if holder.pid != os.getpid()]
 

@@ -1,7 +1,7 @@
 """What the loop does against slow wake-ups: it polls for the next request, and keeps idle CPUs awake during bursts.
 
 On a virtual machine most of a request's time is the wake-up of two halted CPUs: the daemon's and then the client's.
-`Wakeups` decides when to keep the CPUs awake; `vfsd.machine.idle_cpus` has the kernel's interface for it.
+`Wakeups` decides when to keep the CPUs awake; `vfsd.machine.resources` has the kernel's interface for it.
 
 - **Bursts only.**  A credit grows with each request and falls with the time that passes.  The CPUs are kept awake from
   a few requests in quick succession on, until the credit is used up: at most 10 ms after the last request, and soon
@@ -43,7 +43,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final, Literal, Protocol
 
-from vfsd.machine.idle_cpus import CPU_LATENCY_DEVICE, CpuLatency, IdleCpus, idle_cpus
+from vfsd.machine.resources import CPU_LATENCY_DEVICE, CpuLatency, IdleCpus, idle_cpus
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ _LONGEST_PAUSE_S: Final = 600.0
 
 
 class KeepsAwake(Protocol):
-    """`vfsd.machine.idle_cpus.CpuLatency`, or a test's own."""
+    """`vfsd.machine.resources.CpuLatency`, or a test's own."""
 
     def keep_awake(self, awake: bool) -> None: ...
 

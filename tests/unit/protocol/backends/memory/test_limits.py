@@ -13,7 +13,7 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.volume import AttributeChanges, Caller
 from protocol.volume_extensions import SnapshotInfo
-from vfsd.machine.memory_limits import available_memory, free_memory
+from vfsd.machine.resources import available_memory, free_memory
 
 CALLER = Caller(0, 0)
 MIB = 1 << 20

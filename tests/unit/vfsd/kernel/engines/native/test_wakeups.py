@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from vfsd.kernel.engines.native.wakeups import MAX_BUDGET_S, MAX_CREDIT_S, Wakeups, make_wakeups
-from vfsd.machine.idle_cpus import IdleCpus
+from vfsd.machine.resources import IdleCpus
 
 US = 1e-6
 HALTING = IdleCpus(is_guest=True, driver="haltpoll", polls_ns=0)

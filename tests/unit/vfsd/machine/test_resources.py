@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.machine.idle_cpus import CpuLatency, IdleCpus, idle_cpus
+from vfsd.machine.resources import CpuLatency, IdleCpus, idle_cpus
 
 GUEST = "processor : 0\nflags : fpu hypervisor sse\n"
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from vfsd.machine.bounded_reads import BoundedReads, UnansweredError
+from vfsd.machine.processes import BoundedReads, UnansweredError
 
 
 class Process:

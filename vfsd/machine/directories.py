@@ -1,4 +1,4 @@
-"""The journals of this user's workspaces: where they are."""
+"""The user's directories: journals and the cache, what they take on disk, and the commands for a journal."""
 
 from __future__ import annotations
 
@@ -90,3 +90,11 @@ def unused_journal(name: str) -> str | None:
         f"{name} has a journal of an earlier workspace, which this one does not use: to continue the earlier one,"
         " unmount, and mount with --persist"
     )
+
+
+def cache_directory(environ: Mapping[str, str] = os.environ) -> str:
+    """$XDG_CACHE_HOME/vfsd, else ~/.cache/vfsd."""
+    cache = environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # the XDG base directory specification: a relative path is ignored
+        cache = os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(cache, "vfsd")
