@@ -20,7 +20,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from protocol.errors import shown
@@ -59,11 +59,14 @@ _FETCHED: Final = """[core]
 # What a private repository shares with the repository of a workspace, and the settings that say how to read it.
 _LINKED: Final = ("objects", "refs", "packed-refs", "reftable", "shallow")
 _FORMATS: Final = ("objectFormat", "refStorage")
+_HEADS: Final = "refs/heads/"
 _NO_SYMLINKS: Final = ("", "refs", REFS, "objects", "objects/pack")
 _NAMES_TRIED: Final = 10
+_FATAL: Final = 128  # the exit status of git if it cannot work; a fetch that refuses a ref exits with 1
 _FILE_BYTES: Final = 65536  # far more than a HEAD and the names of other object directories have
 _FAN_OUT: Final = re.compile("[0-9a-f]{2}")
 _HASH: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_NOT_TEXT: Final = re.compile("[\udc80-\udcff]")
 _NOT_IN_REFS: Final = re.compile(r"\.(?=\.|$|lock$)")  # of what a name of a workspace may have
 
 
@@ -172,30 +175,42 @@ class Fetched(Value):
     """A repository that both sides changed; the target kept its own version.
 
     `path`: in the workspace.  `refs`: the namespace in the target that has the branches of the other side; empty if
-    there are none.  `commands`: for a shell; they take over its commits.  `problem`: why the branches are not there.
+    nothing was fetched.  `left`: refs that git cannot read there, which were left out.  `commands`: for a shell; they
+    take over its commits, and refuse as long as a file has conflict markers.  `problem`: why branches could not be
+    fetched.  `nothing`: why there are none to fetch.
     """
 
     path: bytes
     refs: str = ""
+    left: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     problem: str = ""
+    nothing: str = ""
 
 
 def fetch_repository(
-    path: bytes, source: str, target: str, name: str, keep_going: Callable[[], None] = lambda: None
+    path: bytes,
+    source: str,
+    target: str,
+    name: str,
+    marked: Collection[bytes] = (),
+    keep_going: Callable[[], None] = lambda: None,
 ) -> Fetched:
     """Fetch the branches of the repository `path` below the directory `source` into the one below `target`.
 
     They become `refs/vfsd/NAME/BRANCH` there.  A tag or a stash that the target does not have becomes
     `refs/vfsd/NAME/refs/tags/TAG` and `.../refs/stash`, and a detached HEAD `refs/vfsd/NAME/HEAD`.  If earlier commits
-    in that namespace would be lost, it is `NAME.2`.  Repositories of submodules are fetched, too.
+    in that namespace would be lost, it is `NAME.2`.  Repositories of submodules are fetched, too.  `marked`: the files
+    below `target` that the merge wrote conflict markers into.
 
     Nothing else in the target changes.  Returns problems; does not raise them.
     """
     where = os.fsdecode(path)
     try:
         with tempfile.TemporaryDirectory(prefix="vfsd-fetch-") as private:
-            return _Fetch(private, source, target, where, _NOT_IN_REFS.sub("_", name), keep_going).run(path)
+            fetch = _Fetch(private, source, target, where, _NOT_IN_REFS.sub("_", name), keep_going)
+            fetch.marked = [os.path.join(target, os.fsdecode(each)) for each in marked]
+            return fetch.run(path)
     except GitError as error:
         return Fetched(path, problem=str(error))
     except OSError as error:
@@ -214,11 +229,15 @@ class _Fetch:
         self._target = os.path.join(target, path)
         self._name = name
         self._keep_going = keep_going
+        self._left: list[str] = []
+        self.marked: Sequence[str] = ()
 
     def run(self, path: bytes) -> Fetched:
         """See `fetch_repository`."""
         if not _is_repository(self._source):
-            return Fetched(path, f"{REFS}/{self._name}")  # without branches: removed, or the `.git` of a work tree
+            is_file = os.path.isfile(self._source)  # of a linked work tree, a submodule, or --separate-git-dir
+            there = "only a file that names a repository elsewhere" if is_file else "no repository"
+            return Fetched(path, nothing=there)
         if not _is_repository(self._target):
             return Fetched(path, problem="there is no repository here any more")
         commands: list[str] = []
@@ -227,12 +246,16 @@ class _Fetch:
             if not _is_repository(os.path.join(self._target, inner)):
                 continue  # a submodule that only the source has
             self._keep_going()
-            namespace, found = self._fetch(inner, is_needed=bool(commands))
+            fetched, found = self._fetch(inner, is_needed=bool(commands))
+            namespace = fetched or namespace
             commands += found
-        return Fetched(path, f"{REFS}/{namespace}", tuple(commands))
+        left = tuple(sorted(self._left))
+        if namespace:
+            return Fetched(path, f"{REFS}/{namespace}", left, tuple(commands))
+        return Fetched(path, left=left, nothing="" if left else "no branches")
 
     def _fetch(self, inner: str, *, is_needed: bool) -> tuple[str, list[str]]:
-        """Fetch one repository; return the namespace and the commands.
+        """Fetch one repository; return the namespace, which is empty if nothing was fetched, and the commands.
 
         `is_needed`: a submodule has commands, whose commit the work tree has to record.
         """
@@ -247,15 +270,16 @@ class _Fetch:
         git = _private(here, target, self._keep_going)
         heads = {tree: _head(os.path.join(source, tree)) for tree in ("", *_work_trees(source))}
         refs = self._refs(from_git)
-        specs = [("refs/heads/*", "*")] if any(ref.startswith("refs/heads/") for ref in refs) else []
+        specs = [(ref, ref.removeprefix(_HEADS)) for ref in refs if ref.startswith(_HEADS)]
+        self._left += [os.path.join(inner, ref) for ref in _branch_files(source) if ref not in refs]
         known = self._refs(git)
         specs += [(ref, ref) for ref, value in refs.items() if _is_other(ref) and known.get(ref) != value]
         specs += [(head, _detached(tree)) for tree, head in heads.items() if _HASH.fullmatch(head)]
-        namespace = self._fetch_specs(git, there, specs)
+        namespace = self._fetch_specs(git, there, specs, inner)
         self._give_to_owner(target)
         commands = []
         for tree, head in heads.items():
-            ref = _detached(tree) if _HASH.fullmatch(head) else head.removeprefix("refs/heads/")
+            ref = _detached(tree) if _HASH.fullmatch(head) else head.removeprefix(_HEADS)
             commands += self._commands(git, target, tree, f"{REFS}/{namespace}/{ref}", is_needed=is_needed and not tree)
         return namespace, commands
 
@@ -287,18 +311,32 @@ class _Fetch:
         lines = os.fsdecode(git.output("refs-found")).splitlines()
         return {ref: value for ref, _, value in (line.rpartition(" ") for line in lines)}
 
-    def _fetch_specs(self, git: PrivateGit, source: str, specs: Sequence[tuple[str, str]]) -> str:
-        """Fetch refs, and name them as given in the first namespace in which that loses nothing; return it."""
-        names = [self._name, *(f"{self._name}.{number}" for number in range(2, _NAMES_TRIED))]
-        for name in names if specs else ():
+    def _fetch_specs(self, git: PrivateGit, source: str, specs: Sequence[tuple[str, str]], inner: str) -> str:
+        """Fetch refs, and name them as given in the first namespace in which that loses nothing; return it.
+
+        Refs that git cannot read are left out.  Returns "" if none remains.
+        """
+
+        def fetch(words: Sequence[str], stdin: str) -> int:
+            options = ["--quiet", "--atomic", "--no-tags", "--no-write-fetch-head"]
+            return git.run(["fetch", *options, *words], stdin, "fetched", fine=(0, 1, _FATAL))
+
+        for name in (self._name, *(f"{self._name}.{number}" for number in range(2, _NAMES_TRIED))):
+            if not specs:
+                return ""
             with open(git.path("specs"), "wb") as out:
                 out.writelines(os.fsencode(f"{ref}:{REFS}/{name}/{to}\n") for ref, to in specs)
-            options = ["--quiet", "--atomic", "--no-tags", "--no-write-fetch-head", "--stdin"]
-            if git.run(["fetch", *options, source], "specs", "fetched", fine=(0, 1)) == 0:
+            status = fetch(["--stdin", source], "specs")
+            if status == 0:
                 return name
-        if specs:
-            raise GitError(f"git fetch failed: {git.complaint()}")
-        return self._name
+            if status == _FATAL:
+                break
+        complaint = git.complaint()
+        readable = [spec for spec in specs if fetch(["--dry-run", source, spec[0]], os.devnull) == 0]
+        if len(readable) == len(specs):
+            raise GitError(f"git fetch failed: {complaint}")
+        self._left += [os.path.join(inner, spec[0]) for spec in specs if spec not in readable]
+        return self._fetch_specs(git, source, readable, inner)
 
     def _give_to_owner(self, repository: str) -> None:
         """Root fetched: give what is new to the owner of the repository, who could not write there otherwise."""
@@ -326,7 +364,11 @@ class _Fetch:
         parents = " ".join(f"-p {shlex.quote(each)}" for each in ("HEAD",) * _has(git, head) + (ref,) * is_new)
         run = f"git -C {shlex.quote(place)}"
         commit = f'{run} commit-tree {parents} -m {shlex.quote(f"Merge {self._name}")} "$({run} write-tree)"'
-        return [f"{run} add -A", f'{run} reset --soft "$({commit})"']
+        commands = [f"{run} add -A", f'{run} reset --soft "$({commit})"']
+        marked = [_quoted(each) for each in self.marked if each.startswith(place + "/")]
+        if not marked:
+            return commands
+        return [" && ".join([f"! grep -ls '^<<<<<<< ' {' '.join(marked)}", *commands])]
 
     def _place(self, git: PrivateGit, repository: str, tree: str) -> str | None:
         """Return the directory of a work tree; None if it is not in the target, or there is none."""
@@ -419,6 +461,18 @@ def _has(git: PrivateGit, ref: str) -> bool:
 
 def _is_repository(path: str) -> bool:
     return os.path.lexists(os.path.join(path, "HEAD")) and os.path.isdir(os.path.join(path, "objects"))
+
+
+def _branch_files(repository: str) -> list[str]:
+    """Return the names that branches have as files; git lists only those that it can read."""
+    heads = os.path.join(repository, _HEADS)
+    paths = (os.path.join(directory, name) for directory, _, names in os.walk(heads) for name in names)
+    return sorted(_HEADS + os.path.relpath(path, heads) for path in paths if not path.endswith(".lock"))
+
+
+def _quoted(path: str) -> str:
+    """Quote a path for a shell, as text: each byte that is not UTF-8 as a pattern that matches any byte."""
+    return "?".join(map(shlex.quote, _NOT_TEXT.split(path)))
 
 
 def _is_other(ref: str) -> bool:

@@ -166,6 +166,37 @@ def test_branches_that_cannot_be_fetched_are_offered_again(target: Workspace, fo
     check(ours, own, new)
 
 
+@pytest.mark.extended
+def test_the_answer_says_which_branches_are_there_and_that_markers_come_first(target: Workspace, fork: Fork) -> None:
+    ours = Path(target.path, "r")
+    repository(ours)
+    repository(ours / "inner")
+    copy = fork()
+    theirs = Path(copy.path, "r")
+    new = changed_line(theirs, 3)
+    (theirs / ".git/refs/heads/broken").write_text("x\n")
+    (theirs / "inner/.git").rename(theirs / "moved")
+    (theirs / "inner/.git").write_text("gitdir: ../moved\n")
+    own = changed_line(ours, 4)
+    commit(ours / "inner", "own")
+
+    found = target.merge(copy, conflicts="markers").repositories
+
+    assert found["r/inner/.git"].refs == ""
+    assert "no branches were fetched, because" in found["r/inner/.git"].detail
+    assert "refs/vfsd/" in found["r/.git"].detail
+    assert "without refs/heads/broken, which git cannot read there" in found["r/.git"].detail
+    assert "once the conflicts are resolved:" in found["r/.git"].detail
+    with pytest.raises(subprocess.CalledProcessError):
+        run(found["r/.git"])
+    assert git(ours, "rev-parse", "HEAD").strip() == own
+    assert "<<<<<<<" in (ours / "lines").read_text()
+    (ours / "lines").write_text("resolved\n")
+    run(found["r/.git"])
+    git(ours, "merge-base", "--is-ancestor", new, "HEAD")
+    assert target.merge(copy).repositories == {}
+
+
 @pytest.fixture
 def overlay(workdir: Path) -> Iterator[tuple[Path, Workspace]]:
     """A directory with a repository `r`, and an overlay of it in which an agent has committed."""

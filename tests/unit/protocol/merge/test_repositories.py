@@ -290,3 +290,66 @@ def test_without_git_the_branches_are_not_fetched_and_the_answer_says_so(
 
     assert (found.refs, found.problem) == ("", "git is not installed")
     assert items(pair[0]) == before
+
+
+@pytest.mark.parametrize("broken", ["text", "missing", "no tree"])
+def test_a_ref_that_git_cannot_read_keeps_no_other_from_being_fetched(pair: tuple[Path, Path], broken: str) -> None:
+    ours, theirs = pair[0] / "r", pair[1] / "r"
+    git(theirs, "checkout", "-q", "-b", "a/broken")
+    commit(theirs, "lost")
+    tree = git(theirs, "rev-parse", "HEAD^{tree}").strip()
+    git(theirs, "checkout", "-q", "main")
+    git(theirs, "tag", "kept")
+    if broken == "no tree":
+        (theirs / ".git/objects" / tree[:2] / tree[2:]).unlink()
+    else:
+        (theirs / ".git/refs/heads/a/broken").write_text("x\n" if broken == "text" else "1" * 40 + "\n")
+    main = git(theirs, "rev-parse", "main").strip()
+
+    found = fetch(pair)
+
+    assert (found.problem, found.refs, found.left) == ("", "refs/vfsd/fork", ("refs/heads/a/broken",))
+    fetched = {ref: value for ref, value in refs(ours).items() if ref.startswith("refs/vfsd/")}
+    assert fetched == {"refs/vfsd/fork/main": main, "refs/vfsd/fork/refs/tags/kept": main}
+    (theirs / ".git/refs/heads/main").write_text("x\n")
+    git(theirs, "tag", "-d", "kept")
+    none = fetch(pair)
+    assert (none.refs, none.nothing) == ("", "")
+    assert none.left == ("refs/heads/a/broken", "refs/heads/main")
+
+
+def test_no_branches_are_promised_where_the_fork_has_no_repository(pair: tuple[Path, Path]) -> None:
+    theirs = pair[1] / "r/.git"
+    theirs.rename(pair[1] / "elsewhere")
+    assert fetch(pair).nothing == "no repository"
+    theirs.write_text("gitdir: ../elsewhere\n")
+
+    found = fetch(pair)
+
+    assert (found.refs, found.commands, found.problem) == ("", (), "")
+    assert found.nothing == "only a file that names a repository elsewhere"
+
+
+def test_the_commands_refuse_while_a_file_has_conflict_markers(pair: tuple[Path, Path]) -> None:
+    ours = pair[0] / "r"
+    head = git(ours, "rev-parse", "HEAD")
+    marked = [b"r/base", b"r/no\xffutf-8 '", b"other/file"]
+    for path in marked[:2]:
+        Path(os.fsdecode(os.fsencode(pair[0]) + b"/" + path)).write_bytes(b"<<<<<<< ours\n=======\n>>>>>>> theirs\n")
+
+    found = fetch_repository(b"r/.git", str(pair[1]), str(pair[0]), "fork", marked)
+
+    def run() -> str:
+        return subprocess.run(["sh", "-ec", "\n".join(found.commands)], check=False, capture_output=True).stdout.decode(
+            errors="replace"
+        )
+
+    assert run().count("\n") == 2
+    assert git(ours, "rev-parse", "HEAD") == head
+    (ours / "base").write_text("resolved\n")
+    assert "no" in run()
+    assert git(ours, "rev-parse", "HEAD") == head
+    Path(os.fsdecode(os.fsencode(ours) + b"/no\xffutf-8 '")).unlink()
+    assert run() == ""
+    assert git(ours, "rev-parse", "HEAD^") == head
+    assert git(ours, "show", "HEAD:base") == "resolved\n"

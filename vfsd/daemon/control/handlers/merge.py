@@ -51,6 +51,7 @@ class Plan(Value):
     """A new state: `tree`, how it differs from the present one, and the conflicts.
 
     `refuses`: the conflicts prevent it.  `repositories`: those that both workspaces changed, and that stay as they are.
+    `marked`: the paths that may have conflict markers.
     """
 
     tree: Tree
@@ -58,6 +59,7 @@ class Plan(Value):
     conflicts: Sequence[ConflictRecord]
     refuses: bool
     repositories: Sequence[bytes] = ()
+    marked: Sequence[bytes] = ()
 
 
 class _ChangedMeanwhileError(Exception):
@@ -105,7 +107,9 @@ class MergeMethods:
             refuses = params.conflicts == "fail" and bool(done.conflicts)
             conflicts = list(map(_record, done.conflicts))
             repositories = done.repositories if not is_whole else _with_missing(done.repositories, other, ours)
-            return Plan(done.tree, done.changes, conflicts, refuses, repositories)
+            has_markers = params.conflicts == "markers"
+            marked = [each.path for each in done.conflicts if has_markers and not each.kept_as]
+            return Plan(done.tree, done.changes, conflicts, refuses, repositories, marked)
 
         step = f"merge {params.fork.name}"
         # What was merged of some paths only is not recorded: the next merge compares all with the same base.
@@ -204,15 +208,16 @@ class MergeMethods:
                 outcome = await self._snapshots.put_merged(new, step, call, check, touch=touch)
                 answer = self._answer(other, made, outcome)
         if made.repositories:
-            answer.repositories = await self._fetch_branches(made.repositories, other.lineage.name)
-            if all(each.refs for each in answer.repositories) and self._snapshots.merges.now == merged:
+            answer.repositories, is_complete = await self._fetch_branches(made, other.lineage.name)
+            if is_complete and self._snapshots.merges.now == merged:
                 await self._snapshots.note_merged(complete)
         return answer
 
-    async def _fetch_branches(self, repositories: Sequence[bytes], fork: str) -> list[RepositoryRecord]:
+    async def _fetch_branches(self, made: Plan, fork: str) -> tuple[list[RepositoryRecord], bool]:
         record = read_record(fork)
         source = record.mountpoint if record is not None and record.alive else ""
-        return await in_thread(fetched_repositories, repositories, source, self._mounted.mountpoint, fork)
+        target = self._mounted.mountpoint
+        return await in_thread(fetched_repositories, made.repositories, source, target, fork, made.marked)
 
     def _answer(self, other: Other, made: Plan, outcome: Outcome) -> MergeResult:
         answer = _result(other, made, applied=True)

@@ -5,10 +5,15 @@ Worker threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
+from typing import Final
 
+from protocol.errors import shown
 from vfsd.wire.base import RepositoryRecord
 from vfsd.wire.messages import wire_path
+
+_REFS_SHOWN: Final = 5
 
 
 def planned_repositories(repositories: Sequence[bytes], other: str) -> list[RepositoryRecord]:
@@ -17,20 +22,34 @@ def planned_repositories(repositories: Sequence[bytes], other: str) -> list[Repo
     return [RepositoryRecord(wire_path(path), detail) for path in repositories]
 
 
-def fetched_repositories(repositories: Sequence[bytes], source: str, target: str, other: str) -> list[RepositoryRecord]:
-    """Fetch the branches of the workspace `other`, mounted at `source`, into the repositories below `target`."""
+def fetched_repositories(
+    repositories: Sequence[bytes], source: str, target: str, other: str, marked: Collection[bytes] = ()
+) -> tuple[list[RepositoryRecord], bool]:
+    """Fetch the branches of the workspace `other`, mounted at `source`, into the repositories below `target`.
+
+    `marked`: files that the merge wrote conflict markers into.  Also returns whether no repository had a problem.
+    """
     from protocol.merge.git import Fetched, fetch_repository  # noqa: PLC0415 (few merges need git)
 
-    records = []
+    records, is_complete = [], True
     for path in repositories:
         fetched = Fetched(path, problem=f"{other} has ended")
         if source:
-            fetched = fetch_repository(path, source, target, other)
-        kept = "changed on both sides, so it was kept as it is"
-        if fetched.problem:
-            detail = f"{kept}; the branches of {other} could not be fetched: {fetched.problem}"
+            fetched = fetch_repository(path, source, target, other, marked)
+        left = ", ".join(shown(os.fsencode(ref)) for ref in fetched.left[:_REFS_SHOWN])
+        if len(fetched.left) > _REFS_SHOWN:
+            left += f" and {len(fetched.left) - _REFS_SHOWN:,} more"
+        problem = fetched.problem or (f"git cannot read {left} there" if left and not fetched.refs else "")
+        is_complete = is_complete and not problem
+        detail = "changed on both sides, so it was kept as it is; "
+        if problem:
+            detail += f"the branches of {other} could not be fetched: {problem}"
+        elif fetched.nothing:
+            detail += f"no branches were fetched, because {other} has {fetched.nothing} there"
         else:
-            take = ", and these commands take over its commits:" if fetched.commands else ""
-            detail = f"{kept}; the branches of {other} are {fetched.refs}/* in it{take}"
+            without = f", without {left}, which git cannot read there" if left else ""
+            once = " once the conflicts are resolved" if marked else ""
+            take = f", and these commands take over its commits{once}:" if fetched.commands else ""
+            detail += f"the branches of {other} are {fetched.refs}/* in it{without}{take}"
         records.append(RepositoryRecord(wire_path(path), detail, fetched.refs, list(fetched.commands)))
-    return records
+    return records, is_complete

@@ -228,7 +228,7 @@ class TreeMethods:
         result.repositories = planned_repositories(done.repositories, name)
         if is_written:
             if done.repositories:
-                result.repositories = await in_thread(
+                result.repositories, _ = await in_thread(
                     fetched_repositories, done.repositories, self._mounted.mountpoint, directory, name
                 )
             result.expired = expired_records(step.expired, self._snapshots.collect_pruned())
