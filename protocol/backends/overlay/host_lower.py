@@ -134,6 +134,8 @@ class HostLower(RootDirectory, Lower):
                 if is_gone(error):
                     raise ChangedBelowError(file.path, REMOVED) from None
                 raise
+            if not stat.S_ISREG(os.fstat(handle.fd).st_mode):
+                raise ChangedBelowError(file.path, REMOVED)
             self._files.put(file, handle)
         return handle
 

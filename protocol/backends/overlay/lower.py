@@ -222,21 +222,35 @@ class Lower(ABC):
         """Free what the layer holds.  A process that was forked closes its own copy."""
 
 
+class EarlierState(NamedTuple):
+    """A file of the lower layer as it was before another program changed it."""
+
+    file: LowerFile
+    mode: int
+    uid: int
+    gid: int
+    xattrs: dict[bytes, bytes]
+
+
 class LowerFile(ABC):
     """The entry at a path of the lower layer, in the state in which it was loaded.
 
     `sectors` is its size on disk in units of 512 bytes.  `kept` is content that outlives the path (`keep`).
     `is_recorded`: a journal has that content.  `changed_ns` is not before the last change by another program; 0 if
-    that is not known, and in a layer that cannot change.  Later changes by `apply` do not move it.
+    that is not known, and in a layer that cannot change.  Later changes by `apply` do not move it.  `gone_ns` is not
+    before this state of the file was removed or replaced by one that nothing follows; 0 if it is still there, as far as
+    is known.  `earlier` has the states before this one that a snapshot was taken of, oldest first.
     """
 
-    __slots__ = ("changed_ns", "identity", "is_recorded", "kept", "path", "sectors")
+    __slots__ = ("changed_ns", "earlier", "gone_ns", "identity", "is_recorded", "kept", "path", "sectors")
 
     def __init__(self, path: bytes, seen: LowerStat) -> None:
         self.path = path
         self.identity = identity(seen)
         self.sectors = seen.st_blocks
         self.changed_ns = 0
+        self.gone_ns = 0
+        self.earlier: tuple[EarlierState, ...] = ()
         self.kept: Handle | bytes | None = None
         self.is_recorded = False
 

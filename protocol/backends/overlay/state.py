@@ -43,6 +43,7 @@ from protocol.backends.overlay.inode import OverlayInode, lower_files
 from protocol.backends.overlay.lower import (
     FIRST_NEW_NUMBER,
     LOST_NS,
+    EarlierState,
     Identity,
     Lower,
     LowerEntry,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from protocol.adapters.git_patterns import PathFilter
     from protocol.backends.memory.xattrs import Xattrs
     from protocol.backends.overlay.known_inodes import KnownInodes
+    from protocol.tree import TreeEntry
 
 _LOWER_NAME_BYTES: Final = 640  # memory of a listed name: its entry, number and kind
 _LOWER_INODE_BYTES: Final = 640  # memory of a loaded inode, in addition to that of every inode
@@ -76,6 +78,7 @@ class OverlayState(MemoryState):
         self.path_filter = path_filter
         self._started_ns = time.time_ns()
         self._changed: set[int] = set()  # inodes whose lower file changed since then
+        self.gone: set[int] = set()  # inodes with a version whose lower file is gone
         self.lock = threading.RLock()
         self.hidden_names = HiddenNames(path_filter, lower, self.path)
         self.check_new_name = self.hidden_names.check_new
@@ -474,29 +477,33 @@ class OverlayState(MemoryState):
         Return whether the live version follows the lower file, and whether the file differs from the loaded one.  A
         live version that was changed in the overlay does not follow: the lower content that it was based on is gone.
         Then no other version follows either, in particular not the base's: its identity is the one that the workspace
-        showed when it first changed the file, and `apply` compares with that.
+        showed when it first changed the file, and `apply` compares with that.  Nor does any version follow if the file
+        was removed, or replaced by something other than a file.  A file that only snapshots have is checked, too.
         """
         with self.lock:
             live = self.table.loaded(number)
             if not isinstance(live, OverlayInode):
+                self._note_gone(number)  # only snapshots have it
                 return False, False
             old = live.lower
             if old.kept is not None or not self.lower.can_change:
                 return True, False  # with `kept`, an apply replaced the file below, and this version keeps its content
-            try:
-                seen = self.lower.stat(old.path)
-            except OSError as error:
-                if not is_gone(error):
-                    raise
-                return False, True
-            if self.lower.is_same(identity(seen), old.identity):
+            seen = self.stat(old.path)
+            if seen is not None and self.lower.is_same(identity(seen), old.identity):
+                self._note_gone(number)
                 return True, False
-            if seen.st_mode & TYPE_MASK != live.mode & TYPE_MASK or not live.nlink or not live.follows(old.identity):
+            if (
+                seen is None
+                or seen.st_mode & TYPE_MASK != live.mode & TYPE_MASK
+                or not live.nlink
+                or not live.follows(old.identity)
+            ):
+                self._note_gone(number)
                 return False, True
-            new = self.lower.file(old.path, seen)
-            if new.identity[:2] != old.identity[:2]:
-                new.changed_ns = max(new.changed_ns, self._replaced_ns(old.path))
+            new = self._file_now(old, seen)
+            new.earlier = self._earlier(live, new.changed_ns)
             self._changed.add(number)
+            self.gone.discard(number)
             xattrs = self.lower.xattrs(old.path)
             for version in list(self.versions(number)):
                 if isinstance(version, OverlayInode) and version.follows(old.identity):
@@ -504,6 +511,54 @@ class OverlayState(MemoryState):
             if self.known is not None and live.lower is new:
                 self.known.loaded(live)
             return live.lower is new, True
+
+    def stat(self, path: bytes) -> LowerStat | None:
+        """Return the attributes of a path below; None if there is nothing."""
+        try:
+            return self.lower.stat(path)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            return None
+
+    def _file_now(self, old: LowerFile, seen: LowerStat) -> LowerFile:
+        """Return what is now at the path of `old`, which differs from it."""
+        new = self.lower.file(old.path, seen)
+        if new.identity[:2] != old.identity[:2]:
+            new.changed_ns = max(new.changed_ns, self._replaced_ns(old.path))
+        return new
+
+    def _earlier(self, live: Inode, until_ns: int) -> tuple[EarlierState, ...]:
+        """Return the states of a file, `live` the last one, that a snapshot before `until_ns` was taken of."""
+        assert isinstance(live, OverlayInode)
+        file = live.lower
+        states = *file.earlier, EarlierState(file, live.mode, live.uid, live.gid, live.xattrs or {})
+        ends = *(state.file.changed_ns for state in states[1:]), until_ns
+        taken = [info.created_ns for info in self.log.infos()]
+        file.earlier = ()
+        return tuple(
+            state
+            for state, end in zip(states, ends, strict=True)
+            if any(state.file.changed_ns <= time_ns < end for time_ns in taken)
+        )
+
+    def _files(self, number: int) -> set[LowerFile]:
+        """Return the files of the lower layer that the versions of an inode are read from."""
+        found = {file for version in self.versions(number) for file in lower_files(version)}
+        return {file for file in found if file.kept is None and file.changed_ns != LOST_NS}
+
+    def _note_gone(self, number: int) -> None:
+        """Note which states of a file that some version of it has are no longer below, or are there again."""
+        self.gone.discard(number)
+        for file in self._files(number) if self.lower.can_change else ():
+            seen = self.stat(file.path)
+            if seen is not None and self.lower.is_same(identity(seen), file.identity):
+                file.gone_ns = 0
+                continue
+            self.gone.add(number)
+            if not file.gone_ns:
+                replaced_ns = self._replaced_ns(file.path)
+                file.gone_ns = replaced_ns if seen is None else self._file_now(file, seen).changed_ns or replaced_ns
 
     def _follow(
         self, inode: OverlayInode, new: LowerFile, seen: LowerStat, xattrs: Xattrs | None, *, is_live: bool
@@ -529,21 +584,38 @@ class OverlayState(MemoryState):
         newest = 0
         while path:
             path = path.rpartition(b"/")[0]
-            newest = max(newest, self.lower.stat(path).st_ctime_ns)
+            above = self.stat(path)
+            newest = max(newest, 0 if above is None else above.st_ctime_ns)
         return min(newest, time.time_ns())
 
     def changed_since(self, time_ns: int) -> list[int]:
-        """Return the live inodes whose lower file another program has changed since, as far as that was noticed."""
+        """Return the inodes whose lower file another program changed or removed since, as far as that was noticed."""
         with self.lock:
             numbers = self._changed if time_ns >= self._started_ns else self.table.keys()
             found = [(number, self.table.loaded(number)) for number in numbers]
-        return [number for number, live in found if isinstance(live, OverlayInode) and live.lower.changed_ns > time_ns]
+            gone = [number for number in self.gone if any(file.gone_ns > time_ns for file in self._files(number))]
+        return [
+            *(number for number, live in found if isinstance(live, OverlayInode) and live.lower.changed_ns > time_ns),
+            *gone,
+        ]
 
-    def lose(self, number: int) -> None:
-        """Make the content of a live file unreadable: it is no longer below, and what is there now is another one's."""
+    def lose(self, number: int, was: TreeEntry) -> None:
+        """Make the content of a live file unreadable: it is no longer below, and what is there now is another one's.
+
+        It gets the attributes of `was`.
+        """
         live = self.own(self.table[number])
         assert isinstance(live, OverlayInode)
-        self.resize(live, max(live.size, 1))  # so that every reader meets the error
+        live.mode, live.uid, live.gid, live.mtime_ns, live.ctime_ns = (
+            was.mode,
+            was.uid,
+            was.gid,
+            was.mtime_ns,
+            was.ctime_ns,
+        )
+        if (live.xattrs or {}) != dict(was.xattrs):
+            self.ledger.set_xattrs(live, dict(was.xattrs) or None)
+        self.resize(live, max(was.size, 1))  # so that every reader meets the error
         seen = RecordedStat(0, 0, 0, 0, 0, 0, live.size, 0, 0, LOST_NS, live.lower.sectors, 0)
         live.lower = self.lower.file(live.lower.path, seen)
         self.swap_content(live, LowerContent(live.lower, self.ledger), shared=False)

@@ -5,7 +5,8 @@ If it changes between two pieces, or the overlay holds parts of it, reading fail
 
 A snapshot is immutable.  It has no copy of the files below, so a file that another program changed there after the
 snapshot was taken is *lost* in it: reading it fails with ESTALE, and it differs from every state in which it is not
-lost.  `LowerFile.changed_ns` says when it changed.
+lost.  `LowerFile.changed_ns` and `gone_ns` say when it changed.  It has the attributes that it had then, if this
+process saw them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.inode import OverlayInode
-from protocol.backends.overlay.lower import LOST_NS, ChangedBelowError
+from protocol.backends.overlay.lower import LOST_NS, ChangedBelowError, EarlierState
 from protocol.tree import CHUNK_BYTES, LOST, Chunk, Tree, TreeEntry, losing
 
 if TYPE_CHECKING:
@@ -44,16 +45,26 @@ class OverlayTree(SnapshotTree):
     # -- protocol.tree.LosingTree --------------------------------------------------------------
     def is_lost(self, path: bytes) -> bool:
         try:
-            return self._is_lost(self.find(path))
+            return self.is_lost_node(self.find(path))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
-    def _is_lost(self, node: Inode) -> bool:
+    def is_lost_node(self, node: Inode) -> bool:
+        """Return whether the content of a version is lost in this tree."""
         content = node.content
-        if not isinstance(content, LowerContent) or content.lower.changed_ns <= self.taken_ns:
+        if not isinstance(content, LowerContent) or content.lower.kept is not None:
             return False
-        # A file that was lost before it became live can be written again.
-        return content.lower.kept is None and (content.limit > 0 or content.lower.changed_ns != LOST_NS)
+        file = content.lower
+        if file.changed_ns > self.taken_ns:
+            # A file that was lost before it became live can be written again.
+            return content.limit > 0 or file.changed_ns != LOST_NS
+        return file.gone_ns > self.taken_ns and content.needs_lower
+
+    def earlier(self, node: Inode) -> EarlierState | None:
+        """Return the state in which the tree has a file that is lost; None if it is that of the file, or not known."""
+        assert isinstance(node.content, LowerContent)
+        states = [state for state in node.content.lower.earlier if state.file.changed_ns <= self.taken_ns]
+        return states[-1] if states and node.content.lower.changed_ns > self.taken_ns else None
 
     def _entry(self, path: bytes, inode: Inode) -> TreeEntry:
         entry = super()._entry(path, inode)
@@ -61,8 +72,23 @@ class OverlayTree(SnapshotTree):
             below = inode.lower.identity
             if inode.mtime_ns != below[3] and inode.follows(below):
                 entry = replace(entry, mtime_ns=below[3])  # touched, which is no change over the directory below
-        # The attributes are those of the file below.  A kernel reads no file that is empty, and would not meet ESTALE.
-        return replace(entry, size=1) if not entry.size and entry.is_file and self._is_lost(inode) else entry
+        if not self.is_lost_node(inode):
+            return entry
+        was = self.earlier(inode)
+        if was is not None:
+            _, _, size, mtime_ns, ctime_ns = was.file.identity
+            entry = replace(
+                entry,
+                mode=was.mode,
+                uid=was.uid,
+                gid=was.gid,
+                xattrs=was.xattrs,
+                size=size,
+                mtime_ns=mtime_ns,
+                ctime_ns=ctime_ns,
+            )
+        # A kernel reads no file that is empty, and would not meet ESTALE.
+        return entry if entry.size else replace(entry, size=1)
 
     def lost_paths(self, other: Tree) -> list[bytes]:
         theirs = losing(other)
@@ -82,9 +108,13 @@ class OverlayTree(SnapshotTree):
 
     def same_content(self, path: bytes, other: Tree, other_path: bytes | None = None) -> bool | None:
         if isinstance(other, OverlayTree):
-            mine, theirs = self.is_lost(path), other.is_lost(path if other_path is None else other_path)
-            if mine or theirs:
-                return mine and theirs
+            mine, theirs = self.find(path), other.find(path if other_path is None else other_path)
+            is_lost = self.is_lost_node(mine), other.is_lost_node(theirs)
+            if all(is_lost):
+                was, there = self.earlier(mine), other.earlier(theirs)
+                return was is None or there is None or was.file is there.file
+            if any(is_lost):
+                return False
         return super().same_content(path, other, other_path)
 
     # -- content -------------------------------------------------------------------------------
@@ -98,14 +128,14 @@ class OverlayTree(SnapshotTree):
             return super().read_node(node, offset, size)
         except ChangedBelowError as error:
             follows, _ = self._recheck(node.inode, error.path)
+            self._check(node)
             if not follows:
                 raise
-            self._check(node)
             return super().read_node(node, offset, size)
 
     def _check(self, node: Inode) -> None:
         """Raise ChangedBelowError if the content of a file is lost."""
-        if self._is_lost(node):
+        if self.is_lost_node(node):
             raise ChangedBelowError(cast(OverlayInode, node).lower.path, LOST)
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:

@@ -203,15 +203,19 @@ class OverlayVolume(MemoryVolume):
     # -- changes below -----------------------------------------------------------------------------
     def check_below(self) -> None:
         """Look for files that other programs changed, unless very many files were loaded.  Any thread."""
-        if self.lower.can_change and dict.__len__(self._overlay.table) <= _CHECKED_BEFORE:
-            self.directory.forget_directories()
-            known = self._overlay.known
+        if not self.lower.can_change:
+            return
+        overlay, known = self._overlay, self._overlay.known
+        with self._lock:
+            kept = {number for epoch in overlay.log.epochs() for number in epoch.inodes}
+            numbers = [*{*overlay.table, *kept}, *(() if known is None else known.expected_numbers)]
+        if len(numbers) > _CHECKED_BEFORE:
+            return
+        self.directory.forget_directories()
+        for first in range(0, len(numbers), _CHECKED_AT_ONCE):
             with self._lock:
-                numbers = [*self._overlay.table, *(() if known is None else known.expected_numbers)]
-            for first in range(0, len(numbers), _CHECKED_AT_ONCE):
-                with self._lock:
-                    for number in numbers[first : first + _CHECKED_AT_ONCE]:
-                        self._check_lower(number, is_known=True)
+                for number in numbers[first : first + _CHECKED_AT_ONCE]:
+                    self._check_lower(number, is_known=True)
 
     @contextmanager
     def following_tree(self, name: str) -> Iterator[SnapshotTree]:
@@ -230,11 +234,11 @@ class OverlayVolume(MemoryVolume):
     def lose_changed(self, name: str) -> None:
         """See `OverlaidVolume`."""
         with self._lock, self._history.tree(name) as wanted, self._history.tree() as live:
-            lost = wanted.lost_paths(live)  # type: ignore[attr-defined]
+            lost = [wanted.entry(path) for path in wanted.lost_paths(live)]  # type: ignore[attr-defined]
         with self._lock, self._history.changes():
-            for path in lost:
+            for entry in lost:
                 with suppress(FileNotFoundError, NotADirectoryError):
-                    self._overlay.lose(self._overlay.inode_at(path).inode)
+                    self._overlay.lose(self._overlay.inode_at(entry.path).inode, entry)
 
     # -- the base ----------------------------------------------------------------------------------
     @contextmanager
@@ -389,12 +393,16 @@ class OverlayVolume(MemoryVolume):
         follows, changed = self._overlay.refresh(inode)
         if changed and (follows or inode not in self._lost):
             self.changed_below += 1
-            if not follows:
-                self._lost.add(inode)
+            live = self._overlay.table.loaded(inode)
             if follows:
                 effect = "the workspace shows the new content"
+                self._lost.discard(inode)
+            elif isinstance(live, OverlayInode) and live.follows(live.lower.identity):
+                effect = "it was removed or replaced there, so it cannot be read until it is there again"
+                self._lost.add(inode)
             else:
                 effect = "the workspace changed it too, so reading its other parts fails until it is discarded"
+                self._lost.add(inode)
             _logger.warning("another program changed a file below the overlay; %s", effect, extra={"path": path})
         if follows and changed and self.on_change is not None:
             self.outdated.add(inode)
@@ -422,25 +430,33 @@ class OverlayVolume(MemoryVolume):
 
     def _check_lower(self, number: int, *, is_known: bool = False) -> None:
         """Check a file that the kernel has looked up, or, if it `is_known`, that was loaded."""
-        inode = self._overlay.table.loaded(number)
-        known = self._overlay.known
+        overlay = self._overlay
+        inode = overlay.table.loaded(number)
+        known = overlay.known
         if inode is None and known is not None and known.expected(number) is not None:
             with suppress(OSError):  # no memory, or no right to read it any more
-                inode = self._overlay.table.get(number)
+                inode = overlay.table.get(number)
+        if inode is None and is_known:
+            with suppress(OSError):
+                overlay.refresh(number)  # only snapshots have it
         if not isinstance(inode, OverlayInode) or inode.content is None:
             return
-        if not is_known and number not in self._overlay.lookups:
+        if not is_known and number not in overlay.lookups:
             return
         file = inode.lower
         if file.kept is not None:
             return
         try:
-            seen = self.lower.stat(file.path)
+            seen = overlay.stat(file.path)
         except OSError:
-            return  # a name that disappeared is noticed at the next read
-        if self.lower.is_same(identity(seen), file.identity):
+            return  # the next read reports it
+        if seen is None and not is_known:
+            return  # the same, unless it comes back before
+        if seen is not None and self.lower.is_same(identity(seen), file.identity):
             self._lost.discard(number)
-        elif number not in self._lost:
+            if number in overlay.gone:
+                overlay.refresh(number)
+        elif number not in self._lost or (seen is not None and inode.follows(file.identity)):
             self.recheck(number, file.path)
 
     def _invalidation_of(self, number: int) -> CacheInvalidation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable
@@ -465,6 +466,172 @@ def test_a_file_that_changed_below_is_lost_in_the_snapshots_before(
         assert list(changes(base, live)) == [], "the base of a merge"
     volume.restore_snapshot("before")
     assert fs.read(path) == content, "a restore leaves it alone"
+    volume.check_invariants()
+
+
+def _remove(place: Path) -> None:
+    place.unlink()
+
+
+def _put_a_link(place: Path) -> None:
+    place.unlink()
+    place.symlink_to("main.c")
+
+
+def _put_a_directory(place: Path) -> None:
+    place.unlink()
+    place.mkdir()
+
+
+def _put_a_fifo(place: Path) -> None:
+    place.unlink()
+    os.mkfifo(place)
+
+
+def _remove_the_directory(place: Path) -> None:
+    shutil.rmtree(place.parent)
+
+
+def _rename(place: Path) -> None:
+    place.rename(place.with_name("moved"))
+
+
+def _rename_the_directory(place: Path) -> None:
+    place.parent.rename(place.parent.with_name("moved"))
+
+
+def _rename_above(place: Path) -> None:
+    place.parent.parent.rename(place.parent.parent.with_name("moved"))
+
+
+def _put_a_link_above(place: Path) -> None:
+    _rename_the_directory(place)
+    place.parent.symlink_to("moved")
+
+
+def _unchanged(fs: Driver, path: bytes) -> None:
+    del fs, path
+
+
+def _appended(fs: Driver, path: bytes) -> None:
+    fs.volume.write(fs.at(path), fs.stat(path).size, b"more")
+
+
+def _overwritten(fs: Driver, path: bytes) -> None:
+    fs.set(path, size=0)
+    fs.volume.write(fs.at(path), 0, b"mine")
+
+
+def _changed_mode(fs: Driver, path: bytes) -> None:
+    fs.set(path, mode=0o600)
+
+
+def _removed(fs: Driver, path: bytes) -> None:
+    fs.unlink(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _remove,
+        _put_a_link,
+        _put_a_directory,
+        _put_a_fifo,
+        _remove_the_directory,
+        _rename,
+        _rename_the_directory,
+        _rename_above,
+        _put_a_link_above,
+        _rewrite,
+    ],
+    ids=lambda each: each.__name__,
+)
+@pytest.mark.parametrize(
+    "own", [_unchanged, _appended, _overwritten, _changed_mode, _removed], ids=lambda each: each.__name__
+)
+def test_a_file_that_is_gone_below_is_lost_in_the_snapshots_before(
+    below: Path, change: Callable[[Path], None], own: Callable[[Driver, bytes], None]
+) -> None:
+    volume, fs = over(below)
+    path = b"src/deep/x"
+    fs.read(path)
+    taken = volume.take_snapshot("before")
+    file_clock.outlast_tick(taken.created_ns)
+    own(fs, path)
+    change(below / os.fsdecode(path))
+    file_clock.outlast_tick(file_clock.now_ns())
+    volume.check_below()
+    volume.check_below()
+    assert volume.changed_below == (own is not _removed), "counted once"
+    volume.take_snapshot("after")
+    with volume.tree("before") as before, volume.tree("after") as after, volume.tree() as live:
+        with fails(errno.ESTALE):
+            before.read(path, 0, 10)
+        assert [each.path for each in changes(before, live) if each.path == path] == [path]
+        assert list(changes(after, live)) == []
+        lost = losing(before)
+        assert lost is not None
+        assert lost.lost_paths(live) == [path]
+        was = before.entry(path)
+        assert (was.size, was.mode) == (10, stat.S_IFREG | 0o644)
+    volume.restore_snapshot("before")
+    with volume.tree("before") as before, volume.tree() as live:
+        lost = losing(before)
+        assert lost is not None
+        assert lost.lost_paths(live) == [path], "the answer of a restore names it"
+    volume.lose_changed("before")  # as the new process of a fork does
+    with volume.tree("before") as before, volume.tree() as live:
+        assert list(changes(before, live)) == []
+    with fails(errno.ESTALE):
+        fs.read(path)
+    with volume.applying([], force=False, dry_run=True) as apply:
+        conflicts = [each.path for each in apply.write(lambda: None).conflicts]
+    assert path in conflicts
+    volume.check_invariants()
+
+
+def test_a_file_that_comes_back_below_is_lost_no_more_and_another_one_in_its_place_is_followed(below: Path) -> None:
+    volume, fs = over(below)
+    fs.read(b"src/deep/x")
+    fs.read(b"src/main.c")
+    taken = volume.take_snapshot("before")
+    file_clock.outlast_tick(taken.created_ns)
+    (below / "src" / "deep").rename(below / "moved")
+    (below / "src" / "main.c").unlink()
+    volume.check_below()
+    with volume.tree("before") as before:
+        for path in (b"src/deep/x", b"src/main.c"):
+            with fails(errno.ESTALE):
+                before.read(path, 0, 10)
+    (below / "moved").rename(below / "src" / "deep")
+    (below / "src" / "main.c").write_bytes(b"another")
+    volume.check_below()
+    assert fs.read(b"src/main.c") == b"another"
+    with volume.tree("before") as before, volume.tree() as live:
+        assert before.read(b"src/deep/x", 0, 10) == b"x" * 10
+        assert [each.path for each in changes(before, live)] == [b"src/main.c"]
+    volume.check_invariants()
+
+
+def test_a_lost_file_keeps_its_attributes_in_each_snapshot(below: Path) -> None:
+    volume, fs = over(below)
+    fs.read(b"README")
+    shown = []
+    for number in range(4):
+        taken = volume.take_snapshot(f"s{number}")
+        file_clock.outlast_tick(taken.created_ns)
+        with volume.tree() as live:
+            shown.append(live.entry(b"README"))
+        (below / "README").write_bytes(b"theirs" * (number + 2))
+        (below / "README").chmod(0o600 + number)
+        file_clock.outlast_tick(file_clock.now_ns())
+        volume.check_below()
+    volume.drop_snapshot("s1")
+    for number in (0, 2, 3):
+        with volume.tree(f"s{number}") as tree:
+            assert tree.entry(b"README") == shown[number]
+    with volume.tree("s0") as old, volume.tree("s2") as new:
+        assert [each.path for each in changes(old, new)] == [b"README"], "lost in both, and not the same"
     volume.check_invariants()
 
 
