@@ -33,7 +33,7 @@ from tests.support.policed import (
 from tests.support.suites import one_of
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
-from vfsd.wire.fs_messages import FsExecParams, FsExecResult
+from vfsd.operations.fs import FsExecParams, FsExecResult
 from vfsd.wire.messages import wire_path
 
 pytestmark = pytest.mark.fuse

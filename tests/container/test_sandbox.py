@@ -26,7 +26,7 @@ from tests.support.exec_suite import Where, line_of, run, started
 from tests.support.waiting import readable
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
-from vfsd.wire import fs_messages as fs
+from vfsd.operations.fs import FsExecParams, FsExecResult
 
 SandboxIt = Callable[..., Workspace]
 
@@ -58,10 +58,10 @@ def sandboxes(podman: PodmanService, workspace: Workspace) -> list[ContainerStat
     return podman.labelled({"vfsd.workspace": workspace.name})
 
 
-def fs_exec(workspace: Workspace, script: str, **options: Any) -> fs.FsExecResult:
+def fs_exec(workspace: Workspace, script: str, **options: Any) -> FsExecResult:
     with ControlClient(socket_of(workspace)) as client:
-        result = client.call("fs.exec", fs.FsExecParams(argv=["sh", "-c", script], **options))
-        assert isinstance(result, fs.FsExecResult)
+        result = client.call("fs.exec", FsExecParams(argv=["sh", "-c", script], **options))
+        assert isinstance(result, FsExecResult)
         return result
 
 

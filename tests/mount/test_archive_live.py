@@ -21,7 +21,7 @@ from protocol.archive import records as zr
 from tests.mount.programs import control, failed, succeeded, vfsd
 from tests.unit.protocol.archive.archives import DIRECTORY, SYMLINK, Raw, archive, deflated, manifest, zip_of
 from vfsd.client.workspace import Workspace
-from vfsd.wire.snapshot_messages import ImportParams, RestoreParams
+from vfsd.operations.snapshots import ImportParams, RestoreParams
 
 MountIt = Callable[..., Workspace]
 

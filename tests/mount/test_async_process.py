@@ -17,7 +17,7 @@ from vfsd import AsyncWorkspace
 from vfsd.client.async_executor import AsyncWorkspaceExecutor
 from vfsd.client.async_process import AsyncProcess
 from vfsd.client.workspace import Workspace
-from vfsd.wire.exec_messages import TerminalSize
+from vfsd.operations.exec import TerminalSize
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from tests.support.waiting import readable
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import socket_path
+from vfsd.operations.snapshots import DiffParams, ImportParams, RestoreParams
 from vfsd.wire.messages import ProgressReport
-from vfsd.wire.snapshot_messages import DiffParams, ImportParams, RestoreParams
 
 MountIt = Callable[..., Workspace]
 
@@ -185,7 +185,7 @@ def test_an_export_whose_client_is_killed_leaves_no_file(workspace: Workspace, b
     code = f"""
 import os, signal
 from vfsd.client.connection import ControlClient
-from vfsd.wire.snapshot_messages import ExportParams
+from vfsd.operations.snapshots import ExportParams
 with ControlClient({socket_path(workspace.name)!r}) as client:
     params = ExportParams({str(out / "a.zip")!r})
     client.call("export", params, on_progress=lambda p: os.kill(os.getpid(), signal.SIGKILL))

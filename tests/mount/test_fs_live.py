@@ -27,7 +27,7 @@ from tests.support.waiting import longer_limits, readable
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
-from vfsd.wire import fs_messages as fs
+from vfsd.operations.fs import FsExecParams, FsExecResult, FsLsParams, FsReadParams, FsStatParams, FsWriteParams
 from vfsd.wire.messages import wire_path
 
 Run = Callable[..., Any]
@@ -214,8 +214,8 @@ def test_a_name_whose_absence_the_kernel_has_cached_is_seen(call: Run, root: Pat
         assert not (root / "new").exists()
         assert not (root / "dir" / "below").exists()
     assert os.listdir(root) == []
-    call("fs.write", fs.FsWriteParams(path="new", content=b"x"))
-    call("fs.write", fs.FsWriteParams(path="dir/below", content=b"y"))
+    call("fs.write", FsWriteParams(path="new", content=b"x"))
+    call("fs.write", FsWriteParams(path="dir/below", content=b"y"))
     assert (root / "new").read_bytes() == b"x"
     assert (root / "dir" / "below").read_bytes() == b"y"
     assert sorted(os.listdir(root)) == ["dir", "new"]
@@ -240,7 +240,7 @@ def test_a_file_removed_is_gone_from_the_kernels_caches(call: Run, root: Path) -
 def test_content_that_the_kernel_has_cached_is_replaced(call: Run, root: Path) -> None:
     for turn in range(20):
         content = f"turn {turn} ".encode() * (turn + 1)
-        call("fs.write", fs.FsWriteParams(path="f", content=content))
+        call("fs.write", FsWriteParams(path="f", content=content))
         assert (root / "f").read_bytes() == content
         assert os.stat(root / "f").st_size == len(content)
 
@@ -250,7 +250,7 @@ def test_what_is_appended_is_seen_by_a_program_that_has_the_file_open(call: Run,
     (root / "log").write_bytes(b"one\n")
     with open(root / "log", "rb") as reader, open(root / "log", "ab", buffering=0) as writer:
         assert reader.read() == b"one\n"
-        call("fs.write", fs.FsWriteParams(path="log", content=b"two\n", mode="append"))
+        call("fs.write", FsWriteParams(path="log", content=b"two\n", mode="append"))
         assert reader.read() == b"two\n"
         writer.write(b"three\n")
         assert reader.read() == b"three\n"
@@ -261,7 +261,7 @@ def test_what_is_appended_is_seen_by_a_program_that_has_the_file_open(call: Run,
 def test_a_program_goes_on_with_the_file_that_it_has_open_when_that_is_replaced(call: Run, root: Path) -> None:
     (root / "f").write_bytes(b"old")
     with open(root / "f", "r+b") as held:
-        call("fs.write", fs.FsWriteParams(path="f", content=b"brand new"))
+        call("fs.write", FsWriteParams(path="f", content=b"brand new"))
         assert held.read() == b"old"
         assert (root / "f").read_bytes() == b"brand new"
         assert os.fstat(held.fileno()).st_nlink == 0
@@ -275,7 +275,7 @@ def test_the_exec_bit_survives_an_edit_and_the_program_runs(call: Run, root: Pat
     call("fs.edit", EditFileParams(path="run.sh", old_text="old", new_text="new"))
     assert script.stat().st_mode & 0o7777 == 0o755
     assert subprocess.run([script], capture_output=True, check=True).stdout == b"new\n"
-    call("fs.write", fs.FsWriteParams(path="run.sh", content=b"#!/bin/sh\necho newest\n"))
+    call("fs.write", FsWriteParams(path="run.sh", content=b"#!/bin/sh\necho newest\n"))
     assert subprocess.run([script], capture_output=True, check=True).stdout == b"newest\n"
 
 
@@ -284,12 +284,12 @@ def test_a_symlink_is_followed_within_the_workspace(call: Run, root: Path) -> No
     (root / "relative").symlink_to("real")
     (root / "absolute").symlink_to(root / "real")
     (root / "out").symlink_to("/etc")
-    call("fs.write", fs.FsWriteParams(path="relative/a", content=b"a"))
-    call("fs.write", fs.FsWriteParams(path="absolute/b", content=b"b"))
+    call("fs.write", FsWriteParams(path="relative/a", content=b"a"))
+    call("fs.write", FsWriteParams(path="absolute/b", content=b"b"))
     assert sorted(os.listdir(root / "real")) == ["a", "b"]
     with pytest.raises(PermissionError):
-        call("fs.read", fs.FsReadParams(path="out/passwd"))
-    assert call("fs.stat", fs.FsStatParams(path="absolute")).type == "directory"
+        call("fs.read", FsReadParams(path="out/passwd"))
+    assert call("fs.stat", FsStatParams(path="absolute")).type == "directory"
 
 
 # -- coherence: from the mount to `vfsd fs` ---------------------------------------------------------
@@ -298,7 +298,7 @@ def test_whatever_the_mount_does_is_seen(call: Run, root: Path) -> None:
     def content(path: str) -> bytes:
         pieces: list[bytes] = []
         with ControlClient(call.__self__._path) as client:
-            client.call("fs.read", fs.FsReadParams(path=path, as_bytes=True), on_output=pieces.append)
+            client.call("fs.read", FsReadParams(path=path, as_bytes=True), on_output=pieces.append)
         return b"".join(pieces)
 
     with open(root / "f", "wb", buffering=0) as file:
@@ -306,9 +306,9 @@ def test_whatever_the_mount_does_is_seen(call: Run, root: Path) -> None:
             file.write(b"%d," % turn)
             assert content("f").endswith(b"%d," % turn)
     os.rename(root / "f", root / "g")
-    assert [entry.path for entry in call("fs.ls", fs.FsLsParams()).entries] == ["g"]
+    assert [entry.path for entry in call("fs.ls", FsLsParams()).entries] == ["g"]
     os.chmod(root / "g", 0o700)
-    assert call("fs.stat", fs.FsStatParams(path="g")).mode == "0700"
+    assert call("fs.stat", FsStatParams(path="g")).mode == "0700"
     os.truncate(root / "g", 2)
     assert content("g") == b"0,"
     os.unlink(root / "g")
@@ -332,7 +332,7 @@ def test_edits_of_many_clients_and_writes_through_the_mount_are_all_there(worksp
     def edit(number: int) -> None:
         with ControlClient(socket_of(workspace)) as client:
             client.call("fs.edit", EditFileParams(path="f", old_text=f"<{number}>", new_text=f"[{number}]"))
-            client.call("fs.write", fs.FsWriteParams(path=f"by-socket/{number}", content=b"x"))
+            client.call("fs.write", FsWriteParams(path=f"by-socket/{number}", content=b"x"))
 
     threads = [threading.Thread(target=edit, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -373,7 +373,7 @@ def test_whatever_is_done_by_turns_both_sides_agree_with_a_plain_model(
     model: dict[str, bytes] = {}
 
     def write(path: str, content: bytes, mode: Any) -> None:
-        call("fs.write", fs.FsWriteParams(path=path, content=content, mode=mode))
+        call("fs.write", FsWriteParams(path=path, content=content, mode=mode))
         model[path] = content if mode == "overwrite" else model.get(path, b"") + content
 
     def write_through_mount(path: str, content: bytes, mode: str) -> None:
@@ -388,10 +388,10 @@ def test_whatever_is_done_by_turns_both_sides_agree_with_a_plain_model(
         if path in model:
             assert (root / path).read_bytes() == model[path]
             assert os.stat(root / path).st_size == len(model[path])
-            assert call("fs.stat", fs.FsStatParams(path=path)).size_bytes == len(model[path])
+            assert call("fs.stat", FsStatParams(path=path)).size_bytes == len(model[path])
         else:
             with pytest.raises(FileNotFoundError):
-                call("fs.stat", fs.FsStatParams(path=path))
+                call("fs.stat", FsStatParams(path=path))
 
     for turn in range(500 if runs_long else 100):
         path, content = chance.choice(names), b"%d " % turn * chance.choice((1, 2000))
@@ -425,9 +425,9 @@ def test_an_inotify_watcher_sees_what_is_written(call: Run, root: Path) -> None:
     (root / "old").write_text("x")
     (root / "removed").write_text("x")
     with watching(root) as wait_for:
-        call("fs.write", fs.FsWriteParams(path="new", content=b"x"))
+        call("fs.write", FsWriteParams(path="new", content=b"x"))
         wait_for("CREATE /new")
-        call("fs.write", fs.FsWriteParams(path="old", content=b"y", mode="append"))
+        call("fs.write", FsWriteParams(path="old", content=b"y", mode="append"))
         wait_for("MODIFY /old")
         call("fs.rm", RmParams(path="removed"))
         wait_for("DELETE /removed")
@@ -460,10 +460,10 @@ def able(mount: MountIt) -> Workspace:
     return mount(exec_on_host=True)
 
 
-def exec_in(workspace: Workspace, *argv: str, **more: Any) -> fs.FsExecResult:
+def exec_in(workspace: Workspace, *argv: str, **more: Any) -> FsExecResult:
     with ControlClient(socket_of(workspace)) as client:
-        result: fs.FsExecResult = client.call(
-            "fs.exec", fs.FsExecParams(argv=[wire_path(word.encode()) for word in argv], **more)
+        result: FsExecResult = client.call(
+            "fs.exec", FsExecParams(argv=[wire_path(word.encode()) for word in argv], **more)
         )
     return result
 
@@ -629,9 +629,7 @@ def test_ls_goes_on_after_a_name_and_reads_snapshots(mount: MountIt, workdir: Pa
         def listed(snapshot: str | None) -> list[str]:
             names: list[str] = []
             while True:
-                page = client.call(
-                    "fs.ls", fs.FsLsParams(limit=2, after=names[-1] if names else None, snapshot=snapshot)
-                )
+                page = client.call("fs.ls", FsLsParams(limit=2, after=names[-1] if names else None, snapshot=snapshot))
                 names += [entry.path for entry in page.entries]
                 if not page.truncated:
                     return names
@@ -640,11 +638,11 @@ def test_ls_goes_on_after_a_name_and_reads_snapshots(mount: MountIt, workdir: Pa
         assert listed(None) == [wire_path(ODD_NAMES[0])]
         for name in ODD_NAMES:
             pieces: list[bytes] = []
-            client.call("fs.read", fs.FsReadParams(wire_path(name), snapshot="one"), on_output=pieces.append)
+            client.call("fs.read", FsReadParams(wire_path(name), snapshot="one"), on_output=pieces.append)
             assert b"".join(pieces) == b"old " + name
-            assert client.call("fs.stat", fs.FsStatParams(wire_path(name), "one")).size_bytes == 4 + len(name)
+            assert client.call("fs.stat", FsStatParams(wire_path(name), "one")).size_bytes == 4 + len(name)
         with pytest.raises(FileNotFoundError):
-            client.call("fs.ls", fs.FsLsParams(snapshot="none"))
+            client.call("fs.ls", FsLsParams(snapshot="none"))
 
 
 @pytest.mark.parametrize("backend", ["memory", "host"])

@@ -24,7 +24,7 @@ from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
-from vfsd.wire import fs_messages as fs
+from vfsd.operations.fs import FsLsParams, FsStatParams
 
 TIMEOUT_S = 0.2
 pytestmark = pytest.mark.workspaces(backend="host", cache_timeout_s=TIMEOUT_S)
@@ -443,8 +443,8 @@ def test_vfsd_fs_searches_and_describes_what_is_there(workspace: Workspace, dire
     (directory / "dangling").symlink_to("nowhere")
     (directory / "link").symlink_to("sub")
     with ControlClient(socket_of(workspace)) as client:
-        assert client.call("fs.stat", fs.FsStatParams(path="dangling")).type == "symlink"
+        assert client.call("fs.stat", FsStatParams(path="dangling")).type == "symlink"
         assert client.call("fs.glob", GlobParams(pattern="*", path="link")).paths == ["link/file"]
         assert [match.path for match in client.call("fs.grep", GrepParams(pattern="needle")).matches] == ["sub/file"]
-        types = [entry.type for entry in client.call("fs.ls", fs.FsLsParams()).entries]
+        types = [entry.type for entry in client.call("fs.ls", FsLsParams()).entries]
     assert types == ["symlink", "directory", "directory"]

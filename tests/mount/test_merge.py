@@ -26,8 +26,8 @@ from tests.support.waiting import wait_until
 from vfsd import AsyncWorkspace, Workspace
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient
-from vfsd.wire.base import Peer
-from vfsd.wire.merge_messages import MergeParams
+from vfsd.operations.declaration import Peer
+from vfsd.operations.merge import MergeParams
 from vfsd.wire.messages import wire_path
 
 

@@ -18,8 +18,8 @@ from tests.mount.programs import failed, succeeded, vfsd
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import socket_path
-from vfsd.wire.fs_messages import FsWriteParams
-from vfsd.wire.snapshot_messages import DropParams
+from vfsd.operations.fs import FsWriteParams
+from vfsd.operations.snapshots import DropParams
 
 pytestmark = pytest.mark.workspaces(backends=BACKENDS)
 

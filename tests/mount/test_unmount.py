@@ -28,7 +28,7 @@ from vfsd.client.connection import ControlClient
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
-from vfsd.wire.messages import UnmountParams
+from vfsd.operations.workspace import UnmountParams
 
 MountIt = Callable[..., Workspace]
 QUESTION = b"[y/N]: "

@@ -34,7 +34,8 @@ from vfsd.client.log_results import Missed
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import WorkspaceRecord, read_record
-from vfsd.wire.messages import UpgradeParams, UpgradeResult, wire_path
+from vfsd.operations.workspace import UpgradeParams, UpgradeResult
+from vfsd.wire.messages import wire_path
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -19,6 +19,7 @@ import trio
 
 from protocol.errors import ArchiveError, SnapshotExistsError, SnapshotNotFoundError
 from protocol.linux.syscalls import mount_of
+from protocol.types import ChangeCounts
 from vfsd.client.workspace import WorkspaceBase
 from vfsd.daemon.control.server import ControlServer
 from vfsd.machine.runtime import (
@@ -29,10 +30,11 @@ from vfsd.machine.runtime import (
     socket_path,
     write_record,
 )
+from vfsd.operations import snapshots as sm
+from vfsd.operations.declaration import ChangeRecord, Empty
+from vfsd.operations.log import LogEntry, LogResult, ProcessRecord
+from vfsd.operations.workspace import StatusResult, UnmountParams, UnmountResult
 from vfsd.wire import messages as m
-from vfsd.wire import snapshot_messages as sm
-from vfsd.wire.audit_messages import LogEntry, LogResult, ProcessRecord
-from vfsd.wire.base import ChangeRecord
 
 State = dict[bytes, bytes]
 W = TypeVar("W", bound=WorkspaceBase)
@@ -58,10 +60,10 @@ def changes_between(old: State, new: State) -> list[ChangeRecord]:
     return found
 
 
-def count(changes: list[ChangeRecord]) -> m.ChangeCounts:
+def count(changes: list[ChangeRecord]) -> ChangeCounts:
     kinds = [change.change for change in changes]
     added, removed = kinds.count("added"), kinds.count("removed")
-    return m.ChangeCounts(added, len(kinds) - added - removed, removed)
+    return ChangeCounts(added, len(kinds) - added - removed, removed)
 
 
 async def streamed(params: Any, changes: list[ChangeRecord], call: Any) -> list[ChangeRecord]:
@@ -192,12 +194,12 @@ class FakeDaemon:
             raise SnapshotNotFoundError(name)
         return self.snapshots[name]
 
-    async def do_ping(self, params: Any, call: Any) -> m.Empty:
-        return m.Empty()
+    async def do_ping(self, params: Any, call: Any) -> Empty:
+        return Empty()
 
-    async def do_status(self, params: Any, call: Any) -> m.StatusResult:
+    async def do_status(self, params: Any, call: Any) -> StatusResult:
         size = sum(map(len, self.live.values()))
-        return m.StatusResult(
+        return StatusResult(
             name=self.name,
             mountpoint=m.wire_path(os.fsencode(self.mountpoint)),
             backend="memory",
@@ -339,9 +341,9 @@ class FakeDaemon:
         self.live = target
         return sm.ImportResult(params.path, len(content), sum(map(len, content.values())), safety, counts)
 
-    async def do_unmount(self, params: m.UnmountParams, call: Any) -> m.UnmountResult:
+    async def do_unmount(self, params: UnmountParams, call: Any) -> UnmountResult:
         if self.holders and not params.lazy:
             raise OSError(errno.EBUSY, f"busy: held by {', '.join(self.holders)}", self.mountpoint)
         self.unmounted = True
         call.after_answer(self._end)
-        return m.UnmountResult(m.wire_path(os.fsencode(self.mountpoint)), params.lazy, self.holders)
+        return UnmountResult(m.wire_path(os.fsencode(self.mountpoint)), params.lazy, self.holders)

@@ -36,6 +36,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("protocol",),
     ),
     "vfsd": (
+        ("vfsd.operations",),
         ("vfsd.wire",),
         ("vfsd.machine",),
         ("vfsd.kernel",),

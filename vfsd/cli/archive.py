@@ -12,7 +12,7 @@ from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import show_outcome, show_problems
 from vfsd.cli.common.names import complete_snapshot
 from vfsd.cli.common.values import exclude_option, include_option, refuse_other_archives
-from vfsd.wire import snapshot_messages
+from vfsd.operations.snapshots import ExportResult, ImportResult
 
 
 @click.command(
@@ -56,7 +56,7 @@ def export_command(app: App, /, file: str, force: bool, **settings: Any) -> None
     show_problems(answer.skipped, f"{verb} missing from the archive or incomplete in it")
 
 
-def _show_export(answer: snapshot_messages.ExportResult) -> None:
+def _show_export(answer: ExportResult) -> None:
     files, content = output.counted(answer.files, "file"), output.human_size(answer.total_bytes)
     archive = output.human_size(answer.archive_bytes)
     output.say(f"exported {files} ({content}) to {output.show_path(answer.path)} ({archive})")
@@ -84,6 +84,6 @@ def import_command(app: App, file: str) -> None:
     show_problems(answer.problems, "could not be imported")
 
 
-def _show_import(answer: snapshot_messages.ImportResult) -> None:
+def _show_import(answer: ImportResult) -> None:
     path, size = output.show_path(answer.path), output.human_size(answer.total_bytes)
     show_outcome(f"imported {output.counted(answer.files, 'file')} ({size}) from {path}", answer)

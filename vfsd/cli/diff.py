@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from protocol.diff.patch import GIT_APPLY_LIMIT_BYTES
+from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import note_problems, plain_change, show_changes, show_stat
@@ -19,8 +20,9 @@ from vfsd.cli.common.paging import PatchColours, paged
 from vfsd.cli.common.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
 from vfsd.cli.common.values import exclude_option, include_option
 from vfsd.client.requests import RemoteCall
-from vfsd.wire import messages, snapshot_messages
-from vfsd.wire.base import ChangeRecord
+from vfsd.operations.declaration import ChangeRecord
+from vfsd.operations.snapshots import DiffResult
+from vfsd.wire.messages import from_wire_path
 
 _NAMED: Final = 20  # paths missing from a patch that standard error names
 
@@ -156,7 +158,7 @@ def _answer(app: App, request: RemoteCall[Any], mode: str | None) -> None:
     note_problems(answer.problems)
 
 
-def _show(_answer: snapshot_messages.DiffResult, changes: ChangeSpool) -> None:
+def _show(_answer: DiffResult, changes: ChangeSpool) -> None:
     with paged():
         show_changes(changes)
 
@@ -165,14 +167,14 @@ def _name(change: ChangeRecord) -> str:
     return output.show_path(change.path)
 
 
-def _show_names(_answer: snapshot_messages.DiffResult, changes: ChangeSpool) -> None:
+def _show_names(_answer: DiffResult, changes: ChangeSpool) -> None:
     with paged():
         for change in changes:
             output.say(_name(change))
 
 
-def _show_stat(answer: snapshot_messages.DiffResult, changes: ChangeSpool) -> None:
-    if answer.counts != messages.ChangeCounts():
+def _show_stat(answer: DiffResult, changes: ChangeSpool) -> None:
+    if answer.counts != ChangeCounts():
         with paged():
             show_stat(changes, answer.counts)
 
@@ -192,7 +194,7 @@ def _patch(app: App, request: RemoteCall[Any]) -> None:
         click.get_current_context().exit(1)
 
 
-def _patch_document(answer: snapshot_messages.DiffResult, whole: bytes) -> dict[str, Any]:
+def _patch_document(answer: DiffResult, whole: bytes) -> dict[str, Any]:
     try:
         content: dict[str, str | bytes] = {"patch": whole.decode()}
     except UnicodeDecodeError:
@@ -206,7 +208,7 @@ def _command_for(a: str) -> str:
 
     In a directory below the top of a repository, `git apply` takes the paths of the patch from the top, and skips them.
     """
-    directory = os.fsdecode(messages.from_wire_path(a.removeprefix("overlay:")))
+    directory = os.fsdecode(from_wire_path(a.removeprefix("overlay:")))
     if not a.startswith("overlay:/") or not os.path.isdir(directory):
         return "`git apply` at the top of a copy (in a subdirectory of a larger repository: `--directory=SUBDIRECTORY`)"
     top = directory = os.path.realpath(directory)
@@ -218,7 +220,7 @@ def _command_for(a: str) -> str:
     return f"`{shlex.join(['git', '-C', top, 'apply', *inside])}`"
 
 
-def _note_what_is_missing(answer: snapshot_messages.DiffResult) -> None:
+def _note_what_is_missing(answer: DiffResult) -> None:
     named = [*answer.omitted, *answer.problems]
     for each in named[:_NAMED]:
         output.note(f"not in this patch: {each.path} ({each.reason})")

@@ -15,7 +15,7 @@ from vfsd.cli.common.app import App, Command, describe, error_record, report
 from vfsd.cli.common.values import SIZE, Seconds, environment, is_text
 from vfsd.client.executor import caller_environment
 from vfsd.client.paths import current_directory, wire_paths
-from vfsd.wire.exec_messages import ExecEnded, ExecParams
+from vfsd.operations.exec import ExecEnded, ExecParams
 from vfsd.wire.messages import wire_path
 
 # The exit statuses of env(1), nohup(1) and timeout(1).

@@ -21,7 +21,7 @@ from vfsd.cli.unmount import unmount_running
 from vfsd.client.mount_arguments import fork_target
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_record, unique_name
-from vfsd.wire.messages import ForkResult, UnmountParams
+from vfsd.operations.workspace import ForkResult, UnmountParams
 
 
 @click.command(

@@ -28,8 +28,9 @@ from vfsd.client.paths import current_directory, workspace_path
 from vfsd.client.requests import RemoteCall
 from vfsd.client.spooled import INLINE_BYTES, readable_by_daemon
 from vfsd.machine.runtime import WorkspaceRecord
-from vfsd.wire import fs_messages as fs
-from vfsd.wire.messages import METHODS, from_wire_path, wire_path
+from vfsd.operations.catalogue import OPERATIONS
+from vfsd.operations.fs import DEFAULT_ENTRIES
+from vfsd.wire.messages import from_wire_path, wire_path
 
 # One byte more than a write may have (protocol.paths.CallLimits), so that the daemon refuses it.
 _INPUT_BYTES: Final = (32 << 20) + 1
@@ -120,7 +121,7 @@ class _Workspace:
         """Call `method` with `settings` as its parameters; `path` and `cwd` are path arguments."""
         for name in {"path", "cwd"} & settings.keys():
             settings[name] = self.wire(settings[name])
-        request: RemoteCall[Any] = RemoteCall(method, METHODS[method][0](**settings), on_output=on_output)
+        request: RemoteCall[Any] = RemoteCall(method, OPERATIONS[method].params(**settings), on_output=on_output)
         if self._record is not None:
             return self._app.call(request)
         # Start-up: it imports the tools and the search engine, which otherwise only the daemon needs.
@@ -239,7 +240,7 @@ _at_option = click.option(
 # -- reading ----------------------------------------------------------------------------------------
 @fs_command.command("ls")
 @click.argument("path", default=".", shell_complete=complete_path)
-@_limit_option(default=fs.DEFAULT_ENTRIES)
+@_limit_option(default=DEFAULT_ENTRIES)
 @_at_option
 def ls_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """List a directory: paths, types, sizes, modes and times."""

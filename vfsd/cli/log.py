@@ -19,7 +19,7 @@ from vfsd.cli.common.streamed import PatientOutput
 from vfsd.cli.common.times import ACCEPTED, parse_time
 from vfsd.client.connection import ControlClient
 from vfsd.client.next_daemon import next_daemon
-from vfsd.wire.audit_messages import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams, nameless
+from vfsd.operations.log import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams, nameless
 from vfsd.wire.exchange import ControlError, control_error
 
 _COMMAND_CHARACTERS: Final = 100  # of a command line that is shown
@@ -88,7 +88,7 @@ def _with_times(error: FileNotFoundError, since: str | None) -> FileNotFoundErro
 
 def _show(app: App, selected: dict[str, Any]) -> None:
     from vfsd.client.requests import RemoteCall  # noqa: PLC0415 start-up: `vfsd log --help` needs none of it
-    from vfsd.wire.audit_messages import LogParams  # noqa: PLC0415
+    from vfsd.operations.log import LogParams  # noqa: PLC0415
 
     pieces: list[bytes] = []
     try:

@@ -12,7 +12,7 @@ from vfsd.cli.common.changes import show_changes, show_expired, show_repositorie
 from vfsd.cli.common.names import complete_path_of_fork, complete_workspace
 from vfsd.cli.common.values import touch_option
 from vfsd.cli.common.wording import count_words, outcome_lines
-from vfsd.wire.merge_messages import ConflictRecord, Conflicts, MergeResult
+from vfsd.operations.merge import ConflictRecord, Conflicts, MergeResult
 
 if TYPE_CHECKING:
     from vfsd.client.requests import RemoteCall

@@ -22,7 +22,7 @@ from vfsd.cli.common.wording import status_rows
 from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_records
-from vfsd.wire import messages
+from vfsd.operations.workspace import StatusResult
 from vfsd.wire.entry_points import ENGINES, is_engine, known_engines
 from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
@@ -491,5 +491,5 @@ def status_command(app: App, workspace_argument: str | None) -> None:
     app.emit(app.call(app.requests.status()), _show_status)
 
 
-def _show_status(status: messages.StatusResult) -> None:
+def _show_status(status: StatusResult) -> None:
     output.fields([(output.Column(heading, kind), cell) for heading, kind, cell in status_rows(status)])

@@ -11,7 +11,7 @@ from vfsd.cli.common.names import complete_path
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.values import touch_option
 from vfsd.cli.common.wording import outcome_lines
-from vfsd.wire import snapshot_messages
+from vfsd.operations.snapshots import ApplyResult, RestoreResult
 
 
 @click.command(
@@ -48,7 +48,7 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool, 
     `vfsd restore --undo` goes back to the state that was applied.  It does not change the directory.
     """
 
-    def show(answer: snapshot_messages.ApplyResult, changes: ChangeSpool) -> None:
+    def show(answer: ApplyResult, changes: ChangeSpool) -> None:
         place = output.show_path(answer.directory)
         if answer.recovered:
             output.note(answer.recovered)
@@ -107,7 +107,7 @@ def discard_command(app: App, paths: tuple[str, ...], dry_run: bool, touch: bool
         app.emit(app.call(request, label="discarding"), _show_discarded)
 
 
-def _show_discarded(answer: snapshot_messages.RestoreResult) -> None:
+def _show_discarded(answer: RestoreResult) -> None:
     if answer.safety_snapshot is None:
         output.say("nothing to discard")
         show_expired(answer.expired)

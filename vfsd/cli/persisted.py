@@ -22,7 +22,8 @@ from vfsd.cli.common.values import NAME
 from vfsd.client.requests import RemoteCall
 from vfsd.machine.directories import disk_bytes, journal_directory, journal_names, journals_directory
 from vfsd.machine.runtime import read_records
-from vfsd.wire.messages import CompactResult, wire_path
+from vfsd.operations.workspace import CompactResult
+from vfsd.wire.messages import wire_path
 
 Callback = Callable[..., None]
 _EXAMPLES: Final = """

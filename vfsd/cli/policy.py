@@ -8,7 +8,7 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
-from vfsd.wire.messages import PolicyResult
+from vfsd.operations.workspace import PolicyResult
 
 _COLUMNS: Final = output.columns("RULE PATTERN:path")
 _SHOWN: Final = 3

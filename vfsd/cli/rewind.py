@@ -18,13 +18,13 @@ from vfsd.cli.common.values import touch_option
 from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts
 from vfsd.client.agent_points import AgentPoint, parse_tag, session_above
 from vfsd.machine.selection import socket_dir
-from vfsd.wire import snapshot_messages
+from vfsd.operations.snapshots import RestoreResult, SnapshotRecord, SnapshotsResult
 
 
 class _Moment(NamedTuple):
     """A snapshot of an agent's hooks.  `prompt_number` counts the prompts of its session from 1; 0 before the first."""
 
-    snapshot: snapshot_messages.SnapshotRecord
+    snapshot: SnapshotRecord
     point: AgentPoint
     prompt_number: int
 
@@ -68,7 +68,7 @@ def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool, tou
     if list_them and (to is not None or dry_run):
         raise click.UsageError("--list stands alone")
     app.record(reads=list_them or dry_run)
-    answer: snapshot_messages.SnapshotsResult = app.call(app.requests.snapshots(changes=list_them))
+    answer: SnapshotsResult = app.call(app.requests.snapshots(changes=list_them))
     moments = _moments(answer.snapshots)
     if list_them:
         app.emit({"points": [_document(moment) for moment in moments]}, lambda _: _show_list(moments))
@@ -79,19 +79,19 @@ def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool, tou
     words = _describe(moment)
     if dry_run:
 
-        def show(restored: snapshot_messages.RestoreResult, changes: ChangeSpool) -> None:
+        def show(restored: RestoreResult, changes: ChangeSpool) -> None:
             show_changes(changes)
             if output.on_terminal(err=True):
                 output.note(f"would rewind to {words}: {count_words(restored.counts)}")
 
         call_with_changes(app, request, "comparing", show)
         return
-    restored: snapshot_messages.RestoreResult = app.call(request, label="restoring")
+    restored: RestoreResult = app.call(request, label="restoring")
     app.emit(restored, lambda _: _show_restored(words, restored))
     show_problems(restored.problems)
 
 
-def _moments(snapshots: Sequence[snapshot_messages.SnapshotRecord]) -> list[_Moment]:
+def _moments(snapshots: Sequence[SnapshotRecord]) -> list[_Moment]:
     found = []
     numbers: Counter[str] = Counter()
     for snapshot in snapshots:
@@ -155,7 +155,7 @@ def _describe(moment: _Moment) -> str:
     return f"the end of the turn after prompt {moment.prompt_number}"
 
 
-def _show_restored(words: str, answer: snapshot_messages.RestoreResult) -> None:
+def _show_restored(words: str, answer: RestoreResult) -> None:
     if answer.safety_snapshot is None and not answer.problems:
         output.say(nothing_to_restore(output.show_path(words)))
     else:

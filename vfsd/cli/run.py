@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 import click
 
+from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record, report
 from vfsd.cli.common.changes import show_repositories, show_stat
@@ -24,7 +25,8 @@ from vfsd.client.mount_arguments import mount_options, running_workspace
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.directories import disk_bytes, journal_directory
 from vfsd.machine.runtime import WORKSPACE_VARIABLE, WorkspaceRecord, make_place, remove_place
-from vfsd.wire import messages, snapshot_messages
+from vfsd.operations.snapshots import ApplyResult, DiffResult
+from vfsd.operations.workspace import StatusResult, UnmountParams
 from vfsd.wire.messages import wire_path
 
 Outcome = Literal["applied", "kept", "discarded", "unchanged", "lost"]
@@ -193,7 +195,7 @@ class _Run:
             what = "the changes of the command are lost" if is_lost else self._record.content_after_crash
             reason = "" if is_lost else f" ({describe(error)})"
             output.report(f"the daemon of {self._name} died{reason}: {what}")
-            self._emit(status, "lost" if is_lost else "kept", messages.ChangeCounts())
+            self._emit(status, "lost" if is_lost else "kept", ChangeCounts())
             return _FAILED
         try:
             try:
@@ -226,26 +228,26 @@ class _Run:
         self._record = running_workspace(self._name)
         self._note(f"the daemon of {self._name} died; another one has the changes from the journal")
 
-    def _show_changes(self) -> messages.ChangeCounts:
+    def _show_changes(self) -> ChangeCounts:
         requests = Requests(self._record.mountpoint)
         request = requests.diff("")  # since the directory below, also if the command took snapshots
         request.params.mode = "stat"
         app = App(workspace=self._name)
         app.interrupted = self._app.interrupted
-        shown: list[messages.ChangeCounts] = []
+        shown: list[ChangeCounts] = []
 
-        def show(answer: snapshot_messages.DiffResult, changes: ChangeSpool) -> None:
+        def show(answer: DiffResult, changes: ChangeSpool) -> None:
             shown.append(answer.counts)
-            if answer.counts != messages.ChangeCounts() and not self._app.json:
+            if answer.counts != ChangeCounts() and not self._app.json:
                 with contextlib.suppress(BrokenPipeError):  # the user's choice counts, even if nothing reads the list
                     show_stat(changes, answer.counts)
 
         call_with_changes(app, request, "comparing", show)
         return shown[0]
 
-    def _end_as(self, choice: str | None, counts: messages.ChangeCounts) -> tuple[Outcome, bool]:
+    def _end_as(self, choice: str | None, counts: ChangeCounts) -> tuple[Outcome, bool]:
         """Apply, keep or discard; return the outcome, and whether the choice could not be carried out."""
-        if counts == messages.ChangeCounts():
+        if counts == ChangeCounts():
             self._is_saved = True
             self._unmount(discard=True)
             self._note("the command changed nothing")
@@ -267,7 +269,7 @@ class _Run:
     def _apply(self) -> tuple[Outcome, bool]:
         request = Requests(self._record.mountpoint).apply()
         try:
-            answer: snapshot_messages.ApplyResult = self._app.call(request, self._record, label="applying")
+            answer: ApplyResult = self._app.call(request, self._record, label="applying")
         except OSError as error:
             output.report(f"the changes were not applied: {describe(error)}; {self._kept()}")
             return "kept", True
@@ -288,7 +290,7 @@ class _Run:
         return "applied", False
 
     def _unmount(self, *, discard: bool) -> None:
-        answer = unmount_and_drop(self._app, self._record, messages.UnmountParams(discard=discard))
+        answer = unmount_and_drop(self._app, self._record, UnmountParams(discard=discard))
         if answer.left is not None:
             output.note(answer.left)
         if answer.holders:
@@ -308,11 +310,11 @@ class _Run:
         if self._record.journal is None:
             return ""
         size = output.human_size(disk_bytes(self._record.journal))
-        status: messages.StatusResult = self._app.call(RemoteCall("status"), self._record)
+        status: StatusResult = self._app.call(RemoteCall("status"), self._record)
         large = f", not compacted: {status.journal_uncompacted}" if status.journal_uncompacted else ""
         return f"; its journal takes {size} in {_shown(self._record.journal)}{large}"
 
-    def _emit(self, status: int, outcome: Outcome, counts: messages.ChangeCounts) -> None:
+    def _emit(self, status: int, outcome: Outcome, counts: ChangeCounts) -> None:
         if self._app.json:
             document: dict[str, Any] = {
                 "directory": _shown(self._directory),

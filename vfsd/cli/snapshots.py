@@ -20,7 +20,7 @@ from vfsd.cli.common.output import counted
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.values import in_home, touch_option
 from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts, step_lines, step_words
-from vfsd.wire import snapshot_messages
+from vfsd.operations.snapshots import DropResult, RestoreParams, RestoreResult, SnapshotRecord, SnapshotsResult
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path, wire_path
 
@@ -62,7 +62,7 @@ def _is_overlay(app: App) -> bool:
     return BackendSpec.split(app.record().backend).kind == "overlay"
 
 
-def _say_snapshot(what: str, record: snapshot_messages.SnapshotRecord) -> None:
+def _say_snapshot(what: str, record: SnapshotRecord) -> None:
     """Print the snapshot; in a pipe only its name, for `name=$(vfsd snapshot)`."""
     if not output.on_terminal():
         output.say(record.name)
@@ -100,7 +100,7 @@ def snapshots_command(app: App, no_changes: bool) -> None:
     app.emit(app.call(app.requests.snapshots(changes=not no_changes)), _show_snapshots)
 
 
-def _show_snapshots(answer: snapshot_messages.SnapshotsResult) -> None:
+def _show_snapshots(answer: SnapshotsResult) -> None:
     rows = [
         (s.name, s.created_at, s.files, s.size_bytes, signed_counts(s.changes), s.kind, s.tag, step_words(s.step))
         for s in answer.snapshots
@@ -147,7 +147,7 @@ def _none_was_dropped(error: FileNotFoundError, names: Sequence[str]) -> OSError
     return control_error(error.code, message, error.errno, error.filename)
 
 
-def _show_dropped(answer: snapshot_messages.DropResult) -> None:
+def _show_dropped(answer: DropResult) -> None:
     if output.on_terminal():
         for name in answer.dropped:
             output.say(f"dropped {name}")
@@ -261,7 +261,7 @@ def _check_source(arguments: Sequence[str], *, undo: bool, redo: bool, of: str |
 
 
 def _explained(
-    error: FileNotFoundError, params: snapshot_messages.RestoreParams, arguments: Sequence[str], store: str | None
+    error: FileNotFoundError, params: RestoreParams, arguments: Sequence[str], store: str | None
 ) -> FileNotFoundError:
     """Return `error` of a restore, with advice if the `arguments` show what was intended."""
     if params.undo and arguments:
@@ -331,13 +331,13 @@ def _is_archive(argument: str) -> bool:
     return _may_be_archive(argument) and os.path.isfile(argument)
 
 
-def _show_dry_run(answer: snapshot_messages.RestoreResult, changes: ChangeSpool) -> None:
+def _show_dry_run(answer: RestoreResult, changes: ChangeSpool) -> None:
     show_changes(changes)
     if output.on_terminal(err=True):
         output.note(f"would restore {answer.source}: {count_words(answer.counts)}")
 
 
-def _show_restore(answer: snapshot_messages.RestoreResult) -> None:
+def _show_restore(answer: RestoreResult) -> None:
     source = output.show_path(answer.source)
     if answer.safety_snapshot is None and not answer.problems:
         output.say(nothing_to_restore(source))
@@ -346,7 +346,7 @@ def _show_restore(answer: snapshot_messages.RestoreResult) -> None:
         show_outcome(f"restored {source}", answer)
 
 
-def _show_step(verb: str, answer: snapshot_messages.RestoreResult) -> None:
+def _show_step(verb: str, answer: RestoreResult) -> None:
     """Print what an undo or a redo did, and whether more steps can be undone or redone."""
     for line in step_lines(verb, output.show_path(answer.step or ""), answer):
         output.say(line)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import click
 
+from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.output import counted, show_path
@@ -20,10 +21,9 @@ from vfsd.cli.common.paging import paged
 from vfsd.cli.common.wording import signed_counts, step_words
 from vfsd.client.results import Snapshot
 from vfsd.client.timeline import authors, timeline
-from vfsd.wire.audit_messages import LogResult
+from vfsd.operations.log import LogResult
+from vfsd.operations.snapshots import DiffResult
 from vfsd.wire.backend_spec import BackendSpec
-from vfsd.wire.messages import ChangeCounts
-from vfsd.wire.snapshot_messages import DiffResult
 
 _STATES: Final = 30  # shown by default
 _AUTHORS: Final = 4  # named for each state on a terminal

@@ -21,7 +21,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App
 from vfsd.cli.common.names import complete_snapshot
 from vfsd.cli.common.object_stores import RemoteCommand, bytes_progress, is_url, open_remote, option_values
-from vfsd.wire.snapshot_messages import SaveResult
+from vfsd.operations.snapshots import SaveResult
 
 if TYPE_CHECKING:
     from protocol.store import Store

@@ -15,6 +15,7 @@ import click
 from msgspec import structs, to_builtins
 
 from protocol.journal.directory import drop_journal, has_journal
+from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record
 from vfsd.cli.common.names import complete_workspace
@@ -28,7 +29,9 @@ from vfsd.machine.directories import drop_command
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import clear_dead_mount, is_dead, is_held
 from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_record, read_records, remove_place, remove_record
-from vfsd.wire import fs_messages, messages, snapshot_messages
+from vfsd.operations.fs import FsLsParams, FsLsResult
+from vfsd.operations.snapshots import DiffParams, DiffResult, ExportResult, SnapshotsParams, SnapshotsResult
+from vfsd.operations.workspace import PolicyParams, PolicyResult, UnmountParams, UnmountResult, UnsavedResult
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import wire_path
 from vfsd.wire.sockets import remove_dead_socket
@@ -42,7 +45,7 @@ _DEATHS: Final = 5  # of daemons during one unmount that drops a journal
 class _UnsavedError(OSError):
     """Changes would be lost (ENOTEMPTY).  The error's JSON contains `facts`."""
 
-    def __init__(self, reason: str, found: messages.UnsavedResult) -> None:
+    def __init__(self, reason: str, found: UnsavedResult) -> None:
         super().__init__(errno.ENOTEMPTY, reason)
         facts: dict[str, Any] = to_builtins(found)
         self.facts = {"unsaved": {key: facts[key] for key in _FACTS}}
@@ -100,7 +103,7 @@ def unmount_command(
             if file is not None:
                 answer = _export_and_unmount(app, record, file, overwrite=force, lazy=lazy)
             else:
-                answer = _unmount(app, record, messages.UnmountParams(lazy=lazy, discard=discard), drop=discard)
+                answer = _unmount(app, record, UnmountParams(lazy=lazy, discard=discard), drop=discard)
         except OSError as error:
             if not every:
                 raise
@@ -138,9 +141,7 @@ def _checked(file: str, *, every: bool, discard: bool) -> str:
     return os.path.abspath(file)
 
 
-def _unmount(
-    app: App, record: WorkspaceRecord, params: messages.UnmountParams, *, drop: bool
-) -> messages.UnmountResult:
+def _unmount(app: App, record: WorkspaceRecord, params: UnmountParams, *, drop: bool) -> UnmountResult:
     """Unmount through the daemon; if it is dead, and nothing restarts it, remove what it left.
 
     `drop`: remove the journal, too.
@@ -208,7 +209,7 @@ def _agree_to_remove_container(app: App, record: WorkspaceRecord) -> None:
     unmount = f"vfsd unmount {record.name}"
     removes = f"`{unmount} --discard` removes it with its files"
     advice = f"`vfsd snapshot -w {record.name}` keeps them, `{unmount} --export FILE.zip` saves them, {removes}"
-    found = messages.UnsavedResult(unsaved=True, token="")
+    found = UnsavedResult(unsaved=True, token="")
     try:
         if _is_empty(app, record):
             return
@@ -228,34 +229,30 @@ def _agree_to_remove_container(app: App, record: WorkspaceRecord) -> None:
 
 def _is_empty(app: App, record: WorkspaceRecord) -> bool:
     """Whether the workspace has no files, hidden ones included as far as a client can tell."""
-    listed: fs_messages.FsLsResult = app.call(RemoteCall("fs.ls", fs_messages.FsLsParams("")), record)
+    listed: FsLsResult = app.call(RemoteCall("fs.ls", FsLsParams("")), record)
     if any(entry.path != ".snapshots" for entry in listed.entries):
         return False
-    policy: messages.PolicyResult = app.call(RemoteCall("policy", messages.PolicyParams()), record)
+    policy: PolicyResult = app.call(RemoteCall("policy", PolicyParams()), record)
     return not policy.hide
 
 
-def _since_snapshot(app: App, record: WorkspaceRecord) -> tuple[str, messages.UnsavedResult] | None:
+def _since_snapshot(app: App, record: WorkspaceRecord) -> tuple[str, UnsavedResult] | None:
     """Compare the workspace with the newest snapshot of each kind; None if there is none.
 
     Return the name of the snapshot that differs least, and the differences.
     """
-    answer: snapshot_messages.SnapshotsResult = app.call(
-        RemoteCall("snapshots", snapshot_messages.SnapshotsParams(changes=False)), record
-    )
-    found: list[tuple[int, str, messages.UnsavedResult]] = []
+    answer: SnapshotsResult = app.call(RemoteCall("snapshots", SnapshotsParams(changes=False)), record)
+    found: list[tuple[int, str, UnsavedResult]] = []
     for base in {info.kind: info for info in answer.snapshots}.values():  # after a restore the newest is what it left
-        compare: RemoteCall[snapshot_messages.DiffResult] = RemoteCall("diff", snapshot_messages.DiffParams(base.name))
+        compare: RemoteCall[DiffResult] = RemoteCall("diff", DiffParams(base.name))
         counts = app.call(compare, record, label=f"comparing with {base.name}").counts
         number = counts.added + counts.modified + counts.removed
-        unsaved = messages.UnsavedResult(bool(number), "", changes=counts if number else None, saved_at=base.created_at)
+        unsaved = UnsavedResult(bool(number), "", changes=counts if number else None, saved_at=base.created_at)
         found.append((number, base.name, unsaved))
     return min(found, key=itemgetter(0))[1:] if found else None
 
 
-def _export_and_unmount(
-    app: App, record: WorkspaceRecord, file: str, *, overwrite: bool, lazy: bool
-) -> messages.UnmountResult:
+def _export_and_unmount(app: App, record: WorkspaceRecord, file: str, *, overwrite: bool, lazy: bool) -> UnmountResult:
     """Export to `file` (absolute) until the archive contains the live state, then unmount."""
     path = wire_path(os.fsencode(file))
     place = os.path.realpath(record.mountpoint)
@@ -265,7 +262,7 @@ def _export_and_unmount(
     request = Requests(record.mountpoint).export(file, overwrite=overwrite)
     for _ in range(_EXPORTS):
         try:
-            answer: snapshot_messages.ExportResult = app.call(request, record, label="exporting")
+            answer: ExportResult = app.call(request, record, label="exporting")
         except FileExistsError:
             reason = f"the file exists; --force replaces it; {record.name} is still mounted"
             raise FileExistsError(errno.EEXIST, reason, file) from None
@@ -276,7 +273,7 @@ def _export_and_unmount(
         if not app.json:
             output.note(f"exported {counted(answer.files, 'file')} to {output.show_path(path)}")
         try:
-            unmounted = unmount_running(app, record, messages.UnmountParams(lazy=lazy))
+            unmounted = unmount_running(app, record, UnmountParams(lazy=lazy))
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise _still_mounted(record, error, f"exported to {output.show_path(path)}") from None
@@ -291,7 +288,7 @@ def _export_and_unmount(
     raise OSError(errno.EAGAIN, f"{reason}, and {output.show_path(path)} contains an older state")
 
 
-def _incomplete(record: WorkspaceRecord, path: str, answer: snapshot_messages.ExportResult) -> OSError:
+def _incomplete(record: WorkspaceRecord, path: str, answer: ExportResult) -> OSError:
     """Return the error for an export without something that the unmount would drop."""
     mounted, drop = f"{record.name} is still mounted", f"`vfsd unmount {record.name} --discard` drops"
     if answer.skipped:
@@ -306,11 +303,11 @@ def _still_mounted(record: WorkspaceRecord, error: OSError, what: str) -> OSErro
     return OSError(error.errno, f"{describe(error)}; {record.name} was {what}, and is still mounted")
 
 
-def unmount_running(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
+def unmount_running(app: App, record: WorkspaceRecord, params: UnmountParams) -> UnmountResult:
     """Unmount through the daemon, and wait for its end.  OSError: EBUSY, ENOTEMPTY for unsaved changes."""
     with daemon_end(record.pid) as wait_ended:
         try:
-            result: messages.UnmountResult = app.call(RemoteCall("unmount", params), record)
+            result: UnmountResult = app.call(RemoteCall("unmount", params), record)
         except OSError as error:
             has_ended = isinstance(error, ConnectionError)
             if has_ended:
@@ -318,7 +315,7 @@ def unmount_running(app: App, record: WorkspaceRecord, params: messages.UnmountP
             if (has_ended or error.errno == errno.EINVAL) and mount_at(record.mountpoint) is None:
                 # Another client has unmounted it.
                 place = wire_path(os.fsencode(record.mountpoint))
-                return messages.UnmountResult(place, params.lazy, holders=[])
+                return UnmountResult(place, params.lazy, holders=[])
             if error.errno != errno.EBUSY:
                 raise
             detach = f"vfsd unmount {record.name} --lazy"
@@ -330,7 +327,7 @@ def unmount_running(app: App, record: WorkspaceRecord, params: messages.UnmountP
     return result
 
 
-def unmount_and_drop(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
+def unmount_and_drop(app: App, record: WorkspaceRecord, params: UnmountParams) -> UnmountResult:
     """Unmount a workspace, and remove its journal, with `discard` also if its daemon dies meanwhile.
 
     Without `discard`, OSError (ENOTEMPTY) for unsaved changes.  Other errors as `unmount_running`.
@@ -372,7 +369,7 @@ def _drop_rest(directory: str) -> None:
         time.sleep(_SUCCESSOR_POLL_S)
 
 
-def clear_away(record: WorkspaceRecord, *, says: bool = True) -> messages.UnmountResult:
+def clear_away(record: WorkspaceRecord, *, says: bool = True) -> UnmountResult:
     """Remove the mount, the record and the socket of a dead daemon; `says` where its content is."""
     if mount_at(record.mountpoint) is not None and is_dead(record.mountpoint):
         clear_dead_mount(record.mountpoint)
@@ -382,11 +379,11 @@ def clear_away(record: WorkspaceRecord, *, says: bool = True) -> messages.Unmoun
         remove_dead_socket(record.socket)
     if says:
         output.note(f"the daemon of {record.name} was dead: {record.content_after_crash}, its mount was removed")
-    return messages.UnmountResult(wire_path(os.fsencode(record.mountpoint)), lazy=True, holders=[])
+    return UnmountResult(wire_path(os.fsencode(record.mountpoint)), lazy=True, holders=[])
 
 
 # -- the question -----------------------------------------------------------------------------------
-def _agree(app: App, record: WorkspaceRecord, found: messages.UnsavedResult, holds: str, advice: str) -> None:
+def _agree(app: App, record: WorkspaceRecord, found: UnsavedResult, holds: str, advice: str) -> None:
     """Ask whether to lose what `holds` describes.
 
     _UnsavedError without a terminal; OSError (ECANCELED) or KeyboardInterrupt if the user does not agree.
@@ -402,7 +399,7 @@ def _agree(app: App, record: WorkspaceRecord, found: messages.UnsavedResult, hol
     app.interrupted = before
 
 
-def _holds(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
+def _holds(record: WorkspaceRecord, found: UnsavedResult) -> str:
     """Describe what would be lost, without a full stop."""
     if _only_snapshots(found):
         return f"{record.name} holds {counted(found.snapshots, 'snapshot')}, but no changes that were not applied"
@@ -418,9 +415,9 @@ def _holds(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
     return f"{record.name} holds changes{since} {what}: {', '.join(parts)}"
 
 
-def _only_snapshots(found: messages.UnsavedResult) -> bool:
+def _only_snapshots(found: UnsavedResult) -> bool:
     """Whether an overlay has snapshots, but is as the directory below it."""
-    return bool(found.snapshots) and found.changes == messages.ChangeCounts()
+    return bool(found.snapshots) and found.changes == ChangeCounts()
 
 
 def _applies(record: WorkspaceRecord) -> bool:
@@ -434,7 +431,7 @@ def _source_runs(record: WorkspaceRecord) -> bool:
     return source is not None and source.alive
 
 
-def _advice(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
+def _advice(record: WorkspaceRecord, found: UnsavedResult) -> str:
     if _only_snapshots(found):
         save = f"`vfsd export -w {record.name} --snapshot NAME FILE.zip` saves one"
         return f"{save}, `vfsd unmount {record.name} --discard` drops them"
@@ -446,7 +443,7 @@ def _advice(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
     return f"{keeps}`{unmount} --export FILE.zip` saves them, `{unmount} --discard` drops them"
 
 
-def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, *, exported: bool, discarded: bool) -> None:
+def _say_unmounted(record: WorkspaceRecord, answer: UnmountResult, *, exported: bool, discarded: bool) -> None:
     output.say(f"unmounted {record.name} from {output.show_path(answer.mountpoint)}")
     if answer.snapshots and exported:
         output.note(

@@ -15,7 +15,8 @@ from vfsd.cli.common.output import counted
 from vfsd.client.next_daemon import after_lost_upgrade
 from vfsd.client.requests import RemoteCall, upgrade_params
 from vfsd.machine.runtime import WorkspaceRecord, read_records
-from vfsd.wire.messages import UpgradeResult, wire_path
+from vfsd.operations.workspace import UpgradeResult
+from vfsd.wire.messages import wire_path
 
 
 @click.command(

@@ -15,10 +15,12 @@ from typing import Any, Final
 import msgspec
 
 from vfsd.client import results
-from vfsd.wire import messages, snapshot_messages
-from vfsd.wire.base import ChangeRecord, ExpiredRecord, RepositoryRecord
+from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
+from vfsd.operations.merge import ConflictRecord
+from vfsd.operations.snapshots import DiffResult, ProblemRecord
+from vfsd.operations.workspace import ForkResult, StatusResult
 from vfsd.wire.handshake import Ready
-from vfsd.wire.merge_messages import ConflictRecord
+from vfsd.wire.messages import from_wire_path
 
 _PIECE_BYTES: Final = 64 * 1024
 _change_records = msgspec.json.Decoder(ChangeRecord)
@@ -31,7 +33,7 @@ def _unchanged(value: Any) -> Any:
 def _path(wire: str) -> str:
     if wire.isascii() and "\\" not in wire and "\0" not in wire:
         return wire  # a conversion of 10,000 changes takes a quarter of the time
-    return os.fsdecode(messages.from_wire_path(wire))
+    return os.fsdecode(from_wire_path(wire))
 
 
 def _paths(wire: Iterable[str]) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ def _changes(records: Iterable[ChangeRecord]) -> tuple[results.Change, ...]:
     )
 
 
-def _reasons(records: Iterable[snapshot_messages.ProblemRecord]) -> dict[str, str]:
+def _reasons(records: Iterable[ProblemRecord]) -> dict[str, str]:
     return {_path(record.path): record.reason for record in records}
 
 
@@ -107,7 +109,7 @@ def _records(output: bytes) -> Iterator[ChangeRecord]:
         start = end
 
 
-def _diff(answer: snapshot_messages.DiffResult, output: bytes) -> results.Diff:
+def _diff(answer: DiffResult, output: bytes) -> results.Diff:
     changes = _changes(_records(output)) if output else _changes(answer.changes)
     return results.Diff(
         a=answer.a,
@@ -119,7 +121,7 @@ def _diff(answer: snapshot_messages.DiffResult, output: bytes) -> results.Diff:
     )
 
 
-def _patch(answer: snapshot_messages.DiffResult, output: bytes) -> results.Patch:
+def _patch(answer: DiffResult, output: bytes) -> results.Patch:
     problems, omitted = _reasons(answer.problems), _reasons(answer.omitted)
     return results.Patch(output, counts=answer.counts, problems=problems, omitted=omitted)
 
@@ -133,13 +135,13 @@ def _merged_conflicts(records: Iterable[ConflictRecord]) -> dict[str, results.Co
     }
 
 
-def _status(answer: messages.StatusResult) -> results.Status:
+def _status(answer: StatusResult) -> results.Status:
     values = msgspec.structs.asdict(answer)
     values |= {"mountpoint": _path(answer.mountpoint), "started_at": datetime.fromisoformat(answer.started_at)}
     return results.Status(**values)
 
 
-def _ready(answer: messages.ForkResult) -> Ready:
+def _ready(answer: ForkResult) -> Ready:
     mountpoint, socket = _path(answer.mountpoint), _path(answer.socket)
     return Ready(answer.name, mountpoint, socket, answer.pid, answer.engine, warnings=tuple(answer.warnings))
 

@@ -18,7 +18,7 @@ import anyio.to_thread
 import msgspec
 
 from vfsd.client import answers as answers  # noqa: PLC0414 its import takes 10 ms, which the first call must not wait for
-from vfsd.client.cancelling import ANSWER_S, CancelledCall, words_of
+from vfsd.client.cancelling import ANSWER_S, CancelledCall
 from vfsd.client.connection import connected, timed_out, vanished
 from vfsd.client.requests import RemoteCall
 from vfsd.wire.exchange import ATTEMPTS, RECEIVE_BYTES, ClosingError, ControlError, Exchange, LineBuffer
@@ -122,11 +122,10 @@ class AsyncControlClient:
 
     async def _stop(self, conversation: _Conversation, error: BaseException) -> None:
         """Cancel a call in the daemon and report what became of it.  `error` is the cancellation."""
-        method = conversation.exchange.method
-        words = words_of(method)
-        if words is None or not conversation.is_sent:
-            return  # closing the connection is enough
         exchange = conversation.exchange
+        operation = exchange.operation
+        if not operation.stopped or not conversation.is_sent:
+            return  # closing the connection is enough
         outcome = None
         try:
             with anyio.move_on_after(ANSWER_S, shield=True):
@@ -134,17 +133,17 @@ class AsyncControlClient:
                 try:
                     await conversation.send(exchange.cancel_request)
                     await conversation.receive_answer()
-                    outcome = CancelledCall.completed(method, words)
+                    outcome = CancelledCall.completed(operation)
                 except ControlError as answer:
                     if answer.errno == errno.ECANCELED:
-                        outcome = CancelledCall.stopped(method, words)
+                        outcome = CancelledCall.stopped(operation)
                     else:
-                        outcome = CancelledCall(method, "stopped", f"{words.what} failed: {answer}")
+                        outcome = CancelledCall(operation.name, "stopped", f"{operation.noun} failed: {answer}")
         except OSError:  # the daemon is gone
-            outcome = CancelledCall.left(method, words, None)
+            outcome = CancelledCall.left(operation, None)
         finally:  # also if asyncio's `Task.cancel` is called a second time
             if outcome is None:
-                outcome = CancelledCall.left(method, words, exchange.cancel_state)
+                outcome = CancelledCall.left(operation, exchange.cancel_state)
             error.add_note(str(outcome))
             if self._on_cancelled is not None:
                 self._on_cancelled(outcome)

@@ -9,7 +9,7 @@ from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S,
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.async_process import AsyncProcess
 from vfsd.client.executor import caller_environment, exec_call
-from vfsd.wire.exec_messages import ExecParams, TerminalSize
+from vfsd.operations.exec import ExecParams, TerminalSize
 from vfsd.wire.messages import wire_path
 
 

@@ -21,7 +21,7 @@ import anyio.to_thread
 from protocol.execution.executor import ExecResult
 from vfsd.client.exec_call import ExecCall
 from vfsd.client.threads import abandon
-from vfsd.wire.exec_messages import ExecEnded, ExecOutput, ExecParams, TerminalSize
+from vfsd.operations.exec import ExecEnded, ExecOutput, ExecParams, TerminalSize
 
 _INPUT_BYTES: Final = 64 * 1024  # of one message
 

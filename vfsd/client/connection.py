@@ -131,7 +131,7 @@ class ControlClient:
         on_progress: Callable[[ProgressReport], object] | None = None,
         on_output: Callable[[bytes], object] | None = None,
     ) -> Any:
-        """Call `method` and return the result struct that METHODS names for it.  `params` None means the defaults.
+        """Call `method` and return the result struct that its operation declares.  `params` None means the defaults.
 
         ControlError for an error answer, ConnectionError if the daemon does not answer or goes away, TimeoutError after
         `timeout_s` of silence.  Any other exception (of a callback, or KeyboardInterrupt) closes the connection, so the

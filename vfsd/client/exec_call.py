@@ -11,8 +11,7 @@ from typing import Final
 import msgspec
 
 from vfsd.client.connection import connected, vanished
-from vfsd.wire.exchange import RECEIVE_BYTES, ControlError, Exchange, LineBuffer
-from vfsd.wire.exec_messages import (
+from vfsd.operations.exec import (
     OUTPUT,
     STARTED,
     ExecEnded,
@@ -26,6 +25,7 @@ from vfsd.wire.exec_messages import (
     TerminalSize,
     cost,
 )
+from vfsd.wire.exchange import RECEIVE_BYTES, ControlError, Exchange, LineBuffer
 from vfsd.wire.messages import Request
 
 _EXEC_ID: Final = 1

@@ -16,7 +16,7 @@ import msgspec
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, check_words
 from vfsd.client.connection import ControlClient
 from vfsd.client.requests import RemoteCall
-from vfsd.wire.fs_messages import FsExecParams, FsExecResult
+from vfsd.operations.fs import FsExecParams, FsExecResult
 from vfsd.wire.messages import wire_path
 
 

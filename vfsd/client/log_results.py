@@ -12,7 +12,7 @@ from datetime import datetime
 
 import msgspec
 
-from vfsd.wire.audit_messages import LogEntry, Overflow, ProcessRecord
+from vfsd.operations.log import LogEntry, Overflow, ProcessRecord
 from vfsd.wire.exchange import LineBuffer
 from vfsd.wire.messages import from_wire_path
 

@@ -10,7 +10,7 @@ import time
 from typing import Final
 
 from vfsd.machine.runtime import WorkspaceRecord, read_record
-from vfsd.wire.messages import UpgradeResult
+from vfsd.operations.workspace import UpgradeResult
 
 _RESTART_S: Final = 15.0  # for a keeper to start another daemon
 _UPGRADED_S: Final = 5.0  # for the new daemon of an upgrade to serve, once the old one has died

@@ -16,9 +16,24 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeAl
 import msgspec
 
 from vfsd.client.paths import UserPath, wire_paths
-from vfsd.wire import audit_messages, merge_messages, messages, snapshot_messages
+from vfsd.operations.declaration import Peer
+from vfsd.operations.log import LabelParams, LogParams, WatchParams
+from vfsd.operations.merge import AdoptParams, MergeParams
+from vfsd.operations.snapshots import (
+    ApplyParams,
+    DiffParams,
+    DropParams,
+    ExportParams,
+    ImportParams,
+    RestoreParams,
+    SaveParams,
+    SaveResult,
+    SnapshotParams,
+    SnapshotsParams,
+)
+from vfsd.operations.workspace import ForkParams, PolicyParams, UnmountParams, UpgradeParams
 from vfsd.wire.backend_spec import BackendSpec
-from vfsd.wire.base import Peer
+from vfsd.wire.messages import ProgressReport, wire_path
 
 if TYPE_CHECKING:
     from vfsd.client.log_results import LoggedChange
@@ -40,7 +55,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FilePath: TypeAlias = str | os.PathLike[str]
-OnProgress: TypeAlias = Callable[[messages.ProgressReport], object]
+OnProgress: TypeAlias = Callable[[ProgressReport], object]
 
 # Longest first: ".tar.gz" ends in ".gz".
 _OTHER_ARCHIVES: Final = (
@@ -50,14 +65,14 @@ _OTHER_ARCHIVES: Final = (
 )  # fmt: skip
 
 
-def upgrade_params(instead_of: int) -> messages.UpgradeParams:
+def upgrade_params(instead_of: int) -> UpgradeParams:
     """Return the parameters of an upgrade of the daemon `instead_of` to the version that this process has imported."""
     from vfsd.machine.daemon_start import daemon_environment  # noqa: PLC0415 (start-up: upgrades are rare)
 
     paths = filter(None, daemon_environment().get("PYTHONPATH", "").split(os.pathsep))
-    return messages.UpgradeParams(
-        messages.wire_path(os.fsencode(sys.executable)),
-        [messages.wire_path(os.fsencode(path)) for path in paths],
+    return UpgradeParams(
+        wire_path(os.fsencode(sys.executable)),
+        [wire_path(os.fsencode(path)) for path in paths],
         instead_of,
     )
 
@@ -103,7 +118,7 @@ class Requests:
 
     def fork(self, name: str, mountpoint: str, snapshot: str | None = None) -> RemoteCall[Ready]:
         """Make a workspace at `mountpoint` (absolute) that starts as a copy of this one."""
-        params = messages.ForkParams(name, messages.wire_path(os.fsencode(mountpoint)), snapshot)
+        params = ForkParams(name, wire_path(os.fsencode(mountpoint)), snapshot)
         return RemoteCall("fork", params, _to("Ready"))
 
     # -- snapshots --------------------------------------------------------------------------------
@@ -121,7 +136,7 @@ class Requests:
         FileExistsError if the name is in use.  `on_progress` is called now and then while the daemon works, here and in
         the other methods: a snapshot of "host:DIR" is written to disk, which may take a while.
         """
-        params = snapshot_messages.SnapshotParams(name=name, tag=tag, automatic=automatic)
+        params = SnapshotParams(name=name, tag=tag, automatic=automatic)
         return RemoteCall("snapshot", params, _to("Snapshot"), on_progress)
 
     def snapshots(self, *, changes: bool = True) -> RemoteCall[list[Snapshot]]:
@@ -129,7 +144,7 @@ class Requests:
         to_snapshot = _to("Snapshot")
         return RemoteCall(
             "snapshots",
-            snapshot_messages.SnapshotsParams(changes=changes),
+            SnapshotsParams(changes=changes),
             lambda answer: [to_snapshot(record) for record in answer.snapshots],
         )
 
@@ -139,16 +154,12 @@ class Requests:
         OSError(EBUSY) if one of them is the base of a merge with a running workspace, such as a fork that was made from
         it; `force` drops it nevertheless.  An export or diff that is reading a snapshot completes.
         """
-        return RemoteCall(
-            "drop", snapshot_messages.DropParams(name=name, also=list(others), force=force), lambda _: None
-        )
+        return RemoteCall("drop", DropParams(name=name, also=list(others), force=force), lambda _: None)
 
     def drop_unneeded(self, created_at: Mapping[str, str]) -> RemoteCall[None]:
         """Delete the snapshots with these names and times, or none: see `DropParams`.  At least one."""
         name, *others = created_at
-        return RemoteCall(
-            "drop", snapshot_messages.DropParams(name, others, created_at=dict(created_at)), lambda _: None
-        )
+        return RemoteCall("drop", DropParams(name, others, created_at=dict(created_at)), lambda _: None)
 
     def restore(
         self,
@@ -171,7 +182,7 @@ class Requests:
         With `of`, the backend of another workspace ("host:DIR"), the snapshot is read from that workspace's snapshots
         in the store at `store` (None: the daemon's own).
         """
-        params = snapshot_messages.RestoreParams(paths=self._paths(paths), dry_run=dry_run, touch=touch)
+        params = RestoreParams(paths=self._paths(paths), dry_run=dry_run, touch=touch)
         if isinstance(source, str):
             params.name = source
             if of is not None:
@@ -196,7 +207,7 @@ class Requests:
         undo is kept for `redo`.  FileNotFoundError if there is nothing to undo.  Undoing an apply does not change the
         directory that it wrote to.  Without `touch`, as for `restore`, files get the times back that they had.
         """
-        params = snapshot_messages.RestoreParams(undo=True, paths=self._paths(paths), dry_run=dry_run, touch=touch)
+        params = RestoreParams(undo=True, paths=self._paths(paths), dry_run=dry_run, touch=touch)
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
     def redo(
@@ -206,7 +217,7 @@ class Requests:
 
         The state before the redo is kept for `undo`.  FileNotFoundError if there is nothing to redo.
         """
-        params = snapshot_messages.RestoreParams(redo=True, dry_run=dry_run, touch=touch)
+        params = RestoreParams(redo=True, dry_run=dry_run, touch=touch)
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
     def apply(
@@ -217,7 +228,7 @@ class Requests:
         If other programs changed one of these files there, nothing is written unless `force` is set; see
         `Applied.conflicts`.  `touch`, as for `restore`, holds for the workspace and the directory.
         """
-        params = snapshot_messages.ApplyParams(paths=self._paths(paths), dry_run=dry_run, force=force, touch=touch)
+        params = ApplyParams(paths=self._paths(paths), dry_run=dry_run, force=force, touch=touch)
         return RemoteCall("apply", params, _to("Applied"))
 
     def discard(
@@ -227,7 +238,7 @@ class Requests:
 
         With `touch`, as for `restore`, the mtime of a discarded file is no change of the overlay.
         """
-        params = snapshot_messages.RestoreParams(base=True, paths=self._paths(paths), dry_run=dry_run, touch=touch)
+        params = RestoreParams(base=True, paths=self._paths(paths), dry_run=dry_run, touch=touch)
         return RemoteCall("restore", params, _to("Restored"))
 
     def diff(
@@ -281,9 +292,7 @@ class Requests:
         **others: Any,
     ) -> RemoteCall[Any]:
         """Build a `diff` whose answer and output become the class `kind` of `vfsd.client.results`."""
-        params = snapshot_messages.DiffParams(
-            a=a, b=b, paths=self._paths(paths), include=list(include), exclude=list(exclude), **others
-        )
+        params = DiffParams(a=a, b=b, paths=self._paths(paths), include=list(include), exclude=list(exclude), **others)
         pieces: list[bytes] = []
         return RemoteCall("diff", params, lambda answer: _to(kind)(answer, b"".join(pieces)), on_output=pieces.append)
 
@@ -310,7 +319,7 @@ class Requests:
         if the workspaces have no state in common; EBUSY if programs keep changing what is merged; ENOSPC.  `touch` is
         as for `restore`.
         """
-        params = merge_messages.MergeParams(
+        params = MergeParams(
             fork=_peer(fork), paths=self._paths(paths), conflicts=conflicts, dry_run=dry_run, touch=touch
         )
         return RemoteCall("merge", params, _to("Merged"), on_progress)
@@ -329,7 +338,7 @@ class Requests:
         Changes of this workspace that `fork` does not have are listed in `Merged.conflicts`, and nothing is changed,
         unless `force` is set.  `undo` takes it back.  `touch` is as for `restore`.
         """
-        params = merge_messages.AdoptParams(fork=_peer(fork), force=force, dry_run=dry_run, touch=touch)
+        params = AdoptParams(fork=_peer(fork), force=force, dry_run=dry_run, touch=touch)
         return RemoteCall("adopt", params, _to("Merged"), on_progress)
 
     # -- archives ---------------------------------------------------------------------------------
@@ -351,7 +360,7 @@ class Requests:
         kind of archive.
         """
         check_archive_name(path)
-        params = snapshot_messages.ExportParams(
+        params = ExportParams(
             path=_absolute(path),
             snapshot=snapshot,
             overwrite=overwrite,
@@ -367,7 +376,7 @@ class Requests:
 
         OSError (EINVAL) says why an archive was rejected.  `undo` takes the import back.
         """
-        return RemoteCall("import", snapshot_messages.ImportParams(path=_absolute(path)), _to("Imported"), on_progress)
+        return RemoteCall("import", ImportParams(path=_absolute(path)), _to("Imported"), on_progress)
 
     # -- the log --------------------------------------------------------------------------------------
     def log(
@@ -387,7 +396,7 @@ class Requests:
 
             return logged_changes(b"".join(pieces))
 
-        params = audit_messages.LogParams(**self.selected_changes(paths, since, by))
+        params = LogParams(**self.selected_changes(paths, since, by))
         return RemoteCall("log", params, changes, on_output=pieces.append)
 
     def policy(self, *, protect: Iterable[str] = (), hide: Iterable[str] = ()) -> RemoteCall[Policy]:
@@ -396,19 +405,19 @@ class Requests:
         No pattern can be removed before the unmount.  OSError: EOPNOTSUPP if the workspace was mounted without a
         policy, EINVAL for an invalid pattern.
         """
-        patterns = ([messages.wire_path(os.fsencode(each)) for each in some] for some in (protect, hide))
-        return RemoteCall("policy", messages.PolicyParams(*patterns), _to("Policy"))
+        patterns = ([wire_path(os.fsencode(each)) for each in some] for some in (protect, hide))
+        return RemoteCall("policy", PolicyParams(*patterns), _to("Policy"))
 
     def watch(
         self, paths: Iterable[UserPath] = (), since: str | datetime | None = None, by: int | str | None = None
     ) -> RemoteCall[None]:
         """Send the changes from now on, or with `since` from then on, as output, until the call is cancelled."""
-        return RemoteCall("watch", audit_messages.WatchParams(**self.selected_changes(paths, since, by)))
+        return RemoteCall("watch", WatchParams(**self.selected_changes(paths, since, by)))
 
     def watch_again(self, paths: Iterable[UserPath], by: int | str | None) -> RemoteCall[None]:
         """As `watch`, with all changes that the log of a daemon has which replaced another one."""
         selected = self.selected_changes(paths, None, by) | {"since_ns": 0}
-        return RemoteCall("watch", audit_messages.WatchParams(**selected))
+        return RemoteCall("watch", WatchParams(**selected))
 
     def selected_changes(
         self, paths: Iterable[UserPath], since: str | datetime | None, by: int | str | None
@@ -428,11 +437,11 @@ class Requests:
 
     def label(self, label: str | None, pid: int | None = None) -> RemoteCall[None]:
         """Give process `pid` (None: this one) a label in the log, which what it starts from now on inherits."""
-        return RemoteCall("label", audit_messages.LabelParams(label=label, pid=pid))
+        return RemoteCall("label", LabelParams(label=label, pid=pid))
 
-    def save(self, snapshot: str | None = None) -> RemoteCall[snapshot_messages.SaveResult]:
+    def save(self, snapshot: str | None = None) -> RemoteCall[SaveResult]:
         """Put the live state, or a snapshot, into the snapshot store on disk, from where it can be uploaded."""
-        return RemoteCall("save", snapshot_messages.SaveParams(snapshot), lambda answer: answer)
+        return RemoteCall("save", SaveParams(snapshot), lambda answer: answer)
 
     # -- the workspace itself ---------------------------------------------------------------------
     def status(self) -> RemoteCall[Status]:
@@ -445,7 +454,7 @@ class Requests:
 
     def unmount(self, *, lazy: bool = False) -> RemoteCall[Unmounted]:
         """Unmount the workspace and discard what only its daemon holds."""
-        return RemoteCall("unmount", messages.UnmountParams(lazy=lazy, discard=True), _to("Unmounted"))
+        return RemoteCall("unmount", UnmountParams(lazy=lazy, discard=True), _to("Unmounted"))
 
 
 @overload
@@ -469,7 +478,7 @@ def _peer(fork: AnyWorkspace | str | None) -> Peer | None:
         from vfsd.machine.runtime import check_instance  # noqa: PLC0415
 
         check_instance(fork.socket, fork.instance)
-    return Peer(fork.name, messages.wire_path(os.fsencode(fork.socket)))
+    return Peer(fork.name, wire_path(os.fsencode(fork.socket)))
 
 
 def _to(kind: str) -> Callable[..., Any]:
@@ -486,14 +495,14 @@ def _to(kind: str) -> Callable[..., Any]:
 
 def _absolute(path: FilePath) -> str:
     """Return a host path as the wire writes it.  Absolute, because the daemon has another current directory."""
-    return messages.wire_path(os.fsencode(os.path.abspath(path)))
+    return wire_path(os.fsencode(os.path.abspath(path)))
 
 
 def workspace_key(backend: str) -> str:
     """Return the key under which a store keeps the snapshots of the workspace `backend`."""
     spec = BackendSpec.split(backend)
     key = f"host:{os.path.realpath(spec.argument)}" if spec.kind == "host" else backend
-    return messages.wire_path(os.fsencode(key))
+    return wire_path(os.fsencode(key))
 
 
 def _source_date_epoch(environ: Mapping[str, str] = os.environ) -> int | None:

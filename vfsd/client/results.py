@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Literal, Self
 
 from protocol.types import ChangeCounts
-from vfsd.wire.messages import StatusResult
+from vfsd.operations.workspace import StatusResult
 
 ChangeKind = Literal["added", "modified", "removed", "type", "metadata"]
 Counts = ChangeCounts

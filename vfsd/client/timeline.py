@@ -18,9 +18,9 @@ import msgspec
 
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import ChangeKind, Snapshot
-from vfsd.wire.audit_messages import LogParams
-from vfsd.wire.base import ChangeRecord
-from vfsd.wire.snapshot_messages import DiffParams
+from vfsd.operations.declaration import ChangeRecord
+from vfsd.operations.log import LogParams
+from vfsd.operations.snapshots import DiffParams
 
 T = TypeVar("T")
 

@@ -115,9 +115,10 @@ def build_decoders() -> None:
 
     Otherwise each daemon does that with the first message of a kind: 3 ms of CPU for the options of its mount.
     """
-    from vfsd.wire.messages import METHODS  # noqa: PLC0415 (start-up: daemons that are started directly do not need it)
+    # Start-up: daemons that are started directly do not need it.
+    from vfsd.operations.catalogue import OPERATIONS  # noqa: PLC0415
 
-    for kind in (MountOptions, *(params for params, _ in METHODS.values())):
+    for kind in (MountOptions, *(operation.params for operation in OPERATIONS.values())):
         with contextlib.suppress(msgspec.ValidationError):
             msgspec.json.decode(b"0", type=kind)
 

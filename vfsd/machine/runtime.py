@@ -36,8 +36,8 @@ from vfsd.machine.selection import (
     selected,
     socket_dir,
 )
+from vfsd.operations.merge import AncestorRecord
 from vfsd.wire.backend_spec import BackendSpec
-from vfsd.wire.merge_messages import AncestorRecord
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import NAME_PATTERN
 

@@ -20,10 +20,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vfsd.client.requests import RemoteCall
+from vfsd.operations.workspace import UnsavedResult
 from vfsd.web.pages import given, sources_of
 from vfsd.web.sources import Sources, WorkspaceSource
 from vfsd.wire.backend_spec import BackendSpec
-from vfsd.wire.messages import UnsavedResult
 
 PERIOD_S: Final = 1.0
 _MOST_OPEN: Final = 64

@@ -18,9 +18,9 @@ import msgspec
 
 from protocol.types import ChangeCounts
 from vfsd.client.requests import RemoteCall
+from vfsd.operations.declaration import ChangeRecord
+from vfsd.operations.snapshots import DiffParams, DiffResult
 from vfsd.web.sources import WorkspaceSource
-from vfsd.wire.base import ChangeRecord
-from vfsd.wire.snapshot_messages import DiffParams, DiffResult
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from starlette.responses import RedirectResponse, Response
 
 from vfsd.client.results import Change, Counts, Patch, Policy, Snapshot
 from vfsd.client.timeline import Mark, Step, authors, marks, timeline
+from vfsd.operations.fs import FsEntry
 from vfsd.web.comparison import ROWS, side_by_side
 from vfsd.web.first_changes import first_changes
 from vfsd.web.images import HEAD_BYTES, image_type
@@ -30,7 +31,6 @@ from vfsd.web.problems import WrongRequestError
 from vfsd.web.rendering import href, page
 from vfsd.web.sources import Source, Sources, WorkspaceSource
 from vfsd.wire.backend_spec import BackendSpec
-from vfsd.wire.fs_messages import FsEntry
 from vfsd.wire.messages import wire_path
 
 ENTRIES: Final = 500

@@ -33,7 +33,7 @@ from vfsd.client.requests import RemoteCall, Requests
 from vfsd.client.results import Policy, Snapshot, Status
 from vfsd.client.threads import finish
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records
-from vfsd.wire.fs_messages import FsEntry, FsLsParams, FsLsResult, FsReadParams, FsReadResult, FsStatParams
+from vfsd.operations.fs import FsEntry, FsLsParams, FsLsResult, FsReadParams, FsReadResult, FsStatParams
 from vfsd.wire.messages import from_wire_path, wire_path
 
 T = TypeVar("T")

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import msgspec
 
+from vfsd.operations.catalogue import OPERATIONS
 from vfsd.wire.messages import (
     CANCEL_METHOD,
     CLOSING_METHOD,
     INTERNAL_ERROR,
     INVALID_PARAMS,
-    METHODS,
     OUTPUT_METHOD,
     PROGRESS_METHOD,
     CancelParams,
@@ -169,15 +169,16 @@ class Exchange:
         on_progress: Callable[[ProgressReport], object] | None = None,
         on_output: Callable[[bytes], object] | None = None,
     ) -> None:
-        """ValueError for a method that METHODS lacks, TypeError for params of another method.
+        """ValueError for a method that no operation has, TypeError for params of another method.
 
         Params may be those of an agents' tool, which the method's own extend by what agents do not have.
         """
-        if method not in METHODS:
+        operation = OPERATIONS.get(method)
+        if operation is None:
             raise ValueError(f"no such method: {method!r}")
-        expected, self._result_type = METHODS[method]
-        if params is not None and not issubclass(expected, type(params)):
-            raise TypeError(f"{method} takes {expected.__name__}, not {type(params).__name__}")
+        if params is not None and not issubclass(operation.params, type(params)):
+            raise TypeError(f"{method} takes {operation.params.__name__}, not {type(params).__name__}")
+        self.operation = operation
         self.method = method
         self._id = request_id
         self._on_progress = on_progress
@@ -233,6 +234,6 @@ class Exchange:
             self.done = message.id is not None
             raise _from_answer(message.error)
         if not isinstance(message.result, msgspec.UnsetType) and message.id == self._id:
-            self.result = msgspec.json.decode(message.result, type=self._result_type)
+            self.result = msgspec.json.decode(message.result, type=self.operation.result)
             self.done = True
         return None

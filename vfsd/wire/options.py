@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from protocol.values import Value
+from vfsd.operations.merge import AncestorRecord, MergedRecord
 from vfsd.wire.backend_spec import MEMORY, BackendSpec
-from vfsd.wire.merge_messages import AncestorRecord, MergedRecord
 
 TransportChoice = Literal["auto", "rootfs", "agent"]
 TRANSPORTS: Final = ("auto", "rootfs", "agent")

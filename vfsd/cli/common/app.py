@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import click
 
 from vfsd.cli.common import output
-from vfsd.cli.common.interrupts import AFTER_SIGNAL, Interrupted, Signalled, completed, effect, interruptible
+from vfsd.cli.common.interrupts import AFTER_SIGNAL, Interrupted, Signalled, completed, interruptible
 
 if TYPE_CHECKING:
     from vfsd.client.quick_call import BegunCall
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vfsd.machine.runtime import WorkspaceRecord
 
 T = TypeVar("T")
-_AT_ONCE_S: Final = {"status": 10.0}  # how long a daemon may take for calls that it answers without other work
 INTERRUPTED: Final = 130  # the exit status that a shell reports for SIGINT: 128 + 2
 WORDS: Final = "vfsd.words"  # the key of the whole command line in a context's `meta`
 
@@ -95,6 +94,7 @@ class App:
         With `label`, a progress bar is shown on a terminal while the daemon works.  Raises Interrupted.
         """
         from vfsd.client.connection import ControlClient  # noqa: PLC0415
+        from vfsd.operations.catalogue import OPERATIONS  # noqa: PLC0415
 
         if self.signalled is not None and self.signalled.number is not None:
             # A command that makes several calls makes no further one after Ctrl-C.
@@ -102,10 +102,11 @@ class App:
         record = record or self.record(reads=_only_reads(request))
         record.check_alive()
         begun, self.begun = self.begun, None
+        operation = OPERATIONS[request.method]
         try:
             with (
-                ControlClient(record.socket, timeout_s=_AT_ONCE_S.get(request.method), begun=begun) as client,
-                interruptible(client, request.method) as self.signalled,
+                ControlClient(record.socket, timeout_s=operation.answered_within_s, begun=begun) as client,
+                interruptible(client, operation) as self.signalled,
                 output.progress(label) as on_progress,
             ):
                 answer = client.call(
@@ -123,7 +124,7 @@ class App:
                 raise with_similar_snapshots(record, error) from None
             raise
         if not getattr(request.params, "dry_run", False) and getattr(answer, "applied", True):
-            self.done = effect(request.method)
+            self.done = operation.done
         return answer
 
     @contextlib.contextmanager
@@ -147,18 +148,14 @@ class App:
                 show(answer)
 
 
-# Methods that leave the workspace as it is.  An export writes a file that the caller names.
-_READING: Final = frozenset(
-    ("status", "snapshots", "diff", "log", "watch", "export", "fs.ls", "fs.stat", "fs.read", "fs.glob", "fs.grep")
-)
-
-
 def _only_reads(request: RemoteCall[Any]) -> bool:
     """Return whether the request changes nothing in the workspace."""
+    from vfsd.operations.catalogue import OPERATIONS  # noqa: PLC0415 as above
+
     params = request.params
     if request.method == "policy":
         return not (params.protect or params.hide)
-    return request.method in _READING or getattr(params, "dry_run", False)
+    return OPERATIONS[request.method].reads or getattr(params, "dry_run", False)
 
 
 # -- options --------------------------------------------------------------------------------------

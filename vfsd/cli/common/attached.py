@@ -20,7 +20,7 @@ from collections.abc import Generator
 from typing import Final
 
 from vfsd.client.exec_call import ExecCall
-from vfsd.wire.exec_messages import ExecEnded, ExecOutput, ExecParams, TerminalSize
+from vfsd.operations.exec import ExecEnded, ExecOutput, ExecParams, TerminalSize
 
 _PIECE_BYTES: Final = 64 * 1024
 _STREAMS: Final = {"stdout": 1, "stderr": 2}

@@ -9,13 +9,13 @@ from typing import Final
 import click
 
 from protocol.errors import shortened
+from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.wording import LETTERS, change_line, outcome_lines, with_slash
 from vfsd.machine.text import link_note
-from vfsd.wire.base import ChangeRecord, ExpiredRecord, RepositoryRecord
-from vfsd.wire.messages import ChangeCounts
-from vfsd.wire.snapshot_messages import ImportResult, ProblemRecord, RestoreResult
+from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
+from vfsd.operations.snapshots import ImportResult, ProblemRecord, RestoreResult
 
 _COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "type": "magenta", "metadata": "cyan"}
 _GRAPH_COLUMNS: Final = 40

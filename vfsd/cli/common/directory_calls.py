@@ -21,9 +21,10 @@ from vfsd.daemon.control.answers import failure_line
 from vfsd.daemon.control.call_context import Encoded
 from vfsd.daemon.control.handlers import fs_calls
 from vfsd.daemon.control.handlers.parameters import host_text, working_directory
+from vfsd.operations.catalogue import OPERATIONS
+from vfsd.operations.fs import FsExecParams, FsExecResult, FsReadParams, FsWriteParams
 from vfsd.wire.exchange import ControlError, control_error
-from vfsd.wire.fs_messages import FsExecParams, FsExecResult, FsReadParams, FsWriteParams
-from vfsd.wire.messages import METHODS, ErrorObject, InvalidParamsError, Response
+from vfsd.wire.messages import ErrorObject, InvalidParamsError, Response
 
 _Call = Callable[[Any, ToolContext], Any]
 
@@ -47,7 +48,7 @@ def call(root: str, request: RemoteCall[Any]) -> Any:
     except OSError as error:
         raise _control_error(request.method, error) from None
     if isinstance(answer, Encoded):
-        return msgspec.json.decode(b"".join(answer), type=METHODS[request.method][1])
+        return msgspec.json.decode(b"".join(answer), type=OPERATIONS[request.method].result)
     if isinstance(params, FsReadParams):
         content, page = answer
         if request.on_output is not None:
@@ -59,7 +60,7 @@ def call(root: str, request: RemoteCall[Any]) -> Any:
 def _checked(request: RemoteCall[Any]) -> Any:
     """Check the parameters as a daemon does, which decodes them.  InvalidParamsError."""
     try:
-        return msgspec.convert(msgspec.to_builtins(request.params), METHODS[request.method][0])
+        return msgspec.convert(msgspec.to_builtins(request.params), OPERATIONS[request.method].params)
     except msgspec.ValidationError as error:
         raise InvalidParamsError(str(error)) from None
 

@@ -18,24 +18,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vfsd.cli.common import output
-from vfsd.client.cancelling import ANSWER_S, WORDS, left_sentence
+from vfsd.client.cancelling import ANSWER_S, left_sentence
 
 if TYPE_CHECKING:
     from vfsd.client.connection import ControlClient
+    from vfsd.operations.declaration import Operation
     from vfsd.wire.messages import CancelState
 
 _STOP_S: Final = 7.0  # how long a call may take to stop, after ANSWER_S
 STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AFTER_SIGNAL: Final = 128  # the exit status that a shell reports for signal N is 128 + N
-
-
-# The effects of calls that a signal ends at once.
-_UNINTERRUPTED: Final = {
-    "fs.write": "the file was written",
-    "fs.edit": "the file was edited",
-    "fs.rm": "the path was deleted",
-    "fs.exec": "the command has run",
-}
 
 
 class Interrupted(KeyboardInterrupt):
@@ -51,7 +43,7 @@ class Interrupted(KeyboardInterrupt):
 class Signalled:
     """A running call, and the signal that arrived meanwhile."""
 
-    method: str
+    operation: Operation
     number: int | None = None
     is_completed: bool = False
     is_slow: bool = False  # ANSWER_S have passed since the signal
@@ -59,32 +51,28 @@ class Signalled:
 
 def completed(signalled: Signalled) -> str:
     """Describe a call that was completed despite a signal."""
-    return f"it was too late to stop: {WORDS[signalled.method].complete}"
-
-
-def effect(method: str) -> str | None:
-    """Describe the effect of a call of `method` that was completed; None if it changes nothing."""
-    return WORDS[method].complete if method in WORDS else _UNINTERRUPTED.get(method)
+    return f"it was too late to stop: {signalled.operation.done}"
 
 
 @contextmanager
-def interruptible(client: ControlClient, method: str) -> Iterator[Signalled]:
-    """Handle signals as described above while the block calls `method`.  Raises Interrupted.
+def interruptible(client: ControlClient, operation: Operation) -> Iterator[Signalled]:
+    """Handle signals as described above while the block calls `operation`.  Raises Interrupted.
 
     If the daemon does not answer the request to stop within some seconds, the command ends.
     """
-    signalled = Signalled(method)
+    signalled = Signalled(operation)
     if threading.current_thread() is not threading.main_thread():
         yield signalled
         return
-    with waking(client), _handling(client, signalled) if method in WORDS else nullcontext():
+    is_stoppable = operation.stopped and not operation.runs_command
+    with waking(client), _handling(client, signalled) if is_stoppable else nullcontext():
         try:
             yield signalled
             signalled.is_completed = signalled.number is not None
         except OSError as error:
             if signalled.number is None or error.errno != errno.ECANCELED:
                 raise
-            raise Interrupted(f"stopped: {WORDS[method].stopped}", signalled.number, errno.ECANCELED) from None
+            raise Interrupted(f"stopped: {operation.stopped}", signalled.number, errno.ECANCELED) from None
 
 
 @contextmanager
@@ -122,30 +110,29 @@ def waking(client: ControlClient) -> Iterator[None]:
 
 @contextmanager
 def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
-    words = WORDS[signalled.method]
+    operation = signalled.operation
 
     def handle(number: int, _frame: Any) -> None:
         if number == signal.SIGALRM:
             state = client.cancel_state
             if state is None or (state == "stopping" and signalled.is_slow):  # something hangs
-                raise Interrupted(left_sentence(words, state), signalled.number or signal.SIGINT, errno.EINTR)
+                raise Interrupted(left_sentence(operation, state), signalled.number or signal.SIGINT, errno.EINTR)
             if state == "stopping":
                 signalled.is_slow = True
-                output.note(f"waiting for the daemon to stop {words.what}; press Ctrl-C again to leave at once")
+                output.note(f"waiting for the daemon to stop {operation.noun}; press Ctrl-C again to leave at once")
                 signal.setitimer(signal.ITIMER_REAL, _STOP_S)
             return
         first = signalled.number is None
         signalled.number = number
         if not first:
-            raise Interrupted(left_sentence(words, client.cancel_state), number, errno.EINTR)
+            raise Interrupted(left_sentence(operation, client.cancel_state), number, errno.EINTR)
         client.cancel()
         signal.setitimer(signal.ITIMER_REAL, ANSWER_S)
 
     def report(state: CancelState) -> None:
         if state == "finishing":
-            output.note(
-                f"{words.what} has begun and will be completed; press Ctrl-C again to let it complete in the background"
-            )
+            begun = f"{operation.noun} has begun and will be completed"
+            output.note(f"{begun}; press Ctrl-C again to let it complete in the background")
 
     client.on_cancel_state = report
     before = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGALRM)}

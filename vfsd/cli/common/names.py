@@ -19,10 +19,10 @@ from vfsd.cli.common.values import in_home
 from vfsd.client.connection import ControlClient
 from vfsd.client.paths import current_directory, workspace_path
 from vfsd.machine.runtime import WorkspaceRecord, find_workspace, read_records
+from vfsd.operations.fs import FsLsParams
+from vfsd.operations.snapshots import SnapshotsParams
 from vfsd.wire.exchange import ControlError, control_error
-from vfsd.wire.fs_messages import FsLsParams
 from vfsd.wire.messages import from_wire_path, wire_path
-from vfsd.wire.snapshot_messages import SnapshotsParams
 
 _TIMEOUT_S: Final = 1.0  # longer, and the shell seems to hang
 _MAX_PATHS: Final = 10_000  # of one directory

@@ -9,9 +9,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Final
 
+    from protocol.types import ChangeCounts
     from vfsd.cli.common.output import Cell, Kind
-    from vfsd.wire.messages import ChangeCounts, StatusResult
-    from vfsd.wire.snapshot_messages import RestoreResult
+    from vfsd.operations.snapshots import RestoreResult
+    from vfsd.operations.workspace import StatusResult
 
 LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 

@@ -10,19 +10,17 @@ import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from protocol.errors import DeniedByPolicyError
+from vfsd.operations.catalogue import OPERATIONS
 
 if TYPE_CHECKING:
     from vfsd.daemon.audit.log import AuditLog
     from vfsd.daemon.audit.processes import Process
     from vfsd.daemon.control.call_context import CallContext, Handler
-
-# The methods that change the workspace.
-_CHANGING: Final = frozenset({"restore", "import", "merge", "adopt", "apply", "fs.write", "fs.edit", "fs.rm"})
 
 
 class _Call:
@@ -39,7 +37,10 @@ _current: ContextVar[_Call | None] = ContextVar("audited call", default=None)
 
 def audited(handlers: Mapping[str, Handler], log: AuditLog) -> dict[str, Handler]:
     """Wrap the handlers of methods that change the workspace, so that `log` names the caller."""
-    return {name: _audited(name, handler, log) if name in _CHANGING else handler for name, handler in handlers.items()}
+    return {
+        name: _audited(name, handler, log) if OPERATIONS[name].audited else handler
+        for name, handler in handlers.items()
+    }
 
 
 def _audited(method: str, handler: Handler, log: AuditLog) -> Handler:

@@ -25,7 +25,7 @@ from protocol.linux.regular_file import open_regular
 from vfsd.daemon.audit.entries import Entry
 from vfsd.daemon.audit.log import AuditLog
 from vfsd.machine.logs import log_failure
-from vfsd.wire.audit_messages import MissingLine, Overflow
+from vfsd.operations.log import MissingLine, Overflow
 
 _QUEUE_BYTES: Final = 4 << 20
 _LAST_S: Final = 5.0  # at the end of the workspace, for what still waits

@@ -30,7 +30,7 @@ import trio
 from vfsd.daemon.audit.entries import OBJECT_BYTES, PATHS_LISTED, Entry, size_of
 from vfsd.daemon.audit.names import Names, shortened
 from vfsd.daemon.audit.processes import Process, Processes
-from vfsd.wire.audit_messages import Overflow
+from vfsd.operations.log import Overflow
 
 if TYPE_CHECKING:
     from protocol.volume import Volume

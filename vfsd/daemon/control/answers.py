@@ -15,12 +15,12 @@ import msgspec
 from protocol.errors import errno_of, only_error, shortened
 from vfsd.daemon.control.call_context import CallCancelledError, CallContext, Encoded, Handler
 from vfsd.machine.interpreter import clear_frames
+from vfsd.operations.catalogue import OPERATIONS
 from vfsd.wire.messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
     INVALID_REQUEST,
     MAX_LISTED,
-    METHODS,
     OPERATION_FAILED,
     PARSE_ERROR,
     ErrorData,
@@ -73,10 +73,10 @@ def decode_request(line: bytes) -> Request | bytes:
 
 
 def decode_params(request: Request) -> Any:
-    """Return the decoded parameters of a request for one of METHODS, or the error line that answers it."""
+    """Return the decoded parameters of a request for one of OPERATIONS, or the error line that answers it."""
     number = request_id(request)
     try:
-        params = msgspec.json.decode(request.params, type=METHODS[request.method][0])
+        params = msgspec.json.decode(request.params, type=OPERATIONS[request.method].params)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return error_line(number, INVALID_PARAMS, f"{request.method}: {error}")
     for field, value in msgspec.structs.asdict(params).items():
@@ -134,7 +134,7 @@ def result_line(number: RequestId, encoded: Sequence[bytes]) -> list[bytes]:
 
 
 def _cancelled_line(number: RequestId, method: str) -> bytes:
-    effect = "its command was ended" if method.endswith("exec") else "nothing was changed"
+    effect = "its command was ended" if OPERATIONS[method].runs_command else "nothing was changed"
     text = f"{method} was cancelled: {effect}"
     return error_line(number, OPERATION_FAILED, text, ErrorData("ECANCELED"))
 

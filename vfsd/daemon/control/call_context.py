@@ -18,7 +18,7 @@ import trio
 from vfsd.wire.messages import OUTPUT_METHOD, PROGRESS_METHOD, Output, ProgressReport, Request
 
 Handler = Callable[[Any, "CallContext"], Awaitable[Any]]
-"""Answers one method: takes the parameters struct and the call, returns the result struct (types as in METHODS)."""
+"""Answers one method: takes the parameters struct and the call, returns the result struct (types as in OPERATIONS)."""
 
 Unit = Literal["files", "bytes"]
 

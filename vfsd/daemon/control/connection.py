@@ -30,6 +30,7 @@ from vfsd.daemon.control.answers import (
     result_line,
 )
 from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.operations.catalogue import OPERATIONS
 from vfsd.wire.exchange import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import (
     CANCEL_METHOD,
@@ -38,7 +39,6 @@ from vfsd.wire.messages import (
     INVALID_REQUEST,
     MAX_REQUEST_BYTES,
     METHOD_NOT_FOUND,
-    METHODS,
     CancelParams,
     CancelResult,
     CancelState,
@@ -354,7 +354,7 @@ class ClientConnection:
         """Return the handler of `request` and its decoded parameters, or an error line.  Any thread."""
         number = request_id(request)
         handler = self._methods.get(request.method)
-        if handler is None or request.method not in METHODS:
+        if handler is None or request.method not in OPERATIONS:
             return error_line(number, METHOD_NOT_FOUND, f"no such method: {request.method}")
         params = decode_params(request)
         return params if isinstance(params, bytes) else (handler, params)

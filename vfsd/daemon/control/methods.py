@@ -26,7 +26,10 @@ from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.machine.directories import disk_use
-from vfsd.wire.messages import METHODS, Empty, StatusResult, wire_path
+from vfsd.operations.catalogue import OPERATIONS
+from vfsd.operations.declaration import Empty
+from vfsd.operations.workspace import StatusResult
+from vfsd.wire.messages import wire_path
 from vfsd.wire.options import WorkspaceOptions
 
 if TYPE_CHECKING:
@@ -83,9 +86,9 @@ class Methods:
         return 0 if self._groups is None else self._groups.unmounts_to_answer
 
     def handlers(self) -> Mapping[str, Handler]:
-        """The handler of each method of `messages.METHODS`."""
+        """The handler of each operation."""
         here: dict[str, Handler] = {"ping": self._ping, "status": self._status, "check": self._check}
-        handlers = {name: here.get(name) or self._changing(name) for name in METHODS}
+        handlers = {name: here.get(name) or self._changing(name) for name in OPERATIONS}
         if self._audit.log is not None:
             handlers = audited(handlers, self._audit.log)
         return _with_advice(handlers, self._mounted)

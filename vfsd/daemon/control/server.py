@@ -18,6 +18,7 @@ import trio
 from vfsd.daemon.control.answers import error_line
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.connection import Budget, ClientConnection, ConnectionLimits, SpareDescriptors
+from vfsd.operations.catalogue import OPERATIONS
 from vfsd.wire.messages import OPERATION_FAILED, ErrorData
 from vfsd.wire.sockets import BoundSocket, bind, peer_credentials
 
@@ -26,15 +27,13 @@ _OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS,
 _ACCEPT_PAUSE_S: Final = 0.1
 _REFUSAL_S: Final = 1.0  # a new socket's buffer is empty, so the text is sent at once or never
 
-_FOLLOWING: Final = frozenset({"watch"})  # calls that a client makes again when its connection ends
-_WAITING: Final = frozenset({"upgrade"})  # calls that run one at a time, and wait
 _PAUSE_POLL_S: Final = 0.002
 
 _logger = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """Serves `methods` (names of METHODS) at `socket_path` to `allowed_uids` (default: this user and root)."""
+    """Serves `methods` (names of OPERATIONS) at `socket_path` to `allowed_uids` (default: this user and root)."""
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class ControlServer:
     def running(self, besides: CallContext) -> list[str]:
         """Return the methods of the calls that run, without `besides`, and those that wait or that clients repeat."""
         found = [method for connection in self._connections for method in connection.running(besides)]
-        return [method for method in found if method not in _FOLLOWING | _WAITING]
+        return [method for method in found if not (OPERATIONS[method].is_followed or OPERATIONS[method].waits)]
 
     async def pause(self, besides: CallContext, is_waiting: Callable[[CallContext], bool]) -> None:
         """Accept no client, and return when no other call than `besides` runs and no other connection is open.
@@ -130,7 +129,7 @@ class ControlServer:
         """
 
         def waits(call: CallContext, method: str) -> bool:
-            return method in _WAITING or (call.is_repeatable and is_waiting(call))
+            return OPERATIONS[method].waits or (call.is_repeatable and is_waiting(call))
 
         self._going_on = trio.Event()
         while True:
@@ -143,7 +142,7 @@ class ControlServer:
                 if connection.is_idle:
                     connection.drop_idle()
                 elif running := set(connection.running()):
-                    if running <= _FOLLOWING:
+                    if all(OPERATIONS[method].is_followed for method in running):
                         connection.hang_up()
                     elif connection.has_only(waits):
                         connection.ask_again()

@@ -34,10 +34,10 @@ from vfsd.daemon.snapshots.stored_workspace import Stored, drop_unused_bases
 from vfsd.daemon.snapshots.threads import in_thread
 from vfsd.machine.daemon_start import start_interpreter
 from vfsd.machine.logs import log_path, open_log
+from vfsd.operations.merge import AncestorRecord
+from vfsd.operations.workspace import ForkParams
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.handshake import Ready
-from vfsd.wire.merge_messages import AncestorRecord
-from vfsd.wire.messages import ForkParams
 from vfsd.wire.option_rules import SCOPES
 from vfsd.wire.options import DEFAULTS, JournalOptions, MountOptions, StoredOrigin
 

@@ -26,8 +26,8 @@ from vfsd.daemon.merging.lineage import Bases, Lineage, MergeLog, StateId, find_
 from vfsd.daemon.merging.peer import call_peer
 from vfsd.daemon.merging.records import lineage_of, state_id, state_record
 from vfsd.daemon.snapshots.threads import in_thread
-from vfsd.wire.base import Empty, Peer
-from vfsd.wire.merge_messages import ChangesParams, ChangesResult, ForgetMergedParams
+from vfsd.operations.declaration import Empty, Peer
+from vfsd.operations.merge import ChangesParams, ChangesResult, ForgetMergedParams
 
 _FORGET_S: Final = 5.0
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from vfsd.wire.base import Peer
+from vfsd.operations.declaration import Peer
 from vfsd.wire.exchange import ATTEMPTS, RECEIVE_BYTES, ClosingError, ControlError, Exchange, LineBuffer
 from vfsd.wire.messages import from_wire_path
 from vfsd.wire.sockets import connect, peer_credentials

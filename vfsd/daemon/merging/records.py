@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vfsd.daemon.merging.lineage import Ancestor, Lineage, MergedState, StateId
-from vfsd.wire.merge_messages import AncestorRecord, LineageResult, MergedRecord, StateRecord
+from vfsd.operations.merge import AncestorRecord, LineageResult, MergedRecord, StateRecord
 from vfsd.wire.messages import from_wire_path, wire_path
 
 

@@ -79,7 +79,7 @@ from vfsd.daemon.snapshots.store_restore import (
 from vfsd.daemon.snapshots.stored_workspace import Stored, drop_unused_bases, interrupted
 from vfsd.daemon.snapshots.threads import checked, entered, in_thread
 from vfsd.machine.logs import log_failure
-from vfsd.wire.snapshot_messages import CHANGES_LISTED
+from vfsd.operations.snapshots import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)
 # Garbage collection locks the store, and makes the next snapshot read every file: so not after each drop.

@@ -72,7 +72,7 @@ from vfsd.daemon.snapshots.pruned import PrunedRecord, PrunedSnapshots, recorded
 from vfsd.daemon.snapshots.threads import checked
 from vfsd.kernel.engines.base import repeated
 from vfsd.machine.logs import log_failure
-from vfsd.wire.snapshot_messages import CHANGES_LISTED
+from vfsd.operations.snapshots import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)
 _TAG_CHARACTERS: Final = TAG_MAX_BYTES // 4

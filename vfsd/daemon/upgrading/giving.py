@@ -63,8 +63,10 @@ from vfsd.daemon.upgrading.messages import (
 )
 from vfsd.kernel.engines.base import HandedOverEngine
 from vfsd.machine import interpreter
+from vfsd.operations.catalogue import OPERATIONS
+from vfsd.operations.workspace import UpgradeParams, UpgradeResult
 from vfsd.wire.handshake import encode_options
-from vfsd.wire.messages import UpgradeParams, UpgradeResult, from_wire_path
+from vfsd.wire.messages import from_wire_path
 
 if TYPE_CHECKING:
     from protocol.volume_durability import GivenState
@@ -211,7 +213,7 @@ class Upgrade:
         running: list[str] = []
         with trio.move_on_after(_CALLS_S):
             while running := self._daemon.server.running(call):
-                if any(method.endswith("exec") for method in running):
+                if any(OPERATIONS[method].runs_command for method in running):
                     break
                 await trio.sleep(_POLL_S)
         if running:
@@ -450,7 +452,7 @@ def _unsupported(reason: str) -> OSError:
 
 
 def _busy(running: list[str]) -> OSError:
-    commands = sum(method.endswith("exec") for method in running)
+    commands = sum(OPERATIONS[method].runs_command for method in running)
     if commands:
         what = "a command of `vfsd exec` runs" if commands == 1 else f"{commands} commands of `vfsd exec` run"
         return OSError(errno.EBUSY, f"{what}, and would be ended: wait for the end, or end it")

@@ -38,7 +38,7 @@ import trio
 from protocol.volume_durability import JournalEnd
 from vfsd.daemon.audit.processes import GivenLabel
 from vfsd.daemon.snapshots.pruned import PrunedRecord
-from vfsd.wire.merge_messages import AncestorRecord, StateRecord
+from vfsd.operations.merge import AncestorRecord, StateRecord
 from vfsd.wire.options import PolicyOptions
 from vfsd.wire.sockets import receive_descriptors
 

@@ -26,7 +26,7 @@ from vfsd.client.paths import workspace_path
 from vfsd.client.requests import RemoteCall
 from vfsd.client.spooled import INLINE_BYTES, readable_by_daemon
 from vfsd.machine.runtime import WorkspaceRecord
-from vfsd.wire import fs_messages as fs
+from vfsd.operations.fs import FsEntry, FsLsParams, FsLsResult, FsReadParams, FsReadResult, FsWriteParams
 from vfsd.wire.messages import from_wire_path, wire_path
 
 
@@ -53,7 +53,7 @@ class FileCalls:
     async def _write(self, params: WriteFileParams) -> WriteResult:
         content = params.content.encode()
         path = await anyio.to_thread.run_sync(self._wire, params.path, abandon_on_cancel=True)
-        message = fs.FsWriteParams(
+        message = FsWriteParams(
             path=path, mode=params.mode, create_parents=params.create_parents, umask=current_umask()
         )
         if len(content) <= INLINE_BYTES:
@@ -83,13 +83,13 @@ def _all_shown(found: Iterable[Any]) -> list[Any]:
 
 
 def _ls(params: LsParams, wire: _Wire) -> RemoteCall[LsResult]:
-    def result(answer: fs.FsLsResult) -> LsResult:
+    def result(answer: FsLsResult) -> LsResult:
         return LsResult(path=_shown(answer.path), entries=list(map(_entry, answer.entries)), truncated=answer.truncated)
 
-    return RemoteCall("fs.ls", fs.FsLsParams(path=wire(params.path), limit=params.limit), result)
+    return RemoteCall("fs.ls", FsLsParams(path=wire(params.path), limit=params.limit), result)
 
 
-def _entry(entry: fs.FsEntry) -> Entry:
+def _entry(entry: FsEntry) -> Entry:
     return Entry(
         path=_shown(entry.path),
         type=entry.type,
@@ -103,12 +103,12 @@ def _entry(entry: fs.FsEntry) -> Entry:
 def _read(params: ReadFileParams, wire: _Wire) -> RemoteCall[ReadResult]:
     pieces: list[bytes] = []
 
-    def result(answer: fs.FsReadResult) -> ReadResult:
+    def result(answer: FsReadResult) -> ReadResult:
         content = b"".join(pieces).decode()
         path = _shown(answer.path)
         return ReadResult(content, path, answer.total, answer.offset, answer.limit, answer.truncated)
 
-    message = fs.FsReadParams(path=wire(params.path), offset=params.offset, limit=params.limit)
+    message = FsReadParams(path=wire(params.path), offset=params.offset, limit=params.limit)
     return RemoteCall("fs.read", message, result, on_output=pieces.append)
 
 

@@ -16,7 +16,7 @@ from protocol.tool_messages import GlobParams
 from protocol.tools.base import printable
 from vfsd.client.requests import RemoteCall
 from vfsd.integrations.mcp.session import Session
-from vfsd.wire.fs_messages import FsReadParams, FsReadResult
+from vfsd.operations.fs import FsReadParams, FsReadResult
 from vfsd.wire.messages import wire_path
 
 SCHEME: Final = "vfsd"

@@ -24,7 +24,7 @@ from vfsd.client.requests import RemoteCall, Requests
 from vfsd.integrations.mcp.calls import FileCalls
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.machine.selection import RECORD_SUFFIX, RUNTIME_VARIABLE, WORKSPACE_VARIABLE, runtime_dir
-from vfsd.wire.messages import StatusResult
+from vfsd.operations.workspace import StatusResult
 
 T = TypeVar("T")
 _STATUS_S = 5.0  # for lists of tools, which must not hang with a daemon

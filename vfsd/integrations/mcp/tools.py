@@ -21,8 +21,8 @@ from vfsd.client.requests import OnProgress
 from vfsd.client.results import Change, Diff, Patch, Restored, Snapshot
 from vfsd.integrations.mcp.session import Session
 from vfsd.machine.text import link_note
-from vfsd.wire.audit_messages import nameless
-from vfsd.wire.messages import StatusResult
+from vfsd.operations.log import nameless
+from vfsd.operations.workspace import StatusResult
 
 __all__ = ["SERVED_TOOLS", "Hints", "ServedTool", "describe_error", "served_for"]
 

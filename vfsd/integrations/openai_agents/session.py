@@ -42,7 +42,7 @@ from vfsd.integrations.openai_agents.files import SandboxFiles
 from vfsd.integrations.openai_agents.snapshot import VfsdSnapshot, check_end, tar_stream
 from vfsd.integrations.openai_agents.state import VfsdSandboxSessionState
 from vfsd.integrations.openai_agents.terminals import Terminals
-from vfsd.wire.exec_messages import TerminalSize
+from vfsd.operations.exec import TerminalSize
 
 _FINGERPRINT: Final = "vfsd_snapshot_v1"
 _NO_COMMANDS: Final = "the workspace runs no commands: mount it with exec_on_host=True or sandbox='image:REF'"

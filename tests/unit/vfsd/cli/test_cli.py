@@ -25,9 +25,10 @@ from vfsd.cli.main import COMMANDS, cli
 from vfsd.client.connection import ControlClient, vanished
 from vfsd.machine.doctor import examine
 from vfsd.machine.runtime import ensure_socket_dir, read_records, write_record
+from vfsd.operations.declaration import ChangeRecord
+from vfsd.operations.snapshots import ProblemRecord
+from vfsd.operations.workspace import ForkResult
 from vfsd.wire import messages as m
-from vfsd.wire import snapshot_messages as sm
-from vfsd.wire.base import ChangeRecord
 
 
 def run(*args: str | bytes) -> Result:
@@ -274,7 +275,7 @@ def test_wrong_usage_with_json_is_one_document(daemon: FakeDaemon) -> None:
 
 def test_what_a_restore_could_not_do_is_named_and_makes_it_fail(daemon: FakeDaemon) -> None:
     ok("snapshot", "one")
-    daemon.problems = [sm.ProblemRecord(f"path-{number}", "for no good reason") for number in range(25)]
+    daemon.problems = [ProblemRecord(f"path-{number}", "for no good reason") for number in range(25)]
     result = run("restore", "one")
     assert result.exit_code == 1
     assert "restored one" in result.stdout
@@ -565,11 +566,11 @@ def test_a_patch_comes_byte_by_byte_as_the_daemon_wrote_it(daemon: FakeDaemon) -
 def test_a_patch_that_lacks_something_says_so_and_fails(daemon: FakeDaemon) -> None:
     ok("snapshot", "base")
     daemon.patch = [b"+1\n"]
-    daemon.omitted = [sm.ProblemRecord("logs", "an empty directory")]
+    daemon.omitted = [ProblemRecord("logs", "an empty directory")]
     result = run("diff", "--patch")
     assert (result.exit_code, result.stdout) == (0, "+1\n")
     assert result.stderr == "vfsd: not in this patch: logs (an empty directory)\n"
-    daemon.problems = [sm.ProblemRecord(f"fifo{n}", "a special file") for n in range(30)]
+    daemon.problems = [ProblemRecord(f"fifo{n}", "a special file") for n in range(30)]
     result = run("diff", "--patch")
     assert (result.exit_code, result.stdout) == (1, "+1\n")
     *named, more, error = result.stderr.splitlines()
@@ -910,9 +911,9 @@ def test_counts_have_the_right_number() -> None:
 def test_a_fork_command_that_is_stopped_says_that_no_fork_is_left(
     daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter([m.ForkResult("kids-1", str(tmp_path / "1"), "", 1, "native", "fork-1")])
+    answers = iter([ForkResult("kids-1", str(tmp_path / "1"), "", 1, "native", "fork-1")])
 
-    def fork(*_: object) -> m.ForkResult:
+    def fork(*_: object) -> ForkResult:
         answer = next(answers, None)
         if answer is None:
             raise Interrupted("stopped: no fork was made", signal.SIGINT, errno.ECANCELED)

@@ -21,8 +21,8 @@ from vfsd.client.connection import ControlClient, ControlError
 from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands
-from vfsd.wire.base import Empty
-from vfsd.wire.exec_messages import EXEC_METHODS, ExecInputParams, ExecParams, ExecSignalParams
+from vfsd.operations.declaration import Empty
+from vfsd.operations.exec import OPERATIONS, ExecInputParams, ExecParams, ExecSignalParams
 from vfsd.wire.messages import INVALID_PARAMS
 
 
@@ -86,7 +86,7 @@ class TestOnThisHost(ExecSuite):
 
 
 def test_every_method_has_a_handler() -> None:
-    assert ExecMethods(Commands("m")).handlers().keys() == EXEC_METHODS.keys()
+    assert ExecMethods(Commands("m")).handlers().keys() == {operation.name for operation in OPERATIONS}
 
 
 def test_where_nothing_may_run_it_is_said_what_to_do(place: Path) -> None:

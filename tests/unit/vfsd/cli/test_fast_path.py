@@ -19,7 +19,7 @@ from vfsd.cli import fast_path
 from vfsd.client.connection import ControlClient
 from vfsd.client.quick_call import begin
 from vfsd.client.requests import Requests
-from vfsd.wire import snapshot_messages as sm
+from vfsd.operations.snapshots import ProblemRecord
 
 FULL = (sys.executable, "-m", "vfsd.cli.main")
 FAST = (sys.executable, "-m", "vfsd.cli.fast_path")
@@ -113,7 +113,7 @@ def test_remarks_about_a_snapshot_are_kept(daemon: FakeDaemon) -> None:
 
 def test_problems_of_a_restore_are_reported(daemon: FakeDaemon) -> None:
     daemon.snapshots["base"] = {}
-    daemon.problems = [sm.ProblemRecord("a.txt", "busy")]
+    daemon.problems = [ProblemRecord("a.txt", "busy")]
     status, _, remark = outcome(FAST, "restore", "base")
     assert status == 1
     assert "1 path could not be restored" in remark

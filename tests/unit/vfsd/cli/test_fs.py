@@ -31,9 +31,9 @@ from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.handlers.fs import FsMethods
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands
-from vfsd.wire import fs_messages as fs
+from vfsd.operations.fs import OPERATIONS, FsReadParams, FsWriteParams
 from vfsd.wire.handshake import Ready
-from vfsd.wire.messages import INVALID_PARAMS, METHODS
+from vfsd.wire.messages import INVALID_PARAMS
 from vfsd.wire.options import MountOptions, WorkspaceOptions
 
 
@@ -187,8 +187,7 @@ def test_help_is_help(command: str) -> None:
 
 def test_every_fs_method_has_a_handler(daemon: FsDaemon) -> None:
     methods = FsMethods(daemon.mounted, WorkspaceOptions("/m", "m"), Commands("m"))  # type: ignore[arg-type]
-    assert set(methods.handlers()) == set(fs.FS_METHODS)
-    assert fs.FS_METHODS.items() <= METHODS.items()
+    assert set(methods.handlers()) == {operation.name for operation in OPERATIONS}
 
 
 # -- content ------------------------------------------------------------------------------------------
@@ -336,25 +335,25 @@ def test_a_change_that_fails_midway_is_undone(daemon: FsDaemon) -> None:
 
 def test_a_refusal_has_its_errno(daemon: FsDaemon) -> None:
     with pytest.raises(FileNotFoundError) as missing:
-        call(daemon, "fs.read", fs.FsReadParams(path="missing"))
+        call(daemon, "fs.read", FsReadParams(path="missing"))
     assert missing.value.filename == "missing"
     with pytest.raises(ControlError) as invalid:
         call(daemon, "fs.grep", GrepParams(pattern="("))
     assert invalid.value.errno == errno.EINVAL
     with pytest.raises(IsADirectoryError):
-        call(daemon, "fs.read", fs.FsReadParams(path=""))
+        call(daemon, "fs.read", FsReadParams(path=""))
 
 
 @pytest.mark.parametrize(
     "params",
     [
-        fs.FsWriteParams(path="f"),
-        fs.FsWriteParams(path="f", content=b"", source="/etc/hostname"),
-        fs.FsWriteParams(path="f", source="relative"),
-        fs.FsWriteParams(path="bad\\escape", content=b""),
+        FsWriteParams(path="f"),
+        FsWriteParams(path="f", content=b"", source="/etc/hostname"),
+        FsWriteParams(path="f", source="relative"),
+        FsWriteParams(path="bad\\escape", content=b""),
     ],
 )
-def test_parameters_that_make_no_sense_are_refused(daemon: FsDaemon, params: fs.FsWriteParams) -> None:
+def test_parameters_that_make_no_sense_are_refused(daemon: FsDaemon, params: FsWriteParams) -> None:
     with pytest.raises(ControlError) as caught:
         call(daemon, "fs.write", params)
     assert caught.value.code == INVALID_PARAMS
@@ -364,9 +363,9 @@ def test_parameters_that_make_no_sense_are_refused(daemon: FsDaemon, params: fs.
 def test_only_a_regular_file_is_a_source(daemon: FsDaemon, workdir: Path) -> None:
     os.mkfifo(workdir / "fifo")
     with pytest.raises(OSError, match="not a regular file"):
-        call(daemon, "fs.write", fs.FsWriteParams(path="f", source=str(workdir / "fifo")))
+        call(daemon, "fs.write", FsWriteParams(path="f", source=str(workdir / "fifo")))
     with pytest.raises(FileNotFoundError):
-        call(daemon, "fs.write", fs.FsWriteParams(path="f", source=str(workdir / "missing")))
+        call(daemon, "fs.write", FsWriteParams(path="f", source=str(workdir / "missing")))
 
 
 def test_a_symlink_that_leads_nowhere_has_a_stat(daemon: FsDaemon) -> None:
@@ -382,7 +381,7 @@ def test_a_read_that_nobody_waits_for_any_more_ends(place: Path) -> None:
         found = daemon.volume.lookup(ROOT_INODE, b"f")
         daemon.volume.setattr(found.inode, AttributeChanges(size=10**12))
         with ControlClient(daemon.socket, timeout_s=0.5) as client, pytest.raises(TimeoutError):
-            client.call("fs.read", fs.FsReadParams(path="f"))
+            client.call("fs.read", FsReadParams(path="f"))
 
 
 # -- commands -----------------------------------------------------------------------------------------

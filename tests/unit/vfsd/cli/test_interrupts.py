@@ -14,6 +14,7 @@ PROGRAM = """
 import json, signal, socket, sys, threading
 from vfsd.cli.common.interrupts import interruptible, waking
 from vfsd.client.connection import ControlClient
+from vfsd.operations.catalogue import OPERATIONS
 
 path, method = sys.argv[1:]
 listener = socket.socket(socket.AF_UNIX)
@@ -41,7 +42,7 @@ try:
         with waking(client):
             list(client.stream(type("Call", (), {"method": method, "params": None})))
     else:
-        with interruptible(client, method):
+        with interruptible(client, OPERATIONS[method]):
             client.call(method)
 except KeyboardInterrupt as error:
     print(f"{type(error).__name__}: {error}")

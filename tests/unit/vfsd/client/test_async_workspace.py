@@ -26,8 +26,8 @@ from vfsd import AsyncWorkspace
 from vfsd.client import answers, async_connection, threads
 from vfsd.client.async_filesystem import AsyncFilesystem
 from vfsd.client.filesystem import WorkspaceFilesystem
-from vfsd.wire import snapshot_messages as sm
-from vfsd.wire.base import ChangeRecord
+from vfsd.operations.declaration import ChangeRecord
+from vfsd.operations.snapshots import DiffParams
 from vfsd.wire.exchange import Exchange
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
@@ -292,7 +292,7 @@ def test_the_loop_turns_while_a_large_answer_is_decoded_and_converted(
         async with ticker.ticking():
             assert len((await ws.diff("base")).changes) == 30_000
             # One line of some megabytes, as no method of `AsyncWorkspace` asks for today.
-            answer = await ws._client.call("diff", sm.DiffParams(a="base"))
+            answer = await ws._client.call("diff", DiffParams(a="base"))
             assert len(answer.changes) == 30_000
 
     run(body)

@@ -11,7 +11,7 @@ from protocol.errors import ArchiveError
 from tests.support.fake_workspace import FakeDaemon, on_its_directory
 from vfsd import Workspace
 from vfsd.client.filesystem import WorkspaceFilesystem
-from vfsd.wire.snapshot_messages import ProblemRecord
+from vfsd.operations.snapshots import ProblemRecord
 
 
 @pytest.fixture

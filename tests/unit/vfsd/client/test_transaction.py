@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.support.fake_workspace import FakeDaemon
 from vfsd import AsyncWorkspace, Workspace
 from vfsd.client.transaction import Transaction
-from vfsd.wire.snapshot_messages import ProblemRecord
+from vfsd.operations.snapshots import ProblemRecord
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.unit.vfsd.cli.test_fs import FsDaemonOnHost
 from vfsd.integrations.mcp import resources
 from vfsd.integrations.mcp.session import Session, restore_runtime_variable
 from vfsd.integrations.mcp.tools import PATCH_BYTES, SERVED_TOOLS, describe_error, served_for
-from vfsd.wire.messages import StatusResult
+from vfsd.operations.workspace import StatusResult
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import trio.testing
 
 from protocol.types import ChangeCounts
 from vfsd.client.requests import RemoteCall
+from vfsd.operations.declaration import ChangeRecord
+from vfsd.operations.snapshots import DiffResult
 from vfsd.web.first_changes import FirstChanges, first_changes
 from vfsd.web.sources import WorkspaceSource
-from vfsd.wire.base import ChangeRecord
-from vfsd.wire.snapshot_messages import DiffResult
 
 LINES = b"".join(msgspec.json.encode(ChangeRecord(f"f{n}", "added", "file")) + b"\n" for n in range(25))
 

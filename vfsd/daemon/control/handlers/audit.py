@@ -20,8 +20,9 @@ from vfsd.daemon.control.handlers.changes import OutputPieces
 from vfsd.daemon.control.handlers.parameters import tree_paths
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
-from vfsd.wire.audit_messages import LabelParams, LogParams, LogResult, Overflow, WatchParams
-from vfsd.wire.messages import Empty, InvalidParamsError
+from vfsd.operations.declaration import Empty
+from vfsd.operations.log import LabelParams, LogParams, LogResult, Overflow, WatchParams
+from vfsd.wire.messages import InvalidParamsError
 
 _LABEL_CHARACTERS: Final = 200
 _AT_ONCE: Final = 256  # entries that are encoded before a watch sends them
@@ -36,7 +37,7 @@ class AuditMethods:
         self._snapshots = snapshots
 
     def handlers(self) -> Mapping[str, Handler]:
-        """The handler of each method of `audit_messages.AUDIT_METHODS`."""
+        """The handler of each method of `vfsd.operations.log`."""
         return {"log": self._show, "watch": self._watch, "label": self._label}
 
     async def _show(self, params: LogParams, call: CallContext) -> LogResult:

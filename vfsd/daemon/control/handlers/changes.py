@@ -20,10 +20,10 @@ from protocol.types import ChangeCounts
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.snapshots.threads import in_answer_thread
-from vfsd.wire.base import ChangeRecord, ExpiredRecord
+from vfsd.operations.declaration import ChangeRecord, ExpiredRecord
+from vfsd.operations.snapshots import CHANGES_LISTED, ProblemRecord
 from vfsd.wire.messages import InvalidParamsError, wire_path
 from vfsd.wire.option_rules import MOST_PATTERNS
-from vfsd.wire.snapshot_messages import CHANGES_LISTED, ProblemRecord
 
 FileType = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
 _TYPES: dict[int, FileType] = {

@@ -19,8 +19,8 @@ from protocol.execution.runner import CommandLimits, Process, Stream
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.handlers.parameters import host_environment, host_text, working_directory
 from vfsd.daemon.exec.commands import Commands
-from vfsd.wire.base import Empty
-from vfsd.wire.exec_messages import (
+from vfsd.operations.declaration import Empty
+from vfsd.operations.exec import (
     OUTPUT,
     STARTED,
     ExecEnded,
@@ -47,7 +47,7 @@ class ExecMethods:
         self._sessions: dict[str, _Session] = {}
 
     def handlers(self) -> Mapping[str, Handler]:
-        """The handler of each method of `exec_messages.EXEC_METHODS`."""
+        """The handler of each method of `vfsd.operations.exec`."""
         return {
             "exec": self._exec,
             "exec.input": self._input,

@@ -27,8 +27,9 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import FORK_PREFIX, SnapshotService, fork_tag, free_name
 from vfsd.machine import mounts
 from vfsd.machine.runtime import read_record
+from vfsd.operations.workspace import ForkParams, ForkResult
 from vfsd.wire.handshake import Ready
-from vfsd.wire.messages import ForkParams, ForkResult, InvalidParamsError, wire_path
+from vfsd.wire.messages import InvalidParamsError, wire_path
 from vfsd.wire.options import NAME_PATTERN
 
 if TYPE_CHECKING:

@@ -57,7 +57,7 @@ from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.kernel.engines.base import repeated
-from vfsd.wire.fs_messages import (
+from vfsd.operations.fs import (
     FsEntry,
     FsExecParams,
     FsExecResult,
@@ -104,7 +104,7 @@ class FsMethods:
         self._slices = Slices()
 
     def handlers(self) -> Mapping[str, Handler]:
-        """The handler of each method of `fs_messages.FS_METHODS`."""
+        """The handler of each method of `vfsd.operations.fs`."""
         methods: dict[str, Handler] = {
             "fs.ls": self._ls,
             "fs.stat": self._stat,

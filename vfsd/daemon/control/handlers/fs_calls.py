@@ -43,7 +43,7 @@ from protocol.tools.search import GLOB, GREP
 from protocol.types import DEFAULT_READ_LINES, WriteResult
 from vfsd.daemon.control.call_context import Encoded
 from vfsd.daemon.control.handlers.parameters import absolute_path, filesystem_path
-from vfsd.wire.fs_messages import (
+from vfsd.operations.fs import (
     FsEntry,
     FsLsParams,
     FsLsResult,

@@ -36,11 +36,11 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import LiveState, NewState, Outcome, SnapshotService
 from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.machine.runtime import read_record
-from vfsd.wire.base import Peer, RepositoryRecord
-from vfsd.wire.merge_messages import AdoptParams, ConflictRecord, MergeParams, MergeResult
+from vfsd.operations.declaration import Peer, RepositoryRecord
+from vfsd.operations.merge import AdoptParams, ConflictRecord, MergeParams, MergeResult
+from vfsd.operations.snapshots import CHANGES_LISTED
 from vfsd.wire.messages import wire_path
 from vfsd.wire.options import WorkspaceOptions
-from vfsd.wire.snapshot_messages import CHANGES_LISTED
 
 _ATTEMPTS: Final = 5  # while programs change paths that are merged
 _PATHS_SHOWN: Final = 3

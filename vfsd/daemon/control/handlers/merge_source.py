@@ -38,8 +38,8 @@ from vfsd.daemon.snapshots.base import (
     is_merge_base,
 )
 from vfsd.daemon.snapshots.threads import in_answer_thread
-from vfsd.wire.base import Empty
-from vfsd.wire.merge_messages import ChangesParams, ChangesResult, ForgetMergedParams, LineageResult
+from vfsd.operations.declaration import Empty
+from vfsd.operations.merge import ChangesParams, ChangesResult, ForgetMergedParams, LineageResult
 from vfsd.wire.options import WorkspaceOptions
 
 _PATHS_PER_REPORT: Final = 256

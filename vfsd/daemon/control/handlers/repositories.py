@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from protocol.errors import shown
-from vfsd.wire.base import RepositoryRecord
+from vfsd.operations.declaration import RepositoryRecord
 from vfsd.wire.messages import wire_path
 
 _REFS_SHOWN: Final = 5

@@ -36,9 +36,7 @@ from vfsd.daemon.snapshots.base import (
     state_at,
 )
 from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
-from vfsd.wire.messages import InvalidNameError, InvalidParamsError, wire_path
-from vfsd.wire.options import WorkspaceOptions
-from vfsd.wire.snapshot_messages import (
+from vfsd.operations.snapshots import (
     DropParams,
     DroppedStepRecord,
     DropResult,
@@ -51,6 +49,8 @@ from vfsd.wire.snapshot_messages import (
     SnapshotsParams,
     SnapshotsResult,
 )
+from vfsd.wire.messages import InvalidNameError, InvalidParamsError, wire_path
+from vfsd.wire.options import WorkspaceOptions
 
 # Names that need no quoting in a shell, in a table's file name, and in `restore NAME|ARCHIVE.zip`.
 _SNAPSHOT_NAME: Final = re.compile(r"[^\s/\x00-\x1f\x7f-][^/\x00-\x1f\x7f]{0,127}")

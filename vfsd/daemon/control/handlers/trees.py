@@ -37,9 +37,7 @@ from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, is_fork_
 from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.daemon.snapshots.volume import VolumeSnapshots
 from vfsd.machine import mountinfo
-from vfsd.wire.messages import InvalidParamsError, wire_path
-from vfsd.wire.options import WorkspaceOptions
-from vfsd.wire.snapshot_messages import (
+from vfsd.operations.snapshots import (
     ApplyParams,
     ApplyResult,
     DiffParams,
@@ -48,6 +46,8 @@ from vfsd.wire.snapshot_messages import (
     ExportResult,
     ProblemRecord,
 )
+from vfsd.wire.messages import InvalidParamsError, wire_path
+from vfsd.wire.options import WorkspaceOptions
 
 
 class TreeMethods:

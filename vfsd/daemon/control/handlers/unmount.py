@@ -42,8 +42,9 @@ from vfsd.machine import mounts
 from vfsd.machine.logs import log_failure
 from vfsd.machine.processes import holders
 from vfsd.machine.runtime import read_record
-from vfsd.wire.base import Peer
-from vfsd.wire.messages import Empty, UnmountParams, UnmountResult, UnsavedResult, wire_path
+from vfsd.operations.declaration import Empty, Peer
+from vfsd.operations.workspace import UnmountParams, UnmountResult, UnsavedResult
+from vfsd.wire.messages import wire_path
 from vfsd.wire.options import WorkspaceOptions
 
 _logger = logging.getLogger(__name__)

@@ -24,10 +24,12 @@ from vfsd.daemon.snapshots.archives import CountedTree
 from vfsd.daemon.snapshots.base import BASE, STAGED_PREFIX, SnapshotService, free_name, in_bytes
 from vfsd.daemon.snapshots.threads import in_thread
 from vfsd.daemon.upkeep import Compaction
-from vfsd.wire.messages import CompactResult, Empty, PolicyParams, PolicyResult, from_wire_path, wire_path
+from vfsd.operations.declaration import Empty
+from vfsd.operations.snapshots import SaveParams, SaveResult
+from vfsd.operations.workspace import CompactResult, PolicyParams, PolicyResult
+from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.option_rules import OptionError, check_policy_size
 from vfsd.wire.options import WorkspaceOptions
-from vfsd.wire.snapshot_messages import SaveParams, SaveResult
 
 _ATTEMPTS: Final = 16
 _NO_POLICY = (

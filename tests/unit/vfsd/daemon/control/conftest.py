@@ -18,7 +18,7 @@ from tests.support.waiting import readable
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.connection import ConnectionLimits
 from vfsd.daemon.control.server import ControlServer
-from vfsd.wire.messages import Empty
+from vfsd.operations.declaration import Empty
 
 
 @pytest.hookimpl(tryfirst=True)

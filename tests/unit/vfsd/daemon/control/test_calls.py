@@ -12,8 +12,8 @@ import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import peer, ping, serving
 from vfsd.daemon.control.call_context import CallCancelledError, CallContext
-from vfsd.wire.messages import Empty
-from vfsd.wire.snapshot_messages import DropParams, ExportParams, ExportResult
+from vfsd.operations.declaration import Empty
+from vfsd.operations.snapshots import DropParams, ExportParams, ExportResult
 
 EXPORTED = ExportResult("/x", 1, 2, 3)
 

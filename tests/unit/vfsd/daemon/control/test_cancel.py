@@ -16,6 +16,7 @@ import pytest
 import trio
 import trio.testing
 
+from protocol.types import ChangeCounts
 from tests.support.suites import one_of
 from tests.unit.vfsd.daemon.control.conftest import peer, serving
 from vfsd.client.connection import ControlClient
@@ -28,8 +29,8 @@ from vfsd.machine.runtime import (
     socket_path,
     write_record,
 )
-from vfsd.wire.messages import ChangeCounts, Empty
-from vfsd.wire.snapshot_messages import DiffParams, DropParams, RestoreParams, RestoreResult
+from vfsd.operations.declaration import Empty
+from vfsd.operations.snapshots import DiffParams, DropParams, RestoreParams, RestoreResult
 
 RESTORED = RestoreResult("s", "safety-1", ChangeCounts(), [])
 

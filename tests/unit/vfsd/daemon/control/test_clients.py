@@ -18,24 +18,23 @@ import pytest
 import trio
 import trio.testing
 
+from protocol.types import ChangeCounts
 from tests.support.suites import one_of
 from tests.unit.vfsd.daemon.control.conftest import serving
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.connection import ControlClient, ControlError
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.connection import ConnectionLimits
-from vfsd.wire.base import ChangeRecord
+from vfsd.operations.declaration import ChangeRecord, Empty
+from vfsd.operations.snapshots import DiffParams, DiffResult, DropParams, DropResult, ExportParams, ExportResult
 from vfsd.wire.messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
     METHOD_NOT_FOUND,
     OPERATION_FAILED,
-    ChangeCounts,
-    Empty,
     InvalidParamsError,
     ProgressReport,
 )
-from vfsd.wire.snapshot_messages import DiffParams, DiffResult, DropParams, DropResult, ExportParams, ExportResult
 
 
 class BlockingSubject:

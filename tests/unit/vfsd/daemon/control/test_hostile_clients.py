@@ -22,15 +22,9 @@ import trio.testing
 from tests.unit.vfsd.daemon.control.conftest import Peer, peer, serving
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.connection import ConnectionLimits
-from vfsd.wire.messages import (
-    INVALID_PARAMS,
-    INVALID_REQUEST,
-    MAX_LISTED,
-    MAX_REQUEST_BYTES,
-    OPERATION_FAILED,
-    Empty,
-)
-from vfsd.wire.snapshot_messages import DropParams
+from vfsd.operations.declaration import Empty
+from vfsd.operations.snapshots import DropParams
+from vfsd.wire.messages import INVALID_PARAMS, INVALID_REQUEST, MAX_LISTED, MAX_REQUEST_BYTES, OPERATION_FAILED
 
 CLOSING = {"jsonrpc": "2.0", "method": "closing", "params": {}}
 LIMITS = ConnectionLimits(idle_s=600, stall_s=30)

@@ -17,7 +17,7 @@ from tests.support.trees import DictTree
 from vfsd.daemon.control.call_context import CallCancelledError, CallContext
 from vfsd.daemon.control.handlers.whole import save_method
 from vfsd.daemon.snapshots.base import StoredState
-from vfsd.wire.snapshot_messages import SaveParams
+from vfsd.operations.snapshots import SaveParams
 
 KEY = "memory:/m"
 

@@ -14,6 +14,8 @@ import trio.testing
 from tests.unit.vfsd.daemon.control.conftest import peer, serving
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.connection import ConnectionLimits
+from vfsd.operations.declaration import Empty
+from vfsd.operations.snapshots import DropParams
 from vfsd.wire.messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
@@ -21,10 +23,8 @@ from vfsd.wire.messages import (
     METHOD_NOT_FOUND,
     OPERATION_FAILED,
     PARSE_ERROR,
-    Empty,
     InvalidParamsError,
 )
-from vfsd.wire.snapshot_messages import DropParams
 
 
 def failing(error: BaseException) -> Any:

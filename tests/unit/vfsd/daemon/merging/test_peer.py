@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from vfsd.daemon.merging.peer import call_peer
-from vfsd.wire.base import Empty, Peer
+from vfsd.operations.declaration import Empty, Peer
 
 
 def served(path: Path, *answers: Callable[[socket.socket], None]) -> Peer:

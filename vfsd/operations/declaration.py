@@ -1,10 +1,44 @@
-"""Types that the messages of several methods share."""
+"""The declaration of an operation, and the types that several operations share.
+
+Paths in parameters and results are wire paths (`vfsd.wire.messages`).
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Final, Literal
 
 import msgspec
+
+CacheChoice = Literal["writethrough", "writeback"]
+UNDO_HINT: Final = "; `vfsd restore --undo` takes it back"
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """An operation, which is a method of the control socket: its name, parameters and result.
+
+    `noun`, `stopped` and `done` are words for people: the name of a call, the effect of a call that was stopped, and
+    the effect of a completed one.  `stopped` is empty if closing its connection is enough to cancel a call; `done` is
+    empty if a call changes nothing that a user asked for.
+
+    `reads`: a call leaves the workspace as it is.  `audited`: it changes files, so the log names its client.
+    `runs_command`: a call ends with the command that it runs.  `is_followed`: the client makes the call again when its
+    connection ends.  `waits`: calls are made one at a time.  `is_of_daemon`: the daemon answers itself, without the
+    modules that work on content.  `answered_within_s`: a daemon that takes longer hangs.
+    """
+
+    name: str
+    params: type[msgspec.Struct]
+    result: type[Any]
+    noun: str = ""
+    stopped: str = ""
+    done: str = ""
+    reads: bool = False
+    audited: bool = False
+    runs_command: bool = False
+    is_followed: bool = False
+    waits: bool = False
+    is_of_daemon: bool = False
+    answered_within_s: float | None = None
 
 
 class Params(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

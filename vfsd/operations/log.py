@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from vfsd.wire.base import Empty, Params
+from vfsd.operations.declaration import Empty, Operation, Params
 
 
 class ProcessRecord(msgspec.Struct, omit_defaults=True):
@@ -123,8 +123,8 @@ class LabelParams(Params):
     pid: int | None = None
 
 
-AUDIT_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
-    "log": (LogParams, LogResult),
-    "watch": (WatchParams, Empty),
-    "label": (LabelParams, Empty),
-}
+OPERATIONS: Final = (
+    Operation("log", LogParams, LogResult, reads=True),
+    Operation("watch", WatchParams, Empty, reads=True, is_followed=True),
+    Operation("label", LabelParams, Empty),
+)

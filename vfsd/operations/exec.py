@@ -13,12 +13,12 @@ exec.more, exec.signal and exec.resize may be sent as notifications, since their
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-from vfsd.wire.base import Empty, Params
+from vfsd.operations.declaration import Empty, Operation, Params
 
 STARTED: Final = "exec.started"
 OUTPUT: Final = "exec.output"
@@ -126,10 +126,10 @@ class ExecResizeParams(Params):
     size: TerminalSize
 
 
-EXEC_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
-    "exec": (ExecParams, ExecEnded),
-    "exec.input": (ExecInputParams, Empty),
-    "exec.more": (ExecMoreParams, Empty),
-    "exec.signal": (ExecSignalParams, Empty),
-    "exec.resize": (ExecResizeParams, Empty),
-}
+OPERATIONS: Final = (
+    Operation("exec", ExecParams, ExecEnded, runs_command=True),
+    Operation("exec.input", ExecInputParams, Empty),
+    Operation("exec.more", ExecMoreParams, Empty),
+    Operation("exec.signal", ExecSignalParams, Empty),
+    Operation("exec.resize", ExecResizeParams, Empty),
+)

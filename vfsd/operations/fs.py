@@ -7,7 +7,7 @@ to MAX_REQUEST_BYTES; to write more, pass a file of the host as `source`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -24,7 +24,7 @@ from protocol.tool_messages import (
 )
 from protocol.types import WriteResult
 from protocol.volume import USUAL_UMASK
-from vfsd.wire.base import Params
+from vfsd.operations.declaration import Operation, Params
 
 NotNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -159,14 +159,22 @@ class FsExecResult(msgspec.Struct):
     streamed_stdout_bytes: int | msgspec.UnsetType = msgspec.UNSET
 
 
-FS_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
-    "fs.ls": (FsLsParams, FsLsResult),
-    "fs.stat": (FsStatParams, FsEntry),
-    "fs.read": (FsReadParams, FsReadResult),
-    "fs.write": (FsWriteParams, WriteResult),
-    "fs.edit": (EditFileParams, EditFileResult),
-    "fs.glob": (FsGlobParams, GlobResult),
-    "fs.grep": (FsGrepParams, GrepResult),
-    "fs.rm": (RmParams, RmResult),
-    "fs.exec": (FsExecParams, FsExecResult),
-}
+OPERATIONS: Final = (
+    Operation("fs.ls", FsLsParams, FsLsResult, reads=True),
+    Operation("fs.stat", FsStatParams, FsEntry, reads=True),
+    Operation("fs.read", FsReadParams, FsReadResult, reads=True),
+    Operation("fs.write", FsWriteParams, WriteResult, audited=True, done="the file was written"),
+    Operation("fs.edit", EditFileParams, EditFileResult, audited=True, done="the file was edited"),
+    Operation("fs.glob", FsGlobParams, GlobResult, reads=True),
+    Operation("fs.grep", FsGrepParams, GrepResult, reads=True),
+    Operation("fs.rm", RmParams, RmResult, audited=True, done="the path was deleted"),
+    Operation(
+        "fs.exec",
+        FsExecParams,
+        FsExecResult,
+        noun="the command",
+        stopped="it was killed with all of its processes",
+        done="the command has run",
+        runs_command=True,
+    ),
+)

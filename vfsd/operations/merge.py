@@ -6,12 +6,21 @@ workspace's daemon.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
 from protocol.types import ChangeCounts
-from vfsd.wire.base import ChangeRecord, Empty, ExpiredRecord, Params, Peer, RepositoryRecord
+from vfsd.operations.declaration import (
+    UNDO_HINT,
+    ChangeRecord,
+    Empty,
+    ExpiredRecord,
+    Operation,
+    Params,
+    Peer,
+    RepositoryRecord,
+)
 
 Conflicts = Literal["fail", "ours", "theirs", "markers"]
 
@@ -148,10 +157,26 @@ class ForgetMergedParams(Params):
     keep: list[int] = []
 
 
-MERGE_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
-    "merge": (MergeParams, MergeResult),
-    "adopt": (AdoptParams, MergeResult),
-    "lineage": (Empty, LineageResult),
-    "changes": (ChangesParams, ChangesResult),
-    "forget_merged": (ForgetMergedParams, Empty),
-}
+OPERATIONS: Final = (
+    Operation(
+        "merge",
+        MergeParams,
+        MergeResult,
+        noun="the merge",
+        stopped="nothing was changed",
+        done=f"the merge is complete{UNDO_HINT}",
+        audited=True,
+    ),
+    Operation(
+        "adopt",
+        AdoptParams,
+        MergeResult,
+        noun="the adoption",
+        stopped="nothing was changed",
+        done=f"the adoption is complete{UNDO_HINT}",
+        audited=True,
+    ),
+    Operation("lineage", Empty, LineageResult),
+    Operation("changes", ChangesParams, ChangesResult),
+    Operation("forget_merged", ForgetMergedParams, Empty),
+)

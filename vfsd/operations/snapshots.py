@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from protocol.types import ChangeCounts
-from vfsd.wire.base import ChangeRecord, ExpiredRecord, Params, Peer, RepositoryRecord
+from vfsd.operations.declaration import (
+    UNDO_HINT,
+    ChangeRecord,
+    ExpiredRecord,
+    Operation,
+    Params,
+    Peer,
+    RepositoryRecord,
+)
 
 
 class SnapshotRecord(msgspec.Struct):
@@ -295,14 +303,60 @@ class ApplyResult(msgspec.Struct):
     repositories: list[RepositoryRecord] = []  # of `changes` and `conflicts`, those in them are left out
 
 
-SNAPSHOT_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
-    "snapshot": (SnapshotParams, SnapshotRecord),
-    "snapshots": (SnapshotsParams, SnapshotsResult),
-    "drop": (DropParams, DropResult),
-    "restore": (RestoreParams, RestoreResult),
-    "diff": (DiffParams, DiffResult),
-    "export": (ExportParams, ExportResult),
-    "import": (ImportParams, ImportResult),
-    "save": (SaveParams, SaveResult),
-    "apply": (ApplyParams, ApplyResult),
-}
+OPERATIONS: Final = (
+    Operation(
+        "snapshot",
+        SnapshotParams,
+        SnapshotRecord,
+        noun="the snapshot",
+        stopped="no snapshot was taken",
+        done="the snapshot was taken; `vfsd drop` removes it",
+    ),
+    Operation("snapshots", SnapshotsParams, SnapshotsResult, reads=True),
+    Operation(
+        "drop",
+        DropParams,
+        DropResult,
+        noun="the removal",
+        stopped="the snapshot is still there",
+        done="the snapshot was dropped",
+    ),
+    Operation(
+        "restore",
+        RestoreParams,
+        RestoreResult,
+        noun="the restore",
+        stopped="nothing was changed",
+        done=f"the restore is complete{UNDO_HINT}",
+        audited=True,
+    ),
+    Operation("diff", DiffParams, DiffResult, reads=True),
+    Operation(
+        "export",
+        ExportParams,
+        ExportResult,
+        noun="the export",
+        stopped="no file was written",
+        done="the archive is complete",
+        reads=True,
+    ),
+    Operation(
+        "import",
+        ImportParams,
+        ImportResult,
+        noun="the import",
+        stopped="nothing was changed",
+        done=f"the import is complete{UNDO_HINT}",
+        audited=True,
+    ),
+    Operation("save", SaveParams, SaveResult),
+    Operation(
+        "apply",
+        ApplyParams,
+        ApplyResult,
+        noun="the apply",
+        stopped="nothing was written",
+        done="the apply is complete",
+        audited=True,
+    ),
+)

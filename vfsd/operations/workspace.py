@@ -1,0 +1,237 @@
+"""The operations on a workspace as a whole: its status, journal and policy, forks, upgrades, and its end."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from protocol.types import ChangeCounts
+from vfsd.operations.declaration import CacheChoice, Empty, Operation, Params
+
+
+class StatusResult(msgspec.Struct, frozen=True):
+    """Result of `status`.
+
+    A field is None if the backend does not have the value, or would have to walk its tree for it.
+
+    `max_bytes` bounds `used_bytes`: content in whole pages without holes, and metadata beyond 4 MiB.  `max_memory`
+    bounds the sum of `live_bytes` (files, names, attributes), `snapshot_bytes` (content that only snapshots refer to)
+    and `overhead_bytes` (reserved for removals, restores and imports, or cached from below an overlay).
+    """
+
+    name: str
+    mountpoint: str
+    backend: str
+    engine: str
+    pid: int
+    version: str
+    started_at: str
+    read_only: bool
+    files: int | None
+    directories: int | None
+    size_bytes: int | None
+    used_bytes: int | None
+    max_bytes: int | None
+    max_inodes: int | None
+    snapshots: int | None
+    requests: int  # answered by the engine since it started
+    live_bytes: int | None = None
+    snapshot_bytes: int | None = None
+    overhead_bytes: int | None = None
+    max_memory: int | None = None
+    pruned: int | None = None  # automatic snapshots that were dropped to free memory
+    changed_below: int | None = None  # files of overlay:DIR that other programs changed after the overlay read them
+    # Of an overlay over a snapshot in an object store only.
+    source: str | None = None  # its URL, with the snapshot's name
+    fetched_bytes: int | None = None  # received from there since the start of the process that fetches
+    prefetch: str | None = None  # the state of --prefetch
+    fetch_failure: str | None = None  # while it is not null, reads of what is not in the cache fail
+    cache_failure: str | None = None  # while it is not null, what is read is fetched again each time
+    inode_failure: str | None = None  # of an overlay over any stored snapshot: where it lost inode numbers, and why
+    cache: CacheChoice = "writethrough"
+    forked_from: str | None = None  # the name of the workspace that this one is a fork of
+    base: str | None = None  # of a fork: the snapshot that both workspaces have
+    # Of the daemons of forks and their sources, in bytes: pages that several processes have, and the others.
+    shared_memory: int | None = None
+    private_memory: int | None = None
+    started_by: str | None = None  # "the fork server", or "a new interpreter" and why, ...
+    keeper: str | None = None  # the process that restarts the daemon if it dies, or why there is none
+    engine_reason: str | None = None  # why the engine is not the preferred one
+    wakeups: str | None = None  # what the engine does about slow wake-ups of idle CPUs
+    # The journal of a workspace with --persist.
+    journal: str | None = None  # its directory
+    fsync: str | None = None  # when it is synced: "always", "everysec" or "no"
+    journal_bytes: int | None = None  # its size on disk
+    journal_unsynced_bytes: int | None = None  # at the end of the journal, not known to be on disk
+    journal_failure: str | None = None  # why it does not keep the content any more
+    journal_uncompacted: str | None = None  # why it was not compacted, although it is large
+    # On disk, of all workspaces of this user: journals, and the default store of snapshots.
+    journals_bytes: int | None = None
+    store_bytes: int | None = None
+    interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it
+    commands: str | None = None  # where `vfsd exec` runs commands, such as "on this host"; None: it cannot
+    # Backends container:NAME and image:REF only.
+    container: str | None = None  # its state in Podman: "running", "paused", "exited with status 137", ...
+    # These and exec:COMMAND only.
+    transport: Literal["rootfs", "agent"] | None = None
+    connected: bool | None = None  # while False, every request fails with EIO
+    remote: str | None = None  # exec:COMMAND only: "connected", or why not
+
+
+class UnmountParams(Params):
+    """Parameters of `unmount`.
+
+    A busy mount is the error EBUSY, which names the processes that use it; `lazy` detaches it at once instead.
+    Unsaved changes are the error ENOTEMPTY unless `discard` is set, or `token` comes from an `unsaved` result and
+    nothing has changed since.  A journal saves them; but with `drop_journal` it does not count, and the unmount removes
+    it.
+    """
+
+    lazy: bool = False
+    discard: bool = False
+    token: str | None = None
+    drop_journal: bool = False
+
+
+class ForkParams(Params):
+    """Parameters of `fork`: the fork's name and its mountpoint, an empty directory.
+
+    `snapshot`: fork that state; None: the present one.
+    """
+
+    name: str
+    mountpoint: str
+    snapshot: str | None = None
+
+
+class ForkResult(msgspec.Struct):
+    """Result of `fork`: the new workspace.  `base` is the snapshot of both that is their common state."""
+
+    name: str
+    mountpoint: str
+    socket: str
+    pid: int
+    engine: str
+    base: str
+    warnings: list[str] = []
+
+
+class UnmountResult(msgspec.Struct):
+    """Result of `unmount`."""
+
+    mountpoint: str
+    lazy: bool
+    holders: list[str]  # processes that still use the mount: "pid 12 (bash)", ...
+    snapshots: int = 0  # the number of user snapshots that were lost with the daemon's memory
+    changed_late: bool = False  # a change between the check for unsaved changes and the unmount was lost
+    journal: str | None = None  # the directory of the journal that keeps content, snapshots and undo history
+    left: str | None = None  # a sentence on what was to be removed and is still there, such as a container
+
+
+class CompactResult(msgspec.Struct):
+    """Result of `compact`: the size of the journal on disk, in bytes, before and after."""
+
+    before_bytes: int
+    after_bytes: int
+
+
+class UpgradeParams(msgspec.Struct):
+    """The Python interpreter of the version to upgrade to, and the directories beside its own to import from.
+
+    `instead_of`: the process id of the daemon to replace; 0: of the one that gets the call.
+    """
+
+    executable: str
+    import_paths: list[str] = []
+    instead_of: int = 0
+
+
+class UpgradeResult(msgspec.Struct):
+    """Result of `upgrade`: the versions, the new daemon's process id, and how long requests waited.
+
+    `meanwhile`: another call had replaced the daemon of `UpgradeParams.instead_of` before, so this one did nothing.
+    `old_died`: the old daemon died when the new one had everything; nobody knows how long requests waited.
+    """
+
+    name: str
+    from_version: str
+    to_version: str
+    pid: int
+    pause_ms: float
+    meanwhile: bool = False
+    old_died: bool = False
+
+
+class PolicyParams(Params):
+    """Parameters of `policy`: patterns to add, in gitignore's syntax, written as paths are.  A policy only grows."""
+
+    protect: list[str] = []
+    hide: list[str] = []
+
+
+class PolicyResult(msgspec.Struct):
+    """Result of `policy`: the patterns that hold now, in their order, written as paths are.
+
+    `open_files`: protected files that programs have open for writing since before they were protected.  Their writes
+    fail, and pages that they change through a mapping are dropped within about a second.
+    """
+
+    protect: list[str]
+    hide: list[str]
+    open_files: list[str] = []
+
+
+class UnsavedResult(msgspec.Struct):
+    """Result of `unsaved`: the state that an unmount would lose because it is only in the daemon's memory.
+
+    `unsaved`: whether the live state changed since the mount, the last complete export or the last complete apply.
+    False if it is empty and there is no user snapshot.  For a memory workspace, `files` and `size_bytes` describe the
+    whole live state.  For an overlay, `changes` counts the changes that were not applied; `truncated` means that there
+    are at least so many.
+    """
+
+    unsaved: bool
+    token: str  # identifies this state for `unmount`
+    files: int | None = None
+    size_bytes: int | None = None
+    changes: ChangeCounts | None = None
+    truncated: bool = False
+    snapshots: int = 0  # the number of user snapshots
+    saved_at: str | None = None
+
+
+OPERATIONS: Final = (
+    Operation("ping", Empty, Empty, is_of_daemon=True),
+    Operation("status", Empty, StatusResult, reads=True, is_of_daemon=True, answered_within_s=10.0),
+    # Runs the volume's check_invariants, for tests and bug reports.
+    Operation("check", Empty, Empty, is_of_daemon=True),
+    Operation("unsaved", Empty, UnsavedResult),
+    Operation("compact", Empty, CompactResult),
+    Operation(
+        "upgrade",
+        UpgradeParams,
+        UpgradeResult,
+        noun="the upgrade",
+        stopped="the old daemon serves on",
+        done="the new daemon serves",
+        waits=True,
+    ),
+    Operation("policy", PolicyParams, PolicyResult),
+    Operation(
+        "unmount",
+        UnmountParams,
+        UnmountResult,
+        noun="the unmount",
+        stopped="the workspace is still mounted",
+        done="the workspace was unmounted",
+    ),
+    Operation(
+        "fork",
+        ForkParams,
+        ForkResult,
+        noun="the fork",
+        stopped="no fork was made",
+        done="the fork is mounted; `vfsd unmount` removes it",
+    ),
+)
