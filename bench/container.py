@@ -30,10 +30,10 @@ import trio
 
 from bench import _micro
 from bench._filesystems import cpu_clock, end_cleanly
-from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.agent.tree import AgentTree
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerMount, ContainerSpec
+from protocol.backends.container.workspace import AgentTransport
 from tests.container.conftest import PYTHON, import_image, inside
 from tests.container.images import write_python_image
 from tests.container.service import running_service

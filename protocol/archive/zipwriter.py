@@ -20,7 +20,7 @@ from typing import BinaryIO, Final, NamedTuple
 from zlib_ng import zlib_ng
 
 from protocol.archive import records as zr
-from protocol.linux.scheduling import lower_priority
+from protocol.linux.syscalls import lower_priority
 from protocol.tree import Chunk, Hole
 
 SMALL_BYTES: Final = 256 * 1024  # entries up to this size are passed whole, larger ones streamed

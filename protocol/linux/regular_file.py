@@ -2,6 +2,8 @@
 
 The path may be a FIFO, a device, a socket, a symlink or terabytes of zeros.  These functions do not wait for a writer,
 follow no symlink, and read no more than the caller expects.  `write_atomically` writes such a file.
+
+`read_xattrs` is for callers that copy or compare whole files.
 """
 
 from __future__ import annotations
@@ -93,3 +95,22 @@ def write_atomically(path: str, data: bytes, *, durable: bool) -> None:
 
 def _not_regular(path: str | bytes) -> OSError:
     return OSError(errno.EINVAL, "not a regular file: remove it", os.fsdecode(path))
+
+
+# The file system has no attributes, or its names may not be listed.
+_NONE_TO_LIST: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODATA, errno.EACCES, errno.EPERM})
+
+
+def read_xattrs(at: int | bytes) -> dict[bytes, bytes]:
+    """Read all extended attributes of a descriptor or path that can be read.  OSError if they cannot be listed."""
+    try:
+        names = os.listxattr(at)
+    except OSError as error:
+        if error.errno in _NONE_TO_LIST:
+            return {}
+        raise
+    found: dict[bytes, bytes] = {}
+    for name in names:
+        with contextlib.suppress(OSError):  # removed since, or not readable for this user (trusted., security.)
+            found[os.fsencode(name)] = os.getxattr(at, name)
+    return found

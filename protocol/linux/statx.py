@@ -3,6 +3,8 @@
 The walk over an unchanged tree is the cost of most snapshots, and most of the walk's cost is os.stat's result: twenty
 objects for each file, and none is needed if the bytes are the same as before.
 
+The clock from which the kernel takes the timestamps of files advances by a tick at a time (`file_clock_ns`).
+
 Source: statx(2), include/uapi/linux/stat.h.
 """
 
@@ -14,6 +16,7 @@ import errno
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
@@ -154,3 +157,24 @@ def differing_records(records: bytes, others: bytes) -> list[int]:
             middle = (low + high) // 2
             pending += ((low, middle), (middle, high))
     return found
+
+
+_CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h
+_TICK_MS: Final = 10  # at its slowest (CONFIG_HZ=100)
+
+
+def file_clock_ns() -> int:
+    """Return the timestamp that a file would get now."""
+    return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
+
+
+def outlast_tick(ctime_ns: int) -> None:
+    """Wait until the clock is past `ctime_ns`, if that lies within its last tick.
+
+    A later change of the file then gets another ctime, even if it keeps the size.  Waits one tick at most: a ctime
+    further ahead comes from another machine's clock.
+    """
+    for _ in range(_TICK_MS):
+        if not 0 <= ctime_ns - file_clock_ns() < _TICK_MS * 1_000_000:
+            return
+        time.sleep(0.001)

@@ -1,20 +1,25 @@
-"""The root of the program's paths, and the two forms in which a path is printed.
+"""The root of the program's paths, and what the program prints: JSON, with the two forms of a path, or an error.
 
 A path that is not UTF-8 is printed with `"escaped": true`: a backslash as `\\\\`, a byte as `\\xNN`.
+
+
 """
 
 from __future__ import annotations
 
+import base64
 import errno
+import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from protocol.adapters.path_filesystem.files import PathFilesTree, resolve
 from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.adapters.path_filesystem.plain import PlainPathFilesystem
-from protocol.errors import os_error
+from protocol.errors import os_error, shortened
 from protocol.paths import decode, encode, located, normalise
 
 _ESCAPE = re.compile(rb"\\(\\|x[0-9a-f]{2})")
@@ -93,3 +98,43 @@ def from_wire(text: str) -> bytes:
     if b"\0" in raw or b"\\" in _ESCAPE.sub(b"", raw):
         raise ValueError(f"not a path in the control socket's encoding (a backslash is \\\\, a byte \\xNN): {text!r}")
     return _ESCAPE.sub(lambda found: b"\\" if found[1] == b"\\" else bytes([int(found[1][1:], 16)]), raw)
+
+
+class UsageError(Exception):
+    """Wrong usage; the message is for the user."""
+
+
+def fail(message: str, status: int) -> int:
+    """Print an error; return the exit status `status`."""
+    try:
+        print_answer({"ok": False, "error": _printable(message)})
+    except BrokenPipeError:
+        pass
+    except OSError:  # standard output may be the stream that failed
+        sys.stderr.write(f"vfsd-fs: error: {_printable(message)}\n")
+    return status
+
+
+def print_answer(answer: Any) -> None:
+    """Print one JSON object, on a line of its own."""
+    text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
+    sys.stdout.buffer.write(text.encode("utf-8", "backslashreplace") + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def described(error: Exception) -> str:
+    """Describe an error in one line, with its path."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error) or type(error).__name__
+    if error.filename is None:
+        return error.strerror
+    return f"{error.strerror}: {shortened(wire(os.fsencode(error.filename)))}"
+
+
+def base64_text(content: bytes) -> str:
+    """Encode bytes that are not text."""
+    return "base64:" + base64.b64encode(content).decode()

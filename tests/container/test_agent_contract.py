@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from protocol.backends.container.agent.start import helper_command, helper_program
+from protocol.backends.container.agent.helper_transport import helper_command, helper_program
 from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.testing import MakeVolume

@@ -13,7 +13,7 @@ import trio
 
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
-from protocol.backends.container.transports.rootfs import RootfsTransport
+from protocol.backends.container.rootfs import RootfsTransport
 from protocol.testing import Clock, FilesystemContract, MakeVolume, StreamingContract
 from protocol.volume import Volume
 from tests.container.conftest import inside, running_container

@@ -15,10 +15,10 @@ import pytest
 import trio
 
 from protocol.adapters.host import HostFilesystem
-from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.exec.container_processes import ContainerProcesses
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.workspace import AgentTransport
 from protocol.execution.executor import Command, ExecResult, Executor
 from protocol.execution.runner import BlockingExecutor, CommandLimits
 from protocol.tools import TOOLS, ToolContext

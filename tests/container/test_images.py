@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.podman.lease import Lease
-from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, create_owned, orphans, remove_orphans
+from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, Lease, create_owned, orphans, remove_orphans
 from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.workspace import open_container, open_image

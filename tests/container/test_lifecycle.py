@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.podman.address import default_address, parse_address
-from protocol.backends.container.podman.errors import ContainerNotFoundError
-from protocol.backends.container.podman.service import PodmanService
+from protocol.backends.container.podman.service import ContainerNotFoundError, PodmanService
 from protocol.backends.container.podman.spec import ContainerMount, ContainerSpec
 from protocol.backends.container.workspace import open_container
 from tests.container.conftest import MountContainer, StartContainer, attempt, control, inside, shown

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.podman.service import Container
-from protocol.backends.container.transports.init_process import ContainerInit
+from protocol.backends.container.rootfs import ContainerInit
 from protocol.backends.container.workspace import open_container
 from tests.container.conftest import MAPPED, MountContainer, StartContainer, check_git_works, inside, tmpfs
 

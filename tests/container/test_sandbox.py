@@ -16,7 +16,7 @@ import pytest
 
 from protocol.adapters.host import HostFilesystem
 from protocol.backends.container.podman.service import PodmanService
-from protocol.backends.container.podman.state import ContainerState
+from protocol.backends.container.podman.spec import ContainerState
 from protocol.execution.executor import Executor
 from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import inside, shown

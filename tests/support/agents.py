@@ -15,12 +15,11 @@ from typing import Any
 
 import trio
 
-from protocol.backends.container.agent.link import AgentLink
-from protocol.backends.container.agent.start import helper_command, helper_program
-from protocol.backends.container.agent.stream import STDERR, STDOUT, HelperStream, Output
+from protocol.backends.container.agent.helper_transport import helper_command, helper_program
+from protocol.backends.container.agent.link import STDERR, STDOUT, AgentLink, HelperStream, Output
 from protocol.backends.container.agent.tree import AgentTree
 from protocol.backends.container.agent.volume import AgentVolume
-from protocol.backends.container.idmap import IDENTITY, IdMap
+from protocol.backends.container.inode_map import IDENTITY, IdMap
 from protocol.volume import DirectoryEntry
 
 TIMEOUT_S = 60.0

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import trio
 
-from protocol.backends.remote.workspace import open_remote
+from protocol.backends.remote.transport import open_remote
 from protocol.volume_extensions import CacheInvalidation
 from tests.support.agents import Driven
 

@@ -54,7 +54,6 @@ _OF_JOURNALS: Final = (
     "protocol.backends.memory.journaling.replay",
 )
 _OF_DIRECTORIES: Final = (
-    "protocol.backends.host.handover",
     "protocol.backends.host.known_inodes",
     "protocol.backends.host.repeated_requests",
     "vfsd.daemon.forks.stored",
@@ -64,7 +63,6 @@ _OF_DIRECTORIES: Final = (
 _OF_CONTAINERS: Final = (
     *_OF_DIRECTORIES,
     "protocol.backends.container.exec.runner",
-    "protocol.backends.container.handover",
     "protocol.backends.container.snapshot_files",
 )
 _OF_KIND: Final = {
@@ -83,7 +81,7 @@ _OF_KIND: Final = {
     "host": _OF_DIRECTORIES,
     "container": _OF_CONTAINERS,
     "image": _OF_CONTAINERS,
-    "exec": (*_OF_DIRECTORIES, "protocol.backends.container.handover"),
+    "exec": _OF_DIRECTORIES,
 }
 
 

@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import vfsd
-from protocol.backends.container.podman.address import default_address
-from protocol.backends.container.podman.advice import start
-from protocol.backends.container.podman.ulimits import PODMAN_DEFAULT
+from protocol.backends.container.podman.address import default_address, start_advice
+from protocol.backends.container.podman.spec import PODMAN_DEFAULT
 from protocol.journal.directory import has_journal, is_locked, read_journal
 from protocol.values import Value
 from vfsd.machine import runtime
@@ -421,7 +420,9 @@ def _podman_service(host: Host) -> Finding:
             client.settimeout(1)
             client.connect(address.path)
     except OSError as error:
-        return _problem(topic, f"{address.path}: {error.strerror or error}", start(address, host.environ, host.uid))
+        return _problem(
+            topic, f"{address.path}: {error.strerror or error}", start_advice(address, host.environ, host.uid)
+        )
     return _fine(topic, address.path)
 
 

@@ -21,8 +21,8 @@ from protocol.adapters.path_filesystem.files import Status
 from protocol.linux import posix_acl
 from protocol.linux.beneath import open_beneath
 from protocol.linux.portable import Handle, proc_path
+from protocol.linux.regular_file import read_xattrs
 from protocol.linux.syscalls import MountId, mount_of, open_mount
-from protocol.linux.xattrs import read_xattrs
 
 _PIECE_BYTES: Final = 1 << 20  # of one read: os.pread allocates the requested size before it reads
 _LOCK_S: Final = 5.0

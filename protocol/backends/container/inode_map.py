@@ -1,21 +1,40 @@
-"""InodeMap: the inodes that a kernel holds while the mount's volume is replaced, and the names they were seen by.
+"""What a mount translates between the kernel and a container: inode numbers (`InodeMap`), and ids (`IdMap`).
 
-A `File` has a number, which the kernel keeps while it holds the inode, and an `inner` number, which is the present
+`InodeMap` has the inodes that a kernel holds while the mount's volume is replaced, and the names they were seen by.  A
+`File` has a number, which the kernel keeps while it holds the inode, and an `inner` number, which is the present
 volume's for the same file.  Until the first replacement the two are equal.
 
 Invariants: a number means one file until its last lookup is forgotten, and is not reused before.  `_by_inner` has
 exactly the files whose `inner` is not 0, each once, and `_renumbered` those whose `inner` is not their number.  `_at`
 maps a dentry to the file last seen there, and a file's `dentries` are exactly the keys that lead to it.  Every file but
 the root has lookups.
+
+A handover (`ContainerGiving`, `ContainerTaking`) passes the map to another process, under the same kernel and in the
+same run of the container.  Invariants: the old process gives the state of the volume that it serves.  If the container
+stops meanwhile, `files` and `rest` raise OSError, so the old process goes on.  The kernel has numbers of this run only,
+so the numbers of the map are those of the volume.
+
+Threading: the serving loop in the old process; the new one uses the volume in one thread at a time.
+
+Source of the ids: user_namespaces(7), /proc/PID/uid_map.
 """
 
 from __future__ import annotations
 
+import errno
 import stat
-from collections.abc import Iterator
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+import msgspec
+
+from protocol.errors import os_error
+from protocol.values import Value
 from protocol.volume import ROOT_INODE
+
+if TYPE_CHECKING:
+    from protocol.volume_durability import GivenState, JournalEnd, TakenState
 
 DentryKey: TypeAlias = tuple[int, bytes]  # a directory's number and a name in it
 # Numbers that no file system uses, nor `protocol.linux.portable`, for files whose own number is taken by another file
@@ -172,3 +191,155 @@ class InodeMap:
         for number, file in self._by_number.items():
             assert file.number == number < _END
             assert file.lookups > 0 or file is self.root, number
+
+
+class _Rest(Value):
+    """The rest of the volume's state, and the inodes of the map: number, type bits, lookups, held, dentries."""
+
+    volume: bytes
+    inodes: list[tuple[int, int, int, int, list[DentryKey]]]
+
+
+class ContainerGiving:
+    """The state `given` of the volume of one run.  See `protocol.volume_durability.GivenState`.
+
+    `is_served`: whether that volume is still connected.
+    """
+
+    has_image = False
+    lock_fd = None
+
+    def __init__(self, given: GivenState, run: str, inode_map: InodeMap, is_served: Callable[[], bool]) -> None:
+        self.start: JournalEnd = given.start
+        self.below = _in_run(run, given.below)
+        self._given = given
+        self._map = inode_map
+        self._is_served = is_served
+
+    def log_fd(self) -> int:
+        return self._given.log_fd()
+
+    def position(self) -> JournalEnd:
+        return self._given.position()
+
+    def write_image(self, descriptor: int) -> None:
+        """Nothing: the log has everything."""
+
+    def files(self) -> Iterator[tuple[int, int]]:
+        self._check()
+        for each in self._given.files():
+            self._check()  # the loop may have run since the last one
+            yield each
+
+    def rest(self) -> bytes:
+        self._check()
+        files = (file for file in self._map if file is not self._map.root)
+        inodes = [(file.number, file.kind, file.lookups, file.held, file.dentries) for file in files]
+        return msgspec.msgpack.encode(_Rest(self._given.rest(), inodes))
+
+    def end(self) -> None:
+        self._given.end()
+
+    def _check(self) -> None:
+        if not self._is_served():
+            raise OSError(errno.EIO, "the container stopped during the upgrade, which was given up: try again")
+
+
+class ContainerTaking:
+    """The new process's side, over that of the volume.  See `protocol.volume_durability.TakenState`.
+
+    `resume` enters what the volume says into the map, for an old process that gives only the volume's state.
+    """
+
+    def __init__(self, taken: TakenState, run: str, inode_map: InodeMap, resume: Callable[[], None]) -> None:
+        self.below = _in_run(run, taken.below)
+        self._taken = taken
+        self._map = inode_map
+        self._resume = resume
+
+    def read(self, image_fd: int, log_fd: int, start: JournalEnd) -> None:
+        self._taken.read(image_fd, log_fd, start)
+
+    def follow(self, end: int) -> None:
+        self._taken.follow(end)
+
+    def take_files(self, files: Mapping[int, int]) -> None:
+        self._taken.take_files(files)
+
+    def complete(self, rest: bytes) -> None:
+        try:
+            found = msgspec.msgpack.decode(rest, type=_Rest)
+        except msgspec.ValidationError:  # of format 2
+            self._taken.complete(rest)
+            self._resume()
+            return
+        self._taken.complete(found.volume)
+        for number, kind, lookups, held, dentries in found.inodes:
+            file = self._map.resume(number, kind, lookups, held)
+            for dentry in dentries:
+                self._map.put(file, dentry)
+
+
+def _in_run(run: str, below: str) -> str:
+    """Identify the directory `below` in the run `run` of a container."""
+    return f"container {run}, {below}"
+
+
+_OVERFLOW_ID: Final = 65534  # the kernel shows this for an unmapped id
+_KEEP: Final = 0xFFFFFFFF  # (uid_t) -1: chown(2) keeps the id
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """The ranges (first inside, first outside, count) of users or of groups; the first one that has an id counts."""
+
+    ranges: tuple[tuple[int, int, int], ...]
+
+    @property
+    def is_identity(self) -> bool:
+        return all(inside == outside for inside, outside, _ in self.ranges)
+
+    def inside(self, outside: int) -> int:
+        """The container's id of a host id."""
+        for first, start, count in self.ranges:
+            if start <= outside < start + count:
+                return first + outside - start
+        return _OVERFLOW_ID
+
+    def outside(self, inside: int) -> int:
+        """The host's id of a container id.  EOVERFLOW if it is not mapped."""
+        if inside == _KEEP:
+            return inside
+        for first, start, count in self.ranges:
+            if first <= inside < first + count:
+                return start + inside - first
+        raise os_error(errno.EOVERFLOW, f"id {inside} is not mapped in the container")
+
+
+_EVERY_ID: Final = (0, 0, 1 << 32)
+
+
+@dataclass(frozen=True, slots=True)
+class IdMap:
+    """The users and groups of a container."""
+
+    users: Ids = Ids((_EVERY_ID,))
+    groups: Ids = Ids((_EVERY_ID,))
+
+    @property
+    def is_identity(self) -> bool:
+        return self.users.is_identity and self.groups.is_identity
+
+
+IDENTITY: Final = IdMap()
+
+
+def swapped(one: int, other: int) -> Ids:
+    """A map that exchanges two ids and keeps all others."""
+    return Ids(((one, other, 1), (other, one, 1), _EVERY_ID))
+
+
+def parse_map(text: str) -> Ids:
+    """The map of /proc/PID/uid_map or gid_map: lines of first inside, first outside, count."""
+    rows = [tuple(map(int, line.split())) for line in text.splitlines()]
+    return Ids(tuple((row[0], row[1], row[2]) for row in rows))

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 from msgspec.structs import replace
 
-from protocol.backends.container.inode_map import DentryKey, File, InodeMap
+from protocol.backends.container.inode_map import ContainerGiving, ContainerTaking, DentryKey, File, InodeMap
 from protocol.diff.tree_diff import Change
 from protocol.errors import os_error
 from protocol.volume import (
@@ -53,7 +53,6 @@ from protocol.volume_durability import HandedOverVolume, RecoverableVolume, reco
 from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, checkable
 
 if TYPE_CHECKING:
-    from protocol.backends.container.handover import ContainerGiving
     from protocol.linux.shared_log import SharedLog
     from protocol.volume_durability import AnsweringVolume, TakenState
 
@@ -168,8 +167,6 @@ class ReconnectingVolume:
 
     def handing_over(self) -> ContainerGiving:
         """See `protocol.volume_durability.HandedOverVolume`, as for the next ones."""
-        from protocol.backends.container.handover import ContainerGiving  # noqa: PLC0415 (start-up: upgrades are rare)
-
         volume = self._volume
         if volume is None:
             raise OSError(
@@ -190,9 +187,6 @@ class ReconnectingVolume:
         return ContainerGiving(given, self._run_name, self._map, lambda: self._volume is volume)
 
     def taking_over(self) -> TakenState:
-        # Start-up: upgrades are rare.
-        from protocol.backends.container.handover import ContainerTaking  # noqa: PLC0415
-
         assert self._prepare is not None, "the capability handover"
         opened, run = self._prepare()
         self._taken = volume = cast("ContinuedVolume", opened)

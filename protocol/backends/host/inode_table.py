@@ -26,8 +26,8 @@ from protocol.volume import ROOT_INODE
 if TYPE_CHECKING:
     from os import stat_result
 
-    from protocol.backends.host.directory_entries import DirectoryEntries
     from protocol.backends.host.known_inodes import KnownInodes
+    from protocol.backends.host.listings import DirectoryEntries
 
 Key: TypeAlias = tuple[int, int]  # st_dev, st_ino
 

@@ -29,7 +29,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from protocol.linux import file_clock, portable
+from protocol.linux import portable, statx
 from protocol.linux.beneath import open_beneath
 from protocol.values import Value
 from protocol.volume import RENAME_EXCHANGE, RENAME_WHITEOUT, SUPERUSER, AttributeChanges, Caller
@@ -109,7 +109,7 @@ class RepeatedRequests:
         entry[_UNIQUE] = 0
         entry[_CALL] = self._call
         entry[_IS_DONE] = 0
-        entry[_TIME] = file_clock.now_ns()
+        entry[_TIME] = statx.file_clock_ns()
         for at, fact in enumerate(facts, _FACTS):
             entry[at] = fact
         entry[_UNIQUE] = self._unique  # the entry counts from here on

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from protocol.backends.host.attributes import HostAttributes, set_attributes
-from protocol.backends.host.creation import InodeCreator
+from protocol.backends.host.attributes import HostAttributes, InodeCreator, set_attributes
 from protocol.backends.host.descriptors import Descriptors
 from protocol.backends.host.external_changes import ExternalChanges
 from protocol.backends.host.inode_table import HostDentry, HostInode, HostInodeTable, Key
@@ -48,7 +47,7 @@ from protocol.volume import (
 from protocol.volume_extensions import CacheInvalidation
 
 if TYPE_CHECKING:
-    from protocol.backends.host.handover import HostGiving, HostTaking
+    from protocol.backends.host.known_inodes import HostGiving, HostTaking
     from protocol.diff.tree_diff import Change
     from protocol.linux.beneath import DirectoryReference
     from protocol.linux.shared_log import SharedLog
@@ -120,12 +119,12 @@ class HostVolume:
 
     def handing_over(self) -> HostGiving:
         """See `protocol.volume_extensions.HandedOverVolume`, as for the next ones."""
-        from protocol.backends.host.handover import HostGiving  # noqa: PLC0415 (start-up: upgrades are rare)
+        from protocol.backends.host.known_inodes import HostGiving  # noqa: PLC0415 (start-up: upgrades are rare)
 
         return HostGiving(self._table)
 
     def taking_over(self) -> HostTaking:
-        from protocol.backends.host.handover import HostTaking  # noqa: PLC0415 (start-up: upgrades are rare)
+        from protocol.backends.host.known_inodes import HostTaking  # noqa: PLC0415 (start-up: upgrades are rare)
 
         self._is_known = True
         return HostTaking(self._table, self._listings)

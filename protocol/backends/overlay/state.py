@@ -54,7 +54,7 @@ from protocol.backends.overlay.lower import (
     is_gone,
 )
 from protocol.errors import NotReadyError, os_error
-from protocol.linux import file_clock
+from protocol.linux import statx
 from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 
@@ -653,7 +653,7 @@ class OverlayState(MemoryState):
             if isinstance(inode.children, UnfilledChildren):
                 inode.children.fill()
             elif inode.children is None and self.lower.can_change:
-                file_clock.outlast_tick(inode.lower.identity[4])
+                statx.outlast_tick(inode.lower.identity[4])
         return super().own(inode)
 
     def revive(self, version: Inode) -> Inode:

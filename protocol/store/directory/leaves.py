@@ -17,8 +17,8 @@ from typing import Final
 
 from protocol.linux.beneath import open_to_read
 from protocol.linux.portable import proc_path
+from protocol.linux.regular_file import read_xattrs
 from protocol.linux.statx import StatxResult, is_racy, result_at, statx_descriptor
-from protocol.linux.xattrs import read_xattrs
 from protocol.store.format.blobs import LARGE_BYTES, Sink
 from protocol.store.format.rows import UNREADABLE, More, Row, Xattrs
 

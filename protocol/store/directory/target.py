@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.linux.beneath import TEMPORARY_PREFIX, RootDirectory, open_beneath
 from protocol.linux.portable import Handle, proc_path, renameat2
+from protocol.linux.regular_file import read_xattrs
 from protocol.linux.statx import change_key, link_count, result_at, statx_descriptor, statx_names
-from protocol.linux.xattrs import read_xattrs
 from protocol.store.directory.source import DirectorySource, Source
 from protocol.store.durable import UnsyncedChanges
 from protocol.volume import RENAME_NOREPLACE

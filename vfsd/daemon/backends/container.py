@@ -32,7 +32,7 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
     try:
         # Deferred: Podman's client is an optional dependency, and imports more slowly than everything else together.
         from protocol.backends.container import workspace as containers  # noqa: PLC0415
-        from protocol.backends.container.podman.target import DEFAULT_WORKDIR  # noqa: PLC0415
+        from protocol.backends.container.podman.service import DEFAULT_WORKDIR  # noqa: PLC0415
     except ImportError as error:
         raise missing_package("the container backend", error) from None
     allow_open_files()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocol.backends.container.snapshot_files import ContainerSource, MountTarget
-from protocol.backends.remote.workspace import DEFAULT_DIRECTORY, open_remote
+from protocol.backends.remote.transport import DEFAULT_DIRECTORY, open_remote
 from protocol.store import Store
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.base import Backend

@@ -52,9 +52,9 @@ def import_backend(kind: str) -> None:
 def read_sources(kind: str) -> None:
     """Read the programs that a backend of `kind` starts at the other end, which have to fit this process's modules."""
     if kind in {"container", "image", "exec"}:
-        from protocol.backends.container.agent import start  # noqa: PLC0415 (start-up: no other kind needs it)
+        from protocol.backends.container.agent import helper_transport  # noqa: PLC0415 (start-up)
 
-        start.read_sources()
+        helper_transport.read_sources()
 
 
 def open_backend(options: MountOptions, progress: ByteProgress = no_progress) -> Backend:

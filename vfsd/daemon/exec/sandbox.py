@@ -29,9 +29,8 @@ from typing import Final
 import trio
 
 from protocol.backends.container.exec.runner import ContainerCommandRunner
-from protocol.backends.container.podman.errors import ContainerNotFoundError
 from protocol.backends.container.podman.ownership import OwnedContainer, create_owned
-from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.service import Container, ContainerNotFoundError, PodmanService
 from protocol.backends.container.podman.spec import PIDS_LIMIT, ContainerMount, ContainerSpec
 from protocol.execution.executor import Command
 from protocol.execution.runner import Process

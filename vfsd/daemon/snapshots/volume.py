@@ -22,7 +22,7 @@ import trio
 from protocol.diff.tree_diff import Change, changes, got_content, is_below, summary, went_back
 from protocol.diff.tree_diff import count as count_changes
 from protocol.errors import SnapshotNotFoundError
-from protocol.linux import file_clock
+from protocol.linux import statx
 from protocol.tree import LOST, Tree, TreeEntry, losing
 from protocol.types import ChangeCounts
 from protocol.volume import AttributeChanges
@@ -199,7 +199,7 @@ class VolumeSnapshots:
             await self._mounted.snapshots_taken()
             if self._overlaid is not None:
                 # Later changes of a file below have a later ctime.
-                while 0 <= info.created_ns - file_clock.now_ns() < _TICK_NS:
+                while 0 <= info.created_ns - statx.file_clock_ns() < _TICK_NS:
                     await trio.sleep(0.001)
             return info
 

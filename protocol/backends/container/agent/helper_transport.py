@@ -7,30 +7,34 @@ A helper outlives its daemon if that has a keeper: it holds for HOLD_S when its 
 can join it over a stream of its own (`protocol.backends.container.helper.sessions`).  Without a keeper it ends with its
 stream, but another daemon can join it in an upgrade.  If the stream is cut under a living daemon, that daemon joins the
 helper again, and starts a new one only if the helper has ended or does not answer.
+
+vfsd sends the helper's sources over the stream on which the helper then serves.  In a container the command is `python3
+-I -S -c LOADER`, which reads a program of known length from standard input.  The program creates the modules and calls
+`main`.  So nothing is installed in the image, and nothing is left there.  A relay to a helper that runs already
+(`protocol.backends.container.helper.sessions`) is started in the same way.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from importlib import resources
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import trio
 from msgspec.structs import replace
 
-from protocol.backends.container.agent import handover
-from protocol.backends.container.agent.handover import HeldHelper
 from protocol.backends.container.agent.link import AgentLink, HelperEndedError
 from protocol.backends.container.agent.replies import KnownInode, known_in, number_in, string_in
-from protocol.backends.container.agent.start import relay_program
 from protocol.backends.container.agent.tree import AgentTree
-from protocol.backends.container.agent.volume import AgentVolume
+from protocol.backends.container.agent.volume import AgentVolume, HeldHelper, load_helper, save_helper
 from protocol.backends.container.helper.wire import CHUNK_BYTES, MAGIC, RELAY_MAGIC, VERSION, Op, WireError
-from protocol.backends.container.idmap import IDENTITY, IdMap, swapped
+from protocol.backends.container.inode_map import IDENTITY, IdMap, swapped
 from protocol.errors import only_error, os_error
 
 if TYPE_CHECKING:
@@ -45,7 +49,7 @@ _REJOINED_S: Final = 20.0  # for the first answer of a helper that was joined ag
 
 
 class HelperTransport(ABC, Generic[S]):
-    """Implements `protocol.backends.container.transports.transport.Transport`, except for starting the helper.
+    """Implements `protocol.backends.container.connection.Transport`, except for starting the helper.
 
     `place` says where the helper runs, for messages: " in it".  `program` is the helper's.
     """
@@ -128,9 +132,9 @@ class HelperTransport(ABC, Generic[S]):
             (volume, held), self._taken = self._taken, None
             link = await self._joined(state, nursery, held)
             if self._log is not None:
-                handover.save(self._log, held)
+                save_helper(self._log, held)
         elif self._is_resumed and self._log is not None:
-            volume, held = self._volume(), handover.load(self._log)
+            volume, held = self._volume(), load_helper(self._log)
             held.check()
             link = await self._joined(state, nursery, held)
             held = replace(held, hello=await _hello(link))
@@ -288,3 +292,70 @@ async def _known(link: AgentLink) -> list[KnownInode]:
             link.lose(f"invalid reply: {error}")
             raise os_error(errno.EIO) from None
     return found
+
+
+PYTHONS: Final = ("python3", "python", "/usr/local/bin/python3", "/usr/bin/python3", "/usr/libexec/platform-python")
+# In the order of their imports.
+HELPER_MODULES: Final = (
+    "protocol.linux.portable",
+    *(
+        f"protocol.backends.container.helper.{name}"
+        for name in ("wire", "inode_table", "files", "trees", "sessions", "serve")
+    ),
+)
+RELAY_MODULES: Final = (
+    "protocol.linux.portable",
+    *(f"protocol.backends.container.helper.{name}" for name in ("wire", "sessions")),
+)
+_LOADER: Final = """\
+import os
+data = b""
+while len(data) < {length}:
+    more = os.read(0, {length} - len(data))
+    if not more:
+        raise SystemExit(1)
+    data += more
+exec(data)
+"""
+_PROGRAM: Final = """\
+import sys, types
+for name, source in {sources!r}:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(source, name, "exec"), module.__dict__)
+module.main({arguments!r})
+"""
+
+
+@functools.cache
+def helper_source(module: str) -> str:
+    """The source of one of HELPER_MODULES, or RELAY_MODULES, as it was when it was first asked for."""
+    package, _, name = module.rpartition(".")
+    return resources.files(package).joinpath(f"{name}.py").read_text("utf-8")
+
+
+def read_sources() -> None:
+    """Read all sources now: later the files may be those of another version of vfsd."""
+    for module in {*HELPER_MODULES, *RELAY_MODULES}:
+        helper_source(module)
+
+
+def helper_program(directory: str) -> bytes:
+    """The program that serves `directory`, and creates it if it is missing; to be sent first."""
+    return _program(HELPER_MODULES, [directory])
+
+
+def relay_program(name: bytes, secret: bytes, hold_s: int) -> bytes:
+    """The program that hands its streams over to the helper with this name and secret, which holds for `hold_s`."""
+    return _program(RELAY_MODULES, [name.hex(), secret.hex(), str(hold_s)])
+
+
+def _program(modules: Sequence[str], arguments: list[str]) -> bytes:
+    sources = [(name, helper_source(name)) for name in modules]
+    return _PROGRAM.format(sources=sources, arguments=arguments).encode()
+
+
+def helper_command(program: bytes, python: str = PYTHONS[0]) -> list[str]:
+    """The command to run in the container before `program` is sent."""
+    # -I -S: nothing in the workspace is imported.
+    return [python, "-I", "-S", "-c", _LOADER.format(length=len(program))]

@@ -9,7 +9,7 @@ would see EINTR where no local file system returns it.  After that the caller is
 later is undone.
 
 With `executes_once` a change tells the helper which request of the kernel it belongs to, so that it is executed once
-even if another daemon repeats it (`protocol.backends.container.helper.answers`).  The helper keeps its reply until the
+even if another daemon repeats it (`protocol.backends.container.helper.serve`).  The helper keeps its reply until the
 kernel has it, which `_answered` notes and a later frame says.
 
 A link to a helper that another daemon has started begins with `join`: the stream is one to a relay, and the helper
@@ -23,12 +23,11 @@ import errno
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Final, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import trio
 
-from protocol.backends.container.agent.frames import Frame, FrameDecoder
-from protocol.backends.container.agent.stream import STDERR, HelperStream
+from protocol.backends.container.agent.replies import Frame, FrameDecoder
 from protocol.backends.container.helper.wire import (
     CHANGES,
     CHUNK_BYTES,
@@ -393,3 +392,42 @@ class AgentLink:
             if late:
                 self._is_silent = True  # if the helper can be killed, its late changes must not mix with others
                 self.lose(f"no answer in {self._timeout_s:g} seconds", is_cut=True)
+
+
+STDOUT: Final = 1
+STDERR: Final = 2
+
+
+class Output(NamedTuple):
+    """A piece of output, from STDOUT or STDERR (with a terminal always STDOUT)."""
+
+    channel: Literal[1, 2]
+    data: bytes
+
+
+class HelperStream(Protocol):
+    """The standard streams of a helper, such as `protocol.backends.container.podman.exec_stream.ExecStream`."""
+
+    async def send(self, data: bytes) -> None:
+        """Write to standard input.  BrokenPipeError."""
+        ...
+
+    def send_nowait(self, data: bytes) -> int:
+        """Send what fits without waiting, while no `send` is under way; return the number of bytes."""
+        ...
+
+    async def receive(self, max_bytes: int = ...) -> Output | None:
+        """The next piece of output; None at the end."""
+        ...
+
+    async def aclose(self) -> None:
+        """End the helper and close the stream."""
+        ...
+
+    async def detach(self) -> None:
+        """Close the stream, and leave the process at its other end."""
+        ...
+
+    async def abandon(self) -> None:
+        """Close a stream that was cut, and leave a helper that may wait for another stream."""
+        ...

@@ -1,18 +1,22 @@
-"""Checks of a helper's replies: WireError for values that no correct helper sends.
+"""Decodes and checks a helper's replies: WireError for values that no correct helper sends.
 
-They keep invalid values from the kernel: the inode number of the root for another file, unknown file types, negative
-sizes, invalid names, cookies that do not increase.
+The checks keep invalid values from the kernel: the inode number of the root for another file, unknown file types,
+negative sizes, invalid names, cookies that do not increase.
+
+`FrameDecoder` checks the length in a frame's header against `limit`.  So a frame that belongs to no request, or is
+longer than the request allows, is refused before it takes memory.
 """
 
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from protocol.backends.container.helper.wire import (
     ATTRIBUTE_COUNT,
     ENTRY,
+    HEADER,
     KNOWN,
     NAME_MAX,
     SECOND_NS,
@@ -20,7 +24,7 @@ from protocol.backends.container.helper.wire import (
     XATTR,
     WireError,
 )
-from protocol.backends.container.idmap import IDENTITY, IdMap
+from protocol.backends.container.inode_map import IDENTITY, IdMap
 from protocol.tree import TreeEntry
 from protocol.volume import ROOT_INODE, DirectoryEntry, PlainAttributes, StatFs
 
@@ -194,3 +198,41 @@ def string_in(strings: list[bytes], most: int) -> bytes:
     if len(strings) != 1 or len(strings[0]) > most:
         raise WireError(f"{len(strings)} strings, of {[len(one) for one in strings[:3]]} bytes")
     return strings[0]
+
+
+class Frame(NamedTuple):
+    """One reply: the `number` of its request, the `code` 0 or an errno, and the `body` that `wire.unpack` decodes."""
+
+    number: int
+    code: int
+    body: bytes
+
+
+class FrameDecoder:
+    """Decodes frames.  `limit` returns the largest size of the reply to a request; WireError for an unknown request."""
+
+    def __init__(self, limit: Callable[[int], int]) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+        self._needed = HEADER.size
+        self._header: tuple[int, int, int] | None = None
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Add `data`; yield the frames that are complete now.  The caller must exhaust the iterator.  WireError."""
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= self._needed:
+            if self._header is None:
+                self._header = length, number, code = HEADER.unpack_from(self._buffer, at)
+                if length > self._limit(number):
+                    raise WireError(f"a reply of {length} bytes to request {number}")
+                at += HEADER.size
+                self._needed = length
+            else:
+                length, number, code = self._header
+                body = bytes(memoryview(self._buffer)[at : at + length])
+                at += length
+                self._header, self._needed = None, HEADER.size
+                yield Frame(number, code, body)
+        if at:
+            del self._buffer[:at]

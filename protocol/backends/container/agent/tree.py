@@ -23,7 +23,7 @@ import trio
 from protocol.backends.container.agent.link import AgentLink, Pending, Reply
 from protocol.backends.container.agent.replies import number_in, string_in, tree_entries_in
 from protocol.backends.container.helper.wire import CHUNK_BYTES, NAME_MAX, Op, WireError
-from protocol.backends.container.idmap import IDENTITY, IdMap
+from protocol.backends.container.inode_map import IDENTITY, IdMap
 from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES as TREE_CHUNK_BYTES
 from protocol.tree import Chunk, Tree, TreeEntry, sparse

@@ -8,25 +8,27 @@ Each request of the kernel is one request to the helper; any number may be in fl
 
 The helper's replies are checked (`agent.replies`); an invalid reply ends the link.
 
-Another process can continue with the helper (`agent.handover`), which has the state.  What this process has in `_pages`
-when it dies is lost: the helper keeps the lookups of these entries, at most those of the last second's pages.
+Another process can continue with the helper, which owns the state: inodes, open files, listings.  That process needs
+the name and the secret of the helper's socket (`HeldHelper`).  With a keeper they are in the slot of the `SharedLog`;
+an upgrade sends them.  The pages in `_pages` are lost when this process dies: the helper keeps the lookups of these
+entries, at most those of the last second's pages.
 
-Threading: the serving loop.
+Threading: the serving loop; in an upgrade the new process reads in a worker thread.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from weakref import WeakValueDictionary
 
+import msgspec
 import trio
 
-from protocol.backends.container.agent import handover
-from protocol.backends.container.agent.handover import HeldHelper, HelperGiving, HelperTaking
 from protocol.backends.container.agent.link import AgentLink, Reply
 from protocol.backends.container.agent.replies import (
     KnownInode,
@@ -39,10 +41,12 @@ from protocol.backends.container.agent.replies import (
     string_in,
 )
 from protocol.backends.container.helper import wire
-from protocol.backends.container.helper.wire import CHUNK_BYTES, ENTRY, NAME_MAX, SECOND_NS, Op, WireError
-from protocol.backends.container.idmap import IDENTITY, IdMap
+from protocol.backends.container.helper.wire import CHUNK_BYTES, ENTRY, NAME_MAX, SECOND_NS, VERSION, Op, WireError
+from protocol.backends.container.inode_map import IDENTITY, IdMap
 from protocol.errors import os_error
+from protocol.linux.shared_log import SharedLog, written_records
 from protocol.tree import TYPE_MASK
+from protocol.values import Value
 from protocol.volume import (
     ROOT_INODE,
     SUPERUSER,
@@ -54,6 +58,7 @@ from protocol.volume import (
     StatFs,
     VolumeCapabilities,
 )
+from protocol.volume_durability import JournalEnd
 
 if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
@@ -129,7 +134,7 @@ class AgentVolume:
     def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
         """Write to the log which helper has the state; `is_known`: it is there."""
         if not is_known:
-            handover.save(log, self._held)
+            save_helper(log, self._held)
 
     def answering(self, unique: int) -> None:
         """Nothing: `protocol.volume_durability.current_request` says it, also after the first step of an answer."""
@@ -506,3 +511,117 @@ def _check_name(name: bytes, *, dots: bool = False) -> None:
         raise os_error(errno.EINVAL)
     if len(name) > NAME_MAX:
         raise os_error(errno.ENAMETOOLONG)
+
+
+# The words of the slot: the version of the helper's protocol (0: there is none), its name, its secret.
+_WORDS: Final = slice(410, 414)
+_NAME_BYTES: Final = 8
+_SECRET_BYTES: Final = 16
+
+
+class HeldHelper(Value):
+    """A helper that waits for another daemon.  `hello`: what it replied to HELLO, which stays the same."""
+
+    version: int
+    name: bytes
+    secret: bytes
+    hello: tuple[int, ...] = ()
+
+    @classmethod
+    def new(cls) -> Self:
+        """A name and a secret for a helper."""
+        return cls(VERSION, secrets.token_bytes(_NAME_BYTES), secrets.token_bytes(_SECRET_BYTES))
+
+    def check(self) -> None:
+        """Check that this version of vfsd can use the helper.  OSError (EPROTONOSUPPORT)."""
+        if self.version != VERSION:
+            raise OSError(
+                errno.EPROTONOSUPPORT,
+                f"the helper that has the files open speaks another protocol ({self.version}) than this version"
+                f" ({VERSION}): unmount the workspace and mount it again",
+            )
+
+
+def save_helper(log: SharedLog, held: HeldHelper | None) -> None:
+    """Write the helper to the slot of the log; None: the next daemon cannot continue."""
+    words = log.slot[_WORDS]
+    words[0] = 0  # a daemon that dies meanwhile has no helper to continue with
+    if held is not None:
+        numbers = memoryview(held.name + held.secret).cast("Q")
+        for at, number in enumerate(numbers, 1):
+            words[at] = number
+        words[0] = held.version
+
+
+def load_helper(log: SharedLog) -> HeldHelper:
+    """Read the helper of the process before.  OSError (ESTALE) if there is none."""
+    version, *numbers = log.slot[_WORDS]
+    if not version:
+        raise OSError(errno.ESTALE, "the daemon before had no helper that waits for another daemon: mount again")
+    data = b"".join(number.to_bytes(8, "little") for number in numbers)
+    return HeldHelper(version, data[:_NAME_BYTES], data[_NAME_BYTES:])
+
+
+class HelperGiving:
+    """The old process's side.  See `protocol.volume_durability.GivenState`.
+
+    `give` notes whether the other process may have the helper.
+    """
+
+    below = ""
+    has_image = False
+    lock_fd = None
+
+    def __init__(self, held: HeldHelper, give: Callable[[bool], None]) -> None:
+        self._log = SharedLog.create()
+        self.start = self.position()
+        self._log.append(msgspec.msgpack.encode(held))
+        self._give = give
+
+    def log_fd(self) -> int:
+        return os.dup(self._log.descriptor)
+
+    def position(self) -> JournalEnd:
+        return JournalEnd(0, self._log.end, 0, 0, 0, 0)
+
+    def write_image(self, descriptor: int) -> None:
+        """Nothing: the helper has everything."""
+
+    def files(self) -> Iterator[tuple[int, int]]:
+        return iter(())
+
+    def rest(self) -> bytes:
+        self._give(True)
+        return b""
+
+    def end(self) -> None:
+        self._give(False)
+        os.close(self._log.descriptor)
+
+
+class HelperTaking:
+    """The new process's side.  See `protocol.volume_durability.TakenState`.  `take` gets the helper."""
+
+    def __init__(self, take: Callable[[HeldHelper], None]) -> None:
+        self.below = ""
+        self._take = take
+        self._log_fd = self._at = -1
+
+    def read(self, _image_fd: int, log_fd: int, start: JournalEnd) -> None:
+        self._log_fd, self._at = log_fd, start.offset
+
+    def follow(self, end: int) -> None:
+        for record in written_records(self._log_fd, self._at, end):
+            held = msgspec.msgpack.decode(record, type=HeldHelper)
+            held.check()
+            self._take(held)
+        self._at = end
+
+    def take_files(self, files: Mapping[int, int]) -> None:
+        for descriptor in files.values():
+            os.close(descriptor)
+
+    def complete(self, rest: bytes) -> None:
+        os.close(self._log_fd)
+        if rest:
+            raise ValueError("a state of another kind")

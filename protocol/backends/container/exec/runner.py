@@ -1,6 +1,17 @@
 """ContainerCommandRunner: commands in a container, each an exec of Podman's service (`exec_stream`).
 
-A command ends with everything that it started; `command_processes` says how, and what it cannot guarantee.
+A command ends with everything that it started; `container_processes` says how, and what it cannot guarantee.
+
+Podman's API carries JSON strings, and Go's JSON decoder replaces invalid bytes by U+FFFD, so the words of a command
+that is not valid UTF-8 would change.  vfsd sends such words as octal escapes instead; a shell in the container decodes
+them (printf(1p), `%b`) and executes the command.
+
+`StdinWrapper` is a shell around a command with input, so that input that the command leaves unread costs no output.
+Podman passes input to the command's monitor as it arrives.  If the command ends before it has read all of it, the
+monitor closes a socket with unread data, which resets the connection; then Podman drops output that it has not read
+yet, and writes "Error: read unixpacket ... connection reset by peer" to the command's standard error (seen with 4.3,
+in half of such commands that are short).  So the wrapper announces the command's end on standard error, after a random
+mark, and reads the remaining input; the caller ends the input when it sees the mark.
 """
 
 from __future__ import annotations
@@ -8,21 +19,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import posixpath
+import re
+import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Final
 
 import trio
 
-from protocol.backends.container.agent.stream import STDERR
-from protocol.backends.container.exec.command_processes import CommandProcesses, kill_abandoned
-from protocol.backends.container.exec.non_utf8 import is_utf8, through_shell
-from protocol.backends.container.exec.stdin_wrapper import StdinWrapper
-from protocol.backends.container.podman.advice import podman
+from protocol.backends.container.agent.link import STDERR
+from protocol.backends.container.exec.container_processes import CommandProcesses, kill_abandoned
+from protocol.backends.container.podman.address import podman_command
 from protocol.backends.container.podman.exec_stream import ExecStream, exec_status, open_exec
-from protocol.backends.container.podman.service import Container
-from protocol.backends.container.podman.target import DEFAULT_WORKDIR
+from protocol.backends.container.podman.service import DEFAULT_WORKDIR, Container
 from protocol.errors import os_error
 from protocol.execution.executor import Command, Terminal, check_command
 from protocol.execution.runner import Stream
@@ -284,11 +295,12 @@ def _advising(container: Container) -> Generator[None]:
     except OSError as error:
         if error.errno == errno.EBUSY and "is paused" in str(error):
             raise OSError(
-                errno.EBUSY, f"the container is paused: {podman(container.service.address)} unpause {container.name}"
+                errno.EBUSY,
+                f"the container is paused: {podman_command(container.service.address)} unpause {container.name}",
             ) from None
         if error.errno != errno.ENOTCONN:
             raise
-        reason = f"the container is not running: {podman(container.service.address)} start {container.name}"
+        reason = f"the container is not running: {podman_command(container.service.address)} start {container.name}"
         raise OSError(errno.ENOTCONN, reason) from None
 
 
@@ -309,3 +321,101 @@ def _start_error(message: str, program: str, directory: str) -> OSError:
         if words in text:
             return os_error(code, about)
     return OSError(errno.EIO, f"the container cannot run it: {reason}", about)
+
+
+_NAME: Final = re.compile("[A-Za-z_][A-Za-z0-9_]*")  # environ(7), as shells take it
+# Follows the generated `cd`, `set --` and `export`.  Reports a missing program with the runtime's text; see
+# `runner._start_error`.
+_EXECUTE: Final = r"""
+if ! case $1 in */*) [ -e "$1" ] ;; *) command -v "$1" >/dev/null 2>&1 ;; esac; then
+  echo "Error: OCI runtime: no such file or directory" >&2
+  exit 127
+fi
+exec "$@"
+"""
+_ENTER: Final = r"""
+cd -- "$_vfsd" 2>/dev/null || { echo "Error: OCI runtime: chdir to it: no such file or directory" >&2; exit 127; }
+"""
+
+
+def is_utf8(*words: str) -> bool:
+    """Whether all `words`, as os.fsdecode returns them, are valid UTF-8."""
+    try:
+        "".join(words).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def through_shell(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> list[str]:
+    """An ASCII command for /bin/sh that runs `argv` with `env` added, in the directory `cwd`.
+
+    OSError (EILSEQ): a variable's name is not one that a shell can set.
+    """
+    lines = [_assigned(cwd) + _ENTER]
+    for name, value in env.items():
+        if not _NAME.fullmatch(name):
+            raise OSError(
+                errno.EILSEQ, "a variable that is not valid UTF-8 needs a name of letters, digits and _", name
+            )
+        lines.append(f"{_assigned(value)}; export {name}; {name}=$_vfsd")
+    lines.append("set --")
+    lines += [f'{_assigned(word)}; set -- "$@" "$_vfsd"' for word in argv]
+    return ["/bin/sh", "-c", "\n".join([*lines, "unset _vfsd", _EXECUTE])]
+
+
+def _assigned(word: str) -> str:
+    """Shell code that assigns the bytes of `word` to $_vfsd; "x" preserves trailing newlines."""
+    escaped = "".join(f"\\0{byte:03o}" for byte in os.fsencode(word))
+    return f"_vfsd=$(printf '%b' '{escaped}x'); _vfsd=${{_vfsd%x}}"
+
+
+# In a subshell, because `exec` runs a program and never a builtin of that name.  Descriptor 9 keeps the shell's own
+# messages about the command's death out of its standard error.  Signals go to the whole group, so the shell traps them.
+_SCRIPT: Final = r"""
+trap : HUP INT QUIT USR1 USR2 ALRM TERM
+mark=$1; shift
+exec 9>&2 2>/dev/null
+if case $1 in */*) [ -e "$1" ] ;; *) command -v "$1" >/dev/null ;; esac; then
+  (exec "$@" 2>&9 9>&-)
+  status=$? result=$?
+else
+  status=127 result=missing
+fi
+printf '\0%s %s\n' "$mark" "$result" >&9
+cat >/dev/null || while read -r line; do :; done
+exit "$status"
+"""
+
+
+class StdinWrapper:
+    """`argv` is the wrapped command; `errors` filters its standard error.  `has_ended` is set at the mark."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        mark = secrets.token_hex(16)
+        self.argv: Final = ["/bin/sh", "-c", _SCRIPT, "sh", mark, *argv]
+        self.has_ended = False
+        self.is_missing = False
+        self._mark = b"\0" + mark.encode() + b" "
+        self._held = b""
+
+    def errors(self, data: bytes) -> bytes:
+        """The part of `data`, and of data held back before, that the command itself has written."""
+        if self.has_ended:
+            return b""
+        data, self._held = self._held + data, b""
+        said, mark, rest = data.partition(self._mark)
+        if mark and b"\n" in rest:
+            self.has_ended = True
+            self.is_missing = rest.startswith(b"missing")
+            return said
+        start = data.rfind(b"\0") if not mark else len(said)
+        if start >= 0 and (mark or self._mark.startswith(data[start:])):
+            self._held = data[start:]
+            return data[:start]
+        return data
+
+    def rest(self) -> bytes:
+        """After the end of the output: the data that was held back as a possible start of the mark."""
+        held, self._held = self._held, b""
+        return held

@@ -1,7 +1,7 @@
 """The streams over which vfsd reaches the helper, one after the other.
 
 A helper that holds (`wire.Op.HOLD`) outlives the process that started it: when its stream ends, it waits for another
-one.  The next daemon starts a relay there (`relay`), in the way in which the first one started the helper.  The relay
+one.  The next daemon starts a relay there (`main`), in the way in which the first one started the helper.  The relay
 connects to the helper's socket, shows the secret of HOLD, and hands its own standard streams over.  So each stream is
 new and complete, whatever the daemon before had sent or read, and no request passes through the relay.
 
@@ -12,17 +12,21 @@ The socket has an abstract name, in the network namespace of the helper.  Its na
 secret is not, and the peer must have the helper's own user.
 
 Threading: one thread reads from a session; any thread writes.  `Listener.run` has a thread of its own.
+
+The relay prints that the helper runs (or has ended), and waits for GO.  Then it waits until the helper closes the
+connection: what started it, such as an exec session of Podman or an ssh, lives as long as it does.
 """
 
 import array
 import os
 import socket
 import struct
+import sys
 import threading
 import traceback
 from typing import Callable, Optional
 
-from protocol.backends.container.helper.wire import HEADER, JOIN, KEY, MAX_BODY_BYTES, ONCE
+from protocol.backends.container.helper.wire import GO, HEADER, JOIN, KEY, MAX_BODY_BYTES, NO_HELPER, ONCE, RELAY_MAGIC
 from protocol.linux.portable import Handle
 
 _READ_BYTES = 256 * 1024
@@ -158,3 +162,27 @@ class Listener:
         connection.settimeout(None)
         self._join(Session(source, target, connection), seconds)
         return True
+
+
+def main(arguments: "list[str]") -> None:
+    """Connect to the helper `arguments[0]`, with the secret [1] and the seconds [2] that it holds; names in hex."""
+    name, secret, seconds = bytes.fromhex(arguments[0]), bytes.fromhex(arguments[1]), int(arguments[2])
+    try:
+        _connected(name).close()
+    except OSError:
+        os.write(1, NO_HELPER)
+        sys.stderr.write("the helper that has the files open has ended\n")
+        sys.exit(3)
+    os.write(1, RELAY_MAGIC)
+    if os.read(0, len(GO)) == GO:
+        connection = _connected(name)
+        streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]).tobytes())]
+        connection.sendmsg([JOIN.pack(secret, seconds)], streams)
+        connection.recv(1)
+    os._exit(0)  # an interactive Python would go on to read the stream
+
+
+def _connected(name: bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(address(name))
+    return connection

@@ -1,6 +1,6 @@
 """Containers that vfsd creates, owns and removes, with labels that identify the owner.
 
-The owner is every process that holds the container's lease (`lease`): the daemon, its keeper, and a daemon that takes
+The owner is every process that holds the container's lease (`Lease`): the daemon, its keeper, and a daemon that takes
 over from it.  A container whose owner is certainly dead is an orphan:
 
 - The lease's name means something in its network namespace and boot only, so only a daemon in the same ones tests it.
@@ -20,6 +20,13 @@ What happens to orphans depends on what is in them:
 
 Earlier versions of vfsd labelled a container with the process that created it, and say nothing of its content.
 Orphans of theirs are removed.  They see no owner in the labels of this version, so they leave these containers alone.
+
+The processes that own a container hold its lease, so that others know that one of them is alive.  A lease is an
+abstract Unix socket (unix(7)) that is bound to a random name.  The kernel frees the name when the last duplicate of the
+descriptor is closed, however the processes end.  So a name is in use as long as one process, such as the keeper of a
+daemon that died, holds the lease.  Names are those of one network namespace.
+
+Threading: any thread may use a lease.
 """
 
 from __future__ import annotations
@@ -29,15 +36,14 @@ import json
 import logging
 import os
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, Self, TypeAlias
 
-from protocol.backends.container.podman.advice import podman
-from protocol.backends.container.podman.lease import Lease, is_held, network_namespace
+from protocol.backends.container.podman.address import podman_command
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.backends.container.podman.spec import ContainerSpec
-from protocol.backends.container.podman.state import ContainerState
+from protocol.backends.container.podman.spec import ContainerSpec, ContainerState
 
 _logger = logging.getLogger(__name__)
 
@@ -101,7 +107,7 @@ class OwnedContainer:
 
 def removal(container: Container) -> str:
     """The command with which a user removes a container."""
-    return f"{podman(container.service.address)} rm --force --volumes {container.name}"
+    return f"{podman_command(container.service.address)} rm --force --volumes {container.name}"
 
 
 def create_owned(service: PodmanService, spec: ContainerSpec, workspace: str, purpose: Purpose) -> OwnedContainer:
@@ -136,7 +142,8 @@ def _started(service: PodmanService, spec: ContainerSpec, lease: str) -> Contain
                 Container(service, state.id, state.name).remove()
         except OSError as error:
             _logger.warning(
-                "a container %s may be left (%s): `%s ps --all` lists it", spec.name, error, podman(service.address),
+                "a container %s may be left (%s): `%s ps --all` lists it", spec.name, error,
+                podman_command(service.address),
                 extra={"operation": "container"},
             )  # fmt: skip
         raise
@@ -322,3 +329,74 @@ def _read(path: str) -> str:
             return file.read().strip()
     except OSError:
         return ""
+
+
+_PREFIX: Final = b"\0vfsd-container-"
+
+
+class Lease:
+    """A duplicate of the lease of a container.  `close` gives it up."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    @classmethod
+    def make(cls) -> Self:
+        """Make a lease with a name of its own."""
+        return cls(_bound(os.urandom(16).hex()))
+
+    @classmethod
+    def claim(cls, name: str) -> Self | None:
+        """Take the lease `name`, which no process holds; None if one does.  Two processes cannot both get it."""
+        try:
+            return cls(_bound(name))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return None
+
+    @classmethod
+    def of(cls, descriptor: int) -> Self:
+        """Duplicate the lease that another process has passed."""
+        return cls(socket.socket(fileno=os.dup(descriptor)))
+
+    @property
+    def name(self) -> str:
+        bound: bytes = self._sock.getsockname()
+        return bound.removeprefix(_PREFIX).decode()
+
+    @property
+    def descriptor(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def is_held(name: str) -> bool:
+    """Whether a process of this network namespace holds the lease `name`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(_address(name)) != errno.ECONNREFUSED  # no socket has the name
+
+
+def network_namespace() -> str:
+    """The namespace of this process's leases; "" if it cannot be read."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
+
+
+def _bound(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        sock.bind(_address(name))
+        sock.shutdown(socket.SHUT_RD)  # any process may send to an abstract name
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _address(name: str) -> bytes:
+    return _PREFIX + name.encode()

@@ -17,14 +17,13 @@ import pytest
 import trio
 import trio.testing
 
-from protocol.backends.container.agent.link import AgentLink
+from protocol.backends.container.agent.helper_transport import helper_command, helper_program
+from protocol.backends.container.agent.link import STDERR, STDOUT, AgentLink, Output
 from protocol.backends.container.agent.replies import entries_in
-from protocol.backends.container.agent.start import helper_command, helper_program
-from protocol.backends.container.agent.stream import STDERR, STDOUT, Output
 from protocol.backends.container.agent.volume import AgentVolume
 from protocol.backends.container.helper import files
 from protocol.backends.container.helper.wire import ENTRY, FORGET, HEADER, MAGIC, Op, pack, unpack
-from protocol.backends.container.idmap import IdMap, swapped
+from protocol.backends.container.inode_map import IdMap, swapped
 from protocol.volume import COOKIE_END, AttributeChanges, Caller
 from tests.support.agents import LocalStream, local_agent
 

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.backends.container.agent.frames import Frame, FrameDecoder
-from protocol.backends.container.agent.start import (
+from protocol.backends.container.agent.helper_transport import (
     HELPER_MODULES,
     RELAY_MODULES,
     helper_command,
     helper_program,
     helper_source,
 )
+from protocol.backends.container.agent.replies import Frame, FrameDecoder
 from protocol.backends.container.helper.wire import HEADER, MAGIC, MAX_BODY_BYTES, Op, WireError, pack, unpack
 
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(tuple)

@@ -18,7 +18,7 @@ from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.lower import LowerEntry
 from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
-from protocol.linux import file_clock
+from protocol.linux import statx
 from protocol.testing.volume.driver import Clock, Driver, fails
 from protocol.tree import filled, losing
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller
@@ -438,9 +438,9 @@ def test_a_file_that_changed_below_is_lost_in_the_snapshots_before(
     if is_read:
         assert fs.read(path) == b"x" * 10
     taken = volume.take_snapshot("before")
-    file_clock.outlast_tick(taken.created_ns)
+    statx.outlast_tick(taken.created_ns)
     change(below / os.fsdecode(path))
-    file_clock.outlast_tick(file_clock.now_ns())
+    statx.outlast_tick(statx.file_clock_ns())
     content = (below / os.fsdecode(path)).read_bytes()
     if is_read:
         volume.check_below()
@@ -642,7 +642,7 @@ def test_what_a_snapshot_of_an_apply_shows_is_not_lost_by_that_apply(below: Path
     fs.file(b"README.new", b"new")
     fs.at(b"twin")
     taken = volume.take_snapshot("before")
-    file_clock.outlast_tick(taken.created_ns)
+    statx.outlast_tick(taken.created_ns)
     fs.unlink(b"README")
     volume.write(fs.at(b"src/deep/x"), 0, b"changed")
     with volume.applying([], force=False, dry_run=False) as apply:
@@ -656,7 +656,7 @@ def test_a_fork_of_a_snapshot_cannot_read_what_changed_below_since_until_it_is_d
     volume, fs = over(below)
     fs.read(b"README")
     taken = volume.take_snapshot("before")
-    file_clock.outlast_tick(taken.created_ns)
+    statx.outlast_tick(taken.created_ns)
     (below / "README").write_bytes(b"theirs")
     volume.check_below()
     volume.restore_snapshot("before")
@@ -770,6 +770,6 @@ def test_the_first_change_of_a_file_waits_until_a_change_below_would_give_it_ano
     volume, fs = over(below)
     number = fs.stat(b"README").inode
     ctime_ns, ticks = (below / "README").stat().st_ctime_ns, iter([0, 0, 0, 1])
-    monkeypatch.setattr(file_clock, "now_ns", lambda: ctime_ns + next(ticks))
+    monkeypatch.setattr(statx, "file_clock_ns", lambda: ctime_ns + next(ticks))
     volume.write(number, 0, b"R")
     assert next(ticks, None) is None, "it is written in the tick of its last change below"

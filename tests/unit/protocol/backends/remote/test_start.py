@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from protocol.backends.container.agent.start import helper_program
+from protocol.backends.container.agent.helper_transport import helper_program
 from protocol.backends.container.helper.wire import MAGIC, Op
 from protocol.backends.remote.command import RemoteCommand
-from protocol.backends.remote.transport import RemoteTransport
-from protocol.backends.remote.workspace import open_remote
+from protocol.backends.remote.transport import RemoteTransport, open_remote
 from protocol.errors import only_error
 
 PYTHON = shlex.quote(sys.executable)
@@ -104,7 +103,7 @@ def test_a_start_that_nobody_waits_for_any_more_ends_at_once(tmp_path: Path) -> 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_command_that_starts_no_python_ends_with_the_process_that_runs_it(tmp_path: Path, number: int) -> None:
     command = script(f"echo $$ > {tmp_path}/pid; sleep 1000")
-    imports = "from protocol.backends.remote.workspace import open_remote"
+    imports = "from protocol.backends.remote.transport import open_remote"
     code = f"{imports}; open_remote({command!r}, directory={str(tmp_path)!r})"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
