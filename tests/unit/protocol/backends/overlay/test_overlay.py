@@ -556,10 +556,10 @@ def test_a_file_that_is_gone_below_is_lost_in_the_snapshots_before(
     path = b"src/deep/x"
     fs.read(path)
     taken = volume.take_snapshot("before")
-    file_clock.outlast_tick(taken.created_ns)
+    statx.outlast_tick(taken.created_ns)
     own(fs, path)
     change(below / os.fsdecode(path))
-    file_clock.outlast_tick(file_clock.now_ns())
+    statx.outlast_tick(statx.file_clock_ns())
     volume.check_below()
     volume.check_below()
     assert volume.changed_below == (own is not _removed), "counted once"
@@ -595,7 +595,7 @@ def test_a_file_that_comes_back_below_is_lost_no_more_and_another_one_in_its_pla
     fs.read(b"src/deep/x")
     fs.read(b"src/main.c")
     taken = volume.take_snapshot("before")
-    file_clock.outlast_tick(taken.created_ns)
+    statx.outlast_tick(taken.created_ns)
     (below / "src" / "deep").rename(below / "moved")
     (below / "src" / "main.c").unlink()
     volume.check_below()
@@ -619,12 +619,12 @@ def test_a_lost_file_keeps_its_attributes_in_each_snapshot(below: Path) -> None:
     shown = []
     for number in range(4):
         taken = volume.take_snapshot(f"s{number}")
-        file_clock.outlast_tick(taken.created_ns)
+        statx.outlast_tick(taken.created_ns)
         with volume.tree() as live:
             shown.append(live.entry(b"README"))
         (below / "README").write_bytes(b"theirs" * (number + 2))
         (below / "README").chmod(0o600 + number)
-        file_clock.outlast_tick(file_clock.now_ns())
+        statx.outlast_tick(statx.file_clock_ns())
         volume.check_below()
     volume.drop_snapshot("s1")
     for number in (0, 2, 3):
