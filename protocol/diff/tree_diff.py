@@ -417,6 +417,29 @@ def missing_above(live: Tree, wanted: Tree, paths: Collection[bytes]) -> Iterato
             yield Change(path, "added" if old is None else "type", old, wanted.entry(path))
 
 
+def restored_links(found: Iterable[Change], live: Tree, wanted: Tree, paths: Collection[bytes]) -> Iterator[Change]:
+    """Yield the changes from `live` to `wanted` below `paths` as a restore of these paths makes them.
+
+    A name outside of `paths` stays as it is: a restored file is linked to it only if it equals the wanted file already.
+    """
+    scope, files = PathScope(paths), LinkedFiles(wanted, _nothing)
+
+    def is_kept(name: bytes) -> bool:
+        left, right = pair = _pair(live, wanted, name)
+        return is_same_inode(left, right) and next(compare_pairs(live, wanted, [pair])).kind is None
+
+    for change in found:
+        old, new, linked = change.old, change.new, change.linked
+        if linked is None or new is None or scope.covers(linked):
+            yield change
+            continue
+        names = [name for name in files.names_of(new.inode) if scope.covers(name) or is_kept(name)]
+        first = min(names or [change.path], key=walk_order)
+        other = Change(change.path, change.kind, old, new, None if first == change.path else first, change.unlinked)
+        if other.has_other_links or old is None or next(compare_pairs(live, wanted, [(old, new)])).kind is not None:
+            yield other
+
+
 def walk_order(path: bytes) -> list[bytes]:
     """The sort key that gives the order of `Tree.walk`."""
     # Whole paths compared as bytes would put b"a-b" between b"a" and b"a/b".

@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.diff.tree_diff import Change, PathScope, changes, count, is_below, outermost, walk_order
+from protocol.backends.memory import MemoryVolume
+from protocol.diff.tree_diff import (
+    Change,
+    PathScope,
+    changes,
+    count,
+    is_below,
+    outermost,
+    restored_links,
+    walk_order,
+)
+from protocol.testing.volume.driver import Driver
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 from protocol.types import ChangeCounts
 from tests.support.trees import DictTree
@@ -288,3 +299,34 @@ def test_a_comparison_in_which_nothing_differs_can_be_ended_at_any_path_and_chun
 
     with pytest.raises(EndedError):
         list(changes(tree, tree, paths=paths, keep_going=keep_going))
+
+
+@pytest.mark.parametrize("change", ["content", "mode", "removed", "other", "replaced", "nothing"])
+@pytest.mark.parametrize("paths", [[b"c"], [b"c", b"d"], [b"b", b"c"], [b"a", b"c"]], ids=b" ".join)
+def test_a_restore_of_paths_makes_the_links_that_are_announced(change: str, paths: list[bytes]) -> None:
+    volume = MemoryVolume()
+    fs = Driver(volume)
+    fs.file(b"a", b"v1")
+    for name in (b"b", b"c", b"d"):
+        fs.link(fs.at(b"a"), name)
+    volume.take_snapshot("s")
+    if change == "removed":
+        fs.unlink(b"a")
+    elif change == "content":
+        volume.write(fs.at(b"a"), 0, b"v2")
+    elif change == "mode":
+        fs.set(b"a", mode=0o600)
+    elif change == "other":
+        fs.file(b"e", b"other")
+        fs.unlink(b"a")
+        fs.link(fs.at(b"e"), b"a")
+    elif change == "replaced":
+        fs.unlink(b"a")
+        fs.file(b"a", b"v1")
+    fs.unlink(b"c")
+    fs.file(b"c", b"v3")
+    with volume.tree() as before, volume.tree("s") as wanted:
+        found = list(restored_links(changes(before, wanted, paths=paths), before, wanted, paths))
+    volume.restore_snapshot("s", paths)
+    for each in found:
+        assert each.linked is None or fs.at(each.linked) == fs.at(each.path), each.path

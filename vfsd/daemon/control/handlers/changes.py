@@ -14,7 +14,7 @@ import msgspec
 from protocol.adapters.git_patterns import PathFilter
 from protocol.adapters.trees import FilteredTree
 from protocol.diff.patch import Uncarried, line_stat, write_patch
-from protocol.diff.tree_diff import Change, ChangeKind, changes, missing_above
+from protocol.diff.tree_diff import Change, ChangeKind, changes, missing_above, restored_links
 from protocol.tree import LOST, Tree, TreeEntry, losing
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import SnapshotInfo
@@ -163,7 +163,10 @@ async def compare(
     def run() -> None:
         maybe_lost = [tree for tree in (losing(old), losing(new)) if tree is not None]
         above = missing_above(old, new, paths) if restores else ()
-        for change in itertools.chain(above, _changes(old, new, paths, rule, keep_going)):
+        changed = _changes(old, new, paths, rule, keep_going)
+        if restores and paths:
+            changed = restored_links(changed, old, new, paths)
+        for change in itertools.chain(above, changed):
             found.add(change, record)
             if any(tree.is_lost(change.path) for tree in maybe_lost):
                 found.add_problem(ProblemRecord(wire_path(change.path), LOST))
