@@ -22,10 +22,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from vfsd.client.arguments import mount_options
 from vfsd.client.launch import launch
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
-from vfsd.wire.handshake import Ready
+from vfsd.wire.options import Ready
 
 _SETTLE_S = 3.0  # a daemon imports modules and trims its heap after its mount answers
 

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from vfsd.client.arguments import mount_options
 from vfsd.client.launch import launch
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 
 

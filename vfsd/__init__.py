@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from typing import Any, Final
 
     from vfsd.client.async_workspace import AsyncWorkspace as AsyncWorkspace
-    from vfsd.client.log_results import LoggedChange as LoggedChange
-    from vfsd.client.log_results import LoggedProcess as LoggedProcess
-    from vfsd.client.log_results import Missed as Missed
+    from vfsd.client.log import LoggedChange as LoggedChange
+    from vfsd.client.log import LoggedProcess as LoggedProcess
+    from vfsd.client.log import Missed as Missed
     from vfsd.client.results import Applied as Applied
     from vfsd.client.results import Change as Change
     from vfsd.client.results import Conflict as Conflict
@@ -53,7 +53,7 @@ _MODULES: Final = {
         "Unmounted",
         "Upgraded",
     ),
-    "vfsd.client.log_results": ("LoggedChange", "LoggedProcess", "Missed"),
+    "vfsd.client.log": ("LoggedChange", "LoggedProcess", "Missed"),
     "vfsd.client.async_workspace": ("AsyncWorkspace",),
     "vfsd.client.workspace": ("Workspace",),
 }

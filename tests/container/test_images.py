@@ -19,7 +19,7 @@ from protocol.backends.container.workspace import open_container, open_image
 from tests.container.conftest import MountContainer, StartContainer, containers_of, inside, shown
 from tests.container.workspaces import left_by_a_killed_daemon
 from tests.mount.programs import succeeded, vfsd
-from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.connection import daemon_end
 
 pytestmark = pytest.mark.fuse
 

@@ -18,8 +18,8 @@ from tests.container.held_service import HeldService
 from tests.container.workspaces import left_by_a_killed_daemon
 from tests.mount.programs import VFSD, log_of, succeeded, vfsd
 from tests.support.waiting import wait_until
+from vfsd.client.arguments import mount_options
 from vfsd.client.launch import launch
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse

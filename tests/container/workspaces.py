@@ -18,7 +18,7 @@ from tests.mount.kept_workspaces import Kept
 from tests.mount.programs import wait_ended
 from tests.mount.test_upgrade import Upgradable
 from tests.support.processes import kill
-from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.connection import daemon_end
 from vfsd.client.workspace import Workspace
 from vfsd.machine.mounts import clear_dead_mount
 

@@ -20,8 +20,8 @@ from tests.mount.dying_daemon import STEPS
 from tests.mount.programs import vfsd, wait_ended
 from tests.support.processes import children, running
 from tests.support.waiting import wait_until
+from vfsd.client.arguments import mount_options
 from vfsd.client.launch import launch
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.engines.native.wire import Opcode
 from vfsd.machine.runtime import WorkspaceRecord, process_start_ticks, read_record

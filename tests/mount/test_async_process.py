@@ -14,8 +14,7 @@ import pytest
 
 from tests.mount.conftest import mounted
 from vfsd import AsyncWorkspace
-from vfsd.client.async_executor import AsyncWorkspaceExecutor
-from vfsd.client.async_process import AsyncProcess
+from vfsd.client.async_executor import AsyncProcess, AsyncWorkspaceExecutor
 from vfsd.client.workspace import Workspace
 from vfsd.operations.exec import TerminalSize
 

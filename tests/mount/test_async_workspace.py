@@ -20,7 +20,7 @@ from protocol.types import FilesystemSnapshot
 from tests.mount.conftest import mounted
 from tests.support.seeds import campaign_seed
 from vfsd import AsyncWorkspace
-from vfsd.wire.exchange import Exchange
+from vfsd.wire.messages import Exchange
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_calls.py"
 Run: TypeAlias = "functools.partial[Any]"

@@ -26,8 +26,7 @@ from tests.support.host_directories import mounted_tmpfs
 from tests.support.waiting import wait_until
 from vfsd.cli.claude_settings import hook_commands
 from vfsd.client.connection import ControlClient
-from vfsd.client.log_results import LoggedChange, Missed, watched_changes
-from vfsd.client.mount_events import MountEvents
+from vfsd.client.log import LoggedChange, Missed, MountEvents, watched_changes
 from vfsd.client.workspace import Workspace
 from vfsd.integrations.mcp.session import Session
 from vfsd.integrations.mcp.tools import SERVED_TOOLS

@@ -16,12 +16,10 @@ import pytest
 from tests.support.fork_server import running_fork_server
 from tests.support.waiting import wait_until
 from vfsd import Workspace
-from vfsd.client import fork_server
-from vfsd.client.fork_server import ForkedProcess
-from vfsd.client.launch import launch
+from vfsd.client import launch as launching
+from vfsd.client.launch import ForkedProcess, launch
 from vfsd.machine.mounts import clear_dead_mount
-from vfsd.wire.handshake import Ready
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import MountOptions, Ready
 
 pytestmark = pytest.mark.fuse
 
@@ -99,7 +97,7 @@ def test_the_exit_status_of_a_daemon_that_dies_is_known(server: int, workdir: Pa
     assert server
     reader, writer = os.pipe()
     with open(workdir / "log", "wb") as log:
-        daemon = fork_server.start(MountOptions.of(str(workdir), "forked"), writer, log.fileno())
+        daemon = launching.start_by_server(MountOptions.of(str(workdir), "forked"), writer, log.fileno())
     os.close(writer)
     assert isinstance(daemon, ForkedProcess), daemon
     daemon.send_signal(signal.SIGKILL)
@@ -115,11 +113,11 @@ def test_a_process_that_differs_has_another_server(server: int, workdir: Path, m
     assert server
     umask = os.umask(0o022)
     try:
-        assert fork_server.start(MountOptions.of(str(workdir), "forked"), 1, 2) == "no fork server is running"
+        assert launching.start_by_server(MountOptions.of(str(workdir), "forked"), 1, 2) == "no fork server is running"
     finally:
         os.umask(umask)
     monkeypatch.setenv("LD_BIND_NOW", "1")
-    assert fork_server.start(MountOptions.of(str(workdir), "forked"), 1, 2) == "no fork server is running"
+    assert launching.start_by_server(MountOptions.of(str(workdir), "forked"), 1, 2) == "no fork server is running"
 
 
 def test_another_environment_has_a_server_of_its_own(
@@ -136,7 +134,7 @@ def test_a_server_that_is_no_longer_as_its_mounts_ends(workdir: Path, monkeypatc
     with running_fork_server(workdir / "r") as pid:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft - 1, hard))
-        reason = fork_server.start(MountOptions.of(str(workdir), "forked"), 1, 2)
+        reason = launching.start_by_server(MountOptions.of(str(workdir), "forked"), 1, 2)
         assert reason == "the fork server ended"
         wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the server has ended")
         assert not list((workdir / "r").rglob(".fork-server-*[0-9a-f]"))
@@ -144,10 +142,10 @@ def test_a_server_that_is_no_longer_as_its_mounts_ends(workdir: Path, monkeypatc
 
 def test_a_user_has_few_servers(server: int, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server
-    monkeypatch.setattr(fork_server, "_SERVERS_MAX", 1)
+    monkeypatch.setattr(launching, "_SERVERS_MAX", 1)
     monkeypatch.setenv("LD_BIND_NOW", "1")
-    monkeypatch.setattr(fork_server.subprocess, "Popen", lambda *_, **__: pytest.fail("a second server is started"))
-    fork_server.ensure_server()
+    monkeypatch.setattr(launching.subprocess, "Popen", lambda *_, **__: pytest.fail("a second server is started"))
+    launching.ensure_server()
 
 
 def test_status_says_what_started_the_daemon(server: int, workdir: Path) -> None:
@@ -166,7 +164,7 @@ def test_a_mount_does_not_wait_for_a_stopped_server(
     os.kill(server, signal.SIGSTOP)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(fork_server, "_ANSWER_TIMEOUT_S", 0.01)
+            patch.setattr(launching, "_ANSWER_TIMEOUT_S", 0.01)
             with mounted(workdir / "m") as ready:
                 assert int(status(ready.pid)["PPid"]) != server
     finally:

@@ -19,10 +19,9 @@ import pytest
 from protocol.tool_messages import GlobParams, GrepParams
 from tests.mount.conftest import MountIt, mounted, socket_of
 from tests.support.waiting import wait_until
-from vfsd.client.connection import ControlClient
-from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.arguments import mount_options
+from vfsd.client.connection import ControlClient, daemon_end
 from vfsd.client.launch import launch
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 from vfsd.operations.fs import FsLsParams, FsStatParams
 

@@ -25,11 +25,11 @@ from tests.mount.programs import Program, failed, succeeded, vfsd
 from tests.mount.test_host_backend import rich_tree, run, tree_of
 from tests.support.host_directories import mounted_tmpfs
 from tests.support.waiting import wait_until
-from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.arguments import mount_options
+from vfsd.client.connection import daemon_end
 from vfsd.client.launch import launch
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
-from vfsd.wire.handshake import Ready
+from vfsd.wire.options import Ready
 
 # The kernel's cache entries must not expire while a test looks whether they were invalidated.
 pytestmark = pytest.mark.workspaces(backend="host", cache_timeout_s=3600.0)

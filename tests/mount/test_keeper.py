@@ -39,7 +39,7 @@ from tests.support.waiting import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.connection import ControlClient
-from vfsd.client.log_results import LoggedChange, Missed
+from vfsd.client.log import LoggedChange, Missed
 from vfsd.client.workspace import Workspace
 from vfsd.daemon.keeper.kept import DEATHS_MAX
 from vfsd.kernel.engines.native.wire import Opcode

@@ -16,8 +16,8 @@ from tests.support.processes import children
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
 from vfsd import Workspace
+from vfsd.client.arguments import mount_options
 from vfsd.client.launch import launch
-from vfsd.client.mount_arguments import mount_options
 from vfsd.machine.logs import log_path
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_record

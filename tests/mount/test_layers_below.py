@@ -18,9 +18,9 @@ from tests.mount.programs import succeeded, vfsd
 from tests.support import lower_layers
 from tests.support.lower_layers import Layer
 from tests.support.unmounting import unmount_when_idle
-from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.arguments import mount_options
+from vfsd.client.connection import daemon_end
 from vfsd.client.launch import launch, log_path
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.workspaces(engines=["native"])

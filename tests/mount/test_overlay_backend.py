@@ -18,9 +18,9 @@ import pytest
 
 from tests.mount.conftest import MountIt, check_invariants, complaints
 from tests.support.waiting import wait_until
-from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.arguments import mount_options
+from vfsd.client.connection import daemon_end
 from vfsd.client.launch import launch
-from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
 
 BLOCK = 128 * 1024

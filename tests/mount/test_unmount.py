@@ -24,8 +24,7 @@ from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_o
 from tests.mount.programs import failed, succeeded, vfsd, wait_logged
 from tests.support.host_directories import mounted_tmpfs
 from tests.support.leaks import mounts
-from vfsd.client.connection import ControlClient
-from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.connection import ControlClient, daemon_end
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
 from vfsd.operations.workspace import UnmountParams

@@ -28,10 +28,10 @@ from tests.mount.kept_workspaces import change_at_random, facts, insert_rows
 from tests.mount.programs import VFSD, failed, succeeded, vfsd
 from tests.support.waiting import wait_until
 from vfsd import __version__
+from vfsd.client.arguments import mount_options
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import launch, log_path
-from vfsd.client.log_results import Missed
-from vfsd.client.mount_arguments import mount_options
+from vfsd.client.log import Missed
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import WorkspaceRecord, read_record
 from vfsd.operations.workspace import UpgradeParams, UpgradeResult

@@ -26,7 +26,7 @@ from protocol.tools import FileDeleted, FileEvent, FileWritten
 from tests.mount.conftest import mounted
 from tests.support.contracts_on_mounts import read_only_archive
 from vfsd.client.async_workspace import AsyncWorkspace
-from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.connection import daemon_end
 from vfsd.client.filesystem import WorkspaceFilesystem
 from vfsd.client.workspace import Workspace
 from vfsd.machine.mounts import clear_dead_mount

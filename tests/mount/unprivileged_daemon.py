@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from vfsd.client.mount_arguments import mount_options
+from vfsd.client.arguments import mount_options
 from vfsd.daemon import daemon
 from vfsd.daemon.main import foreground
 

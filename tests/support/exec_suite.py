@@ -23,7 +23,7 @@ import pytest
 
 from tests.support.waiting import readable
 from vfsd.client.connection import ControlClient
-from vfsd.client.exec_call import ExecCall
+from vfsd.client.executor import ExecCall
 from vfsd.operations.exec import WINDOW_BYTES, ExecParams, cost
 
 WAIT_S = 60

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import zygote
 from tests.support.waiting import wait_until
-from vfsd.client.fork_server import ensure_server, socket_path
+from vfsd.client.launch import ensure_server, socket_path
 from vfsd.machine.daemon_start import daemon_environment
 
 
@@ -24,8 +24,8 @@ def running_fork_server(directory: Path) -> Iterator[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VFSD_RUNTIME_DIR", str(directory))
         patch.setenv("VFSD_FORK_SERVER", "on")
-        patch.setattr("vfsd.client.fork_server.is_in_private_mounts", lambda: False)  # CI may run in a container
-        patch.setattr("vfsd.client.fork_server._ANSWER_TIMEOUT_S", 60.0)  # the machine may be loaded
+        patch.setattr("vfsd.client.launch.is_in_private_mounts", lambda: False)  # CI may run in a container
+        patch.setattr("vfsd.client.launch._ANSWER_TIMEOUT_S", 60.0)  # the machine may be loaded
         with zygote.starting_interpreters():
             ensure_server()
         path = Path(socket_path(daemon_environment()))

@@ -77,7 +77,7 @@ def create(event: Mapping[str, Any], environ: Mapping[str, str]) -> str:
 def _mount_copy(workspace: str, source: str, name: str) -> str:
     _add_installed_packages()
     from vfsd.client import launch  # noqa: PLC0415 after the packages are there
-    from vfsd.client.mount_arguments import mount_options  # noqa: PLC0415
+    from vfsd.client.arguments import mount_options  # noqa: PLC0415
     from vfsd.machine.runtime import make_place, remove_place  # noqa: PLC0415
 
     place = make_place(name, source)

@@ -13,8 +13,8 @@ import click
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record, report
 from vfsd.cli.common.values import SIZE, Seconds, environment, is_text
+from vfsd.client.arguments import current_directory, wire_paths
 from vfsd.client.executor import caller_environment
-from vfsd.client.paths import current_directory, wire_paths
 from vfsd.operations.exec import ExecEnded, ExecParams
 from vfsd.wire.messages import wire_path
 

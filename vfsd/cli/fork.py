@@ -18,7 +18,7 @@ from vfsd.cli.common.interrupts import Interrupted, raising
 from vfsd.cli.common.names import complete_snapshot
 from vfsd.cli.common.values import NAME
 from vfsd.cli.unmount import unmount_running
-from vfsd.client.mount_arguments import fork_target
+from vfsd.client.arguments import fork_target
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_record, unique_name
 from vfsd.operations.workspace import ForkResult, UnmountParams

@@ -23,10 +23,9 @@ from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, 
 from vfsd.cli.common.names import complete_path, complete_snapshot
 from vfsd.cli.common.output import base64_text, text_or_base64
 from vfsd.cli.common.values import SIZE, Seconds, environment
-from vfsd.client.executor import caller_environment, current_umask
-from vfsd.client.paths import current_directory, workspace_path
+from vfsd.client.arguments import current_directory, workspace_path
+from vfsd.client.executor import INLINE_BYTES, caller_environment, current_umask, readable_by_daemon
 from vfsd.client.requests import RemoteCall
-from vfsd.client.spooled import INLINE_BYTES, readable_by_daemon
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.operations.catalogue import OPERATIONS
 from vfsd.operations.fs import DEFAULT_ENTRIES

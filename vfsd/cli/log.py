@@ -18,9 +18,9 @@ from vfsd.cli.common.names import complete_path, complete_snapshot, with_similar
 from vfsd.cli.common.streamed import PatientOutput
 from vfsd.cli.common.times import ACCEPTED, parse_time
 from vfsd.client.connection import ControlClient
-from vfsd.client.next_daemon import next_daemon
+from vfsd.client.log import next_daemon
 from vfsd.operations.log import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams, nameless
-from vfsd.wire.exchange import ControlError, control_error
+from vfsd.wire.messages import ControlError, control_error
 
 _COMMAND_CHARACTERS: Final = 100  # of a command line that is shown
 _COLUMNS: Final = output.columns("TIME:time PID CHANGE PATH:path SIZE:size COMMAND BELONGS-TO")
@@ -146,7 +146,7 @@ def _follow(app: App, selected: dict[str, Any]) -> None:
 
 def _print_changes(app: App, socket: str, params: WatchParams) -> None:
     """Print changes until the daemon ends: ConnectionResetError."""
-    from vfsd.client.log_results import WatchedLines, decode_watched  # noqa: PLC0415 start-up
+    from vfsd.client.log import WatchedLines, decode_watched  # noqa: PLC0415 start-up
     from vfsd.client.requests import RemoteCall  # noqa: PLC0415
 
     client = ControlClient(socket)

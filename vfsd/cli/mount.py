@@ -20,14 +20,24 @@ from vfsd.cli.common.names import complete_workspace
 from vfsd.cli.common.values import BACKEND, CACHE_SIZE, NAME, SIZE, Seconds
 from vfsd.cli.common.wording import status_rows
 from vfsd.client import launch
-from vfsd.client.mount_arguments import mount_options
+from vfsd.client.arguments import mount_options
 from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_records
 from vfsd.operations.workspace import StatusResult
-from vfsd.wire.entry_points import ENGINES, is_engine, known_engines
-from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
-from vfsd.wire.options import CACHES, DEFAULTS, FSYNCS, SNAPSHOT_DIRS, TRANSPORTS, WAKEUPS, MountOptions
+from vfsd.wire.options import (
+    CACHES,
+    DEFAULTS,
+    ENGINES,
+    FSYNCS,
+    SNAPSHOT_DIRS,
+    TRANSPORTS,
+    WAKEUPS,
+    MountOptions,
+    Ready,
+    is_engine,
+    known_engines,
+)
 
 
 class _MountOption(click.Option):

@@ -33,8 +33,8 @@ from vfsd.cli.store import AnyStore, collect_with_progress, known_key, note_dama
 from vfsd.client.requests import workspace_key
 from vfsd.daemon.snapshots.base import is_merge_base, is_staged
 from vfsd.operations.snapshots import SnapshotRecord, SnapshotsResult
-from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.wire.options import BackendSpec
 
 _SAFETY: Final = "safety snapshot"
 _REPLACED: Final = "replaced meanwhile"

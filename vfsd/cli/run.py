@@ -21,7 +21,7 @@ from vfsd.cli.common.supervised import Ended, NoPrivateMountError, NotStartedErr
 from vfsd.cli.common.wording import count_words
 from vfsd.cli.unmount import clear_away, unmount_and_drop
 from vfsd.client import launch
-from vfsd.client.mount_arguments import mount_options, running_workspace
+from vfsd.client.arguments import mount_options, running_workspace
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.directories import disk_bytes, journal_directory
 from vfsd.machine.runtime import WORKSPACE_VARIABLE, WorkspaceRecord, make_place, remove_place

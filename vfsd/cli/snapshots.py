@@ -21,8 +21,8 @@ from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.values import in_home, touch_option
 from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts, step_lines, step_words
 from vfsd.operations.snapshots import DropResult, RestoreParams, RestoreResult, SnapshotRecord, SnapshotsResult
-from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.wire.options import BackendSpec
 
 
 @click.command(
@@ -139,7 +139,7 @@ def drop_command(app: App, names: tuple[str, ...], *, force: bool) -> None:
 
 def _none_was_dropped(error: FileNotFoundError, names: Sequence[str]) -> OSError:
     """Return `error`; if several snapshots were named, with the remark that none was dropped."""
-    from vfsd.wire.exchange import ControlError, control_error  # noqa: PLC0415 start-up: an error has time
+    from vfsd.wire.messages import ControlError, control_error  # noqa: PLC0415 start-up: an error has time
 
     if len(set(names)) == 1 or not isinstance(error, ControlError):
         return error

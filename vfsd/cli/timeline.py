@@ -23,7 +23,7 @@ from vfsd.client.results import Snapshot
 from vfsd.client.timeline import authors, timeline
 from vfsd.operations.log import LogResult
 from vfsd.operations.snapshots import DiffResult
-from vfsd.wire.backend_spec import BackendSpec
+from vfsd.wire.options import BackendSpec
 
 _STATES: Final = 30  # shown by default
 _AUTHORS: Final = 4  # named for each state on a terminal

@@ -22,8 +22,8 @@ from vfsd.cli.common.names import complete_workspace
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import refuse_other_archives
 from vfsd.cli.common.wording import count_words
-from vfsd.client.daemon_exit import daemon_end
-from vfsd.client.mount_arguments import running_workspace
+from vfsd.client.arguments import running_workspace
+from vfsd.client.connection import daemon_end
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.directories import drop_command
 from vfsd.machine.mountinfo import mount_at
@@ -32,8 +32,8 @@ from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_record, rea
 from vfsd.operations.fs import FsLsParams, FsLsResult
 from vfsd.operations.snapshots import DiffParams, DiffResult, ExportResult, SnapshotsParams, SnapshotsResult
 from vfsd.operations.workspace import PolicyParams, PolicyResult, UnmountParams, UnmountResult, UnsavedResult
-from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import wire_path
+from vfsd.wire.options import BackendSpec
 from vfsd.wire.sockets import remove_dead_socket
 
 _EXPORTS: Final = 5  # attempts, if programs change the workspace during the export

@@ -12,7 +12,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record
 from vfsd.cli.common.names import complete_workspace
 from vfsd.cli.common.output import counted
-from vfsd.client.next_daemon import after_lost_upgrade
+from vfsd.client.log import after_lost_upgrade
 from vfsd.client.requests import RemoteCall, upgrade_params
 from vfsd.machine.runtime import WorkspaceRecord, read_records
 from vfsd.operations.workspace import UpgradeResult

@@ -28,10 +28,9 @@ from protocol.filesystem import Filesystem
 from protocol.streams import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, TextReader
 from protocol.streams.contract import Data, Stream
 from protocol.types import FilesystemSnapshot, WriteMode
-from vfsd.client.async_connection import AsyncControlClient
-from vfsd.client.requests import FilePath, RemoteCall
-from vfsd.client.snapshot_calls import SnapshotCalls, errors_of_import, errors_of_restore
-from vfsd.client.threads import abandon, finish
+from vfsd.client.arguments import FilePath
+from vfsd.client.async_connection import AsyncControlClient, abandon, finish
+from vfsd.client.requests import RemoteCall, SnapshotCalls, errors_of_import, errors_of_restore
 
 if TYPE_CHECKING:  # its import takes longer than the loop may stop
     from vfsd.client.filesystem import WorkspaceFilesystem

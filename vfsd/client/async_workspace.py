@@ -28,16 +28,15 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, Type
 import anyio
 from msgspec.structs import replace
 
-from vfsd.client.async_connection import AsyncControlClient
+from vfsd.client.arguments import FilePath, MountArguments, fork_target, mount_options, running_workspace
+from vfsd.client.async_connection import AsyncControlClient, abandon, finish
 from vfsd.client.async_executor import AsyncWorkspaceExecutor
 from vfsd.client.async_filesystem import AsyncFilesystem
-from vfsd.client.async_transaction import AsyncTransaction
 from vfsd.client.cancelling import CancelledCall
-from vfsd.client.daemon_exit import daemon_end
-from vfsd.client.mount_arguments import MountArguments, fork_target, mount_options, running_workspace
-from vfsd.client.requests import FilePath, RemoteCall, Requests
+from vfsd.client.connection import daemon_end
+from vfsd.client.requests import RemoteCall, Requests
 from vfsd.client.results import Unmounted, Upgraded
-from vfsd.client.threads import abandon, finish
+from vfsd.client.transaction import BaseTransaction, OpenTransactions, Steps
 from vfsd.client.workspace import (
     Workspace,
     WorkspaceBase,
@@ -47,13 +46,13 @@ from vfsd.client.workspace import (
     unmounting,
 )
 from vfsd.machine.runtime import WorkspaceRecord
-from vfsd.wire.handshake import Ready
+from vfsd.wire.options import Ready
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from vfsd.client.log_results import LoggedChange, Missed
-    from vfsd.client.paths import UserPath
+    from vfsd.client.arguments import UserPath
+    from vfsd.client.log import LoggedChange, Missed
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -227,8 +226,12 @@ class AsyncWorkspace(WorkspaceBase):
     ) -> AsyncGenerator[AsyncIterator[LoggedChange | Missed]]:
         """As `Workspace.follow`, for `async with` and `async for`."""
         # Start-up: few programs follow.
-        from vfsd.client.log_results import Missed, WatchedLines, watched_changes  # noqa: PLC0415
-        from vfsd.client.next_daemon import next_daemon  # noqa: PLC0415
+        from vfsd.client.log import (  # noqa: PLC0415
+            Missed,
+            WatchedLines,
+            next_daemon,
+            watched_changes,
+        )
 
         request = await abandon(lambda: self._requests.watch(paths, since, by))  # resolves absolute paths
         async with contextlib.AsyncExitStack() as stack:
@@ -275,7 +278,7 @@ class AsyncWorkspace(WorkspaceBase):
     async def upgrade(self) -> Upgraded:
         """As `Workspace.upgrade`."""
         # Start-up: upgrades are rare.
-        from vfsd.client.next_daemon import after_lost_upgrade  # noqa: PLC0415
+        from vfsd.client.log import after_lost_upgrade  # noqa: PLC0415
 
         old = await abandon(self._newest_pid)
         request = self._requests.upgrade(old)
@@ -294,3 +297,69 @@ class AsyncWorkspace(WorkspaceBase):
                 self._not_left()
                 await finish(functools.partial(wait_ended, end_timeout_s(self._unmounted)))
         return self._unmounted
+
+
+class AsyncTransaction(BaseTransaction):
+    """An async context manager.  A block that is cancelled is undone as well: the restore is shielded."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        others: OpenTransactions,
+        tag: str | None,
+        run: Callable[[RemoteCall[Any]], Awaitable[Any]],
+    ) -> None:
+        """Use `AsyncWorkspace.transaction`.  `run` sends a request and returns its answer."""
+        super().__init__(requests, others, tag)
+        self._run = run
+
+    async def __aenter__(self) -> Self:
+        await self._drive(self._begin(), shield=False)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._drive(self._end(error), shield=True)
+
+    async def _drive(self, steps: Steps, *, shield: bool) -> None:
+        """Run `steps`.  What follows a failed step cleans up, and is shielded from cancellation, too."""
+        cancelled: list[BaseException] = []
+        with anyio.CancelScope(shield=shield) as scope, contextlib.suppress(StopIteration):
+            call = next(steps)
+            while True:
+                try:
+                    answer = await (self._run_to_end(call, cancelled) if scope.shield else self._run(call))
+                except BaseException as error:  # noqa: BLE001 the steps handle it, or raise it again
+                    scope.shield = True
+                    call = steps.throw(error)
+                else:
+                    call = steps.send(answer)
+        if cancelled:
+            raise cancelled[0]
+
+    async def _run_to_end(self, call: RemoteCall[Any], cancelled: list[BaseException]) -> Any:
+        """Run `call`, and add to `cancelled` what asyncio's `Task.cancel` raised meanwhile.
+
+        A shielded scope alone does not keep that from ending an await of this task; a task group waits for its tasks.
+        """
+        outcome: list[tuple[Any, BaseException | None]] = []
+
+        async def run() -> None:
+            with anyio.CancelScope(shield=True):
+                try:
+                    outcome.append((await self._run(call), None))
+                except BaseException as error:  # noqa: BLE001 raised below
+                    outcome.append((None, error))
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(run)
+        except BaseException as error:
+            if not outcome:
+                raise
+            cancelled.append(error)
+        answer, failure = outcome[0]
+        if failure is not None:
+            raise failure
+        return answer

@@ -2,25 +2,28 @@
 
 Does not import trio or anyio, which would slow down the start of every command.  `async_connection` is the client for
 asyncio and trio.
+
+`daemon_end` waits until a daemon has exited, because it answers "unmount" before its name and mountpoint are free.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno as errno_numbers
+import functools
 import json
+import os
 import select
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import msgspec
 
 from vfsd.client.quick_call import BegunCall
-from vfsd.wire.exchange import ATTEMPTS, RECEIVE_BYTES, ClosingError, Exchange, LineBuffer
-from vfsd.wire.exchange import ControlError as ControlError  # noqa: PLC0414 docs/python.md names it here
-from vfsd.wire.messages import CancelState, ProgressReport
+from vfsd.wire.messages import ATTEMPTS, RECEIVE_BYTES, CancelState, ClosingError, Exchange, LineBuffer, ProgressReport
+from vfsd.wire.messages import ControlError as ControlError  # noqa: PLC0414 docs/python.md names it here
 from vfsd.wire.sockets import connect, is_closed_by_peer
 
 if TYPE_CHECKING:
@@ -279,3 +282,33 @@ class ControlClient:
                 wakeup.recv(RECEIVE_BYTES)
             if sock.fileno() in ready:
                 return
+
+
+# After the unmount a daemon only removes some files.
+END_TIMEOUT_S: Final = 10.0
+# A daemon whose mount was detached while in use serves the programs that use it.  Some only look at every mount (df).
+HELD_TIMEOUT_S: Final = 1.0
+
+
+@contextlib.contextmanager
+def daemon_end(pid: int) -> Iterator[Callable[..., None]]:
+    """Watch process `pid`, and yield a function that waits until it has exited, for at most `timeout_s` (10) seconds.
+
+    The process must be alive on entry: later its number may belong to another process.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        # The process is gone, or the kernel or sandbox has no pidfd_open(2): do not wait.
+        yield lambda _timeout_s=0: None
+        return
+    try:
+        yield functools.partial(_wait_readable, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _wait_readable(descriptor: int, timeout_s: float = END_TIMEOUT_S) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)  # pidfd_open(2): readable once the process has terminated
+    poll.poll(timeout_s * 1000)

@@ -1,4 +1,4 @@
-"""WorkspaceExecutor: runs the commands of a mounted workspace, for `protocol.tools`.
+"""Commands in a workspace: `WorkspaceExecutor` for `protocol.tools`, and `ExecCall` with live input and output.
 
     context = ToolContext(workspace.filesystem, executor=workspace.executor)
     TOOLS["shell"].call({"command": "make test"}, context)
@@ -9,15 +9,32 @@ So the tools `shell` and `python` run where `vfsd exec` does: in the sandbox, in
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import msgspec
 
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, check_words
-from vfsd.client.connection import ControlClient
+from vfsd.client.connection import ControlClient, connected, vanished
 from vfsd.client.requests import RemoteCall
+from vfsd.operations.exec import (
+    OUTPUT,
+    STARTED,
+    ExecEnded,
+    ExecInputParams,
+    ExecMoreParams,
+    ExecOutput,
+    ExecParams,
+    ExecResizeParams,
+    ExecSignalParams,
+    ExecStarted,
+    TerminalSize,
+    cost,
+)
 from vfsd.operations.fs import FsExecParams, FsExecResult
-from vfsd.wire.messages import wire_path
+from vfsd.wire.messages import RECEIVE_BYTES, ControlError, Exchange, LineBuffer, Request, wire_path
 
 
 class WorkspaceExecutor:
@@ -91,3 +108,159 @@ def _result(done: FsExecResult, pieces: list[bytes]) -> ExecResult:
             count += 1
         stdout, stderr = b"".join(pieces[:count]), b"".join(pieces[count:])
     return ExecResult(done.exit_status, stdout, stderr, done.timed_out, done.truncated)
+
+
+# -- a command with live input and output ----------------------------------------------------------
+_EXEC_ID: Final = 1
+
+
+class _Notification(msgspec.Struct):
+    method: str | None = None
+    params: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_notifications = msgspec.json.Decoder(_Notification)
+
+
+class ExecCall:
+    """A command that the daemon at `socket_path` runs, with its own connection; closing that ends the command.
+
+    `ended` is set once the command has ended.
+    """
+
+    def __init__(self, socket_path: str, params: ExecParams, instance: str = "") -> None:
+        self._path = socket_path
+        self._exchange = Exchange(_EXEC_ID, "exec", params)
+        self._input: Exchange | None = None  # input that the daemon has not taken yet
+        self._last_id = _EXEC_ID
+        self._takes_input = params.input
+        self._window_bytes = params.window_bytes
+        self._done_bytes = 0
+        self._session: str | None = None
+        self._lines = LineBuffer()
+        self.ended: ExecEnded | None = None
+        self._sock = connected(socket_path, instance=instance)
+        self._send(self._exchange.request)
+
+    def close(self) -> None:
+        """Close the connection, which kills a running command."""
+        self._sock.close()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    # -- in -------------------------------------------------------------------------------------------
+    def receive(self) -> list[ExecOutput]:
+        """Return the output that has arrived.  Blocks until the daemon has sent something.
+
+        ControlError if the call failed (FileNotFoundError for a missing program, and so on).  ConnectionError if the
+        daemon closed the connection.
+        """
+        try:
+            data = self._sock.recv(RECEIVE_BYTES)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise vanished(self._path, "exec")
+        self._lines.feed(data)
+        found = []
+        while (line := self._lines.next_line()) is not None and self.ended is None:
+            output = self._take(line)
+            if output is not None:
+                found.append(output)
+        return found
+
+    def _take(self, line: bytes) -> ExecOutput | None:
+        notification = _notifications.decode(line)
+        if notification.method == OUTPUT:
+            return msgspec.json.decode(notification.params, type=ExecOutput)
+        if notification.method == STARTED:
+            self._session = msgspec.json.decode(notification.params, type=ExecStarted).session
+            return None
+        self._exchange.take(line)
+        if self._exchange.done:
+            self.ended = self._exchange.result
+        elif self._input is not None:
+            self._take_answer(self._input, line)
+        return None
+
+    def _take_answer(self, exchange: Exchange, line: bytes) -> None:
+        try:
+            exchange.take(line)
+        except ControlError:
+            self._takes_input = False  # the command has closed its input or ended
+        if exchange.done:
+            self._input = None
+
+    # -- out ------------------------------------------------------------------------------------------
+    @property
+    def is_started(self) -> bool:
+        """Whether the daemon has reported that the command runs."""
+        return self._session is not None
+
+    @property
+    def takes_input(self) -> bool:
+        """Whether the command may read more input: it has not closed it, and `send_input` has not ended it."""
+        return self._takes_input
+
+    @property
+    def wants_input(self) -> bool:
+        """Whether `send_input` may be called: the command was started and has taken the previous input."""
+        return self._takes_input and self._session is not None and self._input is None
+
+    def send_input(self, data: bytes) -> None:
+        """Send input; b"" ends it."""
+        assert self.wants_input
+        assert self._session is not None
+        self._last_id += 1
+        params = ExecInputParams(session=self._session, data=data, end=not data)
+        self._input = Exchange(self._last_id, "exec.input", params)
+        self._takes_input = bool(data)
+        self._send(self._input.request)
+
+    def done_with(self, output: bytes) -> None:
+        """Acknowledge `output`, a whole piece as it arrived, so that the daemon may send more."""
+        self._done_bytes += cost(output)
+        # One message for several pieces, sent early enough that the command does not wait for it.
+        if self._session is not None and self._done_bytes >= self._window_bytes // 4:
+            self._notify("exec.more", ExecMoreParams(session=self._session, taken_bytes=self._done_bytes))
+            self._done_bytes = 0
+
+    def signal(self, name: str) -> bool:
+        """Send a signal ("INT", ...) to the command; False if the command has not started yet."""
+        if self._session is None:
+            return False
+        self._notify("exec.signal", ExecSignalParams(session=self._session, signal=name))
+        return True
+
+    def resize(self, size: TerminalSize) -> None:
+        """Change the size of the command's terminal."""
+        if self._session is not None:
+            self._notify("exec.resize", ExecResizeParams(session=self._session, size=size))
+
+    def _notify(self, method: str, params: msgspec.Struct) -> None:
+        self._send(msgspec.json.encode(Request("2.0", method, msgspec.Raw(msgspec.json.encode(params)))) + b"\n")
+
+    def _send(self, line: bytes) -> None:
+        try:
+            self._sock.sendall(line)
+        except ConnectionError:
+            pass  # `receive` will report why it was closed
+
+
+# -- content that does not fit into a request ------------------------------------------------------
+# Fits in a request (1 MiB) as base64, with room for the path.  Longer content is passed in a file.
+INLINE_BYTES: Final = 512 * 1024
+
+
+@contextmanager
+def readable_by_daemon(socket_path: str | None) -> Iterator[Any]:
+    """Yield an empty temporary file that the user of the daemon at `socket_path` can read, too.
+
+    None stands for this process's user.
+    """
+    with tempfile.NamedTemporaryFile(prefix="vfsd-fs-") as file:
+        owner = os.stat(socket_path).st_uid if socket_path is not None else 0
+        if os.geteuid() == 0 and owner:
+            os.fchown(file.fileno(), owner, -1)
+        yield file

@@ -28,9 +28,9 @@ from protocol.streams import ByteWriter
 from protocol.streams.contract import Data
 from protocol.tools.events import EventHook, FileDeleted, FileWritten
 from protocol.types import FilesystemSnapshot, WriteMode, WriteResult
+from vfsd.client.arguments import FilePath
 from vfsd.client.connection import ControlClient
-from vfsd.client.requests import FilePath, RemoteCall
-from vfsd.client.snapshot_calls import SnapshotCalls, errors_of_import, errors_of_restore
+from vfsd.client.requests import RemoteCall, SnapshotCalls, errors_of_import, errors_of_restore
 
 T = TypeVar("T")
 

@@ -2,6 +2,8 @@
 
 `Workspace`, `AsyncWorkspace` and the command line send the same `RemoteCall`s.  The two classes convert the daemon's
 answer to a value of `vfsd.client.results`; the command line prints the answer itself.
+
+`SnapshotCalls` has the requests behind the snapshots and archives of `WorkspaceFilesystem` and `AsyncFilesystem`.
 """
 
 from __future__ import annotations
@@ -9,13 +11,20 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar, overload
 
 import msgspec
 
-from vfsd.client.paths import UserPath, wire_paths
+from protocol.errors import ArchiveError, SnapshotNotFoundError
+from protocol.types import FilesystemSnapshot
+from vfsd.client.arguments import FilePath, UserPath, wire_paths
+from vfsd.client.connection import ControlError
+from vfsd.client.results import Exported, Restored, Snapshot
 from vfsd.operations.declaration import Peer
 from vfsd.operations.log import LabelParams, LogParams, WatchParams
 from vfsd.operations.merge import AdoptParams, MergeParams
@@ -32,11 +41,11 @@ from vfsd.operations.snapshots import (
     SnapshotsParams,
 )
 from vfsd.operations.workspace import ForkParams, PolicyParams, UnmountParams, UpgradeParams
-from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import ProgressReport, wire_path
+from vfsd.wire.options import BackendSpec
 
 if TYPE_CHECKING:
-    from vfsd.client.log_results import LoggedChange
+    from vfsd.client.log import LoggedChange
     from vfsd.client.results import (
         Applied,
         Diff,
@@ -51,10 +60,9 @@ if TYPE_CHECKING:
         Unmounted,
         Upgraded,
     )
-    from vfsd.wire.handshake import Ready
+    from vfsd.wire.options import Ready
 
 T = TypeVar("T")
-FilePath: TypeAlias = str | os.PathLike[str]
 OnProgress: TypeAlias = Callable[[ProgressReport], object]
 
 # Longest first: ".tar.gz" ends in ".gz".
@@ -392,7 +400,7 @@ class Requests:
 
         def changes(_: Any) -> list[LoggedChange]:
             # Start-up: the command line does not need these classes.
-            from vfsd.client.log_results import logged_changes  # noqa: PLC0415
+            from vfsd.client.log import logged_changes  # noqa: PLC0415
 
             return logged_changes(b"".join(pieces))
 
@@ -471,7 +479,7 @@ def _peer(fork: AnyWorkspace | str | None) -> Peer | None:
         return None
     if isinstance(fork, str):
         # Start-up: most commands name no other workspace.
-        from vfsd.client.mount_arguments import running_workspace  # noqa: PLC0415
+        from vfsd.client.arguments import running_workspace  # noqa: PLC0415
 
         fork = running_workspace(fork)
     else:
@@ -486,9 +494,9 @@ def _to(kind: str) -> Callable[..., Any]:
 
     def convert(answer: Any, *output: bytes) -> Any:
         # Start-up: these classes cost 10 ms, and the command line does not need them.
-        from vfsd.client import answers  # noqa: PLC0415
+        from vfsd.client.results import CONVERTERS  # noqa: PLC0415
 
-        return answers.CONVERTERS[kind](answer, *output)
+        return CONVERTERS[kind](answer, *output)
 
     return convert
 
@@ -530,3 +538,116 @@ def check_archive_name(path: FilePath) -> None:
         if name.lower().endswith(suffix):
             better = name[: -len(suffix)] or "archive"
             raise ValueError(f"vfsd writes ZIP archives, not {suffix}: name it {better}.zip")
+
+
+_PATHS_SHOWN: Final = 3
+
+
+class SnapshotCalls:
+    """The requests for the methods of `SnapshotableFilesystem`, with their results.  No I/O.
+
+    `root` is the filesystem's root, as its snapshots name it.
+    """
+
+    def __init__(self, mountpoint: str, root: str) -> None:
+        self._requests = Requests(mountpoint)
+        self._root = root
+
+    def snapshot(self, tag: str | None) -> RemoteCall[FilesystemSnapshot]:
+        """Build the request for a snapshot."""
+        call = self._requests.snapshot(tag=tag)
+
+        def record(answer: object) -> FilesystemSnapshot:
+            taken = call.result(answer)
+            _warn_of(taken.name, "lacks files that could not be read", taken.unreadable)
+            _warn_of(taken.name, "may mix old and new data of files that changed while they were read", taken.unstable)
+            return self._record(taken)
+
+        return _with_result(call, record)
+
+    def get(self, name: str) -> RemoteCall[FilesystemSnapshot]:
+        """Build the request for the record of a snapshot.  Its result raises SnapshotNotFoundError."""
+        call = self._requests.snapshots(changes=False)
+
+        def record(answer: object) -> FilesystemSnapshot:
+            found = [snapshot for snapshot in call.result(answer) if snapshot.name == name]
+            if not found:
+                raise SnapshotNotFoundError(name)
+            return self._record(found[0])
+
+        return _with_result(call, record)
+
+    def restore(self, snapshot: FilesystemSnapshot) -> RemoteCall[None]:
+        """Build the request for a restore.  Its result raises OSError (EIO) if the restore was incomplete."""
+        call = self._requests.restore(snapshot.commit_ref)
+        created_at = snapshot.created_at.astimezone(UTC)
+        call.params.created_at = created_at.isoformat(timespec="milliseconds")
+        return _with_result(call, lambda answer: _check_complete(call.result(answer), self._root))
+
+    def export(self, path: FilePath) -> RemoteCall[Exported]:
+        """Build the request for an export."""
+        return self._requests.export(path)
+
+    def import_archive(self, path: FilePath) -> RemoteCall[None]:
+        """Build the request that replaces the state by an archive.  Its result is that of `restore`."""
+        # Not the method `import`, which adds the content and removes nothing.
+        call = self._requests.restore(Path(path))
+        return _with_result(call, lambda answer: _check_complete(call.result(answer), self._root))
+
+    def _record(self, taken: Snapshot) -> FilesystemSnapshot:
+        return FilesystemSnapshot(taken.name, taken.created_at, taken.name, self._root, taken.tag)
+
+
+@contextmanager
+def errors_of_restore(name: str) -> Iterator[None]:
+    """Raise the contract's errors for those of the daemon while the block restores snapshot `name`."""
+    try:
+        with _read_only_errors():
+            yield
+    except FileNotFoundError as error:
+        raise SnapshotNotFoundError(name) from error
+
+
+@contextmanager
+def errors_of_import() -> Iterator[None]:
+    """Raise the contract's errors for those of the daemon while the block imports an archive."""
+    try:
+        with _read_only_errors():
+            yield
+    except ControlError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ArchiveError(str(error), error.filename) from error
+
+
+@contextmanager
+def _read_only_errors() -> Iterator[None]:
+    try:
+        yield
+    except ControlError as error:
+        if error.errno != errno.EROFS:
+            raise
+        raise PermissionError(errno.EROFS, str(error), ".") from error
+
+
+def _with_result(call: RemoteCall[Any], result: Callable[[Any], T]) -> RemoteCall[T]:
+    return RemoteCall(call.method, call.params, result, call.on_progress, call.on_output)
+
+
+def _warn_of(snapshot: str, what: str, paths: Sequence[str]) -> None:
+    if paths:
+        warnings.warn(f"snapshot {snapshot} {what}: {_shown(paths)}", RuntimeWarning, stacklevel=3)
+
+
+def _check_complete(restored: Restored, root: str) -> None:
+    """Raise OSError (EIO) if `restored` has paths that could not be restored."""
+    if restored.problems:
+        count = len(restored.problems)
+        reasons = [f"{path} ({reason})" for path, reason in restored.problems.items()]
+        text = f"{count} path{'s'[: count > 1]} could not be restored from {restored.source}: {_shown(reasons)}"
+        raise OSError(errno.EIO, f"{text}; the method `undo` of the workspace restores the state before", root)
+
+
+def _shown(items: Sequence[str]) -> str:
+    more = len(items) - _PATHS_SHOWN
+    return ", ".join(items[:_PATHS_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -35,25 +35,23 @@ from msgspec.structs import replace
 from protocol.errors import NotMountedError
 from protocol.linux.syscalls import MountId, open_mount
 from vfsd.client import launch
-from vfsd.client.connection import ControlClient
-from vfsd.client.daemon_exit import END_TIMEOUT_S, HELD_TIMEOUT_S, daemon_end
+from vfsd.client.arguments import FilePath, MountArguments, fork_target, mount_options, running_workspace
+from vfsd.client.connection import END_TIMEOUT_S, HELD_TIMEOUT_S, ControlClient, daemon_end
 from vfsd.client.executor import WorkspaceExecutor
-from vfsd.client.mount_arguments import MountArguments, fork_target, mount_options, running_workspace
-from vfsd.client.requests import FilePath, RemoteCall, Requests
+from vfsd.client.requests import RemoteCall, Requests
 from vfsd.client.results import Unmounted, Upgraded
 from vfsd.client.transaction import OpenTransactions, Transaction
 from vfsd.machine.mountinfo import mount_at, workspace_mount
 from vfsd.machine.runtime import WorkspaceRecord, instance_at, process_start_ticks, read_record
-from vfsd.wire.handshake import Ready
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import MountOptions, Ready
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from protocol.filesystem import Filesystem
+    from vfsd.client.arguments import UserPath
     from vfsd.client.filesystem import WorkspaceFilesystem
-    from vfsd.client.log_results import LoggedChange, Missed
-    from vfsd.client.paths import UserPath
+    from vfsd.client.log import LoggedChange, Missed
     from vfsd.kernel.in_process import MountedFilesystem
 
 P = ParamSpec("P")
@@ -340,8 +338,11 @@ class Workspace(WorkspaceBase):
         another one, it yields `Missed(0)` and goes on: changes of the last seconds before may be missing.
         """
         # Start-up: few programs follow.
-        from vfsd.client.log_results import Missed, watched_changes  # noqa: PLC0415
-        from vfsd.client.next_daemon import next_daemon  # noqa: PLC0415
+        from vfsd.client.log import (  # noqa: PLC0415
+            Missed,
+            next_daemon,
+            watched_changes,
+        )
 
         with contextlib.ExitStack() as stack:
 
@@ -391,7 +392,7 @@ class Workspace(WorkspaceBase):
         serves now, if the old daemon dies before the new one has everything.
         """
         # Start-up: upgrades are rare.
-        from vfsd.client.next_daemon import after_lost_upgrade  # noqa: PLC0415
+        from vfsd.client.log import after_lost_upgrade  # noqa: PLC0415
 
         old = self._newest_pid()
         request = self._requests.upgrade(old)

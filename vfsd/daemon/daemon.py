@@ -56,7 +56,7 @@ from vfsd.kernel.invalidation import invalidate_kernel_caches
 from vfsd.machine import interpreter, mounts, runtime
 from vfsd.machine.logs import log_failure
 from vfsd.machine.runtime import WorkspaceRecord
-from vfsd.wire.handshake import Ready
+from vfsd.wire.options import Ready
 
 if TYPE_CHECKING:
     from vfsd.daemon.audit.processes import GivenLabel

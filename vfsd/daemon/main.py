@@ -17,8 +17,7 @@ from collections.abc import Callable
 from protocol.linux import credentials
 from vfsd.daemon.starting import RunKept, note_failed_restart, run, serve_kept
 from vfsd.machine import logs
-from vfsd.wire.handshake import Ready, decode_options
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import MountOptions, Ready, decode_options
 
 
 def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None = None) -> None:

@@ -35,7 +35,7 @@ from vfsd.kernel.inotify import FileState, Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches, known_inodes, split_moved_directories
 from vfsd.machine.logs import log_failure
 from vfsd.machine.mountinfo import WorkspaceRoot
-from vfsd.wire.options import CacheChoice
+from vfsd.operations.declaration import CacheChoice
 
 if TYPE_CHECKING:
     from vfsd.daemon.policy.service import Policy

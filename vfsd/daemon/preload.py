@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 # The order is that of use: a snapshot or a diff is usually the first call.
 _REST: Final = (
-    "vfsd.daemon.control.method_groups",
+    "vfsd.daemon.control.handlers.workspace",
     "vfsd.daemon.backends.persistence",
     "vfsd.daemon.snapshots.volume",
     "vfsd.daemon.policy.service",

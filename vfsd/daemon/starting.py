@@ -21,8 +21,7 @@ from protocol.linux import credentials
 from vfsd.daemon.keeper import keeping
 from vfsd.daemon.keeper.kept import Kept
 from vfsd.machine import logs, runtime
-from vfsd.wire.handshake import Failed, Ready, encode_report
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import Failed, MountOptions, Ready, encode_report
 
 _logger = logging.getLogger(__name__)
 _REASON_MAX: Final = 2000  # characters

@@ -40,9 +40,9 @@ from deepagents.backends.sandbox import BaseSandbox
 
 from protocol.execution.executor import ExecResult
 from protocol.tools.edits import edit_file
+from vfsd.client.arguments import running_workspace
+from vfsd.client.async_connection import abandon, finish
 from vfsd.client.async_workspace import AsyncWorkspace
-from vfsd.client.mount_arguments import running_workspace
-from vfsd.client.threads import abandon, finish
 from vfsd.client.workspace import Workspace
 from vfsd.integrations.files import files_of, name_of, shell_status
 

@@ -43,10 +43,9 @@ from pydantic_ai.workspaces.protocol import validate_timeout
 from protocol.adapters.host import HostFilesystem
 from protocol.errors import NotMountedError
 from protocol.execution.executor import ExecResult
+from vfsd.client.arguments import FilePath, MountArguments, mount_options
+from vfsd.client.async_connection import abandon, finish
 from vfsd.client.async_workspace import AsyncWorkspace
-from vfsd.client.mount_arguments import MountArguments, mount_options
-from vfsd.client.requests import FilePath
-from vfsd.client.threads import abandon, finish
 from vfsd.client.workspace import launch_workspace
 from vfsd.integrations.files import files_of, shell_status
 from vfsd.machine.runtime import read_record

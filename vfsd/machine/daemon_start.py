@@ -25,8 +25,7 @@ from typing import Final, TypedDict
 import vfsd
 from protocol.linux import credentials
 from vfsd.machine import interpreter
-from vfsd.wire.handshake import encode_options
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import MountOptions, encode_options
 
 DESCRIPTORS: Final = 3  # that a fork server's new process receives
 GO: Final = b"go"

@@ -37,9 +37,8 @@ from vfsd.machine.selection import (
     socket_dir,
 )
 from vfsd.operations.merge import AncestorRecord
-from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path, wire_path
-from vfsd.wire.options import NAME_PATTERN
+from vfsd.wire.options import NAME_PATTERN, BackendSpec
 
 __all__ = ["RUNTIME_VARIABLE", "WORKSPACE_VARIABLE", "process_start_ticks", "runtime_dir", "socket_dir"]
 

@@ -19,10 +19,10 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from vfsd.client.mount_arguments import fork_target
+from vfsd.client.arguments import fork_target
+from vfsd.client.async_connection import finish
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import Applied, Change, Counts, Merged, Restored
-from vfsd.client.threads import finish
 from vfsd.machine.text import counted
 from vfsd.web.forms import Outcomes, fields
 from vfsd.web.pages import given, workspace_of

@@ -23,7 +23,7 @@ from vfsd.client.requests import RemoteCall
 from vfsd.operations.workspace import UnsavedResult
 from vfsd.web.pages import given, sources_of
 from vfsd.web.sources import Sources, WorkspaceSource
-from vfsd.wire.backend_spec import BackendSpec
+from vfsd.wire.options import BackendSpec
 
 PERIOD_S: Final = 1.0
 _MOST_OPEN: Final = 64

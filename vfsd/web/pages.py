@@ -30,8 +30,8 @@ from vfsd.web.images import HEAD_BYTES, image_type
 from vfsd.web.problems import WrongRequestError
 from vfsd.web.rendering import href, page
 from vfsd.web.sources import Source, Sources, WorkspaceSource
-from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import wire_path
+from vfsd.wire.options import BackendSpec
 
 ENTRIES: Final = 500
 CHANGES: Final = 500

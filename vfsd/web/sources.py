@@ -28,10 +28,9 @@ from protocol.paths import decode, encode
 from protocol.tools import ToolContext
 from protocol.tools.files import Entry, entries_of, entry_of
 from protocol.tree import CHUNK_BYTES, LookupTree, TreeEntry
-from vfsd.client.async_connection import AsyncControlClient
+from vfsd.client.async_connection import AsyncControlClient, finish
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.client.results import Policy, Snapshot, Status
-from vfsd.client.threads import finish
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records
 from vfsd.operations.fs import FsEntry, FsLsParams, FsLsResult, FsReadParams, FsReadResult, FsStatParams
 from vfsd.wire.messages import from_wire_path, wire_path

@@ -1,7 +1,7 @@
-"""The envelope of the control socket's messages, and the encoding of paths.
+"""The control socket's messages: JSON-RPC 2.0 with one object per line, and one call from the caller's side.
 
-Protocol: JSON-RPC 2.0 with one object per line.  `vfsd.operations` declares the methods; docs/json.md describes their
-results as the command line prints them.
+`vfsd.operations` declares the methods; docs/json.md describes their results as the command line prints them.  Nothing
+here does I/O: the clients, and the daemon where it calls other daemons, send and receive.
 
 Conventions: sizes are in bytes and times ISO 8601 in UTC.  A path is text: UTF-8 unchanged, a backslash doubled, and
 every other byte as `\\xNN`, so that any name that Linux allows survives the round trip (`wire_path`,
@@ -12,11 +12,16 @@ Source: https://www.jsonrpc.org/specification
 
 from __future__ import annotations
 
+import errno as errno_numbers
+import functools
+import os
 import re
-from typing import Final, Literal
+from collections.abc import Callable
+from typing import Any, Final, Literal
 
 import msgspec
 
+from vfsd.operations.catalogue import OPERATIONS
 from vfsd.operations.declaration import Params
 
 # -- error codes (JSON-RPC 2.0, section 5.1, which leaves -32000 to -32099 to the server) -----------
@@ -135,3 +140,212 @@ class CancelResult(msgspec.Struct):
     """
 
     state: CancelState
+
+
+# -- a call, from the caller's side ----------------------------------------------------------------
+ATTEMPTS: Final = 5  # a daemon with too many idle connections closes some, unlikely the next one of the same client
+RECEIVE_BYTES: Final = 64 * 1024
+
+
+class LineBuffer:
+    """Buffers received bytes and returns complete lines.
+
+    The buffer is unbounded; the caller checks `partial_bytes` and stops receiving.
+    """
+
+    __slots__ = ("_buffer", "_searched")
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        # The buffer has no newline before this offset.  Avoids a quadratic search if a line arrives byte by byte.
+        self._searched = 0
+
+    @property
+    def partial_bytes(self) -> int:
+        """The number of buffered bytes."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next_line(self) -> bytes | None:
+        """Return the next line without its newline, or None if it is incomplete."""
+        end = self._buffer.find(b"\n", self._searched)
+        if end < 0:
+            self._searched = len(self._buffer)
+            return None
+        line = bytes(memoryview(self._buffer)[:end])
+        del self._buffer[: end + 1]
+        self._searched = 0
+        return line
+
+    def skip_empty_lines(self) -> None:
+        """Drop the empty lines at the start of the buffer."""
+        if self._buffer.startswith(b"\n"):
+            self._buffer = self._buffer.lstrip(b"\n")
+            self._searched = 0
+
+    def take_rest(self) -> bytes:
+        """Return and remove the incomplete line at the end of a stream."""
+        rest = bytes(self._buffer)
+        self._buffer.clear()
+        self._searched = 0
+        return rest
+
+
+class ControlError(OSError):
+    """An error that the daemon answered; `str()` is the message for the user.
+
+    `code` is the JSON-RPC error code.  If the daemon sent an errno, `errno` is its number, `filename` the path that it
+    is about, and the exception is also an instance of Python's class for it (FileNotFoundError, ...).  If the daemon
+    refused an argument (INVALID_PARAMS), the exception is also a ValueError, and `errno` is EINVAL.
+    """
+
+    code: int
+
+    def __init__(self, code: int, message: str, errno: int | None = None, filename: str | None = None) -> None:
+        if errno is None:
+            super().__init__(message)
+        else:
+            super().__init__(errno, message, filename)
+        self.code = code
+        self._message = message
+
+    def __str__(self) -> str:
+        return self._message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # pickle cannot find the classes that `control_error` creates.
+        return control_error, (self.code, self._message, self.errno, self.filename)
+
+
+@functools.cache
+def _error_class(builtin: type[OSError] | type[ValueError]) -> type[ControlError]:
+    if builtin is OSError:
+        return ControlError
+    return type("ControlError", (ControlError, builtin), {"__doc__": ControlError.__doc__})
+
+
+def control_error(code: int, message: str, errno: int | None = None, filename: str | None = None) -> ControlError:
+    """Return the `ControlError` for an errno; for ENOENT it is also a FileNotFoundError, and so on.
+
+    For INVALID_PARAMS it is also a ValueError.
+    """
+    if code == INVALID_PARAMS:
+        return _error_class(ValueError)(code, message, errno_numbers.EINVAL, filename)
+    builtin = OSError if errno is None else type(OSError(errno, ""))
+    return _error_class(builtin)(code, message, errno, filename)
+
+
+def _from_answer(error: ErrorObject) -> ControlError:
+    if error.data is None:
+        return control_error(error.code, error.message)
+    number = getattr(errno_numbers, error.data.errno, None) if error.data.errno else None
+    path = None if error.data.path is None else _path(error.data.path)
+    return control_error(error.code, error.message, number, path)
+
+
+def _path(wire: str) -> str:
+    try:
+        return os.fsdecode(from_wire_path(wire))
+    except ValueError:  # not a wire path: the name of an entry in a hostile archive
+        return wire
+
+
+class ClosingError(ConnectionError):
+    """The daemon closed an idle connection, and did not run the request that was sent meanwhile."""
+
+
+class _Message(msgspec.Struct):
+    """A message from the daemon: an answer, or a notification about a running call."""
+
+    jsonrpc: str
+    id: int | str | None = None
+    method: str | None = None
+    params: msgspec.Raw = msgspec.Raw(b"{}")
+    result: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    error: ErrorObject | msgspec.UnsetType = msgspec.UNSET
+
+
+_messages = msgspec.json.Decoder(_Message)
+
+
+class Exchange:
+    """One call without I/O: builds the request's bytes and interprets each line of the answer."""
+
+    def __init__(
+        self,
+        request_id: int,
+        method: str,
+        params: msgspec.Struct | None,
+        on_progress: Callable[[ProgressReport], object] | None = None,
+        on_output: Callable[[bytes], object] | None = None,
+    ) -> None:
+        """ValueError for a method that no operation has, TypeError for params of another method.
+
+        Params may be those of an agents' tool, which the method's own extend by what agents do not have.
+        """
+        operation = OPERATIONS.get(method)
+        if operation is None:
+            raise ValueError(f"no such method: {method!r}")
+        if params is not None and not issubclass(operation.params, type(params)):
+            raise TypeError(f"{method} takes {operation.params.__name__}, not {type(params).__name__}")
+        self.operation = operation
+        self.method = method
+        self._id = request_id
+        self._on_progress = on_progress
+        self._on_output = on_output
+        encoded = b"{}" if params is None else msgspec.json.encode(params)
+        self.request = msgspec.json.encode(Request("2.0", method, msgspec.Raw(encoded), request_id)) + b"\n"
+        self.done = False
+        self.result: Any = None
+        self._cancel_id = f"cancel {request_id}"
+        self.cancel_state: CancelState | None = None
+
+    def mute(self) -> None:
+        """Call no callback any more."""
+        self._on_progress = self._on_output = None
+
+    @property
+    def cancel_request(self) -> bytes:
+        """The line that asks the daemon to stop this call.  `cancel_state` becomes its answer."""
+        params = msgspec.json.encode(CancelParams(self._id))
+        return msgspec.json.encode(Request("2.0", CANCEL_METHOD, msgspec.Raw(params), self._cancel_id)) + b"\n"
+
+    def take(self, line: bytes) -> object:
+        """Interpret a line from the daemon.  Once `done` is set, `result` is the answer.
+
+        Return what the callback for progress or output returned, if the line is one of these.
+        ControlError for an error answer, and for an answer that this version cannot read.  ClosingError if the daemon
+        closed the connection without running the request.
+        """
+        try:
+            event = self._take(_messages.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            text = f"cannot read the daemon's answer to {self.method!r} (is it of another version?): {error}"
+            raise ControlError(INTERNAL_ERROR, text) from error
+        if event is None or event.id != self._id:
+            return None
+        if isinstance(event, ProgressReport):
+            return None if self._on_progress is None else self._on_progress(event)
+        return None if self._on_output is None else self._on_output(event.data)
+
+    def _take(self, message: _Message) -> ProgressReport | Output | None:
+        if message.method == PROGRESS_METHOD:
+            return msgspec.json.decode(message.params, type=ProgressReport)
+        if message.method == OUTPUT_METHOD:
+            return msgspec.json.decode(message.params, type=Output)
+        if message.method == CLOSING_METHOD:
+            raise ClosingError(f"the daemon closed the idle connection before it ran {self.method!r}; try again")
+        if message.id == self._cancel_id and not isinstance(message.result, msgspec.UnsetType):
+            self.cancel_state = msgspec.json.decode(message.result, type=CancelResult).state
+            return None
+        # An error without an id is about the connection: it was refused, a line was too long, or the client too slow.
+        if not isinstance(message.error, msgspec.UnsetType) and message.id in (None, self._id):
+            # The daemon then closes the connection: not `done`, so that it is not reused.
+            self.done = message.id is not None
+            raise _from_answer(message.error)
+        if not isinstance(message.result, msgspec.UnsetType) and message.id == self._id:
+            self.result = msgspec.json.decode(message.result, type=self.operation.result)
+            self.done = True
+        return None

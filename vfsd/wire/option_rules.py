@@ -15,9 +15,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from protocol.values import Value
-from vfsd.wire.backend_spec import BACKENDS, BackendSpec
-from vfsd.wire.entry_points import is_engine, known_engines
-from vfsd.wire.options import CACHES, DEFAULTS, FSYNCS, NAME_PATTERN, SNAPSHOT_DIRS, TRANSPORTS, WAKEUPS, MountOptions
+from vfsd.wire.options import (
+    BACKENDS,
+    CACHES,
+    DEFAULTS,
+    FSYNCS,
+    NAME_PATTERN,
+    SNAPSHOT_DIRS,
+    TRANSPORTS,
+    WAKEUPS,
+    BackendSpec,
+    MountOptions,
+    is_engine,
+    known_engines,
+)
 
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_workspace import FakeDaemon
-from vfsd.wire.handshake import Ready
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import MountOptions, Ready
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ class App:
     def candidate(self, *, reads: bool = True) -> WorkspaceRecord:
         """As `record`, but nothing is printed: `call` decides whether the command only reads."""
         # Here and below, start-up: `vfsd --help` needs neither msgspec nor a socket.
-        from vfsd.client.mount_arguments import running_workspace  # noqa: PLC0415
+        from vfsd.client.arguments import running_workspace  # noqa: PLC0415
 
         if self._record is None or (self._is_only and not reads):
             on_only = self._take_only if reads else None
@@ -76,7 +76,7 @@ class App:
     @property
     def requests(self) -> Requests:
         """The requests for that workspace.  Their paths are relative to the current directory."""
-        from vfsd.client.paths import current_directory  # noqa: PLC0415
+        from vfsd.client.arguments import current_directory  # noqa: PLC0415
         from vfsd.client.requests import Requests  # noqa: PLC0415
 
         return Requests(self.candidate().mountpoint, current_directory())

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Generator
 from typing import Final
 
-from vfsd.client.exec_call import ExecCall
+from vfsd.client.executor import ExecCall
 from vfsd.operations.exec import ExecEnded, ExecOutput, ExecParams, TerminalSize
 
 _PIECE_BYTES: Final = 64 * 1024

@@ -17,14 +17,11 @@ from protocol.execution.host import HostExecutor
 from protocol.paths import located
 from protocol.tools import ToolContext
 from vfsd.client.requests import RemoteCall
-from vfsd.daemon.control.answers import failure_line
-from vfsd.daemon.control.call_context import Encoded
+from vfsd.daemon.control.calls import Encoded, failure_line, host_text, working_directory
 from vfsd.daemon.control.handlers import fs_calls
-from vfsd.daemon.control.handlers.parameters import host_text, working_directory
 from vfsd.operations.catalogue import OPERATIONS
 from vfsd.operations.fs import FsExecParams, FsExecResult, FsReadParams, FsWriteParams
-from vfsd.wire.exchange import ControlError, control_error
-from vfsd.wire.messages import ErrorObject, InvalidParamsError, Response
+from vfsd.wire.messages import ControlError, ErrorObject, InvalidParamsError, Response, control_error
 
 _Call = Callable[[Any, ToolContext], Any]
 

@@ -16,13 +16,12 @@ from click.shell_completion import CompletionItem
 
 from vfsd.cli.common.app import did_you_mean
 from vfsd.cli.common.values import in_home
+from vfsd.client.arguments import current_directory, workspace_path
 from vfsd.client.connection import ControlClient
-from vfsd.client.paths import current_directory, workspace_path
 from vfsd.machine.runtime import WorkspaceRecord, find_workspace, read_records
 from vfsd.operations.fs import FsLsParams
 from vfsd.operations.snapshots import SnapshotsParams
-from vfsd.wire.exchange import ControlError, control_error
-from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.wire.messages import ControlError, control_error, from_wire_path, wire_path
 
 _TIMEOUT_S: Final = 1.0  # longer, and the shell seems to hang
 _MAX_PATHS: Final = 10_000  # of one directory

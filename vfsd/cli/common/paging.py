@@ -14,7 +14,7 @@ from typing import Final
 import click
 
 from vfsd.cli.common import output
-from vfsd.wire.exchange import LineBuffer
+from vfsd.wire.messages import LineBuffer
 
 # Leave at once if one screen holds it all, show colours, and keep the text on the screen: git's default.
 _LESS: Final = "FRX"

@@ -21,7 +21,7 @@ from vfsd.cli.common.app import App
 from vfsd.client.requests import RemoteCall
 from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.snapshots import DiffResult
-from vfsd.wire.exchange import LineBuffer
+from vfsd.wire.messages import LineBuffer
 
 _MEMORY_BYTES: Final = 1024 * 1024  # a larger temporary file is on disk
 _STEP_BYTES: Final = 4096  # PIPE_BUF: a writable pipe accepts as much without blocking

@@ -12,8 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from vfsd.client.requests import check_archive_name
-from vfsd.wire.backend_spec import BackendSpec, known_backends, parse_backend
-from vfsd.wire.options import NAME_PATTERN
+from vfsd.wire.options import NAME_PATTERN, BackendSpec, known_backends, parse_backend
 
 if TYPE_CHECKING:
     _SizeType = click.ParamType[int]

@@ -20,7 +20,7 @@ from vfsd.operations.catalogue import OPERATIONS
 if TYPE_CHECKING:
     from vfsd.daemon.audit.log import AuditLog
     from vfsd.daemon.audit.processes import Process
-    from vfsd.daemon.control.call_context import CallContext, Handler
+    from vfsd.daemon.control.calls import CallContext, Handler
 
 
 class _Call:

@@ -16,8 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from protocol.tree import ByteProgress, no_progress
-from vfsd.wire.backend_spec import known_backends
-from vfsd.wire.entry_points import BACKENDS_GROUP, load_entry_point
+from vfsd.wire.options import BACKENDS_GROUP, known_backends, load_entry_point
 
 if TYPE_CHECKING:
     from vfsd.daemon.backends.base import Backend, BackendOpener

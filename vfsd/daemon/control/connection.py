@@ -19,7 +19,9 @@ import msgspec
 import trio
 
 from protocol.values import Value
-from vfsd.daemon.control.answers import (
+from vfsd.daemon.control.calls import (
+    CallContext,
+    Handler,
     answer,
     busy_line,
     decode_params,
@@ -29,9 +31,7 @@ from vfsd.daemon.control.answers import (
     request_id,
     result_line,
 )
-from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.operations.catalogue import OPERATIONS
-from vfsd.wire.exchange import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import (
     CANCEL_METHOD,
     CLOSING_METHOD,
@@ -39,9 +39,11 @@ from vfsd.wire.messages import (
     INVALID_REQUEST,
     MAX_REQUEST_BYTES,
     METHOD_NOT_FOUND,
+    RECEIVE_BYTES,
     CancelParams,
     CancelResult,
     CancelState,
+    LineBuffer,
     Request,
 )
 

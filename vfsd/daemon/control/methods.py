@@ -20,7 +20,7 @@ from protocol.volume_durability import journaled
 from protocol.volume_extensions import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.audit.calls import audited
 from vfsd.daemon.audit.service import Audit
-from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.calls import CallContext, Handler
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -33,7 +33,7 @@ from vfsd.wire.messages import wire_path
 from vfsd.wire.options import WorkspaceOptions
 
 if TYPE_CHECKING:
-    from vfsd.daemon.control.method_groups import MethodGroups
+    from vfsd.daemon.control.handlers.workspace import MethodGroups
     from vfsd.daemon.keeper.kept import Kept
     from vfsd.daemon.upgrading.giving import OldDaemon
 
@@ -122,7 +122,7 @@ class Methods:
     async def _import_groups(self) -> MethodGroups:
         await self._wait_imported()
         # Start-up: the mount answers before this is imported.
-        from vfsd.daemon.control.method_groups import MethodGroups  # noqa: PLC0415
+        from vfsd.daemon.control.handlers.workspace import MethodGroups  # noqa: PLC0415
 
         if self._groups is None:  # several calls may have waited
             self._groups = MethodGroups(

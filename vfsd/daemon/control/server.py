@@ -15,8 +15,7 @@ from typing import Final
 
 import trio
 
-from vfsd.daemon.control.answers import error_line
-from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.calls import CallContext, Handler, error_line
 from vfsd.daemon.control.connection import Budget, ClientConnection, ConnectionLimits, SpareDescriptors
 from vfsd.operations.catalogue import OPERATIONS
 from vfsd.wire.messages import OPERATION_FAILED, ErrorData

@@ -25,7 +25,7 @@ from typing import Final
 
 import trio
 
-from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.control.calls import CallContext
 
 _SLICE_S: Final = 0.01
 _PATIENCE_S: Final = 2.0  # for which an unread answer may delay other clients

@@ -33,8 +33,7 @@ from vfsd.daemon.snapshots.base import is_fork_base
 from vfsd.daemon.starting import serve_starter
 from vfsd.machine.logs import log_failure, log_path, open_log
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records
-from vfsd.wire.handshake import Ready
-from vfsd.wire.options import JournalOptions
+from vfsd.wire.options import JournalOptions, Ready
 
 if TYPE_CHECKING:
     from protocol.volume import Volume

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from protocol.store import Store
 from protocol.volume_extensions import SnapshotInfo, snapshotable
-from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.forks.process import SYSTEMD_VARIABLES
 from vfsd.daemon.forks.waiting import StartedFork, wait_upgraded
@@ -36,10 +36,8 @@ from vfsd.machine.daemon_start import start_interpreter
 from vfsd.machine.logs import log_path, open_log
 from vfsd.operations.merge import AncestorRecord
 from vfsd.operations.workspace import ForkParams
-from vfsd.wire.backend_spec import BackendSpec
-from vfsd.wire.handshake import Ready
 from vfsd.wire.option_rules import SCOPES
-from vfsd.wire.options import DEFAULTS, JournalOptions, MountOptions, StoredOrigin
+from vfsd.wire.options import DEFAULTS, BackendSpec, JournalOptions, MountOptions, Ready, StoredOrigin
 
 if TYPE_CHECKING:
     from vfsd.daemon.backends import Backend

@@ -19,7 +19,7 @@ from vfsd.machine import mounts
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import is_dead
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
-from vfsd.wire.handshake import Failed, Ready, decode_report
+from vfsd.wire.options import Failed, Ready, decode_report
 
 START_TIMEOUT_S: Final = 60.0
 _REPORT_BYTES: Final = 1 << 20

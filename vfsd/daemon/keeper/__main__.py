@@ -1,4 +1,4 @@
-"""The fork server as a process: `python -m vfsd.daemon.keeper LOCK_FD SOCKET`, as `vfsd.client.fork_server` starts it.
+"""The fork server as a process: `python -m vfsd.daemon.keeper LOCK_FD SOCKET`, as `vfsd.client.launch` starts it.
 
 LOCK_FD is the lock that excludes a second server at the path SOCKET, locked by the process that starts this one.
 """

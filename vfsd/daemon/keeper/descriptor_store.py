@@ -50,8 +50,7 @@ from vfsd.daemon.keeper.kept import (
 )
 from vfsd.daemon.sd_notify import Notifier, passed_descriptors
 from vfsd.machine import mounts
-from vfsd.wire.handshake import encode_options
-from vfsd.wire.options import LogOptions
+from vfsd.wire.options import LogOptions, encode_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -28,7 +28,7 @@ from typing import Final
 from vfsd.daemon.daemon import run_daemon
 from vfsd.daemon.starting import serve_kept
 from vfsd.machine.daemon_start import DESCRIPTORS, GO, PACKET_BYTES, ForkedStart
-from vfsd.wire.handshake import decode_options
+from vfsd.wire.options import decode_options
 from vfsd.wire.sockets import peer_credentials, receive_descriptors
 
 _IDLE_S: Final = 600.0

@@ -17,8 +17,7 @@ import msgspec
 import trio
 
 from vfsd.operations.declaration import Peer
-from vfsd.wire.exchange import ATTEMPTS, RECEIVE_BYTES, ClosingError, ControlError, Exchange, LineBuffer
-from vfsd.wire.messages import from_wire_path
+from vfsd.wire.messages import ATTEMPTS, RECEIVE_BYTES, ClosingError, ControlError, Exchange, LineBuffer, from_wire_path
 from vfsd.wire.sockets import connect, peer_credentials
 
 _SILENCE_S: Final = 60.0  # without any message; the other daemon reports progress several times a second

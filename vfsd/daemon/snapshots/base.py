@@ -133,7 +133,7 @@ class Interrupted(Value):
 
 
 class CallObserver(Protocol):
-    """The client's side of a running call: a `vfsd.daemon.control.call_context.CallContext`.  Any thread."""
+    """The client's side of a running call: a `vfsd.daemon.control.calls.CallContext`.  Any thread."""
 
     def raise_if_cancelled(self) -> None:
         """CallCancelledError if the client disconnected or cancelled the call."""

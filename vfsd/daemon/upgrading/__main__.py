@@ -35,7 +35,7 @@ from vfsd.daemon.upgrading.messages import (
 )
 from vfsd.daemon.upgrading.taking import Successor
 from vfsd.machine import logs
-from vfsd.wire.handshake import decode_options
+from vfsd.wire.options import decode_options
 
 _logger = logging.getLogger(__name__)
 

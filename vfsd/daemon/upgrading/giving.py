@@ -34,7 +34,7 @@ import vfsd
 from protocol.linux import credentials
 from protocol.volume_durability import HandedOverVolume, handed_over, journaled
 from protocol.volume_extensions import forkable
-from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.forks.process import check_memory, fork_writer
 from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
 from vfsd.daemon.merging.records import ancestor_record, state_record
@@ -65,8 +65,8 @@ from vfsd.kernel.engines.base import HandedOverEngine
 from vfsd.machine import interpreter
 from vfsd.operations.catalogue import OPERATIONS
 from vfsd.operations.workspace import UpgradeParams, UpgradeResult
-from vfsd.wire.handshake import encode_options
 from vfsd.wire.messages import from_wire_path
+from vfsd.wire.options import encode_options
 
 if TYPE_CHECKING:
     from protocol.volume_durability import GivenState

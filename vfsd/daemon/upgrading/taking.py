@@ -57,8 +57,8 @@ from vfsd.daemon.upgrading.messages import (
 )
 from vfsd.machine.resources import KilledFirst
 from vfsd.machine.runtime import process_start_ticks, socket_path
-from vfsd.wire.handshake import Failed as FailedStart
 from vfsd.wire.options import Below, JournalOptions, MountOptions
+from vfsd.wire.options import Failed as FailedStart
 from vfsd.wire.sockets import BoundSocket
 
 if TYPE_CHECKING:

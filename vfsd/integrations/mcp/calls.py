@@ -20,11 +20,10 @@ from protocol.tool_messages import EditFileParams, GlobParams, GlobResult, GrepP
 from protocol.tools.base import CommandResult, PythonParams, ShellParams, command_of, command_result
 from protocol.tools.files import Entry, LsParams, LsResult, ReadFileParams, WriteFileParams
 from protocol.types import ReadResult, WriteResult
+from vfsd.client.arguments import workspace_path
 from vfsd.client.async_connection import AsyncControlClient
-from vfsd.client.executor import current_umask, exec_call
-from vfsd.client.paths import workspace_path
+from vfsd.client.executor import INLINE_BYTES, current_umask, exec_call, readable_by_daemon
 from vfsd.client.requests import RemoteCall
-from vfsd.client.spooled import INLINE_BYTES, readable_by_daemon
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.operations.fs import FsEntry, FsLsParams, FsLsResult, FsReadParams, FsReadResult, FsWriteParams
 from vfsd.wire.messages import from_wire_path, wire_path

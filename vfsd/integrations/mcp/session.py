@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
+from vfsd.client.arguments import running_workspace
 from vfsd.client.async_connection import AsyncControlClient
-from vfsd.client.mount_arguments import running_workspace
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.integrations.mcp.calls import FileCalls
 from vfsd.machine.runtime import WorkspaceRecord

@@ -16,7 +16,7 @@ from protocol.tools import TOOLS, Tool
 from protocol.tools.base import json_schema, parsed, printable
 from protocol.types import ChangeCounts
 from vfsd.client.connection import ControlError
-from vfsd.client.log_results import LoggedChange
+from vfsd.client.log import LoggedChange
 from vfsd.client.requests import OnProgress
 from vfsd.client.results import Change, Diff, Patch, Restored, Snapshot
 from vfsd.integrations.mcp.session import Session

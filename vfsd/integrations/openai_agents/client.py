@@ -19,9 +19,9 @@ from agents.sandbox.session import Dependencies, Instrumentation, SandboxSession
 from agents.sandbox.session.sandbox_client import BaseSandboxClient
 from agents.sandbox.snapshot import SnapshotBase, SnapshotSpec, resolve_snapshot
 
+from vfsd.client.arguments import mount_options, running_workspace
+from vfsd.client.async_connection import abandon, finish
 from vfsd.client.async_workspace import AsyncWorkspace
-from vfsd.client.mount_arguments import mount_options, running_workspace
-from vfsd.client.threads import abandon, finish
 from vfsd.client.workspace import Workspace, launch_workspace
 from vfsd.integrations.files import name_of
 from vfsd.integrations.openai_agents.session import VfsdSandboxSession

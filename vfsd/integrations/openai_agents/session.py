@@ -34,10 +34,10 @@ from agents.sandbox.session.workspace_payloads import coerce_write_payload
 from agents.sandbox.types import ExecResult, ExposedPortEndpoint, User
 from agents.sandbox.util.tar_utils import UnsafeTarMemberError, safe_extract_tarfile
 
-from vfsd.client.async_process import AsyncProcess
+from vfsd.client.async_connection import abandon, finish
+from vfsd.client.async_executor import AsyncProcess
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.results import Snapshot
-from vfsd.client.threads import abandon, finish
 from vfsd.integrations.openai_agents.files import SandboxFiles
 from vfsd.integrations.openai_agents.snapshot import VfsdSnapshot, check_end, tar_stream
 from vfsd.integrations.openai_agents.state import VfsdSandboxSessionState

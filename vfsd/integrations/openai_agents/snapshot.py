@@ -22,9 +22,9 @@ from agents.sandbox.util.tar_utils import rebase_symlink_target
 
 from protocol.archive.read import open_archive
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry, filled
+from vfsd.client.async_connection import abandon
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.results import Snapshot
-from vfsd.client.threads import abandon
 from vfsd.integrations.openai_agents.state import running
 
 _SPOOL_BYTES: Final = 16 << 20  # of a tar stream in memory

@@ -23,7 +23,7 @@ from agents.sandbox.session.pty_types import (
     resolve_pty_write_yield_time_ms,
 )
 
-from vfsd.client.async_process import AsyncProcess
+from vfsd.client.async_executor import AsyncProcess
 
 # The daemon runs 64 interactive commands at once; the others are for `exec`.
 _MOST: Final = 48

@@ -30,7 +30,7 @@ from protocol.errors import ArchiveError, SnapshotExistsError, SnapshotNotFoundE
 from protocol.filesystem import Filesystem
 from protocol.snapshot_manager import SnapshotManager
 from protocol.types import FilesystemSnapshot
-from vfsd.client.requests import FilePath
+from vfsd.client.arguments import FilePath
 from vfsd.integrations.weakincentives.filesystem import VfsdFilesystem
 
 DEFAULT_DIRECTORY: Final = "wink-fs-snapshots"  # in the directory for temporary files

@@ -26,7 +26,7 @@ from weakincentives.runtime.session.snapshots import SnapshotRestoreError as Ses
 from weakincentives.runtime.transactions import CompositeSnapshot, SnapshotMetadata
 
 from protocol.linux.regular_file import write_atomically
-from vfsd.client.requests import FilePath
+from vfsd.client.arguments import FilePath
 from vfsd.integrations.weakincentives.filesystem import VfsdFilesystem
 
 CHECKPOINT_SUFFIX: Final = ".checkpoint.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 from weakincentives.runtime import Session
 
 from protocol.linux.regular_file import write_atomically
-from vfsd.client.requests import FilePath
+from vfsd.client.arguments import FilePath
 from vfsd.integrations.weakincentives.section import VfsdWorkspaceSection
 
 

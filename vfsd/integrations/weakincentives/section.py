@@ -31,9 +31,8 @@ from weakincentives.runtime.session import append_all, replace_latest
 from weakincentives.runtime.session.slice_policy import SlicePolicy
 
 from protocol.tools import DirectoryCreated, FileDeleted, FileEdited, FileEvent, FileWritten, ToolContext
-from vfsd.client.mount_arguments import MountArguments
-from vfsd.client.mount_events import MountEvents
-from vfsd.client.requests import FilePath
+from vfsd.client.arguments import FilePath, MountArguments
+from vfsd.client.log import MountEvents
 from vfsd.client.workspace import Workspace, unmounting
 from vfsd.integrations.files import name_of
 from vfsd.integrations.weakincentives.archives import FilesystemSnapshotManager, default_directory, file_count
@@ -124,7 +123,7 @@ class VfsdWorkspaceSection(WorkspaceSection):
     tools: whether the agent gets vfsd's tools for files, and for commands if the workspace can run them.  An agent that
         brings tools of its own, such as Claude Code or Codex, works in the directory without them.
     mount_events: whether the session also gets a FileWritten for each file that other programs write through the mount,
-        such as the commands of a shell (`vfsd.client.mount_events`).  Off by default, because a slice with the policy
+        such as the commands of a shell (`vfsd.client.log`).  Off by default, because a slice with the policy
         LOG keeps every event, and a build writes thousands of files.
 
     The session gets an event for each file that is written through `filesystem`, through `workspace.filesystem` or by

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.machine.logs import log_failure
-from vfsd.wire.entry_points import ENGINES_GROUP, known_engines, load_entry_point
+from vfsd.wire.options import ENGINES_GROUP, known_engines, load_entry_point
 
 if TYPE_CHECKING:
     from protocol.volume import Volume

@@ -32,9 +32,8 @@ from vfsd.daemon.control.handlers.fs import FsMethods
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands
 from vfsd.operations.fs import OPERATIONS, FsReadParams, FsWriteParams
-from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import INVALID_PARAMS
-from vfsd.wire.options import MountOptions, WorkspaceOptions
+from vfsd.wire.options import MountOptions, Ready, WorkspaceOptions
 
 
 class FakeMountedVolume:

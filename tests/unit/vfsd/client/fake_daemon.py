@@ -17,8 +17,7 @@ import trio
 
 from tests.unit.vfsd.machine.tiny_fuse import OneDirectory
 from vfsd.daemon import main as daemon_process
-from vfsd.wire.handshake import Ready
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import MountOptions, Ready
 
 
 async def fine(options: MountOptions, ready: Callable[[Ready], None]) -> None:

@@ -23,14 +23,13 @@ import trio
 
 from tests.support.fake_workspace import FakeDaemon, on_its_directory
 from vfsd import AsyncWorkspace
-from vfsd.client import answers, async_connection, threads
+from vfsd.client import async_connection, results
 from vfsd.client.async_filesystem import AsyncFilesystem
 from vfsd.client.filesystem import WorkspaceFilesystem
 from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.snapshots import DiffParams
-from vfsd.wire.exchange import Exchange
-from vfsd.wire.handshake import Ready
-from vfsd.wire.options import MountOptions
+from vfsd.wire.messages import Exchange
+from vfsd.wire.options import MountOptions, Ready
 
 Run = Callable[[Callable[[], Awaitable[Any]]], Any]
 
@@ -271,7 +270,7 @@ def test_the_loop_turns_while_a_large_answer_is_decoded_and_converted(
 ) -> None:
     daemon.forced_changes = many_changes(30_000)
     seen: list[str] = []
-    convert, take = answers.CONVERTERS["Diff"], Exchange.take
+    convert, take = results.CONVERTERS["Diff"], Exchange.take
 
     def converting(*args: Any) -> Any:
         ticker.wait_for_turns()
@@ -284,7 +283,7 @@ def test_the_loop_turns_while_a_large_answer_is_decoded_and_converted(
             seen.append("decoded")
         return take(self, line)
 
-    monkeypatch.setattr(answers, "CONVERTERS", {**answers.CONVERTERS, "Diff": converting})
+    monkeypatch.setattr(results, "CONVERTERS", {**results.CONVERTERS, "Diff": converting})
     monkeypatch.setattr(Exchange, "take", taking)
 
     async def body() -> None:
@@ -448,13 +447,13 @@ def test_work_that_no_thread_has_begun_is_not_done(run: Run) -> None:
         limiter.total_tokens = 1
         release = threading.Event()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(threads.finish, functools.partial(release.wait, 30))
+            tasks.start_soon(async_connection.finish, functools.partial(release.wait, 30))
             await anyio.sleep(0.05)
             with anyio.move_on_after(0.05) as scope:
-                await threads.finish(lambda: done.append(1))
+                await async_connection.finish(lambda: done.append(1))
             assert scope.cancelled_caught
             release.set()
-        await threads.finish(lambda: done.append(2))
+        await async_connection.finish(lambda: done.append(2))
 
     run(body)
     assert done == [2]
@@ -463,9 +462,9 @@ def test_work_that_no_thread_has_begun_is_not_done(run: Run) -> None:
 def test_an_error_in_a_thread_is_raised(run: Run) -> None:
     async def body() -> None:
         with pytest.raises(ZeroDivisionError):
-            await threads.finish(lambda: 1 // 0)
+            await async_connection.finish(lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            await threads.abandon(lambda: 1 // 0)
+            await async_connection.abandon(lambda: 1 // 0)
 
     run(body)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vfsd.client import fork_server
+from vfsd.client import launch as launching
 from vfsd.machine.daemon_start import daemon_environment, process_kind
 from vfsd.wire.options import MountOptions
 
@@ -24,7 +24,7 @@ OPTIONS = MountOptions.of("/mnt/x", "x")
 def socket_path(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VFSD_RUNTIME_DIR", str(workdir))
     (workdir / "vfsd").mkdir(mode=0o700)
-    return Path(fork_server.socket_path(daemon_environment()))
+    return Path(launching.socket_path(daemon_environment()))
 
 
 def _set_mask(signals: set[signal.Signals]) -> None:
@@ -42,27 +42,27 @@ def _set_soft_limit(soft: int) -> int:
 
 
 def test_the_variable_is_on_or_off() -> None:
-    assert fork_server.is_on({})
-    assert fork_server.is_on({"VFSD_FORK_SERVER": "on"})
-    assert not fork_server.is_on({"VFSD_FORK_SERVER": "off"})
+    assert launching.is_fork_server_on({})
+    assert launching.is_fork_server_on({"VFSD_FORK_SERVER": "on"})
+    assert not launching.is_fork_server_on({"VFSD_FORK_SERVER": "off"})
     with pytest.raises(OSError, match="on or off") as raised:
-        fork_server.is_on({"VFSD_FORK_SERVER": "no"})
+        launching.is_fork_server_on({"VFSD_FORK_SERVER": "no"})
     assert raised.value.errno == errno.EINVAL
 
 
 def test_without_a_server_the_daemon_is_started_directly(socket_path: Path) -> None:
-    assert fork_server.start(OPTIONS, 1, 2) == "no fork server is running"
+    assert launching.start_by_server(OPTIONS, 1, 2) == "no fork server is running"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(socket_path))  # of a server that was killed
-        assert fork_server.start(OPTIONS, 1, 2) == "no fork server is running"
+        assert launching.start_by_server(OPTIONS, 1, 2) == "no fork server is running"
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(launching, "_ANSWER_TIMEOUT_S", 0.01)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(socket_path))
         listener.listen()
-        assert fork_server.start(OPTIONS, 1, 2) == "the fork server does not answer"
+        assert launching.start_by_server(OPTIONS, 1, 2) == "the fork server does not answer"
 
 
 def test_a_kind_is_of_what_a_process_inherits() -> None:

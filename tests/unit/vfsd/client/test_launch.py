@@ -19,8 +19,7 @@ from tests.support.foreign_files import plant
 from tests.support.waiting import longer_limits
 from vfsd.client.launch import launch, log_path
 from vfsd.machine import mountinfo
-from vfsd.wire.handshake import Failed, Ready, decode_options, decode_report, encode_options, encode_report
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import Failed, MountOptions, Ready, decode_options, decode_report, encode_options, encode_report
 
 FAKE = "tests.unit.vfsd.client.fake_daemon"
 REPOSITORY = Path(__file__).parents[4]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.client.mount_arguments import mount_options
+from vfsd.client.arguments import mount_options
 from vfsd.wire.option_rules import OptionError
 
 

@@ -20,8 +20,7 @@ import vfsd
 from tests.support.fake_workspace import FakeDaemon
 from tests.support.suites import one_of
 from vfsd import AsyncWorkspace, Workspace
-from vfsd.wire.handshake import Ready
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import MountOptions, Ready
 
 
 @pytest.fixture
@@ -270,7 +269,7 @@ def test_a_workspace_that_is_not_mounted_any_more_does_not_warn(
 def test_a_program_that_ends_warns_of_the_workspace_that_it_leaves(daemon: FakeDaemon) -> None:
     code = """
 import sys, vfsd.client.workspace as module
-from vfsd.wire.handshake import Ready
+from vfsd.wire.options import Ready
 module.launch.launch = lambda _, **__: Ready("demo", sys.argv[1], "socket", int(sys.argv[2]), "native")
 module.mount_at = lambda path: path
 kept = module.Workspace.mount(sys.argv[1])

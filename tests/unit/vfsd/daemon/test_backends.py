@@ -9,10 +9,9 @@ import pytest
 
 from protocol.backends.memory import MemoryVolume
 from tests.support.toy_backend import install_backend
-from vfsd.client.mount_arguments import mount_options
+from vfsd.client.arguments import mount_options
 from vfsd.daemon.backends import open_backend
-from vfsd.wire.backend_spec import BackendSpec
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import BackendSpec, MountOptions
 
 TOY = """
 from protocol.backends.memory import MemoryVolume

@@ -11,9 +11,7 @@ import pytest
 import trio
 
 from vfsd.daemon.starting import run
-from vfsd.wire.backend_spec import BackendSpec
-from vfsd.wire.handshake import Ready
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import BackendSpec, MountOptions, Ready
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.toy_backend import install_backend
-from vfsd.wire.backend_spec import BackendSpec, known_backends, parse_backend
+from vfsd.wire.options import BackendSpec, known_backends, parse_backend
 
 
 @pytest.mark.parametrize(

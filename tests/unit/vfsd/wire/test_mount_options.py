@@ -21,10 +21,9 @@ from click.testing import CliRunner, Result
 
 from vfsd.cli.main import cli
 from vfsd.cli.mount import mount_command
-from vfsd.client.mount_arguments import MountArguments, mount_options
-from vfsd.wire.backend_spec import BACKENDS
+from vfsd.client.arguments import MountArguments, mount_options
 from vfsd.wire.option_rules import SCOPES, OptionError, is_secret
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import BACKENDS, MountOptions
 
 DOCUMENTATION = Path(__file__).parents[4] / "docs" / "mount.md"
 

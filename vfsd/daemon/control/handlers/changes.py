@@ -1,11 +1,15 @@
-"""The differences of two trees, as records of the wire.  Runs in worker threads, on immutable trees."""
+"""The differences of two trees, as records of the wire, and the git repositories that both sides of a merge changed.
+
+Runs in worker threads, on immutable trees.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal
 
@@ -15,12 +19,13 @@ from protocol.adapters.git_patterns import PathFilter
 from protocol.adapters.trees import FilteredTree
 from protocol.diff.patch import Uncarried, line_stat, write_patch
 from protocol.diff.tree_diff import Change, ChangeKind, changes, missing_above, restored_links
+from protocol.errors import shown
 from protocol.tree import LOST, Tree, TreeEntry, losing
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import SnapshotInfo
-from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.snapshots.threads import in_answer_thread
-from vfsd.operations.declaration import ChangeRecord, ExpiredRecord
+from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
 from vfsd.operations.snapshots import CHANGES_LISTED, ProblemRecord
 from vfsd.wire.messages import InvalidParamsError, wire_path
 from vfsd.wire.option_rules import MOST_PATTERNS
@@ -258,3 +263,46 @@ def expired_records(expired: Iterable[SnapshotInfo], pruned: Iterable[SnapshotIn
 def problem_records(problems: Mapping[bytes, str]) -> list[ProblemRecord]:
     """Return the records of paths that could not be read or restored, with the reasons."""
     return [ProblemRecord(wire_path(path), reason) for path, reason in problems.items()]
+
+
+# -- git repositories ------------------------------------------------------------------------------
+_REFS_SHOWN: Final = 5
+
+
+def planned_repositories(repositories: Sequence[bytes], other: str) -> list[RepositoryRecord]:
+    """Return the records of a dry run, and of a merge whose conflicts prevent it."""
+    detail = f"changed on both sides, so it is kept as it is, and gets the branches of {other}"
+    return [RepositoryRecord(wire_path(path), detail) for path in repositories]
+
+
+def fetched_repositories(
+    repositories: Sequence[bytes], source: str, target: str, other: str, marked: Collection[bytes] = ()
+) -> tuple[list[RepositoryRecord], bool]:
+    """Fetch the branches of the workspace `other`, mounted at `source`, into the repositories below `target`.
+
+    `marked`: files that the merge wrote conflict markers into.  Also returns whether no repository had a problem.
+    """
+    from protocol.merge.git import Fetched, fetch_repository  # noqa: PLC0415 (few merges need git)
+
+    records, is_complete = [], True
+    for path in repositories:
+        fetched = Fetched(path, problem=f"{other} has ended")
+        if source:
+            fetched = fetch_repository(path, source, target, other, marked)
+        left = ", ".join(shown(os.fsencode(ref)) for ref in fetched.left[:_REFS_SHOWN])
+        if len(fetched.left) > _REFS_SHOWN:
+            left += f" and {len(fetched.left) - _REFS_SHOWN:,} more"
+        problem = fetched.problem or (f"git cannot read {left} there" if left and not fetched.refs else "")
+        is_complete = is_complete and not problem
+        detail = "changed on both sides, so it was kept as it is; "
+        if problem:
+            detail += f"the branches of {other} could not be fetched: {problem}"
+        elif fetched.nothing:
+            detail += f"no branches were fetched, because {other} has {fetched.nothing} there"
+        else:
+            without = f", without {left}, which git cannot read there" if left else ""
+            once = " once the conflicts are resolved" if marked else ""
+            take = f", and these commands take over its commits{once}:" if fetched.commands else ""
+            detail += f"the branches of {other} are {fetched.refs}/* in it{without}{take}"
+        records.append(RepositoryRecord(wire_path(path), detail, fetched.refs, list(fetched.commands)))
+    return records, is_complete

@@ -16,8 +16,7 @@ import trio
 
 from protocol.execution.executor import Command, Terminal
 from protocol.execution.runner import CommandLimits, Process, Stream
-from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.handlers.parameters import host_environment, host_text, working_directory
+from vfsd.daemon.control.calls import CallContext, Handler, host_environment, host_text, working_directory
 from vfsd.daemon.exec.commands import Commands
 from vfsd.operations.declaration import Empty
 from vfsd.operations.exec import (

@@ -18,8 +18,7 @@ import trio
 from protocol.errors import SnapshotNotFoundError, shown
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import ForkableVolume, SnapshotInfo
-from vfsd.daemon.control.call_context import CallContext
-from vfsd.daemon.control.handlers.parameters import absolute_path
+from vfsd.daemon.control.calls import CallContext, absolute_path
 from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.forks.forks import Forks, Steps
 from vfsd.daemon.merging.lineage import StateId
@@ -28,9 +27,8 @@ from vfsd.daemon.snapshots.base import FORK_PREFIX, SnapshotService, fork_tag, f
 from vfsd.machine import mounts
 from vfsd.machine.runtime import read_record
 from vfsd.operations.workspace import ForkParams, ForkResult
-from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import InvalidParamsError, wire_path
-from vfsd.wire.options import NAME_PATTERN
+from vfsd.wire.options import NAME_PATTERN, Ready
 
 if TYPE_CHECKING:
     from vfsd.daemon.forks.stored import StoredForks

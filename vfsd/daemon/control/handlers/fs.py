@@ -48,9 +48,15 @@ from protocol.volume import USUAL_UMASK, Caller
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import CacheInvalidation, snapshotable
 from vfsd.daemon.audit.calls import acting_through_mount
-from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
+from vfsd.daemon.control.calls import (
+    CallContext,
+    Encoded,
+    Handler,
+    host_environment,
+    host_text,
+    working_directory,
+)
 from vfsd.daemon.control.handlers import fs_calls
-from vfsd.daemon.control.handlers.parameters import host_environment, host_text, working_directory
 from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.control.turns import Slices, Turns
 from vfsd.daemon.exec.commands import Commands

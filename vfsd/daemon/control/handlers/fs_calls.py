@@ -41,8 +41,7 @@ from protocol.tools.files import EDIT_FILE, RM, Entry, entries_of, entry_of
 from protocol.tools.files import write_bytes as _write_bytes
 from protocol.tools.search import GLOB, GREP
 from protocol.types import DEFAULT_READ_LINES, WriteResult
-from vfsd.daemon.control.call_context import Encoded
-from vfsd.daemon.control.handlers.parameters import absolute_path, filesystem_path
+from vfsd.daemon.control.calls import Encoded, absolute_path, filesystem_path
 from vfsd.operations.fs import (
     FsEntry,
     FsLsParams,

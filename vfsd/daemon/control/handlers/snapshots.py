@@ -14,7 +14,7 @@ from protocol.store import Store
 from protocol.tree import Tree, unfiltered
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import SnapshotInfo, SnapshotKind
-from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.calls import CallContext, Handler, absolute_path, host_text, tree_paths
 from vfsd.daemon.control.handlers.changes import (
     change_record,
     compare,
@@ -22,7 +22,6 @@ from vfsd.daemon.control.handlers.changes import (
     problem_records,
     time_text,
 )
-from vfsd.daemon.control.handlers.parameters import absolute_path, host_text, tree_paths
 from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import Origin, archive, snapshot_of

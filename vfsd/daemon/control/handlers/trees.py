@@ -14,20 +14,20 @@ from protocol.diff.tree_diff import went_back
 from protocol.tree import Tree, unfiltered
 from protocol.volume_extensions import ApplyResult as Applied
 from protocol.volume_extensions import overlaid, snapshotable
-from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.calls import CallContext, Handler, absolute_path, tree_paths
 from vfsd.daemon.control.handlers.changes import (
     Differences,
     OutputPieces,
     change_record,
     compare,
     expired_records,
+    fetched_repositories,
     filtered,
     path_filter,
+    planned_repositories,
     problem_records,
     written_patch,
 )
-from vfsd.daemon.control.handlers.parameters import absolute_path, tree_paths
-from vfsd.daemon.control.handlers.repositories import fetched_repositories, planned_repositories
 from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.merging.layered_tree import LayeredTree
 from vfsd.daemon.merging.lineage import StateId

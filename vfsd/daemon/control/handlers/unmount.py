@@ -29,7 +29,7 @@ from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import SnapshotableVolume, overlaid, snapshotable
-from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.control.handlers.changes import time_text
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, has_state

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import peer, ping, serving
-from vfsd.daemon.control.call_context import CallCancelledError, CallContext
+from vfsd.daemon.control.calls import CallCancelledError, CallContext
 from vfsd.operations.declaration import Empty
 from vfsd.operations.snapshots import DropParams, ExportParams, ExportResult
 

@@ -20,7 +20,7 @@ from protocol.types import ChangeCounts
 from tests.support.suites import one_of
 from tests.unit.vfsd.daemon.control.conftest import peer, serving
 from vfsd.client.connection import ControlClient
-from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.calls import CallContext, Handler
 from vfsd.machine.runtime import (
     WorkspaceRecord,
     ensure_socket_dir,

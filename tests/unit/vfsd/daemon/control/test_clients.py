@@ -23,7 +23,7 @@ from tests.support.suites import one_of
 from tests.unit.vfsd.daemon.control.conftest import serving
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.connection import ControlClient, ControlError
-from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.control.connection import ConnectionLimits
 from vfsd.operations.declaration import ChangeRecord, Empty
 from vfsd.operations.snapshots import DiffParams, DiffResult, DropParams, DropResult, ExportParams, ExportResult

@@ -20,7 +20,7 @@ import trio
 import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import Peer, peer, serving
-from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.control.connection import ConnectionLimits
 from vfsd.operations.declaration import Empty
 from vfsd.operations.snapshots import DropParams

@@ -14,8 +14,8 @@ import trio
 from protocol.store import DirectorySource, Store
 from protocol.tree import Tree
 from tests.support.trees import DictTree
-from vfsd.daemon.control.call_context import CallCancelledError, CallContext
-from vfsd.daemon.control.handlers.whole import save_method
+from vfsd.daemon.control.calls import CallCancelledError, CallContext
+from vfsd.daemon.control.handlers.workspace import save_method
 from vfsd.daemon.snapshots.base import StoredState
 from vfsd.operations.snapshots import SaveParams
 

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from vfsd.daemon.control.call_context import CallCancelledError, CallContext
+from vfsd.daemon.control.calls import CallCancelledError, CallContext
 from vfsd.daemon.control.turns import Slices, Turns
 
 

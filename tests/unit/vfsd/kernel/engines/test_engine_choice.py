@@ -14,7 +14,7 @@ from vfsd.kernel.engines import choice
 from vfsd.kernel.engines.base import EngineSettings, Impersonator
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
-from vfsd.wire.entry_points import is_engine, known_engines
+from vfsd.wire.options import is_engine, known_engines
 
 SETTINGS = EngineSettings("/nowhere", "choice")
 

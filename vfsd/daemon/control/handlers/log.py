@@ -15,9 +15,8 @@ from protocol.diff.tree_diff import PathScope
 from protocol.errors import SnapshotNotFoundError
 from vfsd.daemon.audit.entries import Entry, time_text
 from vfsd.daemon.audit.service import Audit
-from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.calls import CallContext, Handler, tree_paths
 from vfsd.daemon.control.handlers.changes import OutputPieces
-from vfsd.daemon.control.handlers.parameters import tree_paths
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.operations.declaration import Empty

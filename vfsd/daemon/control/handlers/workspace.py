@@ -1,4 +1,7 @@
-"""The methods of the workspace as a whole: `compact` and `save` put its state on disk, `policy` tightens its policy.
+"""The methods that work on content, by name, and those of the workspace as a whole: `compact`, `policy` and `save`.
+
+They import the archive, store, search and diff code, so the daemon imports this module after the mount answers
+(`vfsd.daemon.preload`).
 
 Threading: the serving loop, except `_taken` and `_drop_unread`.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import trio
@@ -16,13 +19,24 @@ from msgspec.structs import replace
 
 from protocol.store import Store, TreeSource
 from protocol.volume_extensions import SnapshotInfo
-from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.handlers.snapshots import required
+from vfsd.daemon.audit.service import Audit
+from vfsd.daemon.control.calls import CallContext, Handler
+from vfsd.daemon.control.handlers.exec import ExecMethods
+from vfsd.daemon.control.handlers.fork import ForkMethod
+from vfsd.daemon.control.handlers.fs import FsMethods
+from vfsd.daemon.control.handlers.log import AuditMethods
+from vfsd.daemon.control.handlers.merge import MergeMethods, MergeSource
+from vfsd.daemon.control.handlers.snapshots import SnapshotMethods, required
+from vfsd.daemon.control.handlers.trees import TreeMethods
+from vfsd.daemon.control.handlers.unmount import UnmountMethods
+from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks
+from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree
 from vfsd.daemon.snapshots.base import BASE, STAGED_PREFIX, SnapshotService, free_name, in_bytes
 from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.daemon.upgrading.giving import OldDaemon, Upgrade
 from vfsd.daemon.upkeep import Compaction
 from vfsd.operations.declaration import Empty
 from vfsd.operations.snapshots import SaveParams, SaveResult
@@ -141,3 +155,42 @@ def _drop_unread(saved: SaveResult, call: CallContext) -> None:
         with Store(saved.directory) as store, contextlib.suppress(FileNotFoundError):
             store.drop(saved.workspace, saved.name)
         call.raise_if_cancelled()
+
+
+class MethodGroups:
+    """The groups of methods of one workspace.  `snapshots` is None if its backend has none."""
+
+    def __init__(
+        self,
+        mounted: MountedVolume,
+        snapshots: SnapshotService | None,
+        options: WorkspaceOptions,
+        commands: Commands,
+        forks: Forks,
+        audit: Audit,
+        daemon: OldDaemon,
+    ) -> None:
+        self._unmount = UnmountMethods(mounted, options, commands, forks, daemon.removal.wait)
+        source = MergeSource(mounted, snapshots, options, forks)
+        others = OtherWorkspaces(mounted.volume, source.lineage, source.tree, forks.temporary)
+        self.handlers: Mapping[str, Handler] = {
+            "unsaved": self._unmount.unsaved,
+            "unmount": self._unmount.unmount,
+            "compact": compact_method(mounted, forks),
+            "upgrade": Upgrade(daemon, mounted, snapshots, commands).upgrade,
+            "policy": policy_method(mounted),
+            "save": save_method(snapshots, options, mounted),
+            "fork": ForkMethod(mounted, snapshots, forks).fork,
+            **SnapshotMethods(mounted, snapshots, options, forks).handlers(),
+            **TreeMethods(mounted, snapshots, options, forks.base, others).handlers(),
+            **source.handlers(),
+            **MergeMethods(mounted, source, options, others).handlers(),
+            **AuditMethods(audit, snapshots).handlers(),
+            **FsMethods(mounted, options, commands, snapshots).handlers(),
+            **ExecMethods(commands).handlers(),
+        }
+
+    @property
+    def unmounts_to_answer(self) -> int:
+        """Unmounts that were made and whose answers are not sent yet."""
+        return self._unmount.to_answer
