@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.content import LowerContent
-from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.inode import LowerContent, OverlayInode
 from protocol.linux.portable import proc_path
 from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
 from protocol.testing.volume.driver import ALICE, fails

@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant, rule
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.journaling.absent import AbsentLower
+from protocol.backends.overlay.lower import AbsentLower
 from tests.model.test_memory_model import MemoryMachine
 from tests.model.test_overlay_model import OverlayMachine
 from tests.support.journals import (

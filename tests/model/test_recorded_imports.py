@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.backends.memory import MemoryVolume
-from protocol.backends.memory.journaling import recorded_ahead
+from protocol.backends.memory.journaling import changes
 from protocol.volume import ROOT_INODE, SUPERUSER
 from tests.support.journals import JournalInMemory, assert_same_volume, replayed
 
@@ -43,8 +43,8 @@ steps = st.one_of(
 @pytest.fixture(autouse=True, scope="module")
 def every_block_is_stored() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorded_ahead, "SMALLEST_BYTES", 1)
-        patch.setattr(recorded_ahead, "_STEP_PIECES", 2)
+        patch.setattr(changes, "SMALLEST_BYTES", 1)
+        patch.setattr(changes, "_STEP_PIECES", 2)
         yield
 
 

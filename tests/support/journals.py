@@ -9,7 +9,7 @@ from typing import Any, cast
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.inode import Inode
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.content import LowerContent
+from protocol.backends.overlay.inode import LowerContent
 from protocol.backends.overlay.lower import Lower
 from protocol.diff.tree_diff import same_bytes
 from protocol.journal.directory import Journal

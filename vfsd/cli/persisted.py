@@ -11,7 +11,7 @@ import click
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.journaling.absent import AbsentLower
+from protocol.backends.overlay.lower import AbsentLower
 from protocol.journal.directory import JournalFiles, drop_journal, has_journal, is_locked, read_journal
 from protocol.journal.records import JournalDamagedError
 from protocol.store.format.layout import Layout, default_directory

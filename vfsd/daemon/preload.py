@@ -49,7 +49,7 @@ _REST: Final = (
 
 _OF_JOURNALS: Final = (
     "protocol.backends.memory.journaling.handover",
-    "protocol.backends.memory.journaling.image",
+    "protocol.backends.memory.journaling.changes",
     "protocol.backends.memory.journaling.recorder",
     "protocol.backends.memory.journaling.replay",
 )
@@ -70,7 +70,7 @@ _OF_KIND: Final = {
     "overlay": (
         *_OF_JOURNALS,
         "protocol.backends.overlay.journaling.handover",
-        "protocol.backends.overlay.journaling.image",
+        "protocol.backends.overlay.journaling.introductions",
         "protocol.backends.overlay.journaling.recorder",
         "protocol.backends.overlay.journaling.replay",
         "protocol.backends.overlay.known_inodes",

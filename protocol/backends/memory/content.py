@@ -22,16 +22,21 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.blocks import (
     BLOCK_CHARGE_BYTES,
+    NONE_OWNED,
     PAGE_BYTES,
     Block,
+    Reserved,
+    SharedBlocks,
     SparseBlock,
     block_bytes,
+    joined,
+    overlap,
     page_bits,
     page_up,
+    within,
+    without,
 )
 from protocol.backends.memory.ledger import Ledger
-from protocol.backends.memory.reservations import Reserved, joined, overlap, within, without
-from protocol.backends.memory.shared_blocks import NONE_OWNED, SharedBlocks
 from protocol.errors import os_error
 from protocol.tree import Chunk, Hole
 

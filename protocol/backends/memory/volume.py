@@ -39,8 +39,8 @@ from protocol.volume_extensions import CacheInvalidation, PreparingVolume, Share
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.journaling.changes import Image
     from protocol.backends.memory.journaling.handover import Giving, Taking
-    from protocol.backends.memory.journaling.image import Image
     from protocol.backends.memory.journaling.recorder import Recorder, WaitSynced
     from protocol.backends.memory.journaling.replay import Replay
     from protocol.journal.directory import Journal
@@ -254,7 +254,7 @@ class MemoryVolume:
 
         From now on the volume is durable: see `fsync`.
         """
-        from protocol.backends.memory.journaling.image import write_image  # noqa: PLC0415 (start-up: few mounts)
+        from protocol.backends.memory.journaling.changes import write_image  # noqa: PLC0415 (start-up: few mounts)
 
         if is_new:
             write_image(self._new_image(), journal.log)
@@ -311,7 +311,7 @@ class MemoryVolume:
         return Replay(self._state, self.notes)
 
     def _new_image(self) -> Image:
-        from protocol.backends.memory.journaling.image import Image  # noqa: PLC0415
+        from protocol.backends.memory.journaling.changes import Image  # noqa: PLC0415
 
         return Image(self._state, self.notes)
 
@@ -386,7 +386,7 @@ class MemoryVolume:
 
     def write_image(self, number: int, progress: Callable[[], None]) -> None:
         """See `JournaledVolume`."""
-        from protocol.backends.memory.journaling.image import write_image  # noqa: PLC0415 (start-up: few mounts)
+        from protocol.backends.memory.journaling.changes import write_image  # noqa: PLC0415 (start-up: few mounts)
 
         assert self._recorder is not None
         journal = self._recorder.journal

@@ -39,9 +39,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
-from protocol.backends.overlay.inode import OverlayInode, lower_files
+from protocol.backends.overlay.inode import LowerContent, OverlayInode, lower_files
 from protocol.backends.overlay.intent_log import ApplyIntentLog, Recovered, has_intent_log, intent_log
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, identity, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place, set_attributes

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.invariants import Invariants
-from protocol.backends.overlay.children import UnfilledChildren
-from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.inode import OverlayInode, UnfilledChildren
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from protocol.backends.overlay.children import UnfilledChildren
-from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.inode import OverlayInode, UnfilledChildren
 from protocol.backends.overlay.lower import IdentityRecord, RecordedStat, identity_record, recorded_identity
 from protocol.directory_cookies import AscendingCookies, DirectoryCookies, downward
 from protocol.tree import TYPE_MASK

@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from protocol.backends.memory.history.view import SnapshotTree
-from protocol.backends.overlay.content import LowerContent
-from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.inode import LowerContent, OverlayInode
 from protocol.backends.overlay.lower import LOST_NS, ChangedBelowError, EarlierState
 from protocol.tree import CHUNK_BYTES, LOST, Chunk, Tree, TreeEntry, losing
 

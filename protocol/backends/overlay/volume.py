@@ -43,9 +43,8 @@ from protocol.backends.memory.history.snapshots import restore_epoch
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import Inode
 from protocol.backends.overlay.apply import Applied, OverlayApply
-from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.host_lower import HostLower
-from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.inode import LowerContent, OverlayInode
 from protocol.backends.overlay.intent_log import is_interrupted
 from protocol.backends.overlay.invariants import OverlayInvariants
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, identity
@@ -58,7 +57,7 @@ from protocol.volume_extensions import CacheInvalidation, InodeChange, VolumeUsa
 if TYPE_CHECKING:
     from protocol.backends.memory.journaling.replay import Replay
     from protocol.backends.overlay.journaling.handover import OverlayGiving, OverlayTaking
-    from protocol.backends.overlay.journaling.image import OverlayImage
+    from protocol.backends.overlay.journaling.introductions import OverlayImage
     from protocol.backends.overlay.journaling.recorder import OverlayRecorder
     from protocol.backends.overlay.journaling.replay import OverlayReplay
     from protocol.journal.directory import Journal
@@ -178,7 +177,7 @@ class OverlayVolume(MemoryVolume):
         self._base, self.identities = found.base, found.identities
 
     def _new_image(self) -> OverlayImage:
-        from protocol.backends.overlay.journaling.image import OverlayImage  # noqa: PLC0415 (start-up: few mounts)
+        from protocol.backends.overlay.journaling.introductions import OverlayImage  # noqa: PLC0415 (start-up: few mounts)
 
         return OverlayImage(self._overlay, self.notes, self._base, self.identities)
 

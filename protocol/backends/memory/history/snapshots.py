@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from protocol.backends.memory.history.converge import Converger, Extent
-from protocol.backends.memory.history.fill import Filler
-from protocol.backends.memory.history.prepare import Preparation
+from protocol.backends.memory.history.prepare import Filler, Preparation
 from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, merged
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES

@@ -1,4 +1,6 @@
-"""The effects of all changes since the beginning of an epoch, from its pre-images.
+"""The effects of many changes: of all since the beginning of an epoch, of an import ahead of it, and of a whole state.
+
+`changes_since` takes the effects of an epoch from its pre-images.
 
 Versions share blocks, and a block that versions share is replaced and never changed (see `content`).  So the blocks
 that changed are those that are another object than in the pre-image.  A block that a restore took from a snapshot is
@@ -9,19 +11,26 @@ A reference names a snapshot and an inode, not an epoch: which epoch holds a ver
 
 from __future__ import annotations
 
+import errno
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Final
 
-from protocol.backends.memory.blocks import SparseBlock
+from protocol.backends.memory.blocks import Block, SparseBlock
+from protocol.backends.memory.content import BLOCK_BYTES
+from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, merged
 from protocol.journal import effects
+from protocol.journal.log import Batch
+from protocol.journal.records import Kind
 
 if TYPE_CHECKING:
     from protocol.backends.memory.blocks import Block
-    from protocol.backends.memory.history.undo import Epoch
+    from protocol.backends.memory.history.undo import Epoch, PreInodes
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.memory.journaling.recorded_ahead import RecordedAhead
     from protocol.backends.memory.state import MemoryState
+    from protocol.journal.log import Log
+    from protocol.journal.records import Buffer
 
 Source = tuple[int, int, int]  # the serial of a snapshot, the number of an inode in it, the index of a block
 
@@ -168,3 +177,316 @@ def _sources(state: MemoryState, epoch: Epoch, number: int) -> dict[int, Source]
             if each is not epoch:
                 serial = None  # it shows this version, and not the later ones
     return found
+
+
+SMALLEST_BYTES: Final = 16 << 10  # recording a smaller block costs little more than a reference to it
+_EFFECT_BYTES: Final = 64
+_STEP_BYTES: Final = 32 << 10
+_STEP_PIECES: Final = 64
+_STEP_BLOCKS: Final = 256  # that are not stored
+
+
+class RecordedAhead:
+    """Writes parts of a transaction to the journal before the transaction, in small steps.
+
+    A transaction is one step of the serving loop and one batch of the journal.  Without this, all of its content and
+    new inodes would be written within that step, and no request answered meanwhile: 2 s for 100,000 small files.  Parts
+    written ahead change nothing: they count when the batch of the transaction refers to them.
+
+    Invariants:
+
+    1. A block is held as long as its number is known, so no other object gets its identity.  The caller does not change
+       it until `clear`.
+    2. Inodes that are stored are complete in the journal, with their entries.  Until `clear` only the attributes of
+       those in `tops` change.  Another transaction may come before theirs, and calls `clear`.
+
+    Other requests may be recorded between two steps.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[int, Block]] = {}  # by identity
+        self._pieces: dict[int, tuple[int, bytes]] = {}  # of content that no block has yet, by index
+        self._count = 0
+        self._cleared = 0  # how often
+        self._inodes: AbstractSet[int] = frozenset()
+        self._inode_parts: list[int] = []
+        self._entry_parts: list[int] = []
+        self.tops: Collection[int] = ()  # of `inodes_of`: those whose attributes the transaction changes
+
+    def store(self, log: Log, blocks: Iterable[Block]) -> Iterator[None]:
+        """Store blocks, one in each step.  Small ones are left to what refers to them.  OSError."""
+        for count, block in enumerate(blocks):
+            if not isinstance(block, SparseBlock) and len(block) >= SMALLEST_BYTES and id(block) not in self._numbers:
+                self._numbers[id(block)] = self._append(log, block), block
+                yield
+            elif count % _STEP_BLOCKS == 0:
+                yield
+
+    def store_content(self, log: Log, data: bytes) -> Iterator[None]:
+        """Store what will be the content of a file.  OSError."""
+        view = memoryview(data)
+        for start in range(0, len(data), BLOCK_BYTES):
+            piece = bytes(view[start : start + BLOCK_BYTES])
+            if len(piece) >= SMALLEST_BYTES:
+                self._pieces[start // BLOCK_BYTES] = self._append(log, piece), piece
+                yield
+
+    def store_inodes(self, log: Log, nodes: Iterable[Inode], tops: Collection[int]) -> Iterator[None]:
+        """Store new inodes, which nothing else leads to and nobody changes; `tops` will get a name.  OSError."""
+        stored: set[int] = set()
+        directories: list[Inode] = []
+        entries = (
+            effects.entry(node.inode, name, child)
+            for node in directories
+            for name, child in (node.children or {}).items()
+        )
+        cleared = self._cleared
+        parts: tuple[list[int], list[int]] = [], []
+        for numbers, pieces in zip(parts, (self._described(nodes, stored, directories), entries), strict=True):
+            for number in self._store_effects(log, pieces):
+                numbers.append(number)
+                yield
+                if self._cleared != cleared:
+                    return  # another transaction came first: this one is recorded without what was stored
+        self._inode_parts, self._entry_parts = parts
+        self._inodes, self.tops = stored, tops
+
+    def _described(self, nodes: Iterable[Inode], stored: set[int], directories: list[Inode]) -> Iterator[bytes]:
+        """Yield the effects of inodes other than their entries; add them to `stored`, and to `directories`."""
+        for node in nodes:
+            stored.add(node.inode)
+            if node.children:
+                directories.append(node)
+            yield effects.inode(node)
+            yield effects.reset(node.inode)
+            yield from inode_details(None, node, {}, self)
+
+    def _store_effects(self, log: Log, pieces: Iterable[bytes]) -> Iterator[int]:
+        """Store effects, some in each step; yield the number of each STORE."""
+        part: list[bytes] = []
+        size = 0
+        for piece in pieces:
+            part.append(piece)
+            size += len(piece)
+            if size >= _STEP_BYTES or len(part) >= _STEP_PIECES:
+                yield self._append(log, b"".join(part))
+                part, size = [], 0
+        if part:
+            yield self._append(log, b"".join(part))
+
+    def inodes_of(self, changed: PreInodes) -> Collection[int]:
+        """Return the inodes that are stored, if they belong to the transaction that has `changed` these."""
+        return self._inodes if self._inodes <= changed.keys() else ()
+
+    def _append(self, log: Log, data: Buffer) -> int:
+        number = self._count
+        log.require(len(data) + _EFFECT_BYTES)
+        # A part: it is not synced, and does not count unless something after it does.
+        log.append([effects.store(number, len(data)), data], Kind.PART)
+        self._count += 1
+        return number
+
+    def take(self, index: int, block: Block) -> int | None:
+        """Return the number of a block that was stored, once; None for others.  `index`: its place in the file."""
+        found = self._numbers.pop(id(block), None)
+        if found is not None:
+            return found[0]
+        piece = self._pieces.get(index)
+        if piece is None or isinstance(block, SparseBlock) or piece[1] != block:
+            return None
+        del self._pieces[index]
+        return piece[0]
+
+    def inode_effects(self) -> Iterator[bytes]:
+        """Yield the effects that make the stored inodes."""
+        return map(effects.stored_effects, self._inode_parts)
+
+    def entry_effects(self) -> Iterator[bytes]:
+        """Yield the effects that make the entries of the stored inodes."""
+        return map(effects.stored_effects, self._entry_parts)
+
+    def clear(self) -> None:
+        """Forget everything: the transaction is recorded, or will not be."""
+        self._numbers.clear()
+        self._pieces.clear()
+        self._inodes, self._inode_parts, self._entry_parts, self.tops = frozenset(), [], [], ()
+        self._count = 0
+        self._cleared += 1
+
+
+_PROGRESS_PIECES: Final = 256
+
+
+def write_image(image: Image, log: Log, progress: Callable[[], None] = lambda: None) -> None:
+    """Append `image` to `log` as one batch; call `progress` again and again.
+
+    OSError, EBADMSG if the image could not be replayed: it must not replace the journal.
+    """
+    batch = Batch(log)
+    batch.add(_observed(image.checked(image.effects()), progress))
+    batch.end()
+
+
+def _observed(pieces: Iterator[bytes], progress: Callable[[], None]) -> Iterator[bytes]:
+    for number, piece in enumerate(pieces):
+        if number % _PROGRESS_PIECES == 0:
+            progress()
+        yield piece
+
+
+class _Step:
+    """What changed in one epoch: the state at its end."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self.inodes: PreInodes = {}  # of the inodes with a pre-image
+        self.names: PreNames = {}
+        self.listings: dict[int, dict[bytes, int]] = {}  # of the directories that were made
+
+
+class Image:
+    """An image: effects that lead from an empty volume to a state with all its snapshots.
+
+    It begins with the state of the oldest epoch, and continues with the changes of each epoch, as the journal itself
+    would.  So a replay needs no code of its own for images, and versions share their blocks after it as before.
+    """
+
+    def __init__(self, state: MemoryState, notes: Mapping[str, bytes]) -> None:
+        self._state = state
+        self._notes = notes
+        self._sources: dict[int, Source] = {}  # of the blocks that a snapshot shows, by identity
+        self._touched: dict[int, int] = {}  # inode -> the last step that changed it
+
+    def oldest(self) -> tuple[PreInodes, PreNames]:
+        """Return the inodes of the oldest state, and the pre-images of its names."""
+        inodes, names = merged(self._state.log.epochs())
+        for number, live in self._state.inodes.items():
+            inodes.setdefault(number, live)
+        return inodes, names
+
+    def effects(self) -> Iterator[bytes]:
+        epochs = self._state.log.epochs()
+        yield from self.beginning(*self.oldest())
+        named = -1  # the newest step that begins with a snapshot
+        for at, step in enumerate(self._steps(epochs)):
+            if step.epoch.info is not None:
+                named = at
+                yield effects.snapshot(step.epoch.info)
+            yield from self.begin_step(step.epoch)
+            yield from self._changes(step, at, named, epochs)
+        yield from self.cookies()
+        yield effects.next_inode(self._state.next_inode)
+        yield effects.invalidated()  # an image is begun when no change is in progress
+        for key, value in self._notes.items():
+            yield effects.note(key, value)
+
+    def checked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield `pieces`; OSError (EBADMSG) for an entry of, or to, an inode that does not exist at that point.
+
+        Reading a whole image back would take the memory of the state once more, and as long as writing it.
+        """
+        existing: set[int] = set()
+        for piece in pieces:
+            code, number, other = effects.subjects(piece)
+            if code == effects.INODE:
+                existing.add(number)
+            elif code == effects.FREE:
+                existing.discard(number)
+            elif code == effects.ENTRY and (number not in existing or (other and other not in existing)):
+                raise OSError(
+                    errno.EBADMSG, f"the image has an entry of inode {number} to {other}, and lacks one of them"
+                )
+            yield piece
+
+    def cookies(self) -> Iterator[bytes]:
+        """Yield the cookies of the directories that were listed."""
+        for number, live in self._state.inodes.items():
+            if live.cookies is not None:
+                yield effects.cookies(number, live.cookies)
+
+    def begin_step(self, epoch: Epoch) -> Iterator[bytes]:  # noqa: ARG002
+        """Yield what a subclass records of an epoch itself."""
+        yield from ()
+
+    def beginning(self, inodes: PreInodes, names: PreNames) -> Iterator[bytes]:
+        """Yield the effects that make the oldest state, from its inodes and the pre-images of its names."""
+        yield from self.first_inodes(inodes)
+        yield from self.first_names(inodes, names)
+
+    def first_inodes(self, inodes: PreInodes) -> Iterator[bytes]:
+        for inode in inodes.values():
+            if inode is not None:
+                yield effects.inode(inode)
+                yield from inode_details(None, inode, {})
+
+    def first_names(self, inodes: PreInodes, names: PreNames) -> Iterator[bytes]:
+        for inode in inodes.values():
+            if inode is not None and inode.children is not None:
+                for name, number in listing_at(inode, names).items():
+                    yield effects.entry(inode.inode, name, number)
+
+    def _steps(self, epochs: list[Epoch]) -> list[_Step]:
+        """Return the steps from the oldest state to the live one."""
+        steps = []
+        later: PreInodes = {}
+        later_names: PreNames = {}
+        for epoch in reversed(epochs):
+            step = _Step(epoch)
+            for number, before in epoch.inodes.items():
+                after = later[number] if number in later else self._state.inodes.get(number)
+                step.inodes[number] = after
+                if before is None and after is not None and after.children is not None:
+                    step.listings[number] = listing_at(after, later_names)
+            for directory, names in epoch.names.items():
+                # A directory that does not exist after the epoch has no names then.
+                after = self._after(step, later, directory)
+                if after is None and epoch.inodes.get(directory) is None:
+                    continue  # it was made, or revived, and removed while a view was open: see `MemoryState.release`
+                listing = listing_at(after, later_names) if after is not None and after.children is not None else {}
+                step.names[directory] = {name: listing.get(name, 0) for name in names}
+            later.update(epoch.inodes)
+            for directory, names in epoch.names.items():
+                later_names[directory] = {**later_names.get(directory, {}), **names}
+            steps.append(step)
+        return steps[::-1]
+
+    def _after(self, step: _Step, later: PreInodes, number: int) -> Inode | None:
+        if number in step.inodes:
+            return step.inodes[number]
+        return later[number] if number in later else self._state.inodes.get(number)
+
+    def _changes(self, step: _Step, at: int, named: int, epochs: list[Epoch]) -> Iterator[bytes]:
+        """Yield the effects of one step."""
+        for number, before in step.epoch.inodes.items():
+            after = step.inodes[number]
+            if before is not None and named > self._touched.get(number, -1):
+                self._add_sources(before, epochs[named].serial)
+            self._touched[number] = at
+            if after is not None:
+                yield effects.inode(after)
+                if before is None:
+                    yield effects.reset(number)
+                yield from inode_details(before, after, self._sources)
+        for directory, listing in step.listings.items():
+            for name, number in listing.items():
+                yield effects.entry(directory, name, number)
+        for directory, names in step.names.items():
+            if directory not in step.listings:
+                for name, number in names.items():
+                    yield effects.entry(directory, name, number)
+        for number, after in step.inodes.items():
+            if after is None:
+                yield effects.free(number)
+
+    def _add_sources(self, version: Inode, serial: int) -> None:
+        """Record the blocks of a version that the snapshot `serial` shows."""
+        if version.content is not None:
+            for index, block in version.content.blocks.items():
+                self._sources.setdefault(id(block), (serial, version.inode, index))
+
+
+def listing_at(directory: Inode, names: PreNames) -> dict[bytes, int]:
+    """Return the entries of a directory at the moment that the pre-images `names` lead back to."""
+    assert directory.children is not None
+    listing = {**directory.children, **names.get(directory.inode, {})}
+    return {name: number for name, number in listing.items() if number}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from protocol.backends.memory.journaling.image import write_image
+from protocol.backends.memory.journaling.changes import write_image
 from protocol.journal.directory import Journal
 from protocol.journal.handover import LogFollower, image_writer, read_image
 from protocol.values import Value
@@ -24,7 +24,7 @@ from protocol.values import Value
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from protocol.backends.memory.journaling.image import Image
+    from protocol.backends.memory.journaling.changes import Image
     from protocol.backends.memory.journaling.replay import Replay
     from protocol.backends.memory.state import MemoryState
     from protocol.backends.memory.volume import MemoryVolume

@@ -30,8 +30,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from protocol.backends.memory.inode import Inode
-from protocol.backends.memory.journaling.changes import changes_since
-from protocol.backends.memory.journaling.recorded_ahead import RecordedAhead
+from protocol.backends.memory.journaling.changes import RecordedAhead, changes_since
 from protocol.backends.memory.xattrs import content_bytes
 from protocol.journal import effects
 from protocol.journal.log import Batch

@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from protocol.backends.memory.blocks import SparseBlock
+from protocol.backends.memory.blocks import Reserved, SparseBlock
 from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, Inode, with_link, without_link
 from protocol.backends.memory.ledger import CONTENT_BYTES, DIRECTORY_BYTES, ENTRY_BYTES, INODE_BYTES
-from protocol.backends.memory.reservations import Reserved
 from protocol.backends.memory.xattrs import with_value, without
 from protocol.directory_cookies import AscendingCookies, DirectoryCookies, downward
 from protocol.journal import effects

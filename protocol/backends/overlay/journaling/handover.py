@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from protocol.backends.memory.journaling.replay import Replay
-    from protocol.backends.overlay.journaling.image import OverlayImage
+    from protocol.backends.overlay.journaling.introductions import OverlayImage
     from protocol.backends.overlay.state import OverlayState
     from protocol.backends.overlay.volume import OverlayVolume
 

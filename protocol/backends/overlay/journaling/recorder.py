@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from protocol.backends.memory.content import BLOCK_BYTES
-from protocol.backends.memory.journaling.changes import changes_since, whole_block
-from protocol.backends.memory.journaling.recorded_ahead import RecordedAhead
+from protocol.backends.memory.journaling.changes import RecordedAhead, changes_since, whole_block
 from protocol.backends.memory.journaling.recorder import PUNCH_HOLE, Recorder, changed_xattrs, xattr_bytes
-from protocol.backends.overlay.content import LowerContent
-from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.inode import LowerContent, OverlayInode
 from protocol.backends.overlay.journaling.introductions import (
     Introductions,
     identities_effect,

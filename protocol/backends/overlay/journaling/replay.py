@@ -17,10 +17,9 @@ import msgspec
 
 from protocol.backends.memory.content import Content
 from protocol.backends.memory.journaling.replay import Replay
-from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.host_lower import KEPT_BYTES, PrivateCopy
-from protocol.backends.overlay.inode import OverlayInode
-from protocol.backends.overlay.journaling.values import Identities, KeptValue, LowerValue, Renewed, Visible
+from protocol.backends.overlay.inode import LowerContent, OverlayInode
+from protocol.backends.overlay.journaling.introductions import Identities, KeptValue, LowerValue, Renewed, Visible
 from protocol.backends.overlay.lower import (
     FileRecord,
     Identity,

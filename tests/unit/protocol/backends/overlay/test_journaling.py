@@ -11,7 +11,7 @@ import pytest
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.journaling.absent import AbsentLower
+from protocol.backends.overlay.lower import AbsentLower
 from protocol.tree import filled
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges
 from tests.support.journals import HEADER, JournalInMemory, replayed_over

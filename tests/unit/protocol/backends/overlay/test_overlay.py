@@ -14,7 +14,7 @@ import pytest
 
 from protocol.adapters.trees import changed_tree
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.content import LowerContent
+from protocol.backends.overlay.inode import LowerContent
 from protocol.backends.overlay.lower import LowerEntry
 from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
