@@ -82,6 +82,11 @@ def test_a_file_that_was_discarded_with_touch_is_newer_and_no_change(mount: Moun
     assert not workspace.diff()
     put(root / "applied", "3", OLD_NS)
     assert workspace.apply().older == 1
+    put(root / "applied", "4", NEW_NS)
+    workspace.discard([root / "applied"], touch=True)
+    assert mtime(root / "applied") > mtime(below / "applied")
+    assert not workspace.diff()
+    assert not workspace.apply(dry_run=True).changes
 
 
 def test_a_merge_counts_what_got_older_and_touch_gives_it_the_present_time(mount: MountIt, workdir: Path) -> None:

@@ -27,13 +27,19 @@ if TYPE_CHECKING:
 
 
 class OverlayTree(SnapshotTree):
-    """See `SnapshotTree`.  `recheck` is `OverlayVolume.recheck`."""
+    """See `SnapshotTree`.  `recheck` and `unchanged_from` are those of `OverlayVolume`."""
 
     def __init__(
-        self, recheck: Callable[[int, bytes], tuple[bool, bool]], state: OverlayState, epoch: Epoch, pinned: Epoch
+        self,
+        recheck: Callable[[int, bytes], tuple[bool, bool]],
+        unchanged_from: Callable[[Inode], int | None],
+        state: OverlayState,
+        epoch: Epoch,
+        pinned: Epoch,
     ) -> None:
         super().__init__(state, epoch, pinned)
         self._recheck = recheck
+        self._unchanged_from = unchanged_from
         self._overlay = state
         self.taken_ns = LOST_NS - 1 if epoch.info is None else epoch.info.created_ns
 
@@ -67,10 +73,10 @@ class OverlayTree(SnapshotTree):
 
     def _entry(self, path: bytes, inode: Inode) -> TreeEntry:
         entry = super()._entry(path, inode)
-        if isinstance(inode, OverlayInode) and inode.content is not None:
-            below = inode.lower.identity
-            if inode.mtime_ns != below[3] and inode.follows(below):
-                entry = replace(entry, mtime_ns=below[3])  # touched, which is no change over the directory below
+        if inode.content is not None:
+            below = self._unchanged_from(inode)
+            if below is not None and inode.mtime_ns != below:
+                entry = replace(entry, mtime_ns=below)  # touched, which is no change over the directory below
         if not self.is_lost_node(inode):
             return entry
         was = self.earlier(inode)

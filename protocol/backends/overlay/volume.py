@@ -197,7 +197,7 @@ class OverlayVolume(MemoryVolume):
         self._memory_rename, self.rename = self.rename, self._rename
         for name in _CHANGING:
             setattr(self, name, _locked(self._lock, getattr(self, name)))
-        self._history.make_tree = functools.partial(OverlayTree, self.recheck, self._overlay)
+        self._history.make_tree = functools.partial(OverlayTree, self.recheck, self.unchanged_from, self._overlay)
 
     # -- changes below -----------------------------------------------------------------------------
     def check_below(self) -> None:
@@ -225,10 +225,23 @@ class OverlayVolume(MemoryVolume):
 
     def unchanged_ctime(self, inode: int) -> int | None:
         """See `OverlaidVolume`."""
-        node = self._overlay.table.get(inode)
-        if not isinstance(node, OverlayInode) or node.content is None or not node.follows(node.lower.identity):
+        node: Inode | None = self._overlay.table.get(inode)
+        if node is None or node.content is None or self.unchanged_from(node) is None:
             return None
         return node.ctime_ns
+
+    def unchanged_from(self, version: Inode) -> int | None:
+        """Return the mtime below of a version of a file that has no changes over the lower layer, else None.
+
+        A change sets the ctime.  Another mtime alone comes from a discard or a restore that touched the file.
+        """
+        if isinstance(version, OverlayInode) and version.follows(version.lower.identity):
+            below: int = version.lower.identity[3]
+            return below
+        # A file that an apply wrote keeps its content here, and so does its version in the base.
+        of_base = (epoch.inodes[version.inode] for epoch in self._base.chain() if version.inode in epoch.inodes)
+        found = next(of_base, None)
+        return None if found is None or found.ctime_ns != version.ctime_ns else found.mtime_ns
 
     def lose_changed(self, name: str) -> None:
         """See `OverlaidVolume`."""
