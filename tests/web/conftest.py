@@ -18,7 +18,7 @@ from tests.mount.conftest import mounted
 from vfsd.client.workspace import Workspace
 from vfsd.web import pages, server
 from vfsd.web.access import Credentials
-from vfsd.web.app import application
+from vfsd.web.server import application
 from vfsd.web.sources import Sources
 
 

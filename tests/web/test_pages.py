@@ -478,9 +478,9 @@ def test_archives_are_shown_without_a_mount(workdir: Path, story: None, workspac
 def test_an_open_page_is_told_about_changes(site: Site, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import http.client
 
-    from vfsd.web import events
+    from vfsd.web import api
 
-    monkeypatch.setattr(events, "PERIOD_S", 0.02)
+    monkeypatch.setattr(api, "PERIOD_S", 0.02)
     connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=20)
     try:
         connection.request("GET", "/events?workspace=demo", headers=site.headers)
@@ -497,10 +497,10 @@ def test_an_open_page_is_told_about_changes(site: Site, root: Path, monkeypatch:
 def test_no_more_pages_than_the_limit_follow_changes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     import http.client
 
-    from vfsd.web import events
+    from vfsd.web import api
 
-    monkeypatch.setattr(events, "_MOST_OPEN", 3)
-    monkeypatch.setattr(events, "PERIOD_S", 0.02)
+    monkeypatch.setattr(api, "_MOST_OPEN", 3)
+    monkeypatch.setattr(api, "PERIOD_S", 0.02)
     connections = [http.client.HTTPConnection("127.0.0.1", site.port, timeout=20) for _ in range(12)]
     try:
         for connection in connections:  # all of them before the first answer

@@ -66,8 +66,7 @@ def mcp_command(app: App, address: str | None, token_file: str | None) -> None:
 
 def _serve_stdio(app: App) -> int | None:
     try:
-        from vfsd.integrations.mcp import stdio  # noqa: PLC0415 an optional package
-        from vfsd.integrations.mcp.server import make_server  # noqa: PLC0415 likewise
+        from vfsd.integrations.mcp.server import make_server, serve_stdio  # noqa: PLC0415 an optional package
     except ImportError as error:
         raise _missing(error) from None
     import anyio  # noqa: PLC0415 start-up: `vfsd mcp --help` needs no event loop
@@ -76,7 +75,7 @@ def _serve_stdio(app: App) -> int | None:
     if os.isatty(0):
         output.note("waiting for a client of MCP on standard input; Ctrl-D ends it, `vfsd mcp --help` shows its use")
     try:
-        return anyio.run(stdio.serve_stdio, make_server(session))
+        return anyio.run(serve_stdio, make_server(session))
     except ValueError as error:
         raise OSError(errno.EMSGSIZE, str(error)) from None
 

@@ -45,7 +45,7 @@ def web_command(app: App, files: tuple[str, ...], port: int, opens: bool) -> Non
         # Optional packages, and start-up: `vfsd web --help` needs none of these.
         from vfsd.web import server  # noqa: PLC0415
         from vfsd.web.access import Credentials  # noqa: PLC0415
-        from vfsd.web.app import application  # noqa: PLC0415
+        from vfsd.web.server import application  # noqa: PLC0415
         from vfsd.web.sources import Sources  # noqa: PLC0415
     except ImportError as error:
         if (error.name or "").partition(".")[0] in ("vfsd", "protocol"):

@@ -12,7 +12,7 @@ A request is refused unless it passes each of these checks:
   cookie and leads to the first page, with `&source=KEY` to that of a workspace.  So does `/?ticket=TICKET`, once: the
   command line of a browser that `vfsd web --open` starts can be read by other users.
 
-Forms carry a second token (`Credentials.form_token`), which `vfsd.web.forms` checks.
+Forms carry a second token (`Credentials.form_token`), which `vfsd.web.actions` checks.
 
 The policy of the pages allows scripts, styles and images of this server only, and none inside of a page.  Answers that
 carry content of a workspace set a stricter one themselves (`CONTENT_HEADERS`).

@@ -1,22 +1,28 @@
-"""The pages that change something: snapshot, restore, undo, redo, drop and fork.  `exchange` has the others.
+"""The pages that change something: snapshot, restore, undo, redo, drop, fork, merge, adopt, apply and discard.
 
 A GET shows what would happen: a restore, an undo and a merge as a dry run.  A POST with the token of the form does it,
 and leads to a page with the outcome, which offers to undo it.  A restore, an undo and a redo name the time of the state
 that they go to, so a snapshot that took over the name meanwhile is not restored, and a form that is sent twice, or from
 two tabs, does not undo two steps.
 
-Threading: the event loop.  A change is completed even if the browser leaves meanwhile.
+Threading: the event loop.  A change is completed even if the browser leaves meanwhile.  No await between two accesses
+of `Outcomes`.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
+from urllib.parse import parse_qsl
 
 import anyio
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 
 from vfsd.client.arguments import fork_target
@@ -24,10 +30,9 @@ from vfsd.client.async_connection import finish
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import Applied, Change, Counts, Merged, Restored
 from vfsd.machine.text import counted
-from vfsd.web.forms import Outcomes, fields
-from vfsd.web.pages import given, workspace_of
-from vfsd.web.problems import WrongRequestError
-from vfsd.web.rendering import href, page
+from vfsd.web.access import Credentials
+from vfsd.web.pages import given, sources_of, workspace_of
+from vfsd.web.rendering import WrongRequestError, href, page
 from vfsd.web.sources import WorkspaceSource
 from vfsd.wire.messages import from_wire_path, wire_path
 
@@ -252,3 +257,209 @@ async def complete(source: WorkspaceSource, call: RemoteCall[Any]) -> Any:
     """Make a change; a browser that leaves does not cancel it."""
     with anyio.CancelScope(shield=True):
         return await source.change(call)
+
+
+_BODY_BYTES: Final = 64 * 1024
+_BODY_S: Final = 30
+_FIELDS: Final = 50
+_KEPT: Final = 64
+_MEDIA_TYPE: Final = "application/x-www-form-urlencoded"
+
+
+async def fields(request: Request) -> Mapping[str, str]:
+    """Return the fields of a form that this server sent.  HTTPException (403) without its token."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _MEDIA_TYPE:
+        raise HTTPException(415, f"A change is a form: {_MEDIA_TYPE}.")
+    try:
+        with anyio.fail_after(_BODY_S):
+            body = await _body(request)
+    except TimeoutError:
+        raise HTTPException(408, "The form did not arrive completely.") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "The browser left before the form had arrived.") from None
+    try:
+        pairs = parse_qsl(body.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=_FIELDS)
+    except ValueError:
+        raise WrongRequestError("The form is not readable.") from None
+    found = {name: value.replace("\r\n", "\n") for name, value in pairs}
+    credentials: Credentials = request.app.state.credentials
+    if not credentials.is_form_token(found.get("form_token", "")):
+        raise HTTPException(403, "The form is of another run of `vfsd web`: go back, reload the page, and try again.")
+    return found
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async with aclosing(request.stream()) as pieces:
+        async for piece in pieces:
+            body += piece
+            if len(body) > _BODY_BYTES:
+                raise HTTPException(413, "The form is too long.")
+    return body
+
+
+class Outcomes:
+    """The results of the last changes, which the page that follows a change shows.
+
+    A change is answered with a redirect to its outcome, so that reloading that page does not repeat the change.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
+
+    def keep(self, outcome: Mapping[str, Any]) -> str:
+        """Keep an outcome, and return its name.  The oldest ones are dropped."""
+        name = secrets.token_urlsafe(8)
+        self._kept[name] = outcome
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return name
+
+    def find(self, name: str) -> Mapping[str, Any] | None:
+        """Return an outcome; None if it was dropped."""
+        return self._kept.get(name)
+
+
+_POLICIES: Final = ("fail", "ours", "theirs", "markers")
+
+
+def _force(form: Mapping[str, str]) -> bool:
+    return form.get("force") == "yes"
+
+
+def _touch(form: Mapping[str, str]) -> bool:
+    return form.get("touch") == "yes"
+
+
+# -- forks --------------------------------------------------------------------------------------------
+def _pair(request: Request, given: Mapping[str, str]) -> tuple[WorkspaceSource, str]:
+    """Return the workspace that the URL names, and the name of the fork in `given`, which is a running workspace."""
+    other = given.get("fork", "")
+    return workspace_of(request), sources_of(request).workspace(other).key
+
+
+async def confirm_merge(request: Request) -> Response:
+    """GET `/w/KEY/merge`: show what a merge would change, and its conflicts."""
+    policy = _policy(request.query_params)
+    source, fork = _pair(request, request.query_params)
+    found = await source.run(source.requests.merge(fork, conflicts=policy, dry_run=True))
+    return confirm(
+        request,
+        "merge.html",
+        source,
+        found,
+        fork=fork,
+        policy=policy,
+        policies=_POLICIES,
+        conflicts=[*_conflicts(found), *_repositories(found)],
+        can_merge=policy != "fail" or not found.conflicts,
+    )
+
+
+async def merge(request: Request) -> Response:
+    """POST `/w/KEY/merge`: merge a fork."""
+    form = await fields(request)
+    source, fork = _pair(request, form)
+    found = await complete(source, source.requests.merge(fork, conflicts=_policy(form), touch=_touch(form)))
+    return await _merged(request, source, found, f"Merged {fork}", [*_conflicts(found), *_repositories(found)])
+
+
+def _policy(given: Mapping[str, str]) -> Literal["fail", "ours", "theirs", "markers"]:
+    policy = given.get("conflicts") or "fail"
+    if policy not in _POLICIES:
+        raise WrongRequestError("conflicts is fail, ours, theirs or markers.")
+    return cast("Literal['fail', 'ours', 'theirs', 'markers']", policy)
+
+
+def _conflicts(found: Merged) -> list[str]:
+    return problem_lines({path: f"{each.reason}: {each.detail}" for path, each in found.conflicts.items()})
+
+
+def _repositories(found: Merged | Applied) -> list[str]:
+    lines = problem_lines({path: each.detail for path, each in found.repositories.items()})
+    return [*lines, *(command for each in found.repositories.values() for command in each.commands)]
+
+
+async def _merged(
+    request: Request, source: WorkspaceSource, found: Merged, what: str, notes: Sequence[str] = ()
+) -> Response:
+    if found.applied:
+        return await changed(request, source, what, found, notes)
+    title = f"Nothing was changed: {counted(len(found.conflicts), 'conflict')} with {found.fork}."
+    return done(request, source, title=title, notes=_conflicts(found))
+
+
+async def confirm_adopt(request: Request) -> Response:
+    """GET `/w/KEY/adopt`: show what it would change to make the workspace equal to a fork, and what would be lost."""
+    source, fork = _pair(request, request.query_params)
+    found = await source.run(source.requests.adopt(fork, force=True, dry_run=True))
+    return confirm(request, "adopt.html", source, found, fork=fork, conflicts=_conflicts(found))
+
+
+async def adopt(request: Request) -> Response:
+    """POST `/w/KEY/adopt`: make the workspace equal to a fork; with `force`, changes of its own are replaced."""
+    form = await fields(request)
+    source, fork = _pair(request, form)
+    found = await complete(source, source.requests.adopt(fork, force=_force(form), touch=_touch(form)))
+    return await _merged(request, source, found, f"Adopted {fork}")
+
+
+# -- overlays -----------------------------------------------------------------------------------------
+def _paths(given: Mapping[str, str]) -> list[bytes]:
+    path = given.get("path", "")
+    return [from_wire_path(path)] if path else []
+
+
+async def confirm_apply(request: Request) -> Response:
+    """GET `/w/KEY/apply`: show what would be written to the directory below an overlay."""
+    source = workspace_of(request)
+    found = await source.run(source.requests.apply(_paths(request.query_params), dry_run=True))
+    return _confirm_overlay(request, source, "apply", found, found.directory, problem_lines(found.conflicts))
+
+
+async def confirm_discard(request: Request) -> Response:
+    """GET `/w/KEY/discard`: show which changes of an overlay would be discarded."""
+    source = workspace_of(request)
+    found = await source.run(source.requests.discard(_paths(request.query_params), dry_run=True))
+    return _confirm_overlay(request, source, "discard", found)
+
+
+def _confirm_overlay(
+    request: Request,
+    source: WorkspaceSource,
+    kind: Literal["apply", "discard"],
+    found: Applied | Restored,
+    directory: str | None = None,
+    conflicts: Sequence[str] = (),
+) -> Response:
+    path = request.query_params.get("path", "")
+    values = {"kind": kind, "path": path, "directory": directory, "conflicts": conflicts}
+    return confirm(request, "overlay.html", source, found, **values)
+
+
+async def apply(request: Request) -> Response:
+    """POST `/w/KEY/apply`: write the changes to the directory; with `force`, over changes that others made there."""
+    form = await fields(request)
+    source = workspace_of(request)
+    call: RemoteCall[Applied] = source.requests.apply(_paths(form), force=_force(form), touch=_touch(form))
+    found: Applied = await complete(source, call)
+    problems = problem_lines({**found.conflicts, **found.problems})
+    notes = [
+        *([found.recovered] if found.recovered else []),
+        *older_lines(found.older),
+        *problems,
+        *_repositories(found),
+    ]
+    if not found.applied:
+        title = f"Nothing was written to {found.directory}: {counted(len(found.conflicts), 'conflict')}."
+        return done(request, source, title=title, notes=notes)
+    title = f"Applied to {found.directory}: {count_words(found.counts)}."
+    return done(request, source, title=title, counts=found.counts, changes=listed(found.changes), notes=notes)
+
+
+async def discard(request: Request) -> Response:
+    """POST `/w/KEY/discard`: show the directory below the overlay again."""
+    form = await fields(request)
+    source = workspace_of(request)
+    found: Restored = await complete(source, source.requests.discard(_paths(form), touch=_touch(form)))
+    return await changed(request, source, "Discarded", found, problem_lines(found.problems))

@@ -1,25 +1,35 @@
-"""The routes below `/api/`, which programs use too; `static/openapi.json` describes them.
+"""The routes below `/api/`, which programs use too, and `/events`; `static/openapi.json` describes the former.
 
-Threading: the event loop.  No state.
+`/events` tells an open page that its workspace changed, with server-sent events.  A connection asks the daemon once in
+`PERIOD_S` for values that change with its workspace, and sends "change" if they did.  Reads of programs count as well,
+because only the daemon's count of requests covers every change.
+
+Threading: the event loop.  `Events._open` is changed without an await in between.
+
+Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from typing import Final
 from urllib.parse import quote
 
+import anyio
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from vfsd.client.requests import RemoteCall
+from vfsd.operations.workspace import UnsavedResult
 from vfsd.web.access import CONTENT_HEADERS
-from vfsd.web.images import HEAD_BYTES, image_type
-from vfsd.web.pages import given, number, sources_of
-from vfsd.web.problems import WrongRequestError
-from vfsd.web.sources import Source
+from vfsd.web.pages import HEAD_BYTES, given, image_type, number, sources_of
+from vfsd.web.rendering import WrongRequestError
+from vfsd.web.sources import Source, Sources, WorkspaceSource
+from vfsd.wire.options import BackendSpec
 
 _ENTRIES: Final = 1_000
 _CHUNK_BYTES: Final = 1 << 20
@@ -117,3 +127,74 @@ class ArchiveAnswer:
 async def openapi(_request: Request) -> Response:
     """GET `/api/openapi.json`."""
     return Response(files("vfsd.web").joinpath("static/openapi.json").read_bytes(), media_type="application/json")
+
+
+PERIOD_S: Final = 1.0
+_MOST_OPEN: Final = 64
+
+
+class Events:
+    """The open connections of one server, at most `_MOST_OPEN`.  One counts from its request to its end."""
+
+    def __init__(self) -> None:
+        self._open = 0
+
+    async def answer(self, request: Request) -> Response:
+        """GET `/events`: events of one workspace, or without `workspace` of the list of workspaces."""
+        if self._open >= _MOST_OPEN:
+            raise HTTPException(503, "Too many pages are open.")
+        key, sources = given(request, "workspace"), sources_of(request)
+        if key is not None:
+            sources.workspace(key)
+        self._open += 1
+        return _EventResponse(_stream(sources, key), self._ended)
+
+    def _ended(self) -> None:
+        self._open -= 1
+
+
+class _EventResponse(StreamingResponse):
+    """A stream of events.  `ended` is called at its end, also if not even its beginning could be sent."""
+
+    def __init__(self, stream: AsyncIterator[str], ended: Callable[[], object]) -> None:
+        super().__init__(stream, media_type="text/event-stream")
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
+
+
+async def _stream(sources: Sources, key: str | None) -> AsyncIterator[str]:
+    before = await _state(sources, key)
+    yield "event: ready\ndata:\n\n"
+    while True:
+        await anyio.sleep(PERIOD_S)
+        now = await _state(sources, key)
+        # A comment shows a connection that has ended.
+        yield ":\n\n" if now == before else "event: change\ndata:\n\n"
+        before = now
+
+
+async def _state(sources: Sources, key: str | None) -> object:
+    """Return a value that is equal to the last one as long as nothing changed; None if the workspace has ended."""
+    try:
+        if key is None:
+            return [(record.name, record.pid, record.alive) for record in sources.records()]
+        source = sources.workspace(key)
+        status = await source.status()
+        snapshots = [(each.name, each.created_at) for each in await source.snapshots(changes=False)]
+        counts = (status.requests, status.files, status.used_bytes, status.live_bytes)
+        return counts, snapshots, await _mark(source)
+    except OSError:
+        return None
+
+
+async def _mark(source: WorkspaceSource) -> str:
+    """Return what identifies the live state of a workspace in memory, which `vfsd fs` changes without a request."""
+    if BackendSpec.split(source.record.backend).kind != "memory":
+        return ""
+    call: RemoteCall[UnsavedResult] = RemoteCall("unsaved")
+    return (await source.run(call)).token

@@ -4,7 +4,11 @@ A page is built in bounded time and size: a directory is one level and `ENTRIES`
 lines.  What may take long (counting changes) gets `SOON_S` in all; then the page appears without it.  A link waits for
 it, and page.js fetches what that link shows.
 
-Threading: the event loop.  No state.
+The first changes between two states appear before all changes are counted: the daemon sends them in the order of their
+paths while it compares the states.  As soon as the lines of the page are there, the page waits only for `soon_s` more;
+then the comparison is cancelled.
+
+Threading: the event loop.  No state; a `_Window` belongs to one call.
 """
 
 from __future__ import annotations
@@ -12,23 +16,26 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
-from itertools import islice
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, zip_longest
+from typing import Final, Literal, TypeVar
 
 import anyio
+import msgspec
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from protocol.types import ChangeCounts
+from vfsd.client.requests import RemoteCall
 from vfsd.client.results import Change, Counts, Patch, Policy, Snapshot
 from vfsd.client.timeline import Mark, Step, authors, marks, timeline
+from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.fs import FsEntry
-from vfsd.web.comparison import ROWS, side_by_side
-from vfsd.web.first_changes import first_changes
-from vfsd.web.images import HEAD_BYTES, image_type
-from vfsd.web.problems import WrongRequestError
-from vfsd.web.rendering import href, page
+from vfsd.operations.snapshots import DiffParams, DiffResult
+from vfsd.web.rendering import WrongRequestError, href, page
 from vfsd.web.sources import Source, Sources, WorkspaceSource
 from vfsd.wire.messages import wire_path
 from vfsd.wire.options import BackendSpec
@@ -345,3 +352,143 @@ async def _image(source: WorkspaceSource, path: str, state: str | None) -> str |
     except OSError:
         return None
     return image_type(head)
+
+
+HEAD_BYTES: Final = 16
+_FORMATS: Final = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"GIF8", "image/gif"))
+
+
+def image_type(head: bytes) -> str | None:
+    """Return the media type of an image by its first `HEAD_BYTES` bytes; None for other files."""
+    for magic, media_type in _FORMATS:
+        if head.startswith(magic):
+            return media_type
+    return "image/webp" if head[:4] == b"RIFF" and head[8:12] == b"WEBP" else None
+
+
+ROWS: Final = 4_000  # shown on a page
+_LINE_CHARACTERS: Final = 2_000
+_HUNK: Final = re.compile(rb"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
+Kind = Literal["same", "changed", "added", "removed", "gap"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: its number and text in the old and in the new state; None where there is none.
+
+    The row "gap" stands for lines that are the same and are left out.
+    """
+
+    kind: Kind
+    old_number: int | None = None
+    old: str | None = None
+    new_number: int | None = None
+    new: str | None = None
+
+
+def side_by_side(patch: bytes) -> Iterator[Row]:
+    """Yield the rows of the hunks in the patch of one file.  A binary patch has none."""
+    old = new = 0
+    removed: list[bytes] = []
+    added: list[bytes] = []
+    is_in_hunk = False
+    for line in patch.split(b"\n"):
+        hunk = _HUNK.match(line)
+        if hunk is None and not is_in_hunk:
+            continue  # the header
+        if hunk is None and line[:1] == b"-":
+            removed.append(line[1:])
+            continue
+        if hunk is None and line[:1] == b"+":
+            added.append(line[1:])
+            continue
+        if hunk is None and line[:1] == b"\\":
+            continue  # "\ No newline at end of file"
+        yield from _changed(removed, added, old, new)
+        old, new = old + len(removed), new + len(added)
+        removed, added = [], []
+        if hunk is not None:
+            is_first = not old
+            is_in_hunk = True
+            old, new = int(hunk[1]), int(hunk[2])
+            if not is_first or max(old, new) > 1:
+                yield Row("gap")
+        elif line[:1] == b" ":
+            yield Row("same", old, _text(line[1:]), new, _text(line[1:]))
+            old, new = old + 1, new + 1
+        else:
+            is_in_hunk = False
+    yield from _changed(removed, added, old, new)
+
+
+def _changed(removed: list[bytes], added: list[bytes], old: int, new: int) -> Iterator[Row]:
+    for at, (before, after) in enumerate(zip_longest(removed, added)):
+        if before is None:
+            yield Row("added", None, None, new + at, _text(after))
+        elif after is None:
+            yield Row("removed", old + at, _text(before))
+        else:
+            yield Row("changed", old + at, _text(before), new + at, _text(after))
+
+
+def _text(line: bytes) -> str:
+    text = line.decode("utf-8", "replace")
+    return text if len(text) <= _LINE_CHARACTERS else text[:_LINE_CHARACTERS] + " ..."
+
+
+@dataclass(slots=True)
+class FirstChanges:
+    """A part of the list of changes.  `counts` is None if counting takes longer; `has_more`: others follow."""
+
+    records: list[ChangeRecord] = field(default_factory=list)
+    counts: ChangeCounts | None = None
+    has_more: bool = False
+
+
+async def first_changes(
+    source: WorkspaceSource, a: str | None, b: str | None, path: str, start: int, most: int, soon_s: float | None
+) -> FirstChanges:
+    """Return up to `most` of the changes from state `a` to state `b` at or below `path`, without the first `start`.
+
+    Waits for the lines of the list, and up to `soon_s` in all for the counts; None: as long as they take.  Errors as
+    for `WorkspaceSource.run`.
+    """
+    found = FirstChanges()
+    with anyio.CancelScope() as scope:
+        began = anyio.current_time()
+
+        def cut() -> None:
+            scope.deadline = began + (math.inf if soon_s is None else soon_s)
+
+        params = DiffParams(a=a, b=b, paths=[path] if path else [], stream=True)
+        window = _Window(found, start, most, cut)
+        call: RemoteCall[DiffResult] = RemoteCall("diff", params, on_output=window.feed)
+        found.counts = (await source.run(call)).counts
+    return found
+
+
+class _Window:
+    """Takes the lines of a stream of `ChangeRecord`s that follow the first `start`; decodes no others."""
+
+    def __init__(self, found: FirstChanges, start: int, most: int, on_full: Callable[[], None]) -> None:
+        self._found: Final = found
+        self._most: Final = most
+        self._on_full: Final = on_full
+        self._to_skip = start
+        self._rest = b""
+        self._decode: Final = msgspec.json.Decoder(ChangeRecord).decode
+
+    def feed(self, output: bytes) -> None:
+        """Take the next piece of the output, which may end within a line."""
+        if self._found.has_more:
+            return
+        *lines, self._rest = (self._rest + output).split(b"\n")
+        skipped = min(self._to_skip, len(lines))
+        self._to_skip -= skipped
+        wanted = self._most - len(self._found.records)
+        following = lines[skipped:]
+        self._found.records += map(self._decode, following[:wanted])
+        if len(following) > wanted:
+            self._found.has_more = True
+            self._rest = b""
+            self._on_full()

@@ -1,4 +1,4 @@
-"""The server: Hypercorn under trio, at a loopback address.
+"""The server: Hypercorn under trio, at a loopback address; and the routes of the application that it serves.
 
 At its end Hypercorn waits for what it sends to a client, however long the client does not read.  So the connections
 that are left after `_GRACE_S` are shut down.
@@ -20,8 +20,18 @@ from typing import TYPE_CHECKING, Final, cast
 import trio
 from hypercorn.config import Config
 from hypercorn.trio import serve as hypercorn_serve
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from vfsd.web import actions, api, pages
+from vfsd.web.access import Access, Credentials
+from vfsd.web.actions import Outcomes
+from vfsd.web.api import Events
+from vfsd.web.rendering import answer_problem
+from vfsd.web.sources import Sources
 from vfsd.wire.sockets import listen_at_loopback
 
 if TYPE_CHECKING:
@@ -82,3 +92,38 @@ def serve_until_signal(app: ASGIApp, sock: socket.socket) -> int:
 
     trio.run(serve, app, sock, ended)
     return ended_by[0]
+
+
+def application(sources: Sources, credentials: Credentials, port: int) -> ASGIApp:
+    """Return the application for a server that listens at the loopback port `port`."""
+    routes: list[BaseRoute] = [
+        Route("/", pages.home),
+        Route("/events", Events().answer),
+        Route("/w/{key}/", pages.show_timeline),
+        Route("/w/{key}/tree", pages.show_tree),
+        Route("/w/{key}/file", pages.show_file),
+        Route("/w/{key}/changes", pages.show_changes),
+        Route("/w/{key}/compare", pages.show_comparison),
+        Route("/w/{key}/done", actions.show_done),
+        Route("/w/{key}/snapshot", actions.take_snapshot, methods=["POST"]),
+        Route("/api/openapi.json", api.openapi),
+        Route("/api/filesystem/meta", api.meta),
+        Route("/api/filesystem/tree", api.tree),
+        Route("/api/filesystem/file", api.file),
+        Route("/api/filesystem/archive", api.archive),
+        Mount("/static", StaticFiles(packages=[("vfsd.web", "static")])),
+    ]
+    for name, ask, act in (
+        ("restore", actions.confirm_restore, actions.restore),
+        ("drop", actions.confirm_drop, actions.drop),
+        ("fork", actions.ask_fork, actions.fork),
+        ("merge", actions.confirm_merge, actions.merge),
+        ("adopt", actions.confirm_adopt, actions.adopt),
+        ("apply", actions.confirm_apply, actions.apply),
+        ("discard", actions.confirm_discard, actions.discard),
+    ):
+        routes += [Route(f"/w/{{key}}/{name}", ask), Route(f"/w/{{key}}/{name}", act, methods=["POST"])]
+    handlers = dict.fromkeys((HTTPException, OSError, ValueError, Exception), answer_problem)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.state.sources, app.state.credentials, app.state.outcomes = sources, credentials, Outcomes()
+    return Access(app, credentials, port)

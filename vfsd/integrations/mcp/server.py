@@ -1,28 +1,44 @@
-"""The MCP server: binds `tools` and `resources` to the official SDK.  `serve_stdio` and `serve_http` run it.
+"""The MCP server: binds `tools` to the official SDK, and serves a client on standard input and output.
 
 Each request is a task on the event loop.  A client that cancels a request cancels its task, and thereby the call in the
 daemon: a command is killed.  While a call runs, a client that asked for progress gets some every few seconds, so that
 it does not time out.
+
+`serve_stdio` ends when the client closes standard input or a signal arrives.  The SDK's own streams block a thread in
+read(2), which Ctrl-C cannot end.  These wait for events instead.  While the server runs, descriptor 0 is /dev/null and
+descriptor 1 is standard error: nothing that the process prints can get into the protocol.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
+import os
+import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final
 
 import anyio
+import anyio.lowlevel
 import mcp_types as types
 from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
 from mcp.shared.exceptions import MCPError
 
 from protocol.tools.base import printable
 from vfsd import __version__
-from vfsd.integrations.mcp import resources
 from vfsd.integrations.mcp.session import Session
-from vfsd.integrations.mcp.tools import SERVED_TOOLS, Hints, describe_error, served_for
+from vfsd.integrations.mcp.tools import (
+    SERVED_TOOLS,
+    Hints,
+    describe_error,
+    list_resources,
+    read_resource,
+    resource_template,
+    served_for,
+)
 from vfsd.wire.messages import ProgressReport
 
 _logger = logging.getLogger(__name__)
@@ -92,13 +108,13 @@ class _Handlers:
         return result
 
     async def list_resources(self, _ctx: Any, _params: Any) -> types.ListResourcesResult:
-        files = await self._resource(lambda: resources.listed(self._session))
+        files = await self._resource(lambda: list_resources(self._session))
         return types.ListResourcesResult(
             resources=[types.Resource(uri=file.uri, name=file.name, mime_type=file.mime_type) for file in files]
         )
 
     async def list_templates(self, _ctx: Any, _params: Any) -> types.ListResourceTemplatesResult:
-        template = await self._resource(lambda: resources.template(self._session))
+        template = await self._resource(lambda: resource_template(self._session))
         description = "A file of the workspace. PATH is relative to its root, and percent-encoded."
         return types.ListResourceTemplatesResult(
             resource_templates=[types.ResourceTemplate(uri_template=template, name="file", description=description)]
@@ -106,7 +122,7 @@ class _Handlers:
 
     async def read_resource(self, _ctx: Any, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
         uri = str(params.uri)
-        read = await self._resource(lambda: resources.read(self._session, uri))
+        read = await self._resource(lambda: read_resource(self._session, uri))
         text = read.text
         contents: types.TextResourceContents | types.BlobResourceContents
         if text is None:
@@ -166,3 +182,124 @@ def _annotations(hints: Hints) -> types.ToolAnnotations:
 
 def _text(text: str, *, is_error: bool = False) -> types.CallToolResult:
     return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=is_error)
+
+
+_READ_BYTES: Final = 64 * 1024
+_STEP_BYTES: Final = 4096  # PIPE_BUF: a writable pipe accepts as much without blocking
+# A line is a request.  The largest useful one writes a file of 32 MiB, in which JSON may escape every byte.
+_LINE_BYTES: Final = 256 << 20
+
+
+async def serve_stdio(server: Server[Any]) -> int | None:
+    """Serve the client at the other end of standard input and output.  Main thread.
+
+    Return None when the client has left, or the number of the signal (INT, TERM or HUP) that ended the server.  Calls
+    that run then are cancelled.  ValueError for a line that is longer than any request, OSError if standard input or
+    output fails.
+    """
+    ended_by: list[int] = []
+    lost: list[BaseException] = []
+    with _claimed_streams() as (reading, writing):
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(_until_signal, ended_by, group.cancel_scope)
+                streams: tuple[Any, Any] = _Lines(reading), _Output(writing)
+                async with stdio_server(*streams) as (received, sent):
+                    await server.run(received, sent, server.create_initialization_options())
+                group.cancel_scope.cancel()
+        except* ConnectionError:
+            pass  # the client has closed the other end
+        except* (OSError, ValueError) as errors:
+            lost += _leaves(errors)
+    if lost:
+        raise lost[0]
+    return ended_by[0] if ended_by else None
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+async def _until_signal(ended_by: list[int], scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+        async for number in signals:
+            ended_by.append(number)
+            scope.cancel()
+
+
+@contextlib.contextmanager
+def _claimed_streams() -> Iterator[tuple[int, int]]:
+    """Yield descriptors for the protocol, and keep everything else away from it, as described above."""
+    reading, writing = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.dup2(nothing, 0)
+        os.dup2(2, 1)
+        yield reading, writing
+    finally:
+        os.dup2(reading, 0)
+        os.dup2(writing, 1)
+        for descriptor in (nothing, reading, writing):
+            os.close(descriptor)
+
+
+class _Lines:
+    """The lines of a descriptor: an async iterator of text."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        pending: list[bytes] = []
+        pending_bytes = 0
+        while data := await self._read():
+            *ends, rest = data.split(b"\n")
+            for end in ends:
+                line = b"".join([*pending, end])
+                pending, pending_bytes = [], 0
+                if line.strip():
+                    yield line.decode("utf-8", "replace")
+            pending.append(rest)
+            pending_bytes += len(rest)
+            if pending_bytes > _LINE_BYTES:
+                raise ValueError(f"the client sent a line of more than {_LINE_BYTES} bytes")
+
+    async def _read(self) -> bytes:
+        while True:
+            await _ready(anyio.wait_readable, self._descriptor)
+            with contextlib.suppress(BlockingIOError):
+                return os.read(self._descriptor, _READ_BYTES)
+
+
+class _Output:
+    """Writes text to a descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    async def write(self, text: str) -> None:
+        left = memoryview(text.encode("utf-8", "replace"))
+        while left:
+            await _ready(anyio.wait_writable, self._descriptor)
+            try:
+                left = left[os.write(self._descriptor, left[:_STEP_BYTES]) :]
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                raise
+            except OSError as error:
+                raise OSError(error.errno, f"cannot write to standard output: {error.strerror}") from None
+
+    async def flush(self) -> None:
+        """Nothing is buffered."""
+
+
+async def _ready(wait: Callable[[int], Any], descriptor: int) -> None:
+    try:
+        await wait(descriptor)
+    except PermissionError:  # epoll_ctl(2): a regular file or /dev/null, which never blocks
+        await anyio.lowlevel.checkpoint()

@@ -6,10 +6,14 @@ with Workspace.mount("/tmp/agent", "overlay:project", exec_on_host=True) as ws:
 """
 
 from vfsd.integrations.openai_agents.client import VfsdSandboxClient
-from vfsd.integrations.openai_agents.editor import VfsdEditor
+from vfsd.integrations.openai_agents.files import VfsdEditor
 from vfsd.integrations.openai_agents.session import VfsdSandboxSession
-from vfsd.integrations.openai_agents.snapshot import VfsdSnapshot, VfsdSnapshotSpec
-from vfsd.integrations.openai_agents.state import VfsdSandboxClientOptions, VfsdSandboxSessionState
+from vfsd.integrations.openai_agents.snapshot import (
+    VfsdSandboxClientOptions,
+    VfsdSandboxSessionState,
+    VfsdSnapshot,
+    VfsdSnapshotSpec,
+)
 
 __all__ = [
     "VfsdEditor",

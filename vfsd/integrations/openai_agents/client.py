@@ -25,11 +25,11 @@ from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.workspace import Workspace, launch_workspace
 from vfsd.integrations.files import name_of
 from vfsd.integrations.openai_agents.session import VfsdSandboxSession
-from vfsd.integrations.openai_agents.snapshot import VfsdSnapshot
-from vfsd.integrations.openai_agents.state import (
+from vfsd.integrations.openai_agents.snapshot import (
     TYPE,
     VfsdSandboxClientOptions,
     VfsdSandboxSessionState,
+    VfsdSnapshot,
     instance_of,
     running,
 )

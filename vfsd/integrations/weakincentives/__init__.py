@@ -10,18 +10,16 @@ Needs the extra `weakincentives` and Python 3.12.  The extra is pinned to one mi
 private parts of WINK's own section: its host mounts and the arguments with which it clones itself.
 
 filesystem    VfsdFilesystem, a subclass of WINK's HostFilesystem, rooted at the mount
-section       VfsdWorkspaceSection: mounts the workspace, and has its files, tools and snapshots
+section       VfsdWorkspaceSection: mounts the workspace, and has its files, tools and snapshots; dump_session_tree
 tools         vfsd's tools as WINK's
 archives      FilesystemSnapshotManager: snapshots as archives, with WINK's semantics
 checkpoints   Checkpoints: one id for the session's state and the files
-dump          dump_session_tree: a session and its files on disk
 """
 
 from vfsd.integrations.weakincentives.archives import FilesystemSnapshotManager, SnapshotInfo
 from vfsd.integrations.weakincentives.checkpoints import Checkpoints
-from vfsd.integrations.weakincentives.dump import dump_session_tree
 from vfsd.integrations.weakincentives.filesystem import VfsdFilesystem, WorkspaceUnavailableError
-from vfsd.integrations.weakincentives.section import FilesystemSnapshotRef, VfsdWorkspaceSection
+from vfsd.integrations.weakincentives.section import FilesystemSnapshotRef, VfsdWorkspaceSection, dump_session_tree
 
 __all__ = [
     "Checkpoints",

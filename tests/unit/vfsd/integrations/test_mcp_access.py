@@ -109,7 +109,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 ) -> None:
     for name in ("mcp", "uvicorn", "mcp_types"):
         monkeypatch.setitem(sys.modules, name, None)
-    for name in ("server", "stdio", "http"):
+    for name in ("server", "http"):
         monkeypatch.delitem(sys.modules, f"vfsd.integrations.mcp.{name}", raising=False)
     result = CliRunner().invoke(cli, ["mcp", *words])
     assert result.exit_code == 1

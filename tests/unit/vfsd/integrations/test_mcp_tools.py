@@ -13,7 +13,7 @@ import pytest
 from protocol.tools import TOOLS
 from tests.support.fake_workspace import FakeDaemon
 from tests.unit.vfsd.cli.test_fs import FsDaemonOnHost
-from vfsd.integrations.mcp import resources
+from vfsd.integrations.mcp import tools
 from vfsd.integrations.mcp.session import Session, restore_runtime_variable
 from vfsd.integrations.mcp.tools import PATCH_BYTES, SERVED_TOOLS, describe_error, served_for
 from vfsd.operations.workspace import StatusResult
@@ -219,29 +219,29 @@ def test_a_client_that_passes_no_runtime_directory_gets_the_usual_one(tmp_path: 
 def test_files_are_resources(files: FsDaemonOnHost) -> None:
     call("write_file", path="src/a b.py", content="x = 1\n")
     session = Session()
-    (found,) = anyio.run(resources.listed, session)
+    (found,) = anyio.run(tools.list_resources, session)
     assert (found.uri, found.name, found.mime_type) == ("vfsd://demo/src/a%20b.py", "src/a b.py", "text/x-python")
-    read = anyio.run(resources.read, session, found.uri)
+    read = anyio.run(tools.read_resource, session, found.uri)
     assert (read.text, read.mime_type) == ("x = 1\n", "text/x-python")
-    assert anyio.run(resources.template, session) == "vfsd://demo/{+path}"
+    assert anyio.run(tools.resource_template, session) == "vfsd://demo/{+path}"
 
 
 def test_the_list_of_resources_is_bounded(files: FsDaemonOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "LISTED", 2)
+    monkeypatch.setattr(tools, "LISTED", 2)
     for name in "abc":
         call("write_file", path=name, content=name)
-    assert [file.name for file in anyio.run(resources.listed, Session())] == ["a", "b"]
+    assert [file.name for file in anyio.run(tools.list_resources, Session())] == ["a", "b"]
 
 
 def test_a_large_file_is_no_resource(files: FsDaemonOnHost) -> None:
-    call("write_file", path="large", content="x" * (resources.READ_BYTES + 1))
+    call("write_file", path="large", content="x" * (tools.READ_BYTES + 1))
     with pytest.raises(ValueError, match="read_file"):
-        anyio.run(resources.read, Session(), "vfsd://demo/large")
+        anyio.run(tools.read_resource, Session(), "vfsd://demo/large")
 
 
 def test_the_path_of_a_uri_is_percent_encoded_bytes() -> None:
-    assert resources.file_path("vfsd://Demo/a%FF%20b/%5Cc", "Demo") == b"a\xff b/\\c"
-    assert resources.file_path("vfsd://demo/x", "Demo") == b"x"  # libraries write the host in lower case
+    assert tools.file_path("vfsd://Demo/a%FF%20b/%5Cc", "Demo") == b"a\xff b/\\c"
+    assert tools.file_path("vfsd://demo/x", "Demo") == b"x"  # libraries write the host in lower case
 
 
 @pytest.mark.parametrize(
@@ -250,4 +250,4 @@ def test_the_path_of_a_uri_is_percent_encoded_bytes() -> None:
 )
 def test_another_uri_is_refused(uri: str) -> None:
     with pytest.raises(ValueError, match=r"is not a file of this server: its resources are vfsd://demo/PATH"):
-        resources.file_path(uri, "demo")
+        tools.file_path(uri, "demo")

@@ -7,7 +7,7 @@ import difflib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vfsd.web.comparison import side_by_side
+from vfsd.web.pages import side_by_side
 
 LINES = st.lists(st.sampled_from(["a", "b", "-- x", "++ y", "@@ -1 +1 @@", "\\ no", "", " "]), max_size=12)
 

@@ -15,7 +15,7 @@ from protocol.types import ChangeCounts
 from vfsd.client.requests import RemoteCall
 from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.snapshots import DiffResult
-from vfsd.web.first_changes import FirstChanges, first_changes
+from vfsd.web.pages import FirstChanges, first_changes
 from vfsd.web.sources import WorkspaceSource
 
 LINES = b"".join(msgspec.json.encode(ChangeRecord(f"f{n}", "added", "file")) + b"\n" for n in range(25))
