@@ -10,7 +10,9 @@ import fnmatch
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from protocol.adapters.path_filesystem.files import PathFilesTree
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem

@@ -5,10 +5,11 @@ from __future__ import annotations
 import stat
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import BinaryIO, Final
 
+from msgspec.structs import replace
 from msgspec.structs import replace as replace_struct
 
 from protocol.archive.content import decompressed

@@ -234,5 +234,6 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if hasattr(value, "timestamp"):
         return round(value.timestamp() * 1e6)
-    fields = getattr(value, "__dataclass_fields__", None)
+    # A `Value` is a struct of msgspec here, and a dataclass in the program.
+    fields = getattr(value, "__struct_fields__", None) or getattr(value, "__dataclass_fields__", None)
     return value if fields is None else {name: _plain(getattr(value, name)) for name in fields}

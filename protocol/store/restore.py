@@ -18,6 +18,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from protocol.diff.plan import Step, execute, plan_comparisons
 from protocol.diff.tree_diff import Change, Pair, compare_pairs, is_at_or_below, linked_changes, outermost
 from protocol.errors import os_error
@@ -157,7 +159,7 @@ def _touched(step: Step, time_ns: int) -> Step:
     """Return `step`, with the mtime `time_ns` if it gives a file other content."""
     if step.new is None or not step.new.is_file or step.change in (None, "metadata", "removed"):
         return step
-    return replace(step, new=replace(step.new, mtime_ns=time_ns))
+    return replace(step, new=msgspec.structs.replace(step.new, mtime_ns=time_ns))
 
 
 def _order(pair: Pair) -> list[bytes]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from protocol import InMemoryFilesystem
 from protocol.streams import ByteReader, ByteWriter, FileReader, TextReader

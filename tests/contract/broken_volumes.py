@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from protocol.backends.memory import MemoryVolume
@@ -77,7 +76,7 @@ class ForgetsThatItForgets(BrokenVolume):
 class ShrinksNothing(BrokenVolume):
     def setattr(self, inode: int, changes: AttributeChanges) -> Any:
         if changes.size is not None and changes.size < self.getattr(inode).size:
-            changes = replace(changes, size=None)
+            changes = changes._replace(size=None)
         return self.memory_volume.setattr(inode, changes)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol import HostFilesystem, InMemoryFilesystem, SnapshotableFilesystem
 from protocol.types import FileStat
@@ -91,7 +91,7 @@ def answer(call: Call, filesystem: SnapshotableFilesystem) -> object:
 def comparable(value: Any) -> Any:
     if isinstance(value, FileStat):
         return replace(value, created_at=None, modified_at=None, mode=value.mode & 0o170111)
-    if isinstance(value, list | tuple) and not is_dataclass(value):
+    if isinstance(value, list | tuple):
         return [comparable(each) for each in value]
     return value
 

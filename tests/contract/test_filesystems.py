@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from protocol import Filesystem, HostFilesystem, HostMount, InMemoryFilesystem, SnapshotableFilesystem, VolumeFilesystem
 from protocol.backends.host import HostVolume

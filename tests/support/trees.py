@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry

@@ -14,7 +14,6 @@ import secrets
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Final, get_args
 
 from protocol.adapters.path_filesystem.files import (
@@ -165,7 +164,16 @@ class PlainPathFilesystem:
             found = grep_tree(tree, pattern, path=base, glob=glob, max_matches=most).matches
         if decode(base) == normal:
             return found
-        return [replace(match, path=_renamed(match.path, decode(base), normal)) for match in found]
+        return [
+            GrepMatch(
+                _renamed(each.path, decode(base), normal),
+                each.line_number,
+                each.line_content,
+                each.match_start,
+                each.match_end,
+            )
+            for each in found
+        ]
 
     def _base(self, normal: str) -> bytes:
         """Return the path without symlinks at which a search begins: trees do not follow symlinks."""

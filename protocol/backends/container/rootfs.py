@@ -33,7 +33,6 @@ an open parent, by a single name, so a concurrent replacement is never followed.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import re
@@ -41,6 +40,7 @@ import select
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
+import msgspec
 import trio
 
 from protocol.backends.container.inode_map import IDENTITY, IdMap, parse_map
@@ -248,7 +248,7 @@ class RootVolume(HostVolume):
         self._is_close_requested = False
         self._descriptors.on_writer = self._on_writer
         if not self._is_identity:
-            self.capabilities = dataclasses.replace(self.capabilities, acls=False)
+            self.capabilities = msgspec.structs.replace(self.capabilities, acls=False)
 
     # -- executables ---------------------------------------------------------------------------
     def _on_writer(self) -> None:

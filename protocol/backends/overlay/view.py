@@ -12,8 +12,9 @@ process saw them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
+
+from msgspec.structs import replace
 
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.overlay.inode import LowerContent, OverlayInode

@@ -33,8 +33,9 @@ import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar, cast
+
+from msgspec.structs import replace
 
 from protocol.adapters.git_patterns import PathFilter
 from protocol.backends.memory import MemoryVolume

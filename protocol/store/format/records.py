@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -75,7 +74,7 @@ def read_record(pack: Pack) -> Record:
 
 def info_of(record: Record) -> SnapshotInfo:
     """The public form of a record."""
-    return SnapshotInfo(**{field.name: getattr(record, field.name) for field in fields(SnapshotInfo)})
+    return SnapshotInfo(**{name: getattr(record, name) for name in SnapshotInfo.__struct_fields__})
 
 
 def pack_name(workspace_id: str, serial: int) -> str:

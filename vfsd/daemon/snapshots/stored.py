@@ -12,7 +12,6 @@ restored.  If that fails too, or the daemon dies, the log remains, and `interrup
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import logging
@@ -21,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, asynccontextmanager
 from typing import Final
 
+import msgspec
 import trio
 
 from protocol.diff.tree_diff import changes, count, went_back
@@ -354,7 +354,7 @@ class StoreSnapshots:
             with trio.CancelScope(shield=True):
                 await self._mounted.invalidate(await update.finish(), [change.path for change in update.changes])
         outcome = await self._outcome(name, step, done)
-        return dataclasses.replace(outcome, older=0) if touch else outcome
+        return msgspec.structs.replace(outcome, older=0) if touch else outcome
 
     async def _outcome(self, name: str, step: Step, done: RestoredChanges) -> Outcome:
         """Build the answer after a restore.  Errors in the work that remains are logged."""
@@ -451,7 +451,7 @@ class StoreSnapshots:
             finally:
                 with trio.CancelScope(shield=True):
                     await self._drop_staged()
-            return dataclasses.replace(outcome, source=staged.name)
+            return msgspec.structs.replace(outcome, source=staged.name)
 
     async def put_merged(
         self, new: NewState, step: str, observer: CallObserver, check: CheckState, *, touch: bool = False
@@ -479,7 +479,7 @@ class StoreSnapshots:
             if outcome.problems:  # what is missing comes with the next merge
                 await self.note_merged(before)
             self.merges.forget(min((info.serial for info in await self._all()), default=0))
-            return dataclasses.replace(outcome, source=new.source)
+            return msgspec.structs.replace(outcome, source=new.source)
 
     async def note_merged(self, merged: Sequence[MergedState]) -> None:
         self.merges.record(max((info.serial for info in await self._all()), default=0), merged)

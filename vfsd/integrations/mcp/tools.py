@@ -1,4 +1,4 @@
-"""The tools that the server offers: those of `protocol.tools`, and snapshot, snapshots, restore, diff, log; and resources.
+"""The tools that the server offers: those of `protocol.tools`, snapshot, snapshots, restore, diff, log; and resources.
 
 The files of the workspace are resources: vfsd://NAME/PATH, percent-encoded.  The list is bounded, because a workspace
 may have a million files: it has the first LISTED files by path that the tool `glob` finds.  Every other file can be

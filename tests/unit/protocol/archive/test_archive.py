@@ -17,12 +17,12 @@ import threading
 import tracemalloc
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol.archive import ArchiveSummary, export_archive, open_archive, write_archive, zipwriter
 from protocol.archive.selection import select

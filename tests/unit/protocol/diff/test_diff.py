@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from itertools import count as count_up
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol.backends.memory import MemoryVolume
 from protocol.diff.tree_diff import (

@@ -13,13 +13,13 @@ import subprocess
 import tempfile
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol.diff.patch import TEXT_LIMIT_LINES, LineStat, Uncarried, is_refused_by_git, line_stat, write_patch
 from protocol.diff.tree_diff import changes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import stat
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol.diff.plan import Step, execute, plan
 from protocol.diff.tree_diff import changes, is_below

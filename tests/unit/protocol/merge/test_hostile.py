@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.merge.contents import ALL_TEXTS_LIMIT_BYTES, TEXT_LIMIT_BYTES
 from protocol.merge.text import TextCase, TextResult

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import stat
-from dataclasses import replace
 from typing import TypeAlias
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.merge.three_way import Merge, Policy, merge
 from protocol.tree import Tree, TreeEntry, filled

@@ -9,12 +9,12 @@ import socket
 import stat
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol.diff.tree_diff import changes
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError

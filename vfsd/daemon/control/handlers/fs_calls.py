@@ -7,7 +7,6 @@ Threading: each call blocks, and runs in one thread.  `context.keep_going` is ca
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import os
@@ -179,7 +178,7 @@ def write_file(params: FsWriteParams, content: bytes, context: ToolContext) -> W
     """`fs.write`; `content` is what `content_of` returned."""
     path = filesystem_path(params.path)
     written = _write_bytes(path, content, context, mode=params.mode, create_parents=params.create_parents)
-    return dataclasses.replace(written, path=_wire(written.path))
+    return replace(written, path=_wire(written.path))
 
 
 def edit_file(params: EditFileParams, context: ToolContext) -> EditFileResult:
