@@ -21,7 +21,7 @@ from protocol.archive import records as zr
 from tests.mount.programs import control, failed, succeeded, vfsd
 from tests.unit.protocol.archive.archives import DIRECTORY, SYMLINK, Raw, archive, deflated, manifest, zip_of
 from vfsd.client.workspace import Workspace
-from vfsd.operations.snapshots import ImportParams, RestoreParams
+from vfsd.operations.snapshots import FromArchive, ImportParams, RestoreParams
 
 MountIt = Callable[..., Workspace]
 
@@ -206,7 +206,10 @@ def test_every_hostile_archive_is_refused_with_its_own_error_and_nothing_changes
         path = workdir / "hostile.zip"
         path.write_bytes(data)
         with control(workspace.name) as client:
-            for method, params in (("import", ImportParams(str(path))), ("restore", RestoreParams(archive=str(path)))):
+            for method, params in (
+                ("import", ImportParams(str(path))),
+                ("restore", RestoreParams(FromArchive(str(path)))),
+            ):
                 with pytest.raises(OSError, match=re.escape(names)):
                     client.call(method, params)
         messages.add(failed(vfsd("-w", workspace.name, "import", path)))

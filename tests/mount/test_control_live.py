@@ -22,7 +22,7 @@ from tests.support.waiting import readable
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import socket_path
-from vfsd.operations.snapshots import DiffParams, ImportParams, RestoreParams
+from vfsd.operations.snapshots import DiffParams, FromArchive, ImportParams, RestoreParams
 from vfsd.wire.messages import ProgressReport
 
 MountIt = Callable[..., Workspace]
@@ -311,7 +311,7 @@ def test_reading_an_archive_tells_how_far_it_is(workspace: Workspace, big: Path,
     for path in big.iterdir():
         path.unlink()
     archive = str(workdir / "a.zip")
-    for method, params in (("import", ImportParams(archive)), ("restore", RestoreParams(archive=archive))):
+    for method, params in (("import", ImportParams(archive)), ("restore", RestoreParams(FromArchive(archive)))):
         told: list[ProgressReport] = []
         with ControlClient(socket_path(workspace.name)) as client:
             client.call(method, params, on_progress=told.append)

@@ -257,9 +257,10 @@ class FakeDaemon:
         return sm.DropResult(names)
 
     async def do_restore(self, params: sm.RestoreParams, call: Any) -> sm.RestoreResult:
-        name = self.undo_to if params.undo else params.name
-        if params.archive is not None:
-            name, target = params.archive, self._archive(params.archive)
+        source = params.source
+        name = self.undo_to if isinstance(source, sm.Undo) else getattr(source, "name", None)
+        if isinstance(source, sm.FromArchive):
+            name, target = source.path, self._archive(source.path)
         elif name is None:
             raise FileNotFoundError(errno.ENOENT, "there is no restore to undo")
         else:

@@ -22,7 +22,7 @@ from vfsd.cli.common.values import exclude_option, include_option
 from vfsd.client.requests import RemoteCall
 from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.snapshots import DiffResult
-from vfsd.wire.messages import from_wire_path
+from vfsd.wire.messages import from_wire_path, is_unknown_snapshot
 
 _NAMED: Final = 20  # paths missing from a patch that standard error names
 
@@ -139,7 +139,7 @@ def diff_command(
         _answer(app, request, mode)
     except FileNotFoundError as error:
         mistaken = next((word for word in (a, b) if word is not None and error.filename == word), None)
-        if mistaken is None or not os.path.lexists(mistaken) or "no such snapshot" not in str(error):
+        if mistaken is None or not os.path.lexists(mistaken) or not is_unknown_snapshot(error):
             raise
         raise FileNotFoundError(errno.ENOENT, "this is a path, not a snapshot; put paths after --", mistaken) from None
 

@@ -128,19 +128,16 @@ def request_of(command: str, arguments: list[str], options: dict[str, str]) -> d
     if command == "status":
         return {}
     if command == "snapshot":
-        return {"name": name, "tag": options.get("tag"), "automatic": False}
+        return {key: value for key, value in (("name", name), ("tag", options.get("tag"))) if value is not None}
     if command == "diff":
         if "--json" in options:
             raise _UnusualError
-        b = arguments[1] if len(arguments) > 1 else None
-        lists: dict[str, list[str]] = {"paths": [], "include": [], "exclude": []}
-        return {"a": name, "b": b, "against": None, "mode": "names", **lists, "include_git": False, "stream": True}
-    undo, redo = "--undo" in options, "--redo" in options
-    if [name is not None, undo, redo].count(True) != 1 or (name is not None and ("/" in name or name.endswith(".zip"))):
+        return {**dict(zip(("a", "b"), arguments, strict=False)), "stream": True}
+    sources = [{"type": option[2:]} for option in ("--undo", "--redo") if option in options]
+    sources += [{"type": "snapshot", "name": word} for word in arguments]
+    if len(sources) != 1 or (name is not None and ("/" in name or name.endswith(".zip"))):
         raise _UnusualError
-    params: dict[str, Any] = {"name": name, "created_at": None, "of": None, "store": None, "archive": None}
-    params = {**params, "undo": undo, "redo": redo}
-    return {**params, "base": False, "paths": [], "dry_run": False, "stream": False, "touch": False}
+    return {"source": sources[0]}
 
 
 def begin_command(words: list[str]) -> BegunCall | None:

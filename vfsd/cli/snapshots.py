@@ -20,8 +20,17 @@ from vfsd.cli.common.output import counted
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.values import in_home, touch_option
 from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts, step_lines, step_words
-from vfsd.operations.snapshots import DropResult, RestoreParams, RestoreResult, SnapshotRecord, SnapshotsResult
-from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.operations.snapshots import (
+    DropResult,
+    FromOther,
+    FromSnapshot,
+    RestoreParams,
+    RestoreResult,
+    SnapshotRecord,
+    SnapshotsResult,
+    Undo,
+)
+from vfsd.wire.messages import from_wire_path, is_unknown_snapshot, wire_path
 from vfsd.wire.options import BackendSpec
 
 
@@ -264,13 +273,14 @@ def _explained(
     error: FileNotFoundError, params: RestoreParams, arguments: Sequence[str], store: str | None
 ) -> FileNotFoundError:
     """Return `error` of a restore, with advice if the `arguments` show what was intended."""
-    if params.undo and arguments:
+    source = params.source
+    if isinstance(source, Undo) and arguments:
         return _undo_takes_paths(error, arguments)
-    name = params.name
-    if name is None or "no such snapshot" not in str(error):
+    if not isinstance(source, FromSnapshot | FromOther) or not is_unknown_snapshot(error):
         return error
-    if params.of is not None:
-        return _not_of(error, name, params.of, store)
+    name = source.name
+    if isinstance(source, FromOther):
+        return _not_of(error, name, source.of, store)
     stored = _stored_elsewhere(name)
     if stored is not None:
         return FileNotFoundError(errno.ENOENT, f"no such snapshot of this workspace: {name}, but {stored}")

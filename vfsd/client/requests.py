@@ -33,12 +33,18 @@ from vfsd.operations.snapshots import (
     DiffParams,
     DropParams,
     ExportParams,
+    FromArchive,
+    FromBelow,
+    FromOther,
+    FromSnapshot,
     ImportParams,
+    Redo,
     RestoreParams,
     SaveParams,
     SaveResult,
     SnapshotParams,
     SnapshotsParams,
+    Undo,
 )
 from vfsd.operations.workspace import ForkParams, PolicyParams, UnmountParams, UpgradeParams
 from vfsd.wire.messages import ProgressReport, wire_path
@@ -190,15 +196,16 @@ class Requests:
         With `of`, the backend of another workspace ("host:DIR"), the snapshot is read from that workspace's snapshots
         in the store at `store` (None: the daemon's own).
         """
-        params = RestoreParams(paths=self._paths(paths), dry_run=dry_run, touch=touch)
-        if isinstance(source, str):
-            params.name = source
+        found: FromSnapshot | FromOther | FromArchive
+        if not isinstance(source, str):
             if of is not None:
-                params.of, params.store = workspace_key(of), None if store is None else _absolute(store)
+                raise ValueError("`of` needs a snapshot name, not an archive")
+            found = FromArchive(_absolute(source))
         elif of is not None:
-            raise ValueError("`of` needs a snapshot name, not an archive")
+            found = FromOther(source, workspace_key(of), None if store is None else _absolute(store))
         else:
-            params.archive = _absolute(source)
+            found = FromSnapshot(source)
+        params = RestoreParams(found, self._paths(paths), dry_run=dry_run, touch=touch)
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
     def undo(
@@ -215,7 +222,7 @@ class Requests:
         undo is kept for `redo`.  FileNotFoundError if there is nothing to undo.  Undoing an apply does not change the
         directory that it wrote to.  Without `touch`, as for `restore`, files get the times back that they had.
         """
-        params = RestoreParams(undo=True, paths=self._paths(paths), dry_run=dry_run, touch=touch)
+        params = RestoreParams(Undo(), self._paths(paths), dry_run=dry_run, touch=touch)
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
     def redo(
@@ -225,7 +232,7 @@ class Requests:
 
         The state before the redo is kept for `undo`.  FileNotFoundError if there is nothing to redo.
         """
-        params = RestoreParams(redo=True, dry_run=dry_run, touch=touch)
+        params = RestoreParams(Redo(), dry_run=dry_run, touch=touch)
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
     def apply(
@@ -246,7 +253,7 @@ class Requests:
 
         With `touch`, as for `restore`, the mtime of a discarded file is no change of the overlay.
         """
-        params = RestoreParams(base=True, paths=self._paths(paths), dry_run=dry_run, touch=touch)
+        params = RestoreParams(FromBelow(), self._paths(paths), dry_run=dry_run, touch=touch)
         return RemoteCall("restore", params, _to("Restored"))
 
     def diff(
@@ -581,7 +588,7 @@ class SnapshotCalls:
         """Build the request for a restore.  Its result raises OSError (EIO) if the restore was incomplete."""
         call = self._requests.restore(snapshot.commit_ref)
         created_at = snapshot.created_at.astimezone(UTC)
-        call.params.created_at = created_at.isoformat(timespec="milliseconds")
+        call.params.source.created_at = created_at.isoformat(timespec="milliseconds")
         return _with_result(call, lambda answer: _check_complete(call.result(answer), self._root))
 
     def export(self, path: FilePath) -> RemoteCall[Exported]:

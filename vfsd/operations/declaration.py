@@ -41,7 +41,7 @@ class Operation(msgspec.Struct, frozen=True):
     answered_within_s: float | None = None
 
 
-class Params(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Params(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Base of the parameters of a method.  A parameter with an unknown name is an error (INVALID_PARAMS)."""
 
 

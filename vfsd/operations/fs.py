@@ -110,7 +110,7 @@ class FsReadResult(msgspec.Struct, omit_defaults=True):
     truncated: bool = False
 
 
-class FsWriteParams(Params, omit_defaults=True):
+class FsWriteParams(Params):
     """Parameters of `fs.write`: write `content`, or the content of the host file `source` (absolute).
 
     `umask` is that of the caller, for new files and directories.

@@ -97,30 +97,61 @@ class DropResult(msgspec.Struct):
     redo_steps: int = 0
 
 
-class RestoreParams(Params):
-    """Parameters of `restore`.  Exactly one of these says what to restore:
+class FromSnapshot(Params, tag="snapshot"):
+    """The snapshot `name`.
 
-    - `name`: a snapshot.  With `created_at`, ENOENT unless it was taken at that time, as `SnapshotRecord` writes it: a
-      name can be used again after a drop.  With `of` it is a snapshot of another workspace, given by its key in the
-      store ("host:" and the real path of its directory); `store` is the absolute path of that store.
-    - `archive`: the absolute path of a ZIP file.
-    - `undo` or `redo`: one restore, import or apply back or forward.  With `created_at`, ESTALE unless the state that
-      the step goes to was kept at that time: another client may have made or undone a step.
-    - `base`: the directory below an overlay.
-
-    `paths` limits the restore to these paths.  `touch` gives the files whose content it changes one present mtime; else
-    they get the recorded ones.  `dry_run` reports the changes without making them; `stream` then sends
-    them as `DiffParams` describes.
+    With `created_at`, ENOENT unless it was taken at that time, as `SnapshotRecord` writes it: a name can be used again
+    after a drop.
     """
 
-    name: str | None = None
+    name: str
     created_at: str | None = None
-    of: str | None = None
+
+
+class FromOther(Params, tag="other"):
+    """The snapshot `name` of another workspace: `of` is its key in the store ("host:" and the real path of its
+    directory), and `store` the absolute path of that store, or None for the daemon's own.
+    """
+
+    name: str
+    of: str
     store: str | None = None
-    archive: str | None = None
-    undo: bool = False
-    redo: bool = False
-    base: bool = False
+
+
+class FromArchive(Params, tag="archive"):
+    """A ZIP file, by its absolute path."""
+
+    path: str
+
+
+class Undo(Params, tag="undo"):
+    """The state before the last step: a restore, import, merge, adoption, apply or discard.
+
+    With `created_at`, ESTALE unless the state that the step goes to was kept at that time: another client may have made
+    or undone a step.
+    """
+
+    created_at: str | None = None
+
+
+class Redo(Params, tag="redo"):
+    """The state before the last undo; `created_at` is as for `Undo`.  Only as a whole, without `paths`."""
+
+    created_at: str | None = None
+
+
+class FromBelow(Params, tag="below"):
+    """The directory below an overlay."""
+
+
+class RestoreParams(Params):
+    """Parameters of `restore`: make the workspace, or `paths` in it, equal to `source`.
+
+    `touch` gives the files whose content it changes one present mtime; else they get the recorded ones.  `dry_run`
+    reports the changes without making them; `stream` then sends them as `DiffParams` describes.
+    """
+
+    source: FromSnapshot | FromOther | FromArchive | Undo | Redo | FromBelow
     paths: list[str] = []
     dry_run: bool = False
     stream: bool = False

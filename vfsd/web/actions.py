@@ -149,7 +149,7 @@ def _restore_call(source: WorkspaceSource, given: Mapping[str, str], *, dry_run:
     else:
         raise WrongRequestError("kind is restore, undo or redo.")
     if not dry_run:
-        call.params.created_at = _created_at(given)
+        call.params.source.created_at = _created_at(given)
         call.params.touch = given.get("touch") == "yes"
     return call
 

@@ -78,10 +78,14 @@ class Request(msgspec.Struct):
 
 
 class ErrorData(msgspec.Struct, omit_defaults=True):
-    """Details of an OPERATION_FAILED: the errno's name, such as "ENOENT", and the affected path."""
+    """Details of an OPERATION_FAILED: the errno's name, such as "ENOENT", and the affected path.
+
+    `subject` is "snapshot" if `path` is the name of a snapshot that does not exist.
+    """
 
     errno: str | None = None
     path: str | None = None
+    subject: Literal["snapshot"] | None = None
 
 
 class ErrorObject(msgspec.Struct, omit_defaults=True):
@@ -202,6 +206,7 @@ class ControlError(OSError):
     """
 
     code: int
+    subject: str | None = None  # as in `ErrorData`
 
     def __init__(self, code: int, message: str, errno: int | None = None, filename: str | None = None) -> None:
         if errno is None:
@@ -216,7 +221,7 @@ class ControlError(OSError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # pickle cannot find the classes that `control_error` creates.
-        return control_error, (self.code, self._message, self.errno, self.filename)
+        return control_error, (self.code, self._message, self.errno, self.filename, self.subject)
 
 
 @functools.cache
@@ -226,15 +231,18 @@ def _error_class(builtin: type[OSError] | type[ValueError]) -> type[ControlError
     return type("ControlError", (ControlError, builtin), {"__doc__": ControlError.__doc__})
 
 
-def control_error(code: int, message: str, errno: int | None = None, filename: str | None = None) -> ControlError:
+def control_error(
+    code: int, message: str, errno: int | None = None, filename: str | None = None, subject: str | None = None
+) -> ControlError:
     """Return the `ControlError` for an errno; for ENOENT it is also a FileNotFoundError, and so on.
 
     For INVALID_PARAMS it is also a ValueError.
     """
     if code == INVALID_PARAMS:
         return _error_class(ValueError)(code, message, errno_numbers.EINVAL, filename)
-    builtin = OSError if errno is None else type(OSError(errno, ""))
-    return _error_class(builtin)(code, message, errno, filename)
+    made = _error_class(OSError if errno is None else type(OSError(errno, "")))(code, message, errno, filename)
+    made.subject = subject
+    return made
 
 
 def _from_answer(error: ErrorObject) -> ControlError:
@@ -242,7 +250,7 @@ def _from_answer(error: ErrorObject) -> ControlError:
         return control_error(error.code, error.message)
     number = getattr(errno_numbers, error.data.errno, None) if error.data.errno else None
     path = None if error.data.path is None else _path(error.data.path)
-    return control_error(error.code, error.message, number, path)
+    return control_error(error.code, error.message, number, path, error.data.subject)
 
 
 def _path(wire: str) -> str:
@@ -250,6 +258,11 @@ def _path(wire: str) -> str:
         return os.fsdecode(from_wire_path(wire))
     except ValueError:  # not a wire path: the name of an entry in a hostile archive
         return wire
+
+
+def is_unknown_snapshot(error: OSError) -> bool:
+    """Whether the daemon answered that there is no snapshot with the name `error.filename`."""
+    return isinstance(error, ControlError) and error.subject == "snapshot"
 
 
 class ClosingError(ConnectionError):

@@ -117,12 +117,13 @@ class App:
             what = f"the daemon of {record.name} (pid {record.pid}) is stopped or hangs: {advice}"
             raise TimeoutError(errno.ETIMEDOUT, what) from None
         except FileNotFoundError as error:
-            # With `of` the snapshot belongs to another workspace, whose snapshots this daemon cannot list.
-            if getattr(request.params, "of", None) is None:
-                from vfsd.cli.common.names import with_similar_snapshots  # noqa: PLC0415 start-up: an error has time
+            # Start-up: an error has time.
+            from vfsd.cli.common.names import with_similar_snapshots  # noqa: PLC0415
+            from vfsd.operations.snapshots import FromOther  # noqa: PLC0415
 
-                raise with_similar_snapshots(record, error) from None
-            raise
+            if isinstance(getattr(request.params, "source", None), FromOther):
+                raise  # this daemon cannot list the snapshots of another workspace
+            raise with_similar_snapshots(record, error) from None
         if not getattr(request.params, "dry_run", False) and getattr(answer, "applied", True):
             self.done = operation.done
         return answer

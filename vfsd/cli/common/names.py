@@ -21,7 +21,7 @@ from vfsd.client.connection import ControlClient
 from vfsd.machine.runtime import WorkspaceRecord, find_workspace, read_records
 from vfsd.operations.fs import FsLsParams
 from vfsd.operations.snapshots import SnapshotsParams
-from vfsd.wire.messages import ControlError, control_error, from_wire_path, wire_path
+from vfsd.wire.messages import ControlError, control_error, from_wire_path, is_unknown_snapshot, wire_path
 
 _TIMEOUT_S: Final = 1.0  # longer, and the shell seems to hang
 _MAX_PATHS: Final = 10_000  # of one directory
@@ -137,12 +137,12 @@ def _offer(names: Callable[[], list[CompletionItem]], incomplete: str) -> list[C
 
 def with_similar_snapshots(record: WorkspaceRecord, error: FileNotFoundError) -> FileNotFoundError:
     """Return `error`; if it is about an unknown snapshot, with suggestions of similar names."""
-    name = error.filename
-    if not isinstance(error, ControlError) or not isinstance(name, str) or "no such snapshot" not in str(error):
+    if not isinstance(error, ControlError) or not is_unknown_snapshot(error):
         return error
+    name = error.filename
     names = [item.value for item in _offer(lambda: _snapshots_of(record), "")]
     advice = did_you_mean(name, names) or "; `vfsd snapshots` lists them"
-    better = control_error(error.code, f"{error}{advice}", error.errno, name)
+    better = control_error(error.code, f"{error}{advice}", error.errno, name, error.subject)
     return better if isinstance(better, FileNotFoundError) else error
 
 

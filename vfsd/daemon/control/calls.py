@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 import msgspec
 import trio
 
-from protocol.errors import errno_of, only_error, shortened
+from protocol.errors import SnapshotNotFoundError, errno_of, only_error, shortened
 from protocol.paths import decode, normalise
 from vfsd.daemon.snapshots.threads import in_thread
 from vfsd.machine.interpreter import clear_frames
@@ -346,7 +346,8 @@ def failure_line(number: RequestId, method: str, error: BaseException) -> bytes:
         _logger.error("control: %s failed unexpectedly", method, exc_info=error)
         return error_line(number, INTERNAL_ERROR, f"{method}: an error in vfsd itself; its log has the details")
     text, path = _text_and_path(error, code)
-    data = ErrorData(_ERRNO_NAMES.get(code) if code else None, path)
+    subject: Literal["snapshot"] | None = "snapshot" if isinstance(error, SnapshotNotFoundError) else None
+    data = ErrorData(_ERRNO_NAMES.get(code) if code else None, path, subject)
     return error_line(number, OPERATION_FAILED, text, data)
 
 

@@ -26,7 +26,7 @@ from vfsd.client.connection import ControlClient, vanished
 from vfsd.machine.doctor import examine
 from vfsd.machine.runtime import ensure_socket_dir, read_records, write_record
 from vfsd.operations.declaration import ChangeRecord
-from vfsd.operations.snapshots import ProblemRecord
+from vfsd.operations.snapshots import FromOther, ProblemRecord, Undo
 from vfsd.operations.workspace import ForkResult
 from vfsd.wire import messages as m
 
@@ -312,8 +312,7 @@ def test_a_snapshot_of_another_directory_is_asked_for_by_its_real_path(daemon: F
     (workdir / "alias").symlink_to("real")
     ok("snapshot", "one")
     ok("restore", "one", "--of", f"host:{workdir}/alias", "--store", f"{workdir}/s")
-    params = last(daemon, "restore")
-    assert (params.name, params.of, params.store) == ("one", f"host:{workdir}/real", f"{workdir}/s")
+    assert last(daemon, "restore").source == FromOther("one", f"host:{workdir}/real", f"{workdir}/s")
 
 
 def test_a_daemon_that_is_gone_is_told_without_a_traceback(workdir: Path) -> None:
@@ -474,7 +473,7 @@ def test_undo_takes_paths_and_no_snapshot(daemon: FakeDaemon) -> None:
     ok("restore", "base")
     ok("restore", "--undo", "src", "a.txt")
     params = last(daemon, "restore")
-    assert (params.undo, params.name, params.paths) == (True, None, ["src", "a.txt"])
+    assert (params.source, params.paths) == (Undo(), ["src", "a.txt"])
 
 
 def test_an_argument_is_an_archive_when_it_looks_like_one_and_is_there(daemon: FakeDaemon, workdir: Path) -> None:

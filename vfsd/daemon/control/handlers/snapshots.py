@@ -39,14 +39,20 @@ from vfsd.operations.snapshots import (
     DropParams,
     DroppedStepRecord,
     DropResult,
+    FromArchive,
+    FromBelow,
+    FromOther,
+    FromSnapshot,
     ImportParams,
     ImportResult,
+    Redo,
     RestoreParams,
     RestoreResult,
     SnapshotParams,
     SnapshotRecord,
     SnapshotsParams,
     SnapshotsResult,
+    Undo,
 )
 from vfsd.wire.messages import InvalidNameError, InvalidParamsError, wire_path
 from vfsd.wire.options import WorkspaceOptions
@@ -153,47 +159,42 @@ class SnapshotMethods:
 
     # -- restore -------------------------------------------------------------------------------------
     async def _restore(self, params: RestoreParams, call: CallContext) -> RestoreResult:
-        given = (params.name is not None, params.archive is not None, params.undo, params.redo, params.base)
-        if sum(given) != 1:
-            raise InvalidParamsError("restore takes one of: name, archive, undo, redo, base")
+        source = params.source
         if not params.dry_run:
             self._check_writable()
         paths = await tree_paths(params.paths)
-        if params.of is not None and params.name is None:
-            raise InvalidParamsError("`of` needs the name of a snapshot")
-        moves = params.undo or params.redo
-        if params.created_at is not None and not moves and (params.name is None or params.of is not None):
-            raise InvalidParamsError("`created_at` needs the name of a snapshot of this workspace, an undo or a redo")
-        if params.redo and paths:
+        if isinstance(source, Redo) and paths:
             raise InvalidParamsError("redo takes no paths: restore them from the snapshot that `vfsd snapshots` shows")
-        if params.archive is not None:
-            origin = archive(absolute_path(params.archive))
-            return await self._restore_from(origin, params.archive, paths, call, params)
-        if params.of is not None:
-            with self._store(params.store) as store:
-                source = f"{params.name} of {params.of}"
-                origin = snapshot_of(store, host_text(params.of), params.name or "", source)
-                return await self._restore_from(origin, source, paths, call, params)
+        if isinstance(source, FromArchive):
+            return await self._restore_from(archive(absolute_path(source.path)), source.path, paths, call, params)
+        if isinstance(source, FromOther):
+            with self._store(source.store) as store:
+                shown = f"{source.name} of {source.of}"
+                origin = snapshot_of(store, host_text(source.of), source.name, shown)
+                return await self._restore_from(origin, shown, paths, call, params)
         snapshots = self._snapshots
-        if moves and not (params.dry_run or paths):
-            move = snapshots.undo if params.undo else snapshots.redo
-            outcome = await move(call, functools.partial(_check_step, params.created_at), touch=params.touch)
-            return self._restored(outcome.source, outcome, params)
-        name = BASE if params.base else await self._step_to(params) or params.name or ""
-        source = wire_path(os.fsencode(str(self._options.backend))) if params.base else name
-        if params.created_at is not None:
-            infos = await snapshots.infos()
-            if moves:
-                _check_step(params.created_at, next(info for info in infos if info.name == name))
-            else:
-                _check_created(infos, name, params.created_at)
+        if isinstance(source, Undo | Redo):
+            check = functools.partial(_check_step, source.created_at)
+            if not (params.dry_run or paths):
+                move = snapshots.undo if isinstance(source, Undo) else snapshots.redo
+                outcome = await move(call, check, touch=params.touch)
+                return self._restored(outcome.source, outcome, params)
+            target = await self._step_to(source)
+            check(target)
+            shown = name = target.name
+        elif isinstance(source, FromSnapshot):
+            shown = name = source.name
+            if source.created_at is not None:
+                _check_created(await snapshots.infos(), name, source.created_at)
+        else:
+            shown, name = wire_path(os.fsencode(str(self._options.backend))), BASE
         if params.dry_run:
             await snapshots.check_below()
             async with snapshots.tree(None, call) as live, snapshots.tree(name, call) as wanted:
-                await self._check_policy(live, wanted, paths, f"restore {source}", call)
+                await self._check_policy(live, wanted, paths, f"restore {shown}", call)
                 found = await compare(live, wanted, paths, call, stream=params.stream, restores=True)
-            return RestoreResult(source, None, found.counts, found.records, found.truncated, found.problems)
-        return self._restored(source, await snapshots.restore(name, paths, call, touch=params.touch), params)
+            return RestoreResult(shown, None, found.counts, found.records, found.truncated, found.problems)
+        return self._restored(shown, await snapshots.restore(name, paths, call, touch=params.touch), params)
 
     def _store(self, directory: str | None) -> Store:
         return Store(self._options.store if directory is None else absolute_path(directory))
@@ -213,7 +214,7 @@ class SnapshotMethods:
 
     def _restored(self, source: str, outcome: Outcome, params: RestoreParams) -> RestoreResult:
         # A restore of everything brings back the objects that were built from the older sources.
-        is_part = bool(params.paths) or params.base
+        is_part = bool(params.paths) or isinstance(params.source, FromBelow)
         return RestoreResult(
             source,
             outcome.safety,
@@ -247,15 +248,17 @@ class SnapshotMethods:
         if self._options.read_only:
             raise OSError(errno.EROFS, f"workspace {self._options.name!r} is mounted read-only")
 
-    async def _step_to(self, params: RestoreParams) -> str | None:
-        """Return the snapshot that `--undo` or `--redo` goes to; None without these options."""
-        if not (params.undo or params.redo):
-            return None
+    async def _step_to(self, source: Undo | Redo) -> SnapshotInfo:
+        """Return the snapshot that an undo or a redo goes to."""
+        infos = await self._snapshots.infos()
         interrupted = await self._snapshots.interrupted()
-        if params.undo and interrupted is not None and interrupted.safety is not None:
-            return interrupted.safety
+        if isinstance(source, Undo) and interrupted is not None and interrupted.safety is not None:
+            found = [info for info in infos if info.name == interrupted.safety]
+            if not found:
+                raise SnapshotNotFoundError(interrupted.safety)
+            return found[0]
         history = await self._snapshots.history()
-        return state_at(history, await self._snapshots.infos(), history.position + (-1 if params.undo else +1)).name
+        return state_at(history, infos, history.position + (-1 if isinstance(source, Undo) else +1))
 
     # -- import --------------------------------------------------------------------------------------
     async def _import(self, params: ImportParams, call: CallContext) -> ImportResult:

@@ -71,7 +71,7 @@ in_thread = one_of([False, True], ids=["loop", "thread"])
 async def test_a_call_that_has_changed_nothing_stops_and_says_so(path: str, in_thread: bool) -> None:
     restore = Restore(in_thread=in_thread, commits=False)
     async with serving(path, {"restore": restore}), peer(path) as client:
-        await client.call("restore", 7, name="s")
+        await client.call("restore", 7, source={"type": "snapshot", "name": "s"})
         await restore.is_running.wait()
         await client.call("cancel", 8, id=7)
         answers = [await client.receive() or {}, await client.receive() or {}]
@@ -86,7 +86,7 @@ async def test_a_call_that_has_changed_nothing_stops_and_says_so(path: str, in_t
 async def test_a_call_that_has_begun_to_change_something_is_completed(path: str, in_thread: bool) -> None:
     restore = Restore(in_thread=in_thread, commits=True)
     async with serving(path, {"restore": restore}), peer(path) as client:
-        await client.call("restore", 7, name="s")
+        await client.call("restore", 7, source={"type": "snapshot", "name": "s"})
         await restore.is_running.wait()
         await client.call("cancel", 8, id=7)
         assert (await client.receive() or {})["result"] == {"state": "finishing"}
