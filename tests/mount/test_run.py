@@ -17,8 +17,8 @@ from tests.mount.programs import VFSD, succeeded, vfsd, wait_ended
 from tests.support.terminal import Shell
 from tests.support.waiting import wait_until
 from vfsd.cli import run as run_module
-from vfsd.cli.common.supervised import Ended, NoPrivateMountError, run_in_foreground
 from vfsd.cli.main import cli
+from vfsd.cli.run import Ended, NoPrivateMountError, run_in_foreground
 from vfsd.machine.directories import journals_directory
 from vfsd.machine.runtime import WorkspaceRecord, read_records, socket_dir
 

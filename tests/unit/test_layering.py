@@ -68,7 +68,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "obstore": ("protocol.store.object_store.failures", "protocol.store.object_store.storage"),
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
-    "anyio": ("vfsd.client", "vfsd.integrations", "vfsd.cli.mcp", "vfsd.web"),
+    "anyio": ("vfsd.client", "vfsd.integrations", "vfsd.cli.servers", "vfsd.web"),
     "starlette": ("vfsd.web",),
     "jinja2": ("vfsd.web.rendering",),
     "hypercorn": ("vfsd.web.server",),

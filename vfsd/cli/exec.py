@@ -1,11 +1,23 @@
-"""`vfsd exec`: run a command in a workspace, with live output, input, a terminal, signals and its exit status."""
+"""`vfsd exec`: run a command in a workspace, with live output, input, a terminal, signals and its exit status.
+
+One loop watches the connection, standard input, standard output and error (while they are writable) and signals.  So a
+pager that is not read blocks the command, but neither Ctrl-C nor the daemon.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import selectors
 import signal
+import socket
+import stat
 import sys
-from collections.abc import Mapping
+import termios
+import tty
+from collections import deque
+from collections.abc import Generator, Mapping
 from typing import Any, Final
 
 import click
@@ -14,8 +26,8 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record, report
 from vfsd.cli.common.values import SIZE, Seconds, environment, is_text
 from vfsd.client.arguments import current_directory, wire_paths
-from vfsd.client.executor import caller_environment
-from vfsd.operations.exec import ExecEnded, ExecParams
+from vfsd.client.executor import ExecCall, caller_environment
+from vfsd.operations.exec import ExecEnded, ExecOutput, ExecParams, TerminalSize
 from vfsd.wire.messages import wire_path
 
 # The exit statuses of env(1), nohup(1) and timeout(1).
@@ -89,9 +101,6 @@ def exec_command(
     """
     if app.json and tty:
         raise click.UsageError("--json prints the output when the command has ended: it excludes -t")
-    # Start-up: `vfsd exec --help` needs no terminal.
-    from vfsd.cli.common.attached import run_attached, run_collected  # noqa: PLC0415
-
     try:
         record = app.record()
         record.check_alive()
@@ -158,3 +167,181 @@ def _say(ended: ExecEnded, timeout_s: Any) -> None:
     # Only on a terminal: a program that reads standard error expects only the command's output.
     if ended.snapshot is not None and sys.stderr.isatty():
         output.note(f"snapshot {ended.snapshot}")
+
+
+# -- standard streams -------------------------------------------------------------------------------
+_PIECE_BYTES: Final = 64 * 1024
+_STREAMS: Final = {"stdout": 1, "stderr": 2}
+_PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# A command may ignore the first two signals; the third one ends `vfsd exec`.
+_MAX_END_SIGNALS: Final = 3
+
+
+def run_attached(socket_path: str, params: ExecParams, *, terminal: bool) -> ExecEnded:
+    """Run a command in the daemon at `socket_path`; return when it has ended and all its output is written.
+
+    BrokenPipeError if the output is not read any more.  OSError as `ExecCall.receive`.  SystemExit after the third
+    signal.
+    """
+    if terminal:
+        params.terminal = _size()
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(_signals(with_size=terminal))
+        call = ExecCall(socket_path, params)
+        stack.callback(call.close)
+        if terminal and params.input:
+            stack.enter_context(_raw())
+        return _Loop(call, signals).run()
+
+
+def run_collected(socket_path: str, params: ExecParams) -> tuple[ExecEnded, dict[str, bytes]]:
+    """Run a command in the daemon; return how it ended, and its output.  It may read this process's standard input."""
+    collected = {name: bytearray() for name in _STREAMS}
+    with contextlib.closing(ExecCall(socket_path, params)) as call:
+        ended = _Loop(call, None, collected).run()
+    return ended, {name: bytes(data) for name, data in collected.items()}
+
+
+class _Loop:
+    """Passes input, signals and output on until the command ends.
+
+    Without `signals` they have their usual effect; with `collected`, output is appended there instead of written.
+    """
+
+    def __init__(
+        self, call: ExecCall, signals: socket.socket | None, collected: dict[str, bytearray] | None = None
+    ) -> None:
+        self._call = call
+        self._signals = signals
+        self._collected = collected
+        self._end_signals = 0
+        self._early: list[str] = []  # signals that arrived before the command had started
+        self._waiting: dict[int, deque[bytes]] = {1: deque(), 2: deque()}
+        self._written = {1: 0, 2: 0}  # written bytes of the first piece
+        self._poll = selectors.PollSelector()  # takes regular files, unlike epoll
+
+    def run(self) -> ExecEnded:
+        with self._poll:
+            self._poll.register(self._call, selectors.EVENT_READ)
+            if self._signals is not None:
+                self._poll.register(self._signals, selectors.EVENT_READ)
+            while (ended := self._call.ended) is None or any(self._waiting.values()):
+                self._watch()
+                for key, _ in self._poll.select():
+                    if key.fileobj is self._call:
+                        self._take(self._call.receive())
+                    elif self._signals is not None and key.fileobj is self._signals:
+                        self._pass_on(self._signals.recv(_PIECE_BYTES))
+                    elif key.fd == 0:
+                        self._call.send_input(_read_input())
+                    else:
+                        self._write(key.fd)
+            return ended
+
+    def _watch(self) -> None:
+        """Register the descriptors that can be used now, and unregister the others."""
+        watched = self._poll.get_map()
+        if self._call.ended is not None and self._call in watched:
+            self._poll.unregister(self._call)
+        wanted = {0: self._call.wants_input and self._call.ended is None}
+        wanted |= {descriptor: bool(pieces) for descriptor, pieces in self._waiting.items()}
+        for descriptor, is_wanted in wanted.items():
+            if is_wanted and descriptor not in watched:
+                self._poll.register(descriptor, selectors.EVENT_WRITE if descriptor else selectors.EVENT_READ)
+            elif not is_wanted and descriptor in watched:
+                self._poll.unregister(descriptor)
+
+    def _take(self, outputs: list[ExecOutput]) -> None:
+        for each in outputs:
+            if self._collected is None:
+                self._waiting[_STREAMS[each.stream]].append(each.data)
+            else:
+                self._collected[each.stream] += each.data
+                self._call.done_with(each.data)
+        if self._early and self._call.signal(self._early[0]):
+            for name in self._early[1:]:
+                self._call.signal(name)
+            self._early = []
+
+    def _write(self, descriptor: int) -> None:
+        """Write without blocking (poll(2): a writable pipe accepts PIPE_BUF bytes)."""
+        piece = self._waiting[descriptor][0]
+        left = memoryview(piece)[self._written[descriptor] :]
+        whole = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        try:
+            self._written[descriptor] += os.write(descriptor, left if whole else left[: select.PIPE_BUF])
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            stream = "standard output" if descriptor == 1 else "standard error"
+            outcome = "and the command was killed" if self._call.ended is None else "but the command has run"
+            raise OSError(error.errno, f"cannot write to {stream}: {error.strerror}, {outcome}") from None
+        if self._written[descriptor] == len(piece):
+            self._waiting[descriptor].popleft()
+            self._written[descriptor] = 0
+            self._call.done_with(piece)
+
+    def _pass_on(self, signals: bytes) -> None:
+        for number in signals:
+            if number == signal.SIGWINCH:
+                self._call.resize(_size())
+                continue
+            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                self._end_signals += 1
+            if self._end_signals >= _MAX_END_SIGNALS:
+                raise SystemExit(128 + number)
+            name = signal.Signals(number).name.removeprefix("SIG")
+            if not self._call.signal(name):
+                self._early.append(name)
+
+
+def _read_input() -> bytes:
+    try:
+        return os.read(0, _PIECE_BYTES)
+    except OSError:
+        return b""  # the terminal is gone, or belongs to another process group
+
+
+# -- this process's terminal and signals ----------------------------------------------------------------
+def _size() -> TerminalSize:
+    """Return the size of the terminal, on whichever standard stream it is."""
+    for descriptor in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            columns, rows = os.get_terminal_size(descriptor)
+            if columns and rows:
+                return TerminalSize(rows, columns)
+    return TerminalSize()
+
+
+@contextlib.contextmanager
+def _raw() -> Generator[None]:
+    """Pass every key, Ctrl-C included, to the command's terminal.  No effect if standard input is not a terminal."""
+    try:
+        before = termios.tcgetattr(0)
+    except termios.error:
+        yield
+        return
+    try:
+        tty.setraw(0)
+        yield
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(0, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def _signals(*, with_size: bool) -> Generator[socket.socket]:
+    """Yield a socket from which the number of each signal can be read, as a byte (signal.set_wakeup_fd)."""
+    ours, theirs = socket.socketpair()
+    wanted = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    wanted += [signal.SIGWINCH] if with_size else []
+    theirs.setblocking(False)
+    old_descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    old = {number: signal.signal(number, lambda *_: None) for number in wanted}
+    try:
+        with ours, theirs:
+            yield ours
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old_descriptor)

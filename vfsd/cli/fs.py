@@ -20,9 +20,8 @@ import msgspec
 from protocol.tool_messages import DEFAULT_MATCHES, DEFAULT_PATHS, Edit
 from vfsd.cli.common import output
 from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, describe, printable
-from vfsd.cli.common.names import complete_path, complete_snapshot
 from vfsd.cli.common.output import base64_text, text_or_base64
-from vfsd.cli.common.values import SIZE, Seconds, environment
+from vfsd.cli.common.values import SIZE, Seconds, complete_path, complete_snapshot, environment
 from vfsd.client.arguments import current_directory, workspace_path
 from vfsd.client.executor import INLINE_BYTES, caller_environment, current_umask, readable_by_daemon
 from vfsd.client.requests import RemoteCall

@@ -1,19 +1,27 @@
-"""`vfsd hooks`: take snapshots from the hooks of agents."""
+"""`vfsd hooks` and `vfsd rewind`: snapshots from the hooks of agents, and the return to one of them."""
 
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import click
 
 from vfsd.cli import claude_settings
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command, Group
+from vfsd.cli.common.app import App, Command, Group, did_you_mean
+from vfsd.cli.common.changes import ChangeSpool, call_with_changes, show_changes, show_outcome, show_problems
+from vfsd.cli.common.values import touch_option
+from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts
+from vfsd.client.agent_points import AgentPoint, parse_tag, session_above
+from vfsd.machine.selection import socket_dir
+from vfsd.operations.snapshots import RestoreResult, SnapshotRecord, SnapshotsResult
 from vfsd.wire.messages import wire_path
 
 _EXAMPLES: Final = """
@@ -196,3 +204,181 @@ def _show_status(answer: dict[str, Any]) -> None:
     for each in answer["hooks"]:
         disabled = "; disableAllHooks is set, so no hook runs" if each["disabled"] else ""
         output.say(f"{each['scope']}\t{_STATES[each['state']]}{disabled}\t{output.show_path(each['path'])}")
+
+
+# -- vfsd rewind ------------------------------------------------------------------------------------
+class _Moment(NamedTuple):
+    """A snapshot of an agent's hooks.  `prompt_number` counts the prompts of its session from 1; 0 before the first."""
+
+    snapshot: SnapshotRecord
+    point: AgentPoint
+    prompt_number: int
+
+
+@click.command(
+    "rewind",
+    cls=Command,
+    examples="""
+    vfsd rewind                            # to the state at the last prompt
+    vfsd rewind --list
+    vfsd rewind --to 3                     # to the state at the third prompt
+    vfsd rewind --to toolu_01A09q90qw90    # to the state after this tool call
+    vfsd rewind --dry-run --to 3
+    """,
+)
+@click.option(
+    "--to",
+    "to",
+    metavar="PROMPT|TOOL_USE_ID",
+    help="The number of a prompt in this session, or the id of any prompt, for the state when it was submitted; or the"
+    " id of a tool call, for the state after it.",
+)
+@click.option("--list", "list_them", is_flag=True, help="List the states, oldest first.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show the changes without making them.")
+@touch_option
+@click.pass_obj
+def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool, touch: bool) -> None:
+    """Return to a state that the hooks of an agent kept.
+
+    `vfsd hooks install claude` installs the hooks.  Without --to the workspace returns to the state at the last prompt
+    of the session that asks: the one that runs this command, else the one that was active last.  A rewind undoes
+    everything since then, whatever made the change: the agent's tools, its commands, you or another session, which is
+    named first.  The conversation of the agent does not change.
+
+    The state before the rewind is kept as a safety snapshot, and `vfsd restore --undo` brings it back.  The states
+    after the one that was restored stay, too, so a rewind can be followed by one forward.
+
+    Files get their recorded times.  The command counts those that are older than what they replaced, which a build may
+    not notice; --touch gives all files whose content it changes the present time.
+    """
+    if list_them and (to is not None or dry_run):
+        raise click.UsageError("--list stands alone")
+    app.record(reads=list_them or dry_run)
+    answer: SnapshotsResult = app.call(app.requests.snapshots(changes=list_them))
+    moments = _moments(answer.snapshots)
+    if list_them:
+        app.emit({"points": [_document(moment) for moment in moments]}, lambda _: _show_list(moments))
+        return
+    moment = _chosen(moments, to)
+    _name_others(moments, moment, dry_run=dry_run)
+    request = app.requests.restore(moment.snapshot.name, dry_run=dry_run, touch=touch)
+    words = _describe(moment)
+    if dry_run:
+
+        def show(restored: RestoreResult, changes: ChangeSpool) -> None:
+            show_changes(changes)
+            if output.on_terminal(err=True):
+                output.note(f"would rewind to {words}: {count_words(restored.counts)}")
+
+        call_with_changes(app, request, "comparing", show)
+        return
+    restored: RestoreResult = app.call(request, label="restoring")
+    app.emit(restored, lambda _: _show_restored(words, restored))
+    show_problems(restored.problems)
+
+
+def _moments(snapshots: Sequence[SnapshotRecord]) -> list[_Moment]:
+    found = []
+    numbers: Counter[str] = Counter()
+    for snapshot in snapshots:
+        point = parse_tag(snapshot.tag) if snapshot.kind != "safety" else None
+        if point is not None:
+            numbers[point.session] += point.kind == "prompt"
+            found.append(_Moment(snapshot, point, numbers[point.session]))
+    return found
+
+
+def _asking_session(moments: Sequence[_Moment]) -> str:
+    """Return the session of the agent that runs this command; else the one with the newest state."""
+    return session_above(os.getppid(), socket_dir()) or moments[-1].point.session
+
+
+def _name_others(moments: Sequence[_Moment], chosen: _Moment, *, dry_run: bool) -> None:
+    """Name the other sessions whose calls the rewind undoes."""
+    later = moments[moments.index(chosen) + 1 :]
+    others = [each for each in later if each.point.session != chosen.point.session and each.point.kind == "tool"]
+    for session, calls in Counter(each.point.session for each in others).items():
+        newest = next(each.point.text for each in reversed(others) if each.point.session == session)
+        verb = "would also undo" if dry_run else "this also undoes"
+        work = f"{output.counted(calls, 'tool call')} of session {session or 'without an id'}"
+        output.note(f"{verb} {work}, the newest one is {output.show_path(newest)!r}")
+
+
+def _chosen(moments: Sequence[_Moment], to: str | None) -> _Moment:
+    """Return the moment that `to` means, or the last prompt.  FileNotFoundError, with advice."""
+    if not moments:
+        advice = "`vfsd hooks install claude` installs the hooks that keep states, `vfsd restore` takes any snapshot"
+        raise FileNotFoundError(errno.ENOENT, f"no hook of an agent has kept a state of this workspace; {advice}")
+    session = _asking_session(moments)
+    prompts = [each for each in moments if each.point.kind == "prompt" and each.point.session == session]
+    if to is None:
+        if not prompts:
+            reason = "the hooks kept no prompt of this session: choose one with --to; `vfsd rewind --list` lists them"
+            raise FileNotFoundError(errno.ENOENT, reason)
+        return prompts[-1]
+    for moment in reversed(moments):  # the newest, if an id occurs twice
+        names = {moment.snapshot.name, moment.point.tool_use_id}
+        if moment.point.kind == "prompt":
+            names.add(moment.point.prompt)
+            if moment.point.session == session:
+                names.add(str(moment.prompt_number))
+        if to in names:
+            return moment
+    if to.isdecimal():
+        reason = f"there is no prompt {to}: the hooks kept {output.counted(len(prompts), 'prompt')} of this session"
+        raise FileNotFoundError(errno.ENOENT, f"{reason}; `vfsd rewind --list` lists the states")
+    ids = [moment.point.tool_use_id or moment.point.prompt for moment in moments]
+    advice = did_you_mean(to, dict.fromkeys(filter(None, ids))) or "; `vfsd rewind --list` lists them"
+    raise FileNotFoundError(errno.ENOENT, f"no prompt and no tool call has the id {to!r}{advice}")
+
+
+def _describe(moment: _Moment) -> str:
+    point = moment.point
+    if point.kind == "prompt":
+        return f"prompt {moment.prompt_number} ({point.text})"
+    if point.kind == "tool":
+        return f"the state after {point.tool_use_id or moment.snapshot.name} ({point.text})"
+    return f"the end of the turn after prompt {moment.prompt_number}"
+
+
+def _show_restored(words: str, answer: RestoreResult) -> None:
+    if answer.safety_snapshot is None and not answer.problems:
+        output.say(nothing_to_restore(output.show_path(words)))
+    else:
+        show_outcome(f"rewound to {output.show_path(words)}", answer)
+
+
+# -- the list -------------------------------------------------------------------------------------
+_POINT_COLUMNS: Final = output.columns("PROMPT:count TIME:time ID CHANGED WHAT SESSION")
+
+
+def _show_list(moments: Sequence[_Moment]) -> None:
+    rows = [
+        (
+            moment.prompt_number or None,
+            moment.snapshot.created_at,
+            moment.point.tool_use_id or (moment.point.prompt if moment.point.kind == "prompt" else "") or None,
+            signed_counts(moment.snapshot.changes),
+            f"{moment.point.kind} {moment.point.text}".rstrip(),
+            moment.point.session or None,
+        )
+        for moment in moments
+    ]
+    output.table(
+        _POINT_COLUMNS, rows, empty="no states yet; `vfsd hooks install claude` installs the hooks that keep them"
+    )
+
+
+def _document(moment: _Moment) -> dict[str, object]:
+    point = moment.point
+    return {
+        "kind": point.kind,
+        "prompt_number": moment.prompt_number,
+        "session": point.session or None,
+        "prompt": point.prompt or None,
+        "tool_use_id": point.tool_use_id or None,
+        "text": point.text,
+        "snapshot": moment.snapshot.name,
+        "created_at": moment.snapshot.created_at,
+        "changes": moment.snapshot.changes,
+    }

@@ -7,7 +7,7 @@ import errno
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -16,13 +16,10 @@ from msgspec import structs
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
-from vfsd.cli.common.names import complete_workspace
 from vfsd.cli.common.values import BACKEND, CACHE_SIZE, NAME, SIZE, Seconds
-from vfsd.cli.common.wording import status_rows
 from vfsd.client import launch
 from vfsd.client.arguments import mount_options
-from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_records
-from vfsd.operations.workspace import StatusResult
+from vfsd.machine.runtime import is_own_place
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
 from vfsd.wire.options import (
@@ -421,85 +418,3 @@ def _emit_ready(app: App, ready: Ready) -> None:
         output.note(ready.recovered)
     for warning in ready.warnings if not app.json else ():
         output.note(warning)
-
-
-_COLUMNS = output.columns("NAME MOUNTPOINT:path BACKEND STATE PID STARTED:time FORK-OF")
-
-
-@click.command(
-    "list",
-    cls=Command,
-    examples="""
-    vfsd list
-    vfsd list | cut -f2                    # only the mountpoints
-    vfsd list --json
-    """,
-)
-@click.pass_obj
-def list_command(app: App) -> None:
-    """List the running workspaces.
-
-    In a pipe the columns are separated by tabs: name, mountpoint, backend, state, process id, start time,
-    the workspace that it is a fork of.
-    The state is "alive", or "dead" if the daemon is gone: `vfsd unmount` removes a dead workspace, and `vfsd mount` at
-    the same path replaces it.  A line on standard error says if the daemon is being restarted, and why it was not
-    restarted so far, if that is known.
-    """
-    records = [app.record()] if app.workspace else read_records()
-    app.emit({"workspaces": [_as_json(record) for record in records]}, lambda _: _show_list(records))
-
-
-def _as_json(record: WorkspaceRecord) -> dict[str, str | int | None]:
-    return {
-        "name": record.name,
-        "mountpoint": wire_path(os.fsencode(record.mountpoint)),
-        "backend": wire_path(os.fsencode(record.backend)),
-        "state": record.state,
-        "pid": record.pid,
-        "started_at": record.started_at,
-        "version": record.version,
-        "socket": wire_path(os.fsencode(record.socket)),
-        "forked_from": record.forked_from,
-        "failure": None if record.alive else record.failure,
-    }
-
-
-def _show_list(records: Sequence[WorkspaceRecord]) -> None:
-    keys = ("name", "mountpoint", "backend", "state", "pid", "started_at", "forked_from")
-    rows = [[_as_json(record)[key] for key in keys] for record in records]
-    output.table(_COLUMNS, rows, empty="no workspace is running; `vfsd mount DIR` starts one")
-    for record in records:
-        if record.alive:
-            continue
-        if record.is_kept:
-            who = "systemd" if record.is_managed else f"its keeper (process {record.keeper})"
-            failed = "" if record.failure is None else f"; the last start failed: {record.failure}"
-            output.note(
-                f"the daemon of {record.name} died, and {who} is to start another one; programs wait for that{failed}"
-            )
-        elif record.failure is not None:
-            output.note(f"{record.name} is dead: {record.failure}")
-
-
-@click.command(
-    "status",
-    cls=Command,
-    examples="""
-    vfsd status
-    vfsd status demo
-    vfsd status --json
-    """,
-)
-@click.argument("workspace_argument", metavar="[WORKSPACE]", required=False, shell_complete=complete_workspace)
-@click.pass_obj
-def status_command(app: App, workspace_argument: str | None) -> None:
-    """Show the settings, contents and limits of a workspace.
-
-    In a pipe each line is a name and a value, separated by a tab.
-    """
-    app.choose(workspace_argument)
-    app.emit(app.call(app.requests.status()), _show_status)
-
-
-def _show_status(status: StatusResult) -> None:
-    output.fields([(output.Column(heading, kind), cell) for heading, kind, cell in status_rows(status)])

@@ -18,7 +18,6 @@ from protocol.store.retention import Candidate, Period, Policy, judge
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App
-from vfsd.cli.common.journals import bases_of_journals
 from vfsd.cli.common.object_stores import (
     RemoteCommand,
     bytes_progress,
@@ -29,7 +28,15 @@ from vfsd.cli.common.object_stores import (
 )
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds
-from vfsd.cli.store import AnyStore, collect_with_progress, known_key, note_damaged, show_collection, show_gc
+from vfsd.cli.store import (
+    AnyStore,
+    bases_of_journals,
+    collect_with_progress,
+    known_key,
+    note_damaged,
+    show_collection,
+    show_gc,
+)
 from vfsd.client.requests import workspace_key
 from vfsd.daemon.snapshots.base import is_merge_base, is_staged
 from vfsd.operations.snapshots import SnapshotRecord, SnapshotsResult

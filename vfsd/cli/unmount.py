@@ -18,9 +18,8 @@ from protocol.journal.directory import drop_journal, has_journal
 from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record
-from vfsd.cli.common.names import complete_workspace
 from vfsd.cli.common.output import counted
-from vfsd.cli.common.values import refuse_other_archives
+from vfsd.cli.common.values import complete_workspace, refuse_other_archives
 from vfsd.cli.common.wording import count_words
 from vfsd.client.arguments import running_workspace
 from vfsd.client.connection import daemon_end

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.fake_workspace import FakeDaemon
-from vfsd.cli.common.interrupts import Interrupted
+from vfsd.cli.common.app import Interrupted
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import in_home
 from vfsd.cli.main import COMMANDS, cli
@@ -832,7 +832,7 @@ def test_bash_offers_what_its_script_is_told(daemon: FakeDaemon, workdir: Path, 
 # -- doctor -----------------------------------------------------------------------------------------
 def test_doctor_says_of_each_thing_whether_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine()  # once: workspaces of other tests come and go
-    monkeypatch.setattr("vfsd.cli.doctor.examine", lambda *, deep: found)
+    monkeypatch.setattr("vfsd.machine.doctor.examine", lambda *, deep: found)
     result = run("doctor", "--json")
     answer = json.loads(result.stdout)
     missing = [one for one in answer["findings"] if not one["ok"] and not one["optional"]]
@@ -918,7 +918,7 @@ def test_a_fork_command_that_is_stopped_says_that_no_fork_is_left(
             raise Interrupted("stopped: no fork was made", signal.SIGINT, errno.ECANCELED)
         return answer
 
-    monkeypatch.setattr("vfsd.cli.fork._fork", fork)
+    monkeypatch.setattr("vfsd.cli.forks._fork", fork)
     result = run("fork", str(tmp_path), "--count", "3")
     assert result.exit_code == 130
     assert "stopped: no fork was made" in result.stderr

@@ -12,7 +12,7 @@ import pytest
 # command's: for the command, it came before recv(2), at the last moment.
 PROGRAM = """
 import json, signal, socket, sys, threading
-from vfsd.cli.common.interrupts import interruptible, waking
+from vfsd.cli.common.app import interruptible, waking
 from vfsd.client.connection import ControlClient
 from vfsd.operations.catalogue import OPERATIONS
 

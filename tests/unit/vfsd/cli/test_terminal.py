@@ -19,8 +19,8 @@ from rich.console import Console
 from protocol.store import DirectorySource, Store
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli.common import output
+from vfsd.cli.common.changes import PatchColours
 from vfsd.cli.common.output import human_size, show_path
-from vfsd.cli.common.paging import PatchColours
 from vfsd.wire.messages import ProgressReport
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from vfsd.cli.common.times import ACCEPTED, parse_time
+from vfsd.cli.history import ACCEPTED, parse_time
 
 NOW = datetime(2026, 3, 10, 14, 30, 20).astimezone()
 

@@ -208,7 +208,7 @@ def test_an_unexpected_exception_is_not_hidden_from_tests(monkeypatch: pytest.Mo
     assert isinstance(CliRunner().invoke(command_line.cli, ["status"]).exception, KeyError)
 
 
-@pytest.mark.parametrize("module", ["typing", "click", "vfsd.cli.common.app", "vfsd.cli.mount"])
+@pytest.mark.parametrize("module", ["typing", "click", "vfsd.cli.common.app", "vfsd.cli.workspaces"])
 def test_ctrl_c_during_the_start_prints_no_traceback(module: str) -> None:
     program = (
         "import sys\n"

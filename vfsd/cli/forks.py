@@ -1,0 +1,430 @@
+"""`vfsd fork`, `merge`, `adopt`, `apply` and `discard`: copies of a workspace, and what becomes of their changes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import click
+from click.shell_completion import CompletionItem
+from msgspec.structs import replace
+
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command, Interrupted, raising
+from vfsd.cli.common.changes import (
+    ChangeSpool,
+    call_with_changes,
+    show_changes,
+    show_expired,
+    show_outcome,
+    show_problems,
+    show_repositories,
+)
+from vfsd.cli.common.values import (
+    NAME,
+    complete_path,
+    complete_path_of_fork,
+    complete_snapshot,
+    complete_workspace,
+    touch_option,
+)
+from vfsd.cli.common.wording import count_words, outcome_lines
+from vfsd.cli.unmount import unmount_running
+from vfsd.client.arguments import fork_target
+from vfsd.machine.mountinfo import mount_at
+from vfsd.machine.runtime import read_record, unique_name
+from vfsd.operations.merge import ConflictRecord, Conflicts, MergeResult
+from vfsd.operations.snapshots import ApplyResult, RestoreResult
+from vfsd.operations.workspace import ForkResult, UnmountParams
+
+if TYPE_CHECKING:
+    from vfsd.client.requests import RemoteCall
+
+
+@click.command(
+    "fork",
+    cls=Command,
+    examples="""
+    vfsd fork ~/try
+    vfsd fork ~/try --snapshot before-refactoring
+    vfsd fork ~/agents --count 4           # ~/agents/1 to ~/agents/4
+    """,
+)
+@click.argument(
+    "mountpoint", type=click.Path(readable=False), shell_complete=lambda *_: [CompletionItem("", type="dir")]
+)
+@click.option("--snapshot", metavar="NAME", shell_complete=complete_snapshot, help="Fork that snapshot.")
+@click.option("--name", type=NAME, help="The fork's name; by default made from MOUNTPOINT.  With --count: NAME-1, ...")
+@click.option(
+    "--count", type=click.IntRange(1, 1000), help="Make so many forks, in numbered directories in MOUNTPOINT."
+)
+@click.pass_obj
+def fork_command(app: App, mountpoint: str, snapshot: str | None, name: str | None, count: int | None) -> None:
+    """Make a workspace that starts as a copy of this one.
+
+    The fork is mounted at MOUNTPOINT, an empty directory, which is made if it does not exist.  It shares the memory of
+    its source until either changes, so it takes a fraction of a second.  It has the options and the snapshots
+    of its source, and a daemon of its own: the end of one workspace leaves the others as they are.
+
+    Works with memory and overlay workspaces on the native engine, whose process is copied.  A fork of a directory or a
+    container is an overlay in memory over a snapshot, which the store keeps as long as the fork is mounted.
+
+    All forks of one command start with the same state.  If one of them cannot be made, or on Ctrl-C, the others are
+    unmounted again.  With --count a second time in the same MOUNTPOINT, the numbers continue.
+    """
+    app.interrupted = "interrupted; `vfsd list` shows whether the fork was made"
+    if count is None:
+        app.emit(_fork(app, mountpoint, name, snapshot), _show_fork)
+        return
+    if not mountpoint:
+        raise click.UsageError("MOUNTPOINT is an empty string")
+    with raising():
+        made = _Several(app, os.path.abspath(mountpoint), name).make(count, snapshot)
+    if app.json:
+        app.emit({"forks": made}, _show_fork)
+    else:
+        warned: dict[str, None] = {}
+        for fork in made:
+            warned |= dict.fromkeys(fork.warnings)
+            app.emit(replace(fork, warnings=[]), _show_fork)
+        for warning in warned:
+            output.note(warning)
+
+
+class _Several:
+    """Forks in numbered directories in `parent`: all or none."""
+
+    def __init__(self, app: App, parent: str, name: str | None) -> None:
+        self._app = app
+        self._parent = parent
+        self._name = name
+
+    def make(self, count: int, snapshot: str | None) -> list[ForkResult]:
+        """Make `count` forks; if that fails or is interrupted, unmount those that were made."""
+        app = self._app
+        source = app.record().name
+        is_new = not os.path.lexists(self._parent)
+        os.makedirs(self._parent, exist_ok=True)
+        made: list[ForkResult] = []
+        targets: dict[str, str] = {}
+        try:
+            targets = self._targets(count)
+            for name, mountpoint in targets.items():
+                made.append(_fork(app, mountpoint, name, snapshot or (made[0].base if made else None)))
+        except (OSError, KeyboardInterrupt) as error:
+            app.interrupted = "interrupted again; `vfsd list` shows the forks that are left"
+            left = self._take_back(targets, source)
+            if is_new and not left:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self._parent)
+            done = f"{', '.join(left)} could not be unmounted again" if left else "no fork was made"
+            if isinstance(error, OSError):
+                reason = f"{done}; number {len(made) + 1} of {count} failed: {error.strerror or error}"
+                raise OSError(error.errno or errno.EIO, reason, error.filename) from error
+            number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+            raise Interrupted(f"stopped: {done}", number, errno.EINTR) from None
+        return made
+
+    def _targets(self, count: int) -> dict[str, str]:
+        """Return the mountpoint of each fork by its name.  FileExistsError if a workspace has that name."""
+        first = max((number for name in os.listdir(self._parent) if (number := self._used(name))), default=0) + 1
+        found: dict[str, str] = {}
+        for number in range(first, first + count):
+            name = f"{self._name}-{number}" if self._name else unique_name(f"{self._parent}-{number}")
+            record = read_record(name)
+            if record is not None and record.alive:
+                reason = f"a workspace named {name} is mounted at {record.mountpoint}; choose another --name"
+                raise FileExistsError(errno.EEXIST, reason)
+            found[name] = os.path.join(self._parent, str(number))
+        return found
+
+    def _used(self, name: str) -> int:
+        """Return the number of a directory in which no fork can be mounted; 0 for others."""
+        if not (name.isascii() and name.isdecimal()):
+            return 0
+        path = os.path.join(self._parent, name)
+        if mount_at(path) is not None:  # looked up first: a mount without a daemon does not answer
+            return int(name)
+        try:
+            return int(name) if os.listdir(path) else 0
+        except OSError:
+            return int(name)
+
+    def _take_back(self, targets: Mapping[str, str], source: str) -> list[str]:
+        """Unmount the forks that were made; return the names of those that cannot be."""
+        self._app.signalled = None  # the signal that ended the work must not end this
+        left = []
+        for name, mountpoint in targets.items():
+            record = read_record(name)
+            if record is None or not record.alive or (record.mountpoint, record.forked_from) != (mountpoint, source):
+                continue
+            try:
+                unmount_running(self._app, record, UnmountParams())
+                os.rmdir(mountpoint)
+            except OSError:
+                left.append(name)
+        return left
+
+
+def _fork(app: App, mountpoint: str, name: str | None, snapshot: str | None) -> ForkResult:
+    try:
+        with fork_target(mountpoint, name) as (chosen, path):
+            answer: ForkResult = app.call(app.requests.fork(chosen, path, snapshot), label="forking")
+            return answer
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _show_fork(fork: ForkResult) -> None:
+    output.say(f"workspace {fork.name} is mounted at {output.show_path(fork.mountpoint)} (a fork)")
+    for warning in fork.warnings:
+        output.note(warning)
+
+
+# -- merge and adopt --------------------------------------------------------------------------------
+_CONFLICTS_SHOWN: Final = 20
+
+
+@click.command(
+    "merge",
+    cls=Command,
+    examples="""
+    vfsd merge agents-1 -w work            # take over what agents-1 has changed
+    vfsd merge agents-2 -w work --dry-run  # show what it would change, and the conflicts
+    vfsd merge agents-2 -w work --conflicts markers
+    vfsd merge agents-3 -w work src docs   # only these paths
+    vfsd restore --undo -w work            # take the last merge back
+    """,
+)
+@click.argument("fork", metavar="FORK", shell_complete=complete_workspace)
+@click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path_of_fork)
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would be changed, and change nothing.")
+@click.option(
+    "--conflicts",
+    type=click.Choice(["fail", "ours", "theirs", "markers"]),
+    default="fail",
+    show_default=True,
+    help="What to do with paths that both changed in different ways.",
+)
+@touch_option
+@click.pass_obj
+def merge_command(
+    app: App, fork: str, paths: tuple[str, ...], dry_run: bool, conflicts: Conflicts, touch: bool
+) -> None:
+    """Take over what a fork has changed.
+
+    FORK is the name of a running workspace, or a path in it: a fork of this workspace, its source, or another fork of
+    the same source.  The changes are those since FORK was merged last, or since the fork.  What this workspace has
+    changed itself stays: text that both have changed is merged by lines, as git does.
+
+    A conflict is a path that both have changed in ways that do not go together.  --conflicts says what happens then:
+
+    \b
+    fail     nothing is changed; the conflicts are listed (exit status 1)
+    ours     keep the version of this workspace
+    theirs   take the version of FORK
+    markers  write both versions into text files, between <<<<<<< and >>>>>>>; where that
+             is not possible, keep this workspace's version and put FORK's next to it
+
+    A merge is one step: programs see all of it or nothing, open files stay usable, and `vfsd restore --undo` takes it
+    back.  A git repository that only one side has changed is taken whole.  If both have, this workspace keeps its own,
+    gets the branches of FORK as refs/vfsd/FORK/*, and the command prints how to merge them with git.
+
+    FORK does not change, and can go on and be merged again: the next merge offers what it has changed since.  A merge
+    that is limited to PATHs changes nothing else, also no other name (hard link) of a file there, and is not
+    remembered: the next merge without PATHs compares everything again.
+
+    Files get the times that they have in FORK.  The command counts those that are older than what they replaced, which
+    a build may not notice; --touch gives all files whose content it changes the present time.
+    """
+    app.paths = paths
+    request = app.requests.merge(fork, paths, conflicts=conflicts, dry_run=dry_run, touch=touch)
+    _merge(app, request, "merged", dry_run=dry_run, advice=_MERGE_ADVICE, has_markers=conflicts == "markers")
+
+
+@click.command(
+    "adopt",
+    cls=Command,
+    examples="""
+    vfsd adopt agents-3 -w work            # work becomes equal to agents-3
+    vfsd adopt agents-3 -w work --force    # even if work has changes of its own
+    vfsd restore --undo -w work            # take it back
+    """,
+)
+@click.argument("fork", metavar="FORK", shell_complete=complete_workspace)
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would be changed, and change nothing.")
+@click.option("-f", "--force", is_flag=True, help="Replace changes that only this workspace has.")
+@touch_option
+@click.pass_obj
+def adopt_command(app: App, fork: str, dry_run: bool, force: bool, touch: bool) -> None:
+    """Make the workspace equal to a fork.
+
+    Use it to keep the best of several forks.  FORK is the name of a running workspace, or a path in it.  If this
+    workspace has changed since the fork, or since FORK was merged, and FORK does not have these changes, nothing is
+    changed and the paths are listed (exit status 1): `vfsd merge` keeps both, --force replaces them.
+
+    It is one step, as a merge is, and `vfsd restore --undo` takes it back.  Times are those of FORK; --touch is as for
+    `vfsd merge`.
+    """
+    request = app.requests.adopt(fork, force=force, dry_run=dry_run, touch=touch)
+    _merge(app, request, "adopted", dry_run=dry_run, advice=_ADOPT_ADVICE)
+
+
+_MERGE_ADVICE: Final = "choose with --conflicts ours, theirs or markers, or change one side and merge again"
+_ADOPT_ADVICE: Final = "`vfsd merge` keeps the changes of both, --force replaces those of this workspace"
+
+
+def _merge(
+    app: App,
+    request: RemoteCall[Any],
+    verb: Literal["merged", "adopted"],
+    *,
+    dry_run: bool,
+    advice: str,
+    has_markers: bool = False,
+) -> None:
+    def show(answer: MergeResult) -> None:
+        if dry_run:
+            show_changes(answer.changes)
+        for conflict in answer.conflicts[:_CONFLICTS_SHOWN]:
+            output.note(_described(conflict, is_applied=answer.applied, has_markers=has_markers))
+        if len(answer.conflicts) > _CONFLICTS_SHOWN:
+            output.note(f"and {len(answer.conflicts) - _CONFLICTS_SHOWN:,} more conflicts, which --json lists")
+        if answer.applied and answer.safety_snapshot is None:
+            if not answer.repositories:
+                output.say(f"nothing to do: {answer.fork} has no changes that are not here")
+        elif answer.applied:
+            for line in outcome_lines(f"{verb} {answer.fork}", answer.counts, answer.safety_snapshot, answer.older):
+                output.say(line)
+        elif dry_run and output.on_terminal(err=True):
+            output.note(f"would change: {count_words(answer.counts)}")
+        if _is_refused(answer, dry_run=dry_run):
+            found = output.counted(len(answer.conflicts), "conflict")
+            output.report(f"{found} with {answer.fork}; nothing was changed: {advice}")
+        show_repositories(answer.repositories)
+        show_expired(answer.expired)
+
+    answer = app.call(request, label="merging")
+    app.emit(answer, show)
+    if _is_refused(answer, dry_run=dry_run):
+        click.get_current_context().exit(1)
+
+
+def _described(conflict: ConflictRecord, *, is_applied: bool, has_markers: bool) -> str:
+    path = output.show_path(conflict.path)
+    if is_applied and conflict.reason == "lost":  # by `vfsd adopt --force`
+        return f"replaced {path}, which was changed here"
+    text = f"conflict in {path} ({conflict.reason}): {conflict.detail}"
+    if is_applied and conflict.kept_as:
+        return f"{text}; theirs is {output.show_path(conflict.kept_as)}"
+    return f"{text}; the file has markers" if is_applied and has_markers and conflict.reason == "content" else text
+
+
+def _is_refused(answer: MergeResult, *, dry_run: bool) -> bool:
+    return bool(answer.conflicts) and not answer.applied and not dry_run
+
+
+# -- overlays ---------------------------------------------------------------------------------------
+@click.command(
+    "apply",
+    cls=Command,
+    examples="""
+    vfsd apply --dry-run                   # show what it would write
+    vfsd apply
+    vfsd apply src docs/index.md           # only these paths
+    """,
+)
+@click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path)
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite what other programs changed there since.")
+@touch_option
+@click.pass_obj
+def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool, touch: bool) -> None:
+    """Write the changes of an overlay to the directory below it.
+
+    If other programs have changed one of the paths there, or a directory that would be removed has entries that are
+    hidden or new, nothing is written: the command names the paths and exits with status 1.  --force writes all the
+    same, makes directories anew that other programs removed, and keeps a directory with such entries.  It leaves out
+    files of which the workspace has only parts, if the others are lost below, and exits with status 1.
+
+    Each file is replaced atomically.  If the apply is killed before it begins to write, the directory does not change.
+    If it is killed later, the next apply, or the next mount of the directory, completes it and reports that.
+
+    A git repository that was changed there, too, is not written, also with --force: it gets the branches of the
+    workspace as refs/vfsd/WORKSPACE/*, and the command prints how to merge them with git.
+
+    A file keeps the time at which the workspace changed it, so a build that ran in the directory since then does not
+    notice it: --touch gives all files whose content is written the present time, there and in the workspace.
+
+    `vfsd restore --undo` goes back to the state that was applied.  It does not change the directory.
+    """
+
+    def show(answer: ApplyResult, changes: ChangeSpool) -> None:
+        place = output.show_path(answer.directory)
+        if answer.recovered:
+            output.note(answer.recovered)
+        if dry_run:
+            show_changes(changes)
+        for conflict in answer.conflicts:
+            output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
+        if dry_run:
+            show_repositories(answer.repositories)
+        if answer.applied:
+            for line in outcome_lines(f"applied to {place}", answer.counts, None, answer.older):
+                output.say(line)
+            show_repositories(answer.repositories)
+            show_expired(answer.expired)
+        elif answer.conflicts and not force:
+            conflicts = output.counted(len(answer.conflicts), "conflict", "conflicts")
+            output.report(
+                f"{conflicts} in {place}; nothing was written: `vfsd apply --force` overwrites changed files and keeps"
+                " directories that cannot be removed, `vfsd discard PATH` drops the change of the workspace"
+            )
+
+    app.paths = paths
+    answer = call_with_changes(
+        app, app.requests.apply(paths, dry_run=dry_run, force=force, touch=touch), "applying", show
+    )
+    show_problems(answer.problems, "could not be written")
+    if answer.conflicts and not (answer.applied or force):
+        click.get_current_context().exit(1)
+
+
+@click.command(
+    "discard",
+    cls=Command,
+    examples="""
+    vfsd discard --dry-run
+    vfsd discard src/main.c                # only this path
+    vfsd discard && vfsd restore --undo    # take it back
+    """,
+)
+@click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path)
+@click.option("-n", "--dry-run", is_flag=True, help="Show the changes without making them.")
+@touch_option
+@click.pass_obj
+def discard_command(app: App, paths: tuple[str, ...], dry_run: bool, touch: bool) -> None:
+    """Discard the changes of an overlay, and show the directory below it again.
+
+    The state before is kept as a safety snapshot, which `vfsd restore --undo` restores.  Files get the times that they
+    have in the directory.  With --touch, those whose content changes show the present time, so that a build notices
+    them; they are still unchanged for `vfsd diff` and `vfsd apply`.
+    """
+    app.paths = paths
+    request = app.requests.discard(paths, dry_run=dry_run, touch=touch)
+    if dry_run:
+        call_with_changes(app, request, "comparing", lambda _, changes: show_changes(changes))
+    else:
+        app.emit(app.call(request, label="discarding"), _show_discarded)
+
+
+def _show_discarded(answer: RestoreResult) -> None:
+    if answer.safety_snapshot is None:
+        output.say("nothing to discard")
+        show_expired(answer.expired)
+    else:
+        show_outcome("discarded", answer)
