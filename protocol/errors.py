@@ -24,6 +24,7 @@ __all__ = [
     "NotReadyError",
     "SnapshotExistsError",
     "SnapshotNotFoundError",
+    "check_type",
     "errno_of",
     "only_error",
     "os_error",
@@ -91,6 +92,12 @@ class DeniedByPolicyError(PermissionError):
         super().__init__(errno.EPERM, reason, None if path is None else shown(path))
         self.attempt = attempt
         self.path = path
+
+
+def check_type(value: object, kinds: type | tuple[type, ...], expected: str, advice: str = "") -> None:
+    """Raise TypeError, which says what a caller must pass, unless `value` is one of `kinds`."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{expected}, not {type(value).__name__}{advice and f': {advice}'}")
 
 
 def only_error(error: BaseException) -> BaseException:

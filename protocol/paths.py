@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.errors import shortened
+from protocol.errors import check_type, shortened
 
 __all__ = ["DEFAULT_LIMITS", "ROOT", "CallLimitError", "CallLimits", "decode", "encode", "located", "normalise"]
 
@@ -57,8 +57,7 @@ def normalise(path: str) -> str:
 
     TypeError if it is not a `str`; ValueError if it has a NUL or a name of more than 255 bytes, or cannot be encoded.
     """
-    if not isinstance(path, str):
-        raise TypeError(f"a path must be a str, not {type(path).__name__}")
+    check_type(path, str, "a path must be a str")
     if "\0" in path:
         raise ValueError(f"a path cannot have a NUL: {path!r}")
     parts: list[str] = []
@@ -113,12 +112,10 @@ def located(path: str) -> Iterator[None]:
 
 def encoded(content: str) -> bytes:
     """Return the text that `Filesystem.write` got, as UTF-8.  TypeError for bytes."""
-    if not isinstance(content, str):
-        raise TypeError(f"write takes text (str), not {type(content).__name__}: use write_bytes for bytes")
+    check_type(content, str, "write takes text (str)", "use write_bytes for bytes")
     return content.encode("utf-8")
 
 
 def check_bytes(content: bytes) -> None:
     """Raise TypeError unless `content` is what `Filesystem.write_bytes` takes."""
-    if not isinstance(content, (bytes, bytearray, memoryview)):
-        raise TypeError(f"write_bytes takes bytes, not {type(content).__name__}: use write for text")
+    check_type(content, (bytes, bytearray, memoryview), "write_bytes takes bytes", "use write for text")

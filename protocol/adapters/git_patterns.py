@@ -19,6 +19,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from protocol.errors import check_type
+
 __all__ = ["GitPatterns", "PathFilter"]
 
 _CACHED_BYTES: Final = 2 << 20
@@ -55,7 +57,9 @@ class GitPatterns:
 
     def __init__(self, patterns: Sequence[str]) -> None:
         """Raise ValueError for a pattern that can match nothing, such as a comment."""
-        self._patterns = [_parse(pattern) for pattern in patterns]
+        for text in patterns:
+            check_type(text, str, "a pattern must be a str")
+        self._patterns = [_parse(text) for text in patterns]
         self._by_name: dict[str, list[int]] = {}
         self._others: list[int] = []  # the newest first
         for number, pattern in enumerate(self._patterns):

@@ -17,7 +17,7 @@ from uuid import uuid4
 from protocol.adapters.path_filesystem.files import Status
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
 from protocol.archive import open_archive
-from protocol.errors import SnapshotNotFoundError, os_error
+from protocol.errors import SnapshotNotFoundError, check_type, os_error
 from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimits
 from protocol.tree import Tree
 from protocol.types import FilesystemSnapshot, utc_time
@@ -69,6 +69,7 @@ class VolumeFilesystem(PathFilesystem):
         if self._snapshotable is None:
             super().restore(snapshot)
             return
+        check_type(snapshot, FilesystemSnapshot, "restore takes a FilesystemSnapshot", "`snapshot` returns it")
         self._changing(ROOT, root_is_fine=True)
         info = self._snapshotable.snapshot(snapshot.commit_ref)
         if self._record(info) != snapshot:  # a snapshot of another volume, with the same name

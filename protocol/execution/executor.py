@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
-from protocol.errors import os_error
+from protocol.errors import check_type, os_error
 
 DEFAULT_TIMEOUT_S: Final = 120.0
 DEFAULT_OUTPUT_BYTES: Final = 256 * 1024  # for standard output, and the same for standard error
@@ -39,12 +39,14 @@ class Command:
     environment: Mapping[str, str] | None = None
 
 
-def check_words(argv: Sequence[str]) -> None:
-    """Raise TypeError for a string, whose letters would be the words."""
+def check_words(argv: Sequence[str], stdin: bytes = b"") -> None:
+    """Raise TypeError for a string as `argv`, whose letters would be the words, and for an input that is no bytes."""
     if isinstance(argv, (str, bytes)):
         raise TypeError(
             f"a command is a list of words, not {argv!r}: pass ['sh', '-c', LINE] to run a line of the shell"
         )
+    check_type(argv, Iterable, "a command is a list of words")
+    check_type(stdin, (bytes, bytearray, memoryview), "stdin takes bytes", "encode text")
 
 
 def check_command(command: Command) -> None:

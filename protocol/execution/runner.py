@@ -204,7 +204,7 @@ class BlockingExecutor:
         stdin: bytes = b"",
     ) -> ExecResult:
         """See `Executor`."""
-        check_words(argv)
+        check_words(argv, stdin)
         command = Command(argv, cwd=cwd, env=dict(env or {}))
         return self.start(command, CommandLimits(timeout_s, output_limit_bytes), stdin).wait()
 

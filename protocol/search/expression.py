@@ -26,6 +26,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import re2  # type: ignore[import-untyped]
 
+from protocol.errors import check_type
+
 __all__ = ["Expression", "Hit", "Token", "required_literal", "tokens_of"]
 
 
@@ -39,6 +41,7 @@ class Expression:
     """Compile an expression.  ValueError, with the position, for syntax that RE2 does not support."""
 
     def __init__(self, pattern: str, *, ignore_case: bool = False) -> None:
+        check_type(pattern, str, "a pattern must be a str")
         try:
             pattern.encode()
         except UnicodeEncodeError as error:

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, TypeAlias
 
+from protocol.errors import check_type
+
 __all__ = ["ALL_FILES", "MAX_ALTERNATIVES", "GlobPattern", "PatternState", "expand"]
 
 MAX_ALTERNATIVES: Final = 1_000  # twenty groups "{a,b}" would give a million patterns
@@ -102,6 +104,7 @@ class GlobPattern:
     """Compile a pattern.  ValueError if it is empty, is no possible name, or has too many alternatives."""
 
     def __init__(self, text: str) -> None:
+        check_type(text, str, "a pattern must be a str")
         if not text:
             raise ValueError("an empty pattern matches nothing")
         try:

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
 from msgspec.structs import replace
 
 from protocol.backends.container.podman.address import parse_address
+from protocol.errors import check_type
 from vfsd.machine.mountinfo import find_mount, mount_at, resolve
 from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
 from vfsd.operations.declaration import CacheChoice
@@ -181,6 +182,7 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
     a backend's directory that does not exist.
     """
     given: dict[str, Any] = dict(arguments)
+    check_type(backend, str, 'a backend is a str, such as "overlay:DIR"', "an object with files is `filesystem=OBJECT`")
     spec = parse_backend(_with_url(backend, given))
     if not os.fspath(mountpoint):
         raise ValueError("the mountpoint is an empty string")  # `abspath` would make it the current directory
@@ -199,6 +201,7 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
     for name in ("include", "exclude", "protect", "hide"):
         _check_patterns(name, given[name])
     if given.get("sandbox") is not None:
+        check_type(given["sandbox"], str, 'a sandbox is a str, such as "image:REF"')
         given["sandbox"] = parse_sandbox(given["sandbox"])
     options = MountOptions.of(mountpoint=path, backend=spec, **given)
     check_options(options)

@@ -20,6 +20,7 @@ from typing import Final, Self
 import anyio
 import anyio.to_thread
 
+from protocol.errors import check_type
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, check_words
 from vfsd.client.async_connection import AsyncControlClient, abandon
 from vfsd.client.executor import ExecCall, caller_environment, exec_call
@@ -91,6 +92,7 @@ class AsyncProcess:
         The command must have been started with `input`.  Another task must call `receive` meanwhile.  BrokenPipeError
         if the command has closed its input or has ended.
         """
+        check_type(data, (bytes, bytearray, memoryview), "stdin takes bytes", "encode text")
         async with self._input_turn:
             for start in range(0, max(len(data), 1), _INPUT_BYTES):
                 await self._input_taken()
@@ -124,6 +126,7 @@ class AsyncProcess:
 
         A command that does not read its input to the end is not an error.
         """
+        check_type(data, (bytes, bytearray, memoryview, type(None)), "stdin takes bytes", "encode text")
         collected: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
 
         async def feed(content: bytes) -> None:

@@ -83,7 +83,7 @@ def exec_call(
     stdin: bytes,
 ) -> RemoteCall[ExecResult]:
     """Build the request of `Executor.run`."""
-    check_words(argv)
+    check_words(argv, stdin)
     params = FsExecParams(
         argv=[wire_path(os.fsencode(word)) for word in argv],
         cwd=wire_path(os.fsencode(cwd)),

@@ -16,11 +16,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    overload,
+    runtime_checkable,
+)
 
 import msgspec
 
-from protocol.errors import ArchiveError, SnapshotNotFoundError
+from protocol.errors import ArchiveError, SnapshotNotFoundError, check_type
 from protocol.types import FilesystemSnapshot
 from vfsd.client.arguments import FilePath, UserPath, wire_paths
 from vfsd.client.connection import ControlError
@@ -95,6 +106,7 @@ def _unchanged(answer: Any) -> Any:
     return answer
 
 
+@runtime_checkable
 class AnyWorkspace(Protocol):
     """A running workspace: a `Workspace`, an `AsyncWorkspace`, or a record of one."""
 
@@ -490,6 +502,7 @@ def _peer(fork: AnyWorkspace | str | None) -> Peer | None:
 
         fork = running_workspace(fork)
     else:
+        check_type(fork, AnyWorkspace, "a fork is a Workspace, an AsyncWorkspace or a name")
         from vfsd.machine.runtime import check_instance  # noqa: PLC0415
 
         check_instance(fork.socket, fork.instance)
@@ -586,6 +599,7 @@ class SnapshotCalls:
 
     def restore(self, snapshot: FilesystemSnapshot) -> RemoteCall[None]:
         """Build the request for a restore.  Its result raises OSError (EIO) if the restore was incomplete."""
+        check_type(snapshot, FilesystemSnapshot, "restore takes a FilesystemSnapshot", "`snapshot` and `get` return it")
         call = self._requests.restore(snapshot.commit_ref)
         created_at = snapshot.created_at.astimezone(UTC)
         call.params.source.created_at = created_at.isoformat(timespec="milliseconds")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from protocol.adapters.host import HostFilesystem
+from protocol.errors import check_type
 from protocol.paths import CallLimits
 from vfsd.client.workspace import WorkspaceBase
 
@@ -22,8 +23,7 @@ def name_of(workspace: WorkspaceBase | str) -> str:
     """The name, or the path, of the workspace that an adapter was given.  TypeError for anything else."""
     if isinstance(workspace, WorkspaceBase):
         return workspace.name
-    if not isinstance(workspace, str):
-        raise TypeError(f"a workspace is a Workspace, an AsyncWorkspace or a name, not {type(workspace).__name__}")
+    check_type(workspace, str, "a workspace is a Workspace, an AsyncWorkspace or a name")
     return workspace
 
 

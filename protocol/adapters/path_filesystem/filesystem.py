@@ -22,7 +22,7 @@ from protocol.adapters.path_filesystem.files import OpenFile, PathFiles, PathFil
 from protocol.adapters.path_filesystem.plain import PlainPathFilesystem, remove, temporary_name
 from protocol.archive import ArchiveLimits, export_archive, open_archive, write_archive
 from protocol.diff.plan import Step, execute, plan
-from protocol.errors import SnapshotNotFoundError
+from protocol.errors import SnapshotNotFoundError, check_type
 from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimits, decode, located
 from protocol.tree import Hole, Tree, TreeEntry
 from protocol.types import FilesystemSnapshot
@@ -118,6 +118,7 @@ class ArchiveSnapshots:
 
     def path(self, snapshot: FilesystemSnapshot) -> str:
         """Return the path of the archive of a snapshot.  SnapshotNotFoundError for a snapshot of another object."""
+        check_type(snapshot, FilesystemSnapshot, "restore takes a FilesystemSnapshot", "`snapshot` returns it")
         try:
             return self._paths[snapshot.snapshot_id]
         except KeyError:

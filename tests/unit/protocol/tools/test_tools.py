@@ -19,7 +19,7 @@ from protocol.adapters.path_filesystem.files import resolve
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
 from protocol.adapters.trees import TreeFiles
 from protocol.execution.host import HostExecutor
-from protocol.filesystem import Filesystem
+from protocol.filesystem import Filesystem, SnapshotableFilesystem
 from protocol.linux.posix_acl import ACCESS, DEFAULT
 from protocol.tools import (
     TOOLS,
@@ -338,8 +338,18 @@ def test_wrong_types_are_answered_with_the_right_ones(filesystem: Filesystem, tm
     with pytest.raises(TypeError, match="use write for text"):
         filesystem.write_bytes("f", "1")  # type: ignore[arg-type]
     assert not filesystem.exists("f")
-    with pytest.raises(TypeError, match="list of words"):
-        HostExecutor(tmp_path).run("ls -l")
+    for wrong in (3, b"f"):
+        for search in (filesystem.glob, filesystem.grep, lambda pattern: filesystem.grep("x", glob=pattern)):
+            with pytest.raises(TypeError, match="a pattern must be a str, not"):
+                search(wrong)  # type: ignore[operator]
+    if isinstance(filesystem, SnapshotableFilesystem):
+        with pytest.raises(TypeError, match="restore takes a FilesystemSnapshot, not str"):
+            filesystem.restore("snapshot")  # type: ignore[arg-type]
+    for command in ("ls -l", 3):
+        with pytest.raises(TypeError, match="list of words"):
+            HostExecutor(tmp_path).run(command)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="stdin takes bytes, not str: encode text"):
+        HostExecutor(tmp_path).run(["cat"], stdin="abc")  # type: ignore[arg-type]
     with filesystem.open_write("f") as writer, pytest.raises(OSError, match="cannot seek"):
         writer.seek(0)  # type: ignore[attr-defined]
 

@@ -147,6 +147,13 @@ def test_errors_are_pythons_own(call: Driver, workdir: Path) -> None:
         call("restore", "base", ["../outside"])
 
 
+def test_a_fork_of_the_wrong_type_is_answered_with_the_right_ones(call: Driver) -> None:
+    for verb in ("merge", "adopt"):
+        for wrong in (5, b"fork", ["fork"]):
+            with pytest.raises(TypeError, match="a fork is a Workspace, an AsyncWorkspace or a name, not"):
+                call(verb, wrong)
+
+
 def test_status(call: Driver, daemon: FakeDaemon) -> None:
     status = call("status")
     assert (status.name, status.mountpoint, status.files) == ("demo", daemon.mountpoint, 2)

@@ -202,6 +202,22 @@ def test_an_unknown_argument_is_refused_with_the_similar_ones(name: str, said: s
         mount_options("mnt", **{name: 1})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"backend": 5}, 'a backend is a str, such as "overlay:DIR", not int'),
+        ({"sandbox": 5}, 'a sandbox is a str, such as "image:REF", not int'),
+        ({"protect": [5]}, "a pattern must be a str, not int"),
+        ({"backend": "overlay:.", "include": b"x"}, "a pattern must be a str, not int"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_answered_with_the_right_one(
+    arguments: dict[str, Any], said: str, place: Path
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(said)):
+        mount_options("mnt", **arguments)
+
+
 def test_python_names_the_arguments_as_python_has_them(place: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"backend": "host:below", "max_bytes": 1}, "max_bytes goes with memory or overlay:DIR"),
