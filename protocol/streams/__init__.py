@@ -4,11 +4,10 @@ Byte streams come first; text streams decode them.  A stream is used by one thre
 context manager.  A file that is deleted while it is read can be read to its end.
 """
 
-from protocol.streams.contract import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, TextReader, TextWriter
+from protocol.streams.contract import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, TextReader
 from protocol.streams.files import (
     FileReader,
     FileTextReader,
-    FileTextWriter,
     FileWriter,
     PositionedDecoder,
     SeekableContent,
@@ -21,11 +20,9 @@ __all__ = [
     "ByteWriter",
     "FileReader",
     "FileTextReader",
-    "FileTextWriter",
     "FileWriter",
     "PositionedDecoder",
     "SeekableContent",
     "TextReader",
-    "TextWriter",
     "check_encoding",
 ]

@@ -1,4 +1,4 @@
-"""The contracts of streams: ByteReader, ByteWriter, TextReader, TextWriter."""
+"""The contracts of streams: ByteReader, ByteWriter, TextReader."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Final, Protocol, Self, TypeAlias, runtime_checkable
 
-__all__ = ["STREAM_CHUNK_BYTES", "ByteReader", "ByteWriter", "Data", "Stream", "TextReader", "TextWriter"]
+__all__ = ["STREAM_CHUNK_BYTES", "ByteReader", "ByteWriter", "Data", "Stream", "TextReader"]
 
 STREAM_CHUNK_BYTES: Final = 64 * 1024
 Data: TypeAlias = bytes | bytearray | memoryview
@@ -121,20 +121,3 @@ class TextReader(Stream, Protocol):
         ...
 
     def __iter__(self) -> Iterator[str]: ...
-
-
-@runtime_checkable
-class TextWriter(Stream, Protocol):
-    """A text file open for writing; see `ByteWriter`."""
-
-    @property
-    def encoding(self) -> str: ...
-
-    @property
-    def bytes_written(self) -> int: ...
-
-    def write(self, text: str) -> int:
-        """Write all of `text`; return its size in bytes.  ValueError when closed or if it cannot be encoded."""
-        ...
-
-    def write_all(self, texts: Iterable[str]) -> int: ...

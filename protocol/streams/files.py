@@ -8,16 +8,15 @@ import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Protocol, Self
+from typing import Final, Protocol, Self
 
 from protocol.paths import located
-from protocol.streams.contract import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, Data
+from protocol.streams.contract import STREAM_CHUNK_BYTES, ByteReader, Data
 
 __all__ = [
     "ClosingStream",
     "FileReader",
     "FileTextReader",
-    "FileTextWriter",
     "FileWriter",
     "PositionedDecoder",
     "SeekableContent",
@@ -332,38 +331,3 @@ class FileTextReader(ClosingStream):
     def close(self) -> None:
         self._closed = True
         self._reader.close()
-
-
-class FileTextWriter(ClosingStream):
-    """Implements `TextWriter` over a `ByteWriter`, which it closes."""
-
-    def __init__(self, writer: ByteWriter, encoding: str = "utf-8") -> None:
-        super().__init__(writer.path)
-        check_encoding(encoding)
-        self._writer = writer
-        self._encoding = encoding
-        self._encoder = codecs.getincrementalencoder(encoding)()
-
-    @property
-    def encoding(self) -> str:
-        return self._encoding
-
-    @property
-    def bytes_written(self) -> int:
-        return self._writer.bytes_written
-
-    def write(self, text: str) -> int:
-        self._check_open()
-        return self._writer.write(self._encoder.encode(text))
-
-    def write_all(self, texts: Iterable[str]) -> int:
-        self._check_open()
-        return sum(self.write(text) for text in texts)
-
-    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
-        self._closed = True
-        self._writer.__exit__(kind, *details)
-
-    def close(self) -> None:
-        self._closed = True
-        self._writer.close()

@@ -14,10 +14,9 @@ behaviour of tmpfs does.
 from __future__ import annotations
 
 from protocol.testing import _assertions as _assertions
-from protocol.testing.archive import ArchiveContract
+from protocol.testing.archive import ArchiveContract, SnapshotContract
 from protocol.testing.filesystem import FilesystemContract
 from protocol.testing.read_only import ReadOnlyContract
-from protocol.testing.snapshot import SnapshotContract
 from protocol.testing.streaming import StreamingContract
 from protocol.testing.volume import Clock, Driver, MakeVolume, VolumeContract
 

@@ -7,16 +7,6 @@ from typing import Final
 
 import pytest
 
-_SUITES: Final = (
-    "archive",
-    "checks",
-    "filesystem",
-    "read_only",
-    "search",
-    "snapshot",
-    "streaming",
-    "volume",
-    "writing",
-)
+_SUITES: Final = ("archive", "filesystem", "read_only", "streaming", "volume")
 
 pytest.register_assert_rewrite(*(name for suite in _SUITES if (name := f"protocol.testing.{suite}") not in sys.modules))

@@ -1,21 +1,20 @@
-"""FilesystemContract: the behaviour of every `Filesystem`."""
+"""FilesystemContract: the behaviour of every `Filesystem`; and the base and the helpers of the other suites."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import pytest
 
 from protocol.filesystem import Filesystem
-from protocol.testing.checks import FilesystemSuite, contents, raises_os_error
-from protocol.testing.search import SearchContract
-from protocol.testing.writing import WritingContract
-from protocol.types import DEFAULT_READ_LINES, READ_ENTIRE_FILE
+from protocol.types import DEFAULT_READ_LINES, READ_ENTIRE_FILE, GrepMatch, WriteMode
 
-_READ_LIMIT: Final = 32 << 20
+_CALL_LIMIT: Final = 32 << 20
 _READS: Final[list[Callable[[Filesystem, str], Any]]] = [
     lambda filesystem, path: filesystem.read(path),
     lambda filesystem, path: filesystem.read_bytes(path),
@@ -50,6 +49,36 @@ _PATH_CALLS: Final[list[Callable[[Filesystem, str], Any]]] = [
     lambda filesystem, path: filesystem.mkdir(path),
 ]
 _READING: Final = pytest.mark.parametrize("call", _READS, ids=["read", "read_bytes", "open_read", "open_text"])
+
+
+class FilesystemSuite:
+    """Base of the suites over a filesystem.  A subclass overrides the fixture `filesystem`."""
+
+    @pytest.fixture
+    def filesystem(self) -> Any:
+        raise NotImplementedError("override the fixture `filesystem`")
+
+
+@contextmanager
+def raises_os_error(kind: type[OSError], path: str) -> Iterator[None]:
+    """Check that the block raises `kind`, with an errno and the normalised `path` as its file name."""
+    with pytest.raises(kind) as caught:
+        yield
+    assert caught.value.errno, f"{caught.value!r} has no errno"
+    assert caught.value.filename == path
+
+
+def contents(filesystem: Filesystem, path: str = ".") -> dict[str, bytes | None]:
+    """Return everything below `path`: the content of each file, None for each directory."""
+    found: dict[str, bytes | None] = {}
+    for entry in filesystem.list(path):
+        if entry.is_directory:
+            found[entry.path] = None
+            found.update(contents(filesystem, entry.path))
+        else:
+            with filesystem.open_read(entry.path) as reader:
+                found[entry.path] = reader.read()
+    return found
 
 
 class _Reading:
@@ -192,7 +221,7 @@ class _Reading:
         with pytest.raises(ValueError, match="limited"):
             filesystem.read("big")
         assert filesystem.read_bytes("big", limit=10).content == b"x" * 10
-        assert len(filesystem.read_bytes("big", offset=1 << 20).content) == _READ_LIMIT
+        assert len(filesystem.read_bytes("big", offset=1 << 20).content) == _CALL_LIMIT
 
 
 class _Looking:
@@ -333,7 +362,285 @@ class _Errors:
         assert filesystem.exists("directory/file")
 
 
-class FilesystemContract(_Reading, _Looking, _Errors, WritingContract, SearchContract, FilesystemSuite):
+_FILES = ("a.py", "b.txt", "src/a.py", "src/lib/c.py", "src/lib/d.js", "src/lib/deep/e.py", "tests/a.py")
+
+
+class _Searching:
+    """The contract of searches."""
+
+    @pytest.mark.parametrize(
+        ("pattern", "expected"),
+        [
+            ("*.py", ["a.py", "src/a.py", "src/lib/c.py", "src/lib/deep/e.py", "tests/a.py"]),
+            ("src/*", ["src/a.py"]),
+            ("src/*/*.py", ["src/lib/c.py"]),
+            ("src/**/*.py", ["src/a.py", "src/lib/c.py", "src/lib/deep/e.py"]),
+            ("**/lib/*", ["src/lib/c.py", "src/lib/d.js"]),
+            ("{src,tests}/a.py", ["src/a.py", "tests/a.py"]),
+            ("*.{js,txt}", ["b.txt", "src/lib/d.js"]),
+            ("?.txt", ["b.txt"]),
+            ("[ab].py", ["a.py", "src/a.py", "tests/a.py"]),
+            ("nothing", []),
+            ("src", []),
+        ],
+    )
+    def test_glob_returns_the_matching_files_sorted(
+        self, filesystem: Filesystem, pattern: str, expected: list[str]
+    ) -> None:
+        for path in _FILES:
+            filesystem.write(path, "x")
+
+        found = filesystem.glob(pattern)
+
+        assert [match.path for match in found] == expected
+        assert all(match.is_file for match in found)
+
+    def test_glob_below_a_directory_is_relative_to_it(self, filesystem: Filesystem) -> None:
+        for path in _FILES:
+            filesystem.write(path, "x")
+
+        assert [match.path for match in filesystem.glob("lib/*.py", path="/src/")] == ["src/lib/c.py"]
+
+    def test_grep_returns_the_first_match_of_each_line(self, filesystem: Filesystem) -> None:
+        filesystem.write("b", "none\nüber foo and foo\n")
+        filesystem.write("a/c", "foo\nbar")
+
+        assert list(filesystem.grep("fo+")) == [
+            GrepMatch("a/c", 1, "foo", 0, 3),
+            GrepMatch("b", 2, "über foo and foo", 5, 8),
+        ]
+
+    def test_grep_takes_a_directory_a_file_and_a_pattern_of_files(self, filesystem: Filesystem) -> None:
+        for path in _FILES:
+            filesystem.write(path, "needle\n")
+
+        assert [match.path for match in filesystem.grep("needle", path="src/lib", glob="*.py")] == [
+            "src/lib/c.py",
+            "src/lib/deep/e.py",
+        ]
+        assert [match.path for match in filesystem.grep("needle", path="src/a.py")] == ["src/a.py"]
+
+    def test_grep_returns_at_most_a_thousand_matches_or_max_matches(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "x\n" * 1_500)
+
+        assert len(filesystem.grep("x")) == 1_000
+        assert [match.line_number for match in filesystem.grep("x", max_matches=3)] == [1, 2, 3]
+        assert len(filesystem.grep("x", max_matches=1_200)) == 1_200
+
+    def test_grep_skips_files_that_are_not_text(self, filesystem: Filesystem) -> None:
+        filesystem.write_bytes("binary", b"needle\0")
+        filesystem.write_bytes("latin", b"needle caf\xe9\n")
+        filesystem.write("text", "needle")
+
+        assert [match.path for match in filesystem.grep("needle")] == ["text"]
+
+    def test_grep_refuses_an_invalid_expression(self, filesystem: Filesystem) -> None:
+        with pytest.raises(ValueError, match=r".+"):
+            filesystem.grep("(")
+
+    def test_grep_refuses_a_negative_count(self, filesystem: Filesystem) -> None:
+        with pytest.raises(ValueError, match="-1"):
+            filesystem.grep("x", max_matches=-1)
+
+    def test_glob_below_a_file_is_an_error(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "x")
+
+        with raises_os_error(NotADirectoryError, "file"):
+            filesystem.glob("*", path="file")
+
+
+_MODES: Final = pytest.mark.parametrize("mode", get_args(WriteMode))
+
+
+class _Writing:
+    """The contract of changes."""
+
+    @_MODES
+    def test_every_mode_makes_a_new_file_and_its_parents(self, filesystem: Filesystem, mode: WriteMode) -> None:
+        result = filesystem.write("deep/down/file", "grün", mode=mode)
+
+        assert (result.path, result.bytes_written, result.mode) == ("deep/down/file", 5, mode)
+        assert contents(filesystem) == {"deep": None, "deep/down": None, "deep/down/file": "grün".encode()}
+
+    def test_overwrite_replaces_what_was_there(self, filesystem: Filesystem) -> None:
+        filesystem.write_bytes("file", b"a long old content")
+
+        filesystem.write_bytes("file", b"new")
+
+        assert contents(filesystem) == {"file": b"new"}
+
+    def test_append_adds_to_what_was_there(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "one\n")
+
+        result = filesystem.write("file", "two\n", mode="append")
+
+        assert result.bytes_written == 4
+        assert contents(filesystem) == {"file": b"one\ntwo\n"}
+
+    def test_create_leaves_a_file_that_is_there_alone(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "old")
+
+        with raises_os_error(FileExistsError, "file"):
+            filesystem.write("file", "new", mode="create")
+
+        assert contents(filesystem) == {"file": b"old"}
+
+    @_MODES
+    def test_an_empty_file_is_a_file(self, filesystem: Filesystem, mode: WriteMode) -> None:
+        assert filesystem.write("file", "", mode=mode).bytes_written == 0
+        assert contents(filesystem) == {"file": b""}
+
+    @_MODES
+    def test_a_directory_cannot_be_written(self, filesystem: Filesystem, mode: WriteMode) -> None:
+        filesystem.mkdir("directory")
+
+        with raises_os_error(IsADirectoryError, "directory"):
+            filesystem.write("directory", "x", mode=mode)
+
+    @_MODES
+    def test_nothing_can_be_written_below_a_file(self, filesystem: Filesystem, mode: WriteMode) -> None:
+        filesystem.write("file", "x")
+
+        for path in ("file/below", "file/far/below"):
+            with raises_os_error(NotADirectoryError, path):
+                filesystem.write(path, "x", mode=mode)
+
+    @_MODES
+    def test_the_root_cannot_be_written(self, filesystem: Filesystem, mode: WriteMode) -> None:
+        for path in (".", "/", "a/.."):
+            with pytest.raises(ValueError, match="root"):
+                filesystem.write(path, "x", mode=mode)
+
+    def test_an_unknown_mode_is_refused(self, filesystem: Filesystem) -> None:
+        with pytest.raises(ValueError, match="truncate"):
+            filesystem.write("file", "x", mode="truncate")  # type: ignore[arg-type]
+
+        assert contents(filesystem) == {}
+
+    @_MODES
+    def test_a_missing_parent_is_made_only_when_allowed(self, filesystem: Filesystem, mode: WriteMode) -> None:
+        with raises_os_error(FileNotFoundError, "no/file"):
+            filesystem.write("no/file", "x", mode=mode, create_parents=False)
+
+        assert contents(filesystem) == {}
+
+    def test_a_write_over_the_limit_changes_nothing(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "old")
+
+        with pytest.raises(ValueError, match="limited"):
+            filesystem.write_bytes("file", bytes(_CALL_LIMIT + 1))
+        with pytest.raises(ValueError, match="limited"):
+            filesystem.write("new/file", "é" * (_CALL_LIMIT // 2 + 1))
+
+        assert contents(filesystem) == {"file": b"old"}
+
+    def test_text_that_utf8_cannot_say_is_refused_and_changes_nothing(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "old")
+
+        with pytest.raises(ValueError, match="surrogates"):
+            filesystem.write("file", "\udcff")
+
+        assert contents(filesystem) == {"file": b"old"}
+
+    def test_too_deep_a_path_is_not_created(self, filesystem: Filesystem) -> None:
+        deepest = "/".join("d" * 16)
+        filesystem.write(deepest, "x")
+
+        with pytest.raises(ValueError, match="deep"):
+            filesystem.write("new/" + deepest, "x")
+        with pytest.raises(ValueError, match="deep"):
+            filesystem.mkdir("new/" + deepest)
+
+        assert not filesystem.exists("new")
+
+    def test_too_long_a_name_is_not_created(self, filesystem: Filesystem) -> None:
+        filesystem.write("n" * 80, "x")
+
+        with pytest.raises(ValueError, match="80"):
+            filesystem.write("new/" + "n" * 81, "x")
+
+        assert not filesystem.exists("new")
+
+    # -- directories -------------------------------------------------------------------------
+    def test_a_directory_is_made_with_its_parents(self, filesystem: Filesystem) -> None:
+        filesystem.mkdir("a/b/c")
+
+        assert contents(filesystem) == {"a": None, "a/b": None, "a/b/c": None}
+
+    def test_a_directory_that_is_there_is_fine_unless_it_must_be_new(self, filesystem: Filesystem) -> None:
+        filesystem.write("directory/file", "x")
+
+        filesystem.mkdir("directory")
+        with raises_os_error(FileExistsError, "directory"):
+            filesystem.mkdir("directory", exist_ok=False)
+
+        assert contents(filesystem) == {"directory": None, "directory/file": b"x"}
+
+    def test_a_directory_is_not_made_over_or_below_a_file(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "x")
+
+        with raises_os_error(FileExistsError, "file"):
+            filesystem.mkdir("file")
+        with raises_os_error(NotADirectoryError, "file/below"):
+            filesystem.mkdir("file/below")
+
+    def test_without_parents_the_parent_must_be_there(self, filesystem: Filesystem) -> None:
+        with raises_os_error(FileNotFoundError, "a/b"):
+            filesystem.mkdir("a/b", parents=False)
+
+        assert contents(filesystem) == {}
+
+    def test_the_root_is_there_already(self, filesystem: Filesystem) -> None:
+        filesystem.mkdir(".")
+
+        with raises_os_error(FileExistsError, "."):
+            filesystem.mkdir("/", exist_ok=False)
+
+    # -- deleting ----------------------------------------------------------------------------
+    def test_a_file_is_deleted_and_counted(self, filesystem: Filesystem) -> None:
+        filesystem.write("d/file", "x")
+        filesystem.write("d/other", "y")
+
+        assert filesystem.delete("d/file") == 1
+        assert contents(filesystem) == {"d": None, "d/other": b"y"}
+
+    def test_an_empty_directory_is_deleted_without_recursive(self, filesystem: Filesystem) -> None:
+        filesystem.mkdir("directory")
+
+        assert filesystem.delete("directory") == 1
+        assert contents(filesystem) == {}
+
+    def test_a_directory_is_deleted_with_all_that_is_in_it_and_each_entry_counted(self, filesystem: Filesystem) -> None:
+        for path in ("d/a", "d/b/c", "d/b/e/f", "other"):
+            filesystem.write(path, "x")
+
+        assert filesystem.delete("d", recursive=True) == 6
+        assert contents(filesystem) == {"other": b"x"}
+
+    def test_the_root_is_not_deleted(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "x")
+
+        with pytest.raises(ValueError, match="root"):
+            filesystem.delete("/", recursive=True)
+
+        assert contents(filesystem) == {"file": b"x"}
+
+    # -- a write that fails --------------------------------------------------------------------
+    @pytest.mark.parametrize("mode", ["create", "overwrite"])
+    def test_a_writer_that_fails_leaves_no_trace(self, filesystem: Filesystem, mode: WriteMode) -> None:
+        filesystem.write("d/other", "x")
+        if mode == "overwrite":
+            filesystem.write("d/file", "old")
+        before = contents(filesystem)
+
+        with contextlib.suppress(ZeroDivisionError), filesystem.open_write("d/file", mode=mode) as writer:
+            writer.write(b"half")
+            raise ZeroDivisionError
+
+        assert contents(filesystem) == before
+
+
+class FilesystemContract(_Reading, _Looking, _Errors, _Writing, _Searching, FilesystemSuite):
     """The contract of `Filesystem`.  `filesystem` is new, empty and writable."""
 
     def test_it_has_every_method_of_the_contract(self, filesystem: Filesystem) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from protocol.filesystem import Filesystem, SnapshotableFilesystem
-from protocol.testing.checks import FilesystemSuite, contents
+from protocol.testing.filesystem import FilesystemSuite, contents
 
 # The content of the filesystem under test.
 READ_ONLY_CONTENTS: Final = {"file": b"content\n", "directory": None, "directory/inner": b"inner\n"}

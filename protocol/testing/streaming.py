@@ -12,7 +12,7 @@ import pytest
 
 from protocol.filesystem import Filesystem
 from protocol.streams import ByteReader, ByteWriter, TextReader
-from protocol.testing.checks import FilesystemSuite, contents, raises_os_error
+from protocol.testing.filesystem import FilesystemSuite, contents, raises_os_error
 
 _CHUNK_BYTES: Final = 64 * 1024
 _MEGABYTE: Final = 1 << 20

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from protocol.tools.base import PYTHON, SHELL, Tool, ToolContext
-from protocol.tools.events import (
+from protocol.tools.base import (
+    PYTHON,
+    SHELL,
     DirectoryCreated,
     EventHook,
     FileDeleted,
@@ -22,6 +23,8 @@ from protocol.tools.events import (
     FileEvent,
     FileWritten,
     Subscriber,
+    Tool,
+    ToolContext,
 )
 from protocol.tools.files import EDIT_FILE, LS, READ_FILE, RM, WRITE_FILE
 from protocol.tools.search import GLOB, GREP

@@ -27,9 +27,8 @@ from protocol.tool_messages import (
     RmParams,
     RmResult,
 )
-from protocol.tools.base import Tool, ToolContext
+from protocol.tools.base import DirectoryCreated, FileDeleted, FileEdited, FileWritten, Tool, ToolContext
 from protocol.tools.edits import edit_file
-from protocol.tools.events import DirectoryCreated, FileDeleted, FileEdited, FileWritten
 from protocol.tree import Tree, TreeEntry
 from protocol.types import DEFAULT_READ_LINES, FileStat, ReadResult, WriteMode, WriteResult, utc_time
 

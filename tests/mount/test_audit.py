@@ -19,7 +19,7 @@ from queue import SimpleQueue
 import anyio
 import pytest
 
-from protocol.tools.events import FileEvent, FileWritten
+from protocol.tools.base import FileEvent, FileWritten
 from tests.mount.conftest import ENGINES, MountIt
 from tests.mount.programs import failed, succeeded, vfsd
 from tests.support.host_directories import mounted_tmpfs

@@ -110,8 +110,9 @@ class AsyncFilesystem:
 
     async def restore(self, snapshot: FilesystemSnapshot) -> None:
         """See `WorkspaceFilesystem.restore`."""
+        call = self._calls.restore(snapshot)
         with errors_of_restore(snapshot.commit_ref):
-            await self._send(self._calls.restore(snapshot))
+            await self._send(call)
 
     async def export_archive(self, path: FilePath) -> None:
         """See `WorkspaceFilesystem.export_archive`."""

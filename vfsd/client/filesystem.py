@@ -26,7 +26,7 @@ from protocol.linux.syscalls import MountId
 from protocol.paths import normalise
 from protocol.streams import ByteWriter
 from protocol.streams.contract import Data
-from protocol.tools.events import EventHook, FileDeleted, FileWritten
+from protocol.tools.base import EventHook, FileDeleted, FileWritten
 from protocol.types import FilesystemSnapshot, WriteMode, WriteResult
 from vfsd.client.arguments import FilePath
 from vfsd.client.connection import ControlClient
@@ -86,8 +86,9 @@ class WorkspaceFilesystem(HostFilesystem):
         if single paths could not be restored ("host:DIR" and containers): the message names them, and the others were
         restored.
         """
+        call = self._calls.restore(snapshot)
         with errors_of_restore(snapshot.commit_ref):
-            self._send(self._calls.restore(snapshot))
+            self._send(call)
 
     def export_archive(self, path: FilePath) -> None:
         """See `SnapshotableFilesystem`.  ValueError for the file name of another kind of archive, such as "a.tar".

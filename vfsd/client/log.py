@@ -19,7 +19,7 @@ from typing import Final, Self
 
 import msgspec
 
-from protocol.tools.events import FileWritten, Subscriber, deliver
+from protocol.tools.base import FileWritten, Subscriber, deliver
 from vfsd.client.connection import ControlClient
 from vfsd.client.requests import AnyWorkspace, Requests
 from vfsd.machine.runtime import WorkspaceRecord, read_record

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.testing.volume.attributes import AttributesContract
-from protocol.testing.volume.content import ContentContract
+from protocol.testing.volume.content import AttributesContract, ContentContract
 from protocol.testing.volume.driver import Clock, Driver, MakeVolume
 from protocol.testing.volume.entries import EntriesContract
 

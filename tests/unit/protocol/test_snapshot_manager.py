@@ -15,7 +15,7 @@ import pytest
 
 from protocol import Filesystem, HostFilesystem, InMemoryFilesystem, SnapshotableFilesystem, SnapshotManager
 from protocol.errors import ArchiveError, SnapshotExistsError, SnapshotNotFoundError
-from protocol.testing.checks import contents
+from protocol.testing.filesystem import contents
 
 
 class ForeignFilesystem:

@@ -21,7 +21,7 @@ from weakincentives.errors import SnapshotError, SnapshotRestoreError, WinkError
 from weakincentives.filesystem import FilesystemSnapshot, HostByteWriter, HostFilesystem, WriteResult, normalize_path
 
 from protocol.errors import NotMountedError
-from protocol.tools.events import FileDeleted, FileWritten
+from protocol.tools.base import FileDeleted, FileWritten
 from protocol.types import FilesystemSnapshot as WorkspaceSnapshot
 from vfsd.client.workspace import Workspace
 from vfsd.integrations.files import name_of

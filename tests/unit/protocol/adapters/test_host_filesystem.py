@@ -16,7 +16,7 @@ import pytest
 
 from protocol import HostFilesystem, HostMount, InMemoryFilesystem
 from protocol.adapters.path_filesystem.host_files import HostFiles
-from protocol.testing.checks import contents
+from protocol.testing.filesystem import contents
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from protocol import InMemoryFilesystem, VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
-from protocol.testing.checks import contents
+from protocol.testing.filesystem import contents
 from protocol.volume import ROOT_INODE, VolumeCapabilities
 
 KILOBYTE = 1024

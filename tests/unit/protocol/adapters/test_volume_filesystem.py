@@ -16,7 +16,7 @@ import pytest
 from protocol import InMemoryFilesystem, VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
 from protocol.paths import CallLimits
-from protocol.testing.checks import contents
+from protocol.testing.filesystem import contents
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 
 CALLER = Caller(0, 0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.streams import FileReader, FileTextReader, FileTextWriter, FileWriter, TextWriter
+from protocol.streams import FileReader, FileTextReader, FileWriter
 
 
 class Buffer:
@@ -49,47 +49,15 @@ def test_any_mix_of_reads_gives_the_text(text: str, sizes: list[int]) -> None:
 
 
 @given(st.text(max_size=200), st.sampled_from(["utf-8", "utf-16", "utf-16-le", "utf-32", "utf-8-sig"]))
-def test_text_that_was_written_is_read_in_every_encoding(text: str, encoding: str) -> None:
-    buffer = Buffer(at_once=3)
-    with FileTextWriter(FileWriter("f", buffer), encoding) as writer:
-        assert writer.write_all(list(text)) == writer.bytes_written
-
-    with FileTextReader(FileReader("f", buffer), encoding) as reader:
+def test_text_is_read_in_every_encoding(text: str, encoding: str) -> None:
+    with FileTextReader(FileReader("f", Buffer(text.encode(encoding))), encoding) as reader:
         assert reader.read() == text
-
-
-def test_a_text_writer_is_one() -> None:
-    writer = FileTextWriter(FileWriter("f", Buffer()))
-
-    assert isinstance(writer, TextWriter)
-    assert (writer.path, writer.encoding, writer.closed) == ("f", "utf-8", False)
-
-
-def test_a_closed_text_writer_writes_nothing() -> None:
-    buffer = Buffer()
-    writer = FileTextWriter(FileWriter("f", buffer))
-    writer.close()
-
-    with pytest.raises(ValueError, match="closed file"):
-        writer.write("x")
-    assert buffer.closed == 1
-
-
-def test_a_text_writer_discards_what_its_block_did_not_finish() -> None:
-    ends: list[str] = []
-    inner = FileWriter("f", Buffer(), commit=lambda: ends.append("commit"), abort=lambda: ends.append("abort"))
-
-    with pytest.raises(ZeroDivisionError), FileTextWriter(inner) as writer:
-        raise ZeroDivisionError
-    assert (ends, writer.closed) == (["abort"], True)
 
 
 @pytest.mark.parametrize("encoding", ["nonsense", "base64", "rot13"])
 def test_what_is_no_text_encoding_is_refused(encoding: str) -> None:
     with pytest.raises(ValueError, match=encoding):
         FileTextReader(FileReader("f", Buffer()), encoding)
-    with pytest.raises(ValueError, match=encoding):
-        FileTextWriter(FileWriter("f", Buffer()), encoding)
 
 
 def test_a_writer_goes_on_after_a_short_write() -> None:
