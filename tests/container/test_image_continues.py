@@ -24,7 +24,7 @@ from tests.mount.kept_workspaces import (
     kill_replacements,
 )
 from tests.mount.programs import failed, log_of, succeeded, vfsd
-from tests.mount.test_descriptor_store import STARTED, UNIT
+from tests.mount.test_unit_keeper import STARTED, UNIT, kill, upgrade
 from tests.mount.test_upgrade import Dying, Upgradable
 from tests.support.service_manager import Unit
 from tests.support.waiting import wait_until
@@ -201,7 +201,7 @@ def test_an_upgraded_workspace_whose_processes_are_all_killed_continues(
 
 # -- systemd -----------------------------------------------------------------------------------------
 @pytest.mark.extended
-def test_systemd_holds_the_container_for_the_next_start(
+def test_in_a_unit_the_container_goes_on_with_the_next_daemon(
     workdir: Path, podman: PodmanService, busybox_image: str
 ) -> None:
     options = f"--backend image:{busybox_image} --podman-url {podman.address.url}"
@@ -210,12 +210,10 @@ def test_systemd_holds_the_container_for_the_next_start(
         one = OneContainer(podman, service.name)
         (service.mountpoint / "f").write_bytes(b"x")
         with one.being_searched(), (service.mountpoint / "f").open("rb", buffering=0) as file:
-            manager.kill()
+            kill(service)
             assert os.pread(file.fileno(), 1, 0) == b"x"
-            names = set(manager.names)
-            succeeded(vfsd("upgrade", service.name))
-            wait_until(lambda: len(set(manager.names) - names) == len(names), "what the new daemon stores")
-            manager.kill()
+            upgrade(service, manager)
+            kill(service)
             assert os.pread(file.fileno(), 1, 0) == b"x"
         manager.stop()
     check_removed(podman, service.name)

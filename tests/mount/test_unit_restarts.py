@@ -34,7 +34,8 @@ class Service(Unit):
             notified.bind(address)
             notified.settimeout(60)
             environment = {**self.variables, "NOTIFY_SOCKET": address}
-            with subprocess.Popen(self.command("ExecStart"), env=environment, stderr=subprocess.PIPE) as main:
+            command = self.command("ExecStart")
+            with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True) as main:
                 while b"READY=1" not in notified.recv(4096):
                     pass
                 yield main
@@ -62,7 +63,7 @@ def test_content_and_snapshots_in_memory_outlive_stops_and_crashes(unit: str, wo
             (service.mountpoint / "a").write_text(str(number))
             Workspace.attach(service.name).snapshot(f"s{number}")
             if number == 1:
-                main.kill()
+                os.killpg(main.pid, signal.SIGKILL)  # the keeper and the daemon
                 main.wait(60)
 
 

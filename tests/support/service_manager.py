@@ -1,15 +1,12 @@
 """A stand-in for systemd, which runs on no machine of the tests: it runs one unit with Type=notify.
 
-It follows sd_notify(3), sd_listen_fds(3) and the file descriptor store of systemd.service(5): messages of the main
-process only (NotifyAccess=main); FDSTORE, FDNAME, FDSTOREREMOVE, BARRIER, READY, MAINPID; a stored descriptor is
-dropped when a poll of it reports an error, and all of them when the unit ends for good.
+It follows sd_notify(3): messages of the main process only (NotifyAccess=main); BARRIER, READY, MAINPID, WATCHDOG.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import os
 import select
 import shlex
@@ -27,31 +24,28 @@ from tests.support.waiting import wait_until
 
 _CLEAN: Final = frozenset({0, -signal.SIGHUP, -signal.SIGINT, -signal.SIGTERM, -signal.SIGPIPE})
 _UCRED: Final = struct.Struct("3i")
-_ABOVE_PASSED: Final = 60  # `passed_descriptors` moves them to 3 and the following numbers
-_PASSING: Final = "tests.support.passed_descriptors"
 _POLL_S: Final = 0.02
 
 
 class ServiceManager:
-    """Runs `command`, and restarts it as Restart=on-failure does, unless `is_paused`, and at most `most_starts` times.
+    """Runs `command`, and restarts it as Restart=on-failure does, at most `most_starts` times.
 
-    `store_size`: FileDescriptorStoreMax=.  `log`: what the unit writes to standard error.
+    `log`: what the unit writes to standard error.  `ended`: the status of the main process at the end of the unit.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], place: Path, store_size: int) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], place: Path) -> None:
         self.command = list(command)
         self.environment = dict(environment)
-        self.store: list[tuple[str, int]] = []
-        self.removed: set[str] = set()  # what the unit itself has removed from the store
         self.ignored: set[int] = set()  # other processes than the main one that sent messages
         self.main = 0
         self.starts = 0
-        self.is_paused = False
+        self.fed = 0  # how often the watchdog was fed
+        self.ended: int | None = None
         self.most_starts = sys.maxsize
         self.log = place / "unit.log"
-        self._store_size = store_size
         self._is_ready = False
         self._is_over = False
+        self._is_stopping = False
         self._process: subprocess.Popen[bytes] | None = None
         self._address = str(place / "notify")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -69,6 +63,7 @@ class ServiceManager:
     def __exit__(self, *_: object) -> None:
         self.stop()
         self._socket.close()
+        os.unlink(self._address)
 
     def wait_ready(self, starts: int = 1) -> None:
         """Return when the unit was started so often, and the last start is ready."""
@@ -78,12 +73,6 @@ class ServiceManager:
             raise AssertionError(self.log.read_text()) from error
         assert not self._is_over, self.log.read_text()
 
-    def kill(self) -> None:
-        """Kill the main process; return when another one is ready."""
-        starts = self.starts
-        os.kill(self.main, signal.SIGKILL)
-        self.wait_ready(starts + 1)
-
     def wait_over(self) -> None:
         """Return when the unit has ended for good."""
         wait_until(lambda: self._is_over, "the end of the unit")
@@ -91,16 +80,11 @@ class ServiceManager:
 
     def stop(self) -> None:
         """Do as `systemctl stop`."""
-        self.is_paused = False
-        self.most_starts = sys.maxsize
+        self._is_stopping = True
         if not self._is_over:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.main, signal.SIGTERM)
         self.wait_over()
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name, _ in self.store]
 
     # -- the manager -------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -109,17 +93,19 @@ class ServiceManager:
             while True:
                 select.select([self._socket], [], [], _POLL_S)
                 self._take_messages()
-                self._drop_failed()
-                status = self._ended()
-                if status in _CLEAN:
+                self.ended = self._ended()
+                if self.ended in _CLEAN:
                     return
-                if status is not None and not self.is_paused and self.starts < self.most_starts:
-                    self._start()
+                if self.ended is not None:
+                    self._is_ready = False
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self.main, signal.SIGKILL)  # KillMode=mixed
+                    if self._is_stopping:
+                        return
+                    if self.starts < self.most_starts:
+                        self._start()
         finally:
             self._is_over = True
-            for _, descriptor in self.store:
-                os.close(descriptor)
-            self.store.clear()
 
     def _ended(self) -> int | None:
         """The exit status of the main process, negative for a signal; 1 if it is not a child of this process."""
@@ -130,21 +116,17 @@ class ServiceManager:
         return None if os.path.exists(f"/proc/{self.main}") else 1
 
     def _start(self) -> None:
-        passed = [descriptor for _, descriptor in self.store]
-        variables = {"NOTIFY_SOCKET": self._address}
-        if passed:
-            variables |= {"LISTEN_FDS": str(len(passed)), "LISTEN_FDNAMES": ":".join(self.names)}
-        numbers = ",".join(map(str, passed)) or "-"
         self._is_ready = False
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _PASSING, numbers, *self.command],
-                env={**self.environment, **variables},
+                self.command,
+                env={**self.environment, "NOTIFY_SOCKET": self._address},
                 stdin=subprocess.DEVNULL,
                 stderr=log,
-                pass_fds=passed,
+                start_new_session=True,
             )
         self.main = self._process.pid
+        self.ended = None
         self.starts += 1
 
     def _take_messages(self) -> None:
@@ -164,37 +146,18 @@ class ServiceManager:
             lines = [line.partition("=") for line in message.decode().split("\n")]
             said = {name: value for name, _, value in lines}
             if sender == self.main:
-                self._take(said, descriptors.tolist())
+                self._take(said)
             else:
                 self.ignored.add(sender)
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _take(self, said: dict[str, str], descriptors: list[int]) -> None:
+    def _take(self, said: dict[str, str]) -> None:
         if "MAINPID" in said:
             self.main = int(said["MAINPID"])
         if said.get("READY") == "1":
             self._is_ready = True
-        name = said.get("FDNAME", "stored")
-        if said.get("FDSTORE") == "1":
-            for descriptor in descriptors:
-                if len(self.store) < self._store_size:
-                    self.store.append((name, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _ABOVE_PASSED)))
-        elif said.get("FDSTOREREMOVE") == "1":
-            self.removed.add(name)
-            self._drop([stored for stored in self.store if stored[0] == name])
-
-    def _drop_failed(self) -> None:
-        poll = select.poll()
-        for _, descriptor in self.store:
-            poll.register(descriptor, 0)
-        failed = {descriptor for descriptor, _ in poll.poll(0)}
-        self._drop([stored for stored in self.store if stored[1] in failed])
-
-    def _drop(self, some: list[tuple[str, int]]) -> None:
-        self.store = [stored for stored in self.store if stored not in some]
-        for _, descriptor in some:
-            os.close(descriptor)
+        self.fed += said.get("WATCHDOG") == "1"
 
 
 class Unit:
@@ -229,8 +192,7 @@ class Unit:
         return [word.replace("$$", "$") for word in shlex.split(self.setting(setting))]
 
     @contextlib.contextmanager
-    def managed(self, store_size: int | None = None) -> Iterator[ServiceManager]:
-        """Run under a manager; `store_size` other than that of the unit."""
-        size = int(self.setting("FileDescriptorStoreMax")) if store_size is None else store_size
-        with ServiceManager(self.command("ExecStart"), self.variables, self.place, size) as manager:
+    def managed(self) -> Iterator[ServiceManager]:
+        """Run under a manager."""
+        with ServiceManager(self.command("ExecStart"), self.variables, self.place) as manager:
             yield manager

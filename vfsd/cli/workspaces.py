@@ -69,7 +69,7 @@ def _show_list(records: Sequence[WorkspaceRecord]) -> None:
         if record.alive:
             continue
         if record.is_kept:
-            who = "systemd" if record.is_managed else f"its keeper (process {record.keeper})"
+            who = f"its keeper (process {record.keeper})"
             failed = "" if record.failure is None else f"; the last start failed: {record.failure}"
             output.note(
                 f"the daemon of {record.name} died, and {who} is to start another one; programs wait for that{failed}"

@@ -34,6 +34,7 @@ from vfsd.daemon.control.methods import Methods, Start
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
 from vfsd.daemon.forks.forks import Forks, Origin
+from vfsd.daemon.keeper.sd_notify import Notifier
 from vfsd.daemon.merging.records import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.opening import (
@@ -47,7 +48,6 @@ from vfsd.daemon.opening import (
     resumed_mount,
     to_serve,
 )
-from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
 from vfsd.daemon.upkeep import STACKS_SIGNAL, Compaction, MemoryTrim, Removal, dump_threads_on_signal, write_task_stacks
 from vfsd.kernel.engines.choice import mount_engine, resume_engine
@@ -132,8 +132,7 @@ async def run_daemon(
         backend.close()
         raise
     if kept is not None and kept.resumed is not None:
-        restarter = "systemd" if kept.is_managed else "its keeper"
-        started_by = f"{restarter}, because the daemon before it died ({started_by} started the first one)"
+        started_by = f"its keeper, because the daemon before it died ({started_by} started the first one)"
     audit.observe(engine)
     start = _Start(started_by, starter, origin, kept, stale, successor, is_foreground)
     daemon = _Daemon(options, engine, backend, replay, served, audit, start)
@@ -142,7 +141,7 @@ async def run_daemon(
     finally:
         # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and reports it.
         # Without it programs would write to the empty directory, and a sync job would copy the emptiness.
-        await _close(options, None if daemon.leaves_mount else engine, backend, audit, kept)
+        await _close(options, None if daemon.leaves_mount else engine, backend, audit)
 
 
 def _keep_labels(audit: Audit, kept: Kept | None, successor: Successor | None) -> None:
@@ -162,15 +161,11 @@ def _note_policy(kept: Kept | None, policy: PolicyOptions) -> None:
         kept.notes.set(POLICY_NOTE, [policy.protect, policy.hide])
 
 
-async def _close(
-    options: MountOptions, engine: Engine | None, backend: Backend, audit: Audit, kept: Kept | None
-) -> None:
+async def _close(options: MountOptions, engine: Engine | None, backend: Backend, audit: Audit) -> None:
     """Unmount `engine`, and give up what the daemon holds.  Without `engine` the mount stays."""
     if engine is not None:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(engine.unmount)
-        if kept is not None:
-            kept.end()
     backend.close()
     audit.close()
     if options.origin is not None:
@@ -211,8 +206,6 @@ class _Daemon:
         kept, successor = start.kept, start.successor
         self._policy = served.policy
         self._run_fork = functools.partial(run_daemon, starter=start.starter)
-        given = None if successor is None else successor.mounted_policy
-        self.mounted_policy = given or options.policy
         if served.policy is not None:
             # What was added at run time too: the daemon of an upgrade, and forks, start from these options.
             options = replace(options, policy=served.policy.options)
@@ -236,7 +229,7 @@ class _Daemon:
         self._engine = engine
         self._backend = self.backend = backend
         self._replay = replay
-        self._notifier = Notifier.from_environment()
+        self._notifier = Notifier.from_environment() if kept is None else kept.notifier
         self._commands = Commands(options.workspace.name)
         self._engine_ended = trio.Event()
         self.removal = Removal(backend.discard)
@@ -396,8 +389,6 @@ class _Daemon:
         finally:
             self._engine_ended.set()
         self._unmounted = True
-        if self._kept is not None:
-            self._kept.end()
         _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.workspace.mountpoint})
         self._notifier.stopping()
         await self.removal.run(self._commands.end, is_used=self._answers)
@@ -421,9 +412,8 @@ class _Daemon:
 
     def leave(self, successor: int) -> None:
         self._is_handed_over = True
-        if self._kept is not None:
-            self._kept.end()  # the next daemon, which is the main process from now on, stores its own
-        self._notifier.successor(successor)
+        if self._kept is None:  # else the keeper does
+            self._notifier.successor(successor)
         self._end()
 
     def _record(self, socket: str, started_at: str) -> WorkspaceRecord:
@@ -444,7 +434,6 @@ class _Daemon:
             ancestors=tuple(map(ancestor_record, self.forks.ancestors)),
             keeper=kept.pid if kept is not None and kept.is_kept else None,
             keeper_start_ticks=kept.start_ticks if kept is not None and kept.is_kept else 0,
-            is_managed=kept is not None and kept.is_managed,
             store_options=tuple(self._options.remote.store_options),
             replaces=0 if self._successor is None else self._successor.replaces,
             upgraded_from=self.upgraded_from or "",

@@ -15,7 +15,9 @@ import sys
 from collections.abc import Callable
 
 from protocol.linux import credentials
-from vfsd.daemon.starting import RunKept, note_failed_restart, run, serve_kept
+from vfsd.daemon.keeper import keeping
+from vfsd.daemon.keeper.kept import Kept
+from vfsd.daemon.starting import RunKept, restart_kept, run, serve_kept
 from vfsd.machine import logs
 from vfsd.wire.options import MountOptions, Ready, decode_options
 
@@ -23,24 +25,26 @@ from vfsd.wire.options import MountOptions, Ready, decode_options
 def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None = None) -> None:
     """Run the daemon in this process until it is unmounted; it logs to standard error.
 
+    In a unit of systemd this process, the main one, becomes the keeper, and runs the daemon in a child process.
+
     `ready` is called when the mount answers.  OSError or ValueError if the daemon cannot start.
     """
     credentials.hide()
     # A test runs this module without an engine.
     from vfsd.daemon.daemon import run_daemon  # noqa: PLC0415
-    from vfsd.daemon.keeper.descriptor_store import kept_by_systemd  # noqa: PLC0415
 
     logs.configure(options.log.log_level, options.log.log_format)
-    kept = kept_by_systemd(options)
-    started_by = "systemd" if os.environ.get("NOTIFY_SOCKET") else "vfsd mount --foreground"
-    serve = functools.partial(run_daemon, started_by=started_by, starter=os.getppid(), kept=kept, is_foreground=True)
-    is_resumed = kept is not None and kept.resumed is not None
-    try:
-        run(options, ready or (lambda _: None), serve, continues=is_resumed)
-    except Exception as error:
-        if is_resumed:
-            note_failed_restart(options, error)
-        raise
+    is_managed = bool(os.environ.get("NOTIFY_SOCKET"))
+    started_by = "systemd" if is_managed else "vfsd mount --foreground"
+    serve = functools.partial(run_daemon, started_by=started_by, starter=os.getppid(), is_foreground=True)
+
+    def start(kept: Kept | None) -> int:
+        run(options, ready or (lambda _: None), functools.partial(serve, kept=kept), continues=False)
+        return 0
+
+    if is_managed and keeping.is_wanted(options):
+        sys.exit(keeping.Keeper(options).run(start, restart_kept(options, serve), lambda: None))
+    start(None)
 
 
 def main(arguments: list[str], run_daemon: RunKept) -> int:

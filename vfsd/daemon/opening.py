@@ -197,6 +197,14 @@ def recover(options: MountOptions) -> str | None:
     if dead is None:
         return None
     left = runtime.read_records()
+    if options.journal.persist and any(
+        each.name == options.workspace.name and each.mountpoint == options.workspace.mountpoint and each.journal
+        for each in left
+    ):
+        # Start-up: few daemons take the place of a dead one.
+        from vfsd.daemon.backends.persistence import check_continued  # noqa: PLC0415
+
+        check_continued(options)
     mounts.clear_dead_mount(options.workspace.mountpoint)
     mounts.check_mountpoint(options.workspace.mountpoint)
     found = [record for record in left if record.mountpoint == options.workspace.mountpoint]

@@ -472,7 +472,7 @@ def _check_keepers(_host: Host) -> Iterator[Finding]:
     for record in runtime.read_records():
         if record.keeper is None:
             continue
-        who = "systemd" if record.is_managed else f"process {record.keeper}"
+        who = f"process {record.keeper}"
         if not record.is_kept:
             if record.alive:
                 what = f"the keeper of {record.name} died: if its daemon dies, programs get ENOTCONN"

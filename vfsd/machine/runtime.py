@@ -114,7 +114,6 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     # The process that restarts the daemon if it dies, and when that process was started.
     keeper: int | None = None
     keeper_start_ticks: int = 0
-    is_managed: bool = False  # the keeper is systemd, which outlives the mount
     store_options: tuple[str, ...] = ()  # of the object store below it
     replaces: int = 0  # the process that handed the workspace over to this daemon in an upgrade, and its version
     upgraded_from: str = ""
@@ -128,17 +127,8 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
 
     @property
     def is_kept(self) -> bool:
-        """Whether a keeper is running, which restarts the daemon if it dies.
-
-        Takes up to half a second if the daemon is dead and systemd is its keeper.
-        """
-        if self.keeper is None or process_start_ticks(self.keeper) != self.keeper_start_ticks:
-            return False
-        if not self.is_managed or self.alive:
-            return True
-        from vfsd.machine.mounts import is_held  # noqa: PLC0415 (start-up: only a dead daemon needs it)
-
-        return is_held(self.mountpoint)
+        """Whether a keeper is running, which restarts the daemon if it dies."""
+        return self.keeper is not None and process_start_ticks(self.keeper) == self.keeper_start_ticks
 
     @property
     def state(self) -> Literal["alive", "dead"]:
@@ -170,12 +160,9 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
             advice = f"`vfsd unmount {self.name}` removes the mount, `vfsd mount` at the same path replaces it"
             what = f"the daemon of {self.name} is dead" + (f" ({self.failure})" if self.failure else "")
             if self.is_kept:
-                who, end = f"its keeper (process {self.keeper}) is starting", "end the keeper"
-                if self.is_managed:
-                    who, end = "systemd holds the mount and is to start", "stop its unit with `systemctl stop`"
-                raise ConnectionRefusedError(
-                    errno.ECONNREFUSED, f"{what}, and {who} another one: repeat the command, or {end} first"
-                )
+                who = f"its keeper (process {self.keeper}) is starting another one"
+                advice = "repeat the command, or end the keeper first"
+                raise ConnectionRefusedError(errno.ECONNREFUSED, f"{what}, and {who}: {advice}")
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{what}, and {self.content_after_crash}; {advice}")
 
 

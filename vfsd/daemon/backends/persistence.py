@@ -115,7 +115,7 @@ def check_continued(options: MountOptions) -> None:
     if options.journal.persist and not has_journal(directory):
         reason = (
             "the journal of the workspace was removed or moved, so no daemon can continue the mount: put it back, and"
-            " mount the workspace again"
+            " mount the workspace again; or unmount it first, to begin without its content"
         )
         raise FileNotFoundError(errno.ENOENT, reason, directory)
 

@@ -15,6 +15,8 @@ Invariants:
    closed, so programs get ENOTCONN.
 4. After an upgrade (`RELEASED`) it ends with its daemon, whatever the status.
 5. A signal to end that reaches the keeper reaches the daemon, also if it comes between two daemons.
+6. In a unit of systemd the keeper is the main process.  It passes on what the daemon notifies, feeds the watchdog while
+   it runs, and kills a daemon that does not feed it any more, as systemd would do with a main process.
 
 Threading: one thread and no event loop, so that fork(2) is safe.
 
@@ -40,17 +42,18 @@ from vfsd.daemon import preload
 from vfsd.daemon.backends import registry
 from vfsd.daemon.keeper.kept import (
     DEATHS_MAX,
-    HAS_ANCHOR,
+    HOLD_ANCHOR,
     KEEPS,
     MAX_BYTES,
     MAX_HELD,
+    NOTIFY,
     RELEASED,
-    KeeperProcess,
     Kept,
     Resumed,
     deaths_in_a_row,
     shared_memory,
 )
+from vfsd.daemon.keeper.sd_notify import Notifier
 from vfsd.kernel.engines.native import mounting
 from vfsd.machine import interpreter, logs, runtime
 from vfsd.machine.logs import log_failure
@@ -92,6 +95,10 @@ class Keeper:
         self._deaths = 0  # in a row, without an answered request
         self._restarts = 0
         self._channel: socket.socket | None = None
+        self._notifier = Notifier.from_environment()
+        self._fed_at = 0.0  # when systemd's watchdog was fed last
+        self._is_stopping = False  # the daemon unmounts
+        self._hung_at: float | None = None  # when the daemon counts as hung; None: it does not report
 
     def run(self, start: Serve, restart: Serve, close: Callable[[], None]) -> int:
         """Fork the daemon, which calls `start`, and its replacements, which call `restart`.
@@ -111,8 +118,10 @@ class Keeper:
         interpreter.set_name(f"vfsd-keep:{self._name}")
         while True:
             ended = self._wait()
-            if self._memory[RELEASED]:
-                return 0  # another daemon serves, with a keeper of its own
+            if self._memory[RELEASED]:  # another daemon serves, with a keeper of its own
+                self._notifier.successor(self._memory[RELEASED])
+                self._notifier.wait_processed()
+                return 0
             if self._device is None or ended == 0 or self._end_signal is not None or -ended in TO_END:
                 return _end_like(ended)
             if not self._may_restart(ended):
@@ -144,15 +153,17 @@ class Keeper:
         return None
 
     def _become(self, serve: Serve, channel: socket.socket, keeper: int) -> int:
+        resumed = None
         if self._device is None:
             interpreter.end_with_parent(signal.SIGKILL)  # a starter that gives up kills the keeper
             if os.getppid() != keeper:
                 return 1
-            return serve(Kept(KeeperProcess(channel), self._memory, self._memory_fd, self._log, None))
+        else:
+            resumed = Resumed(self._device, self._saved, self._restarts, self._anchor)
         # A replacement has `_forward` as its handler, with no child, until it has a handler of its own.
-        resumed = Resumed(self._device, self._saved, self._restarts, self._anchor)
-        holder = KeeperProcess(channel)
-        return serve(Kept(holder, self._memory, self._memory_fd, self._log, resumed, lambda: self._end_signal))
+        return serve(
+            Kept(channel, self._memory, self._memory_fd, self._log, resumed, self._notifier, lambda: self._end_signal)
+        )
 
     def _forward(self, number: int, _frame: object) -> None:
         self._end_signal = number
@@ -166,35 +177,62 @@ class Keeper:
         """Wait until the daemon has ended and is reaped; return its status, negative for a signal."""
         channel = self._channel
         assert channel is not None
+        self._hung_at = None
         pidfd = os.pidfd_open(self._child)
         try:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
-            if self._device is None:
-                poll.register(channel, select.POLLIN)
+            poll.register(channel, select.POLLIN)
             while True:
-                timeout_ms = None if self._device is None else _STUCK_CHECK_S * 1000
-                ready = [descriptor for descriptor, _ in poll.poll(timeout_ms)]
+                ready = [descriptor for descriptor, _ in poll.poll(self._patience_ms)]
                 if channel.fileno() in ready:
-                    self._take_over(channel)
-                    poll.unregister(channel)
-                if pidfd in ready:
+                    if not self._take(channel):
+                        poll.unregister(channel)
+                elif pidfd in ready:  # everything that it sent was taken
                     break
-                if not ready and self._device is not None:
+                elif self._device is not None:
                     release_stuck(self._child, self._device, self._memory_fd)
+                self._watch()
         finally:
             os.close(pidfd)
         child, self._child = self._child, 0
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    def _take_over(self, channel: socket.socket) -> None:
+    @property
+    def _patience_ms(self) -> float | None:
+        interval_s = self._notifier.watchdog_interval_s
+        if interval_s is None:
+            return None if self._device is None else _STUCK_CHECK_S * 1000
+        return min(interval_s, _STUCK_CHECK_S) * 1000
+
+    def _take(self, channel: socket.socket) -> bool:
+        """Take a message of the daemon; False if it sends no more."""
         message, descriptors = receive_descriptors(channel, MAX_BYTES, 1 + MAX_HELD)
-        if message and descriptors:
+        if message[:1] == NOTIFY:
+            self._notifier.send(message[1:])
+            self._is_stopping = self._is_stopping or b"STOPPING=1" in message
+            interval_s = self._notifier.watchdog_interval_s
+            self._hung_at = None if interval_s is None or self._is_stopping else time.monotonic() + 2 * interval_s
+        elif descriptors:
             # The others stay open while this process runs.
             self._device, self._saved = descriptors[0], message[1:]
-            if message[:1] == HAS_ANCHOR:
+            if message[:1] == HOLD_ANCHOR:
                 self._anchor = descriptors[1]
             self._memory[KEEPS] = 1
+        return bool(message)
+
+    def _watch(self) -> None:
+        """Feed systemd's watchdog, and kill a daemon that hangs."""
+        interval_s, now = self._notifier.watchdog_interval_s, time.monotonic()
+        if interval_s is None:
+            return
+        if now - self._fed_at >= interval_s:
+            self._notifier.watchdog()
+            self._fed_at = now
+        if self._hung_at is not None and now > self._hung_at and self._child:
+            self._hung_at = None
+            _logger.error("the daemon hangs (WatchdogSec=): its keeper kills it", extra={"operation": "keep"})
+            os.kill(self._child, signal.SIGKILL)
 
     def _import(self) -> None:
         """Import what replacements need: later the files may be those of another version of vfsd."""
@@ -212,6 +250,7 @@ class Keeper:
         self._restarts += 1
         _logger.error("the daemon %s: its keeper starts another one", how, extra={"operation": "keep"})
         time.sleep(_PAUSES_S[self._deaths])  # a signal that comes meanwhile is handled, and the sleep goes on
+        self._watch()
         return self._end_signal is None
 
     def _give_up(self, ended: int, how: str) -> None:

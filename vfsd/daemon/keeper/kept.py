@@ -1,11 +1,14 @@
 """The daemon's side of its keeper: hand over what a replacement needs, and take it over as a replacement.
 
-A mount exists while a process has its descriptor.  Two things can hold it while no daemon runs, and have another one
-started: a keeper process (`keeping`), or systemd (`descriptor_store`).
+A mount exists while a process has its descriptor.  The keeper (`keeping`) holds it while no daemon runs, and starts
+another daemon.
 
-The first message on the socket to a keeper process is `HAS_ANCHOR` or `NO_ANCHOR`, and the engine's saved
-negotiation, with duplicates of the mount's descriptor, of that of `Backend.anchor`, and of those of `Backend.held`.
-From then on it restarts the daemon if that dies.
+Messages of the daemon on the socket to its keeper begin with a byte:
+
+    HOLD, HOLD_ANCHOR  the engine's saved negotiation, with duplicates of the mount's descriptor, of that of
+                       `Backend.anchor` (HOLD_ANCHOR), and of those of `Backend.held`.  From then on the keeper restarts
+                       the daemon if that dies.
+    NOTIFY             what the keeper passes on to systemd (`sd_notify`)
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
 
 from protocol.values import Value
 from vfsd.kernel.engines.base import ResumableEngine
@@ -30,24 +35,22 @@ from vfsd.machine.runtime import process_start_ticks
 if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
     from vfsd.daemon.backends import Backend
+    from vfsd.daemon.keeper.sd_notify import Notifier
     from vfsd.kernel.engines.base import Engine
 
 MAX_BYTES: Final = 4096 + 1024  # a mountpoint, and some numbers
 MAX_HELD: Final = 8  # descriptors besides that of the mount
-HAS_ANCHOR: Final = b"A"
-NO_ANCHOR: Final = b"-"
+HOLD: Final = b"-"
+HOLD_ANCHOR: Final = b"A"
+NOTIFY: Final = b"N"
 DEATHS_MAX: Final = 5  # in a row, of daemons that neither answered anything nor served for a minute
 _LIVED_NS: Final = 60 * 10**9
 
 # The numbers in the memory that a keeper and its daemon share.
 ANSWERED: Final = 0  # how many requests were answered since the last death
-RELEASED: Final = 1  # 1: another daemon takes the workspace over, so none is to be restarted
+RELEASED: Final = 1  # the process that takes the workspace over, so no daemon is to be restarted; 0: none does
 KEEPS: Final = 2  # 1: the keeper has the descriptor of the mount, and restarts a daemon that dies
-SERVING_NS: Final = 6  # since when the daemon serves, by time.monotonic_ns()
-# The next ones are of systemd only; a keeper process knows them by itself.
-DEATHS: Final = 3  # in a row, of daemons that answered nothing
-RESTARTS: Final = 4  # how many daemons of this mount have died
-DAEMON: Final = 5  # the process that serves the mount
+SERVING_NS: Final = 3  # since when the daemon serves, by time.monotonic_ns()
 
 
 def shared_memory(descriptor: int | None = None) -> tuple[int, memoryview]:
@@ -83,101 +86,55 @@ class Resumed(Value):
     anchor: int | None = None
 
 
-class Holder(Protocol):
-    """What holds a mount's descriptor when its daemon has died, and has another daemon started."""
-
-    @property
-    def pid(self) -> int:
-        """The process that holds it."""
-        ...
-
-    @property
-    def is_manager(self) -> bool:
-        """Whether that is a service manager, which outlives the mount."""
-        ...
-
-    def hold(self, saved: bytes, device: int, anchor: int | None, others: Sequence[int]) -> str | None:
-        """Hold the mount, and these other descriptors, from now on; return why, if that is impossible."""
-        ...
-
-    def drop(self) -> None:
-        """Hold nothing any more: the mount has ended, or another daemon has it."""
-        ...
-
-    def restarter(self) -> str | None:
-        """Return in words what restarts a daemon that dies; None if nothing does."""
-        ...
-
-
-class KeeperProcess:
-    """The parent of this process as the holder of its mount.  Implements `Holder`."""
-
-    is_manager: Final = False
-
-    def __init__(self, channel: socket.socket) -> None:
-        self.pid = os.getppid()
-        self._channel = channel
-
-    def hold(self, saved: bytes, device: int, anchor: int | None, others: Sequence[int]) -> str | None:
-        known = [] if anchor is None else [anchor]
-        try:
-            start = NO_ANCHOR if anchor is None else HAS_ANCHOR
-            socket.send_fds(self._channel, [start, saved], [device, *known, *others])
-        except OSError as error:
-            return f"the keeper died ({error.strerror})"
-        return None
-
-    def drop(self) -> None:
-        """Nothing: a keeper process ends with its daemon."""
-
-    def restarter(self) -> str | None:
-        return f"pid {self.pid}" if os.getppid() == self.pid else None
-
-
 class Kept:
-    """What a daemon has of its keeper.
+    """What a daemon has of its keeper, which is its parent.
 
-    `resumed`: the mount to continue with; None for the first daemon.  `early_signal`: returns the signal that asked
-    this process to end before it handled signals itself, or None.  `memory_fd`: the descriptor of the shared memory.
-    `log`: for what a replacement of this daemon needs.  `notes`: what was set while the daemon ran.
+    `channel`: the socket to the keeper.  `resumed`: the mount to continue with; None for the first daemon.
+    `early_signal`: returns the signal that asked this process to end before it handled signals itself, or None.
+    `memory_fd`: the descriptor of the shared memory.  `log`: for what a replacement of this daemon needs.  `notes`:
+    what was set while the daemon ran.
     """
 
     def __init__(
         self,
-        holder: Holder,
+        channel: socket.socket,
         memory: memoryview,
         memory_fd: int,
         log: SharedLog,
         resumed: Resumed | None,
-        early_signal: Callable[[], int | None] = lambda: None,
+        notifier: Notifier,
+        early_signal: Callable[[], int | None],
     ) -> None:
+        """`notifier`: of the keeper."""
         self.log: Final = log
+        self.notifier: Final = replace(notifier, keeper=self._notify)
         self.notes: Final = Notes(memory_fd)
         self.resumed = resumed
         self.early_signal = early_signal
         self.why_not: str | None = None  # why this daemon is not kept
-        self.pid = holder.pid
+        self.pid = os.getppid()
         self.start_ticks = process_start_ticks(self.pid) or 0
-        self.is_managed = holder.is_manager
         self.is_kept = False
-        self._holder = holder
-        self._memory = memory
         self.memory_fd = memory_fd
+        self._channel = channel
+        self._memory = memory
 
     @property
     def state(self) -> str:
         """Describe the keeper in a line for people."""
         if self.why_not is not None:
             return f"none: {self.why_not}"
-        restarter = self._holder.restarter()
-        if restarter is None:
+        if os.getppid() != self.pid:
             return "none: it died, so a daemon that dies stays dead"
         restarts = 0 if self.resumed is None else self.resumed.restarts
-        return restarter + (f", restarted the daemon {restarts} time{'s' * (restarts > 1)}" if restarts else "")
+        return f"pid {self.pid}" + (f", restarted the daemon {restarts} time{'s' * (restarts > 1)}" if restarts else "")
 
-    def release(self, *, is_released: bool) -> None:
-        """Have the keeper end with this process, whatever ends it; or restart it again."""
-        self._memory[RELEASED] = is_released
+    def release(self, successor: int) -> None:
+        """Have the keeper end with this process, whatever ends it; 0: restart it again.
+
+        `successor`: the keeper, or without one the daemon, that serves from then on.
+        """
+        self._memory[RELEASED] = successor
 
     @property
     def is_released(self) -> bool:
@@ -188,9 +145,16 @@ class Kept:
         """Count work for a client of the control socket, as the engine counts the kernel's requests."""
         self._memory[ANSWERED] += 1
 
+    def _notify(self, message: bytes) -> bool:
+        """Have the keeper pass a message on to systemd; return whether it was sent."""
+        try:
+            self._channel.send(NOTIFY + message, socket.MSG_DONTWAIT)
+        except OSError:  # the keeper died, or is stopped
+            return False
+        return True
+
     def begin(self, engine: Engine, backend: Backend) -> None:
         """Have the keeper keep the mount from now on, with what `backend` needs; `self.why_not` says why not."""
-        self._memory[DAEMON] = os.getpid()
         self._memory[SERVING_NS] = time.monotonic_ns()
         self.why_not = self._begin(engine, backend)
         self.is_kept = self.why_not is None
@@ -202,14 +166,15 @@ class Kept:
         engine.share(self._memory, self.memory_fd)
         if self.resumed is not None:
             return None
-        saved, device = engine.resumable(), engine.descriptor
+        saved, device = engine.negotiated(), engine.descriptor
         if saved is None or device is None:
             return "there is no mount"
-        return self._holder.hold(saved, device, backend.anchor, backend.held)
-
-    def end(self) -> None:
-        """The mount has ended, or another daemon has it."""
-        self._holder.drop()
+        known, start = ([], HOLD) if backend.anchor is None else ([backend.anchor], HOLD_ANCHOR)
+        try:
+            socket.send_fds(self._channel, [start, saved], [device, *known, *backend.held])
+        except OSError as error:
+            return f"the keeper died ({error.strerror})"
+        return None
 
 
 # -- notes for the next daemon: what was set while this one ran ------------------------------------------------

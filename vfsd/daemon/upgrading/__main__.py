@@ -13,14 +13,11 @@ import select
 import socket
 import sys
 
-from msgspec.structs import replace
-
 import vfsd
 from protocol.linux import credentials
 from vfsd.daemon import preload
 from vfsd.daemon.daemon import run_daemon
 from vfsd.daemon.keeper import keeping
-from vfsd.daemon.keeper.descriptor_store import new_kept
 from vfsd.daemon.keeper.kept import Kept
 from vfsd.daemon.starting import restart_kept, run
 from vfsd.daemon.upgrading.messages import (
@@ -72,10 +69,6 @@ def main(channel_fd: int) -> int:
             return 1
         return 0
 
-    if begin.is_foreground:
-        # The next start of the unit has the policy of its settings, and none that was added at run time.
-        mounted = replace(options, policy=successor.mounted_policy or options.policy)
-        return start(new_kept(mounted, predecessor=os.getppid()))
     if not keeping.is_wanted(options):
         return start(None)
     run_again = functools.partial(run_daemon, started_by=successor.started_by, starter=successor.starter)

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from vfsd.daemon.forks.forks import Forks
     from vfsd.daemon.upkeep import Removal
     from vfsd.kernel.engines.base import Engine
-    from vfsd.wire.options import MountOptions, PolicyOptions
+    from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
 _START_S: Final = 60.0
@@ -96,11 +96,6 @@ class OldDaemon(Protocol):
 
     @property
     def options(self) -> MountOptions: ...
-
-    @property
-    def mounted_policy(self) -> PolicyOptions:
-        """The policy that the mount was made with; `options` has the one that holds now."""
-        ...
 
     @property
     def engine(self) -> Engine: ...
@@ -139,7 +134,7 @@ class OldDaemon(Protocol):
         ...
 
     def leave(self, successor: int) -> None:
-        """End this process, and leave the mount to the process `successor`."""
+        """End this process, and leave the mount to another daemon.  `successor`: its keeper, if it has one."""
         ...
 
 
@@ -265,7 +260,7 @@ class Upgrade:
                         given.end()
                 engine.go_on()
                 self._daemon.server.go_on()
-        return self._end(volume, hello, successor, pause_ms, call)
+        return self._end(new, volume, hello, successor, pause_ms, call)
 
     def _begin(self, new: NewDaemon, volume: HandedOverVolume, given: GivenState) -> None:
         """Fork the writer of the image, if there is one, and send what it writes and the log to the new daemon."""
@@ -284,12 +279,10 @@ class Upgrade:
                 kept.pid if kept is not None and kept.is_kept else 0,
                 kept.start_ticks if kept is not None else 0,
                 daemon.starter,
-                is_foreground=daemon.is_foreground,
                 below=given.below,
                 reopening=backend.reopening,
                 has_anchor=backend.anchor is not None,
                 pid=os.getpid(),
-                mounted_policy=None if daemon.mounted_policy == daemon.options.policy else daemon.mounted_policy,
             )
             new.channel.send(begin, descriptors)
         finally:
@@ -395,7 +388,7 @@ class Upgrade:
         """Send Go; return whether the new daemon serves, or its keeper restarts it."""
         kept = self._daemon.kept
         if kept is not None:
-            kept.release(is_released=True)
+            kept.release(new.main)
         try:
             new.channel.send(Go(), [] if given.lock_fd is None else [given.lock_fd])
             is_over = await new.is_serving()
@@ -403,12 +396,18 @@ class Upgrade:
             is_over = await new.is_restarted()
         if not is_over:
             if kept is not None:
-                kept.release(is_released=False)
+                kept.release(0)
             self._daemon.write_record()
         return is_over
 
     def _end(
-        self, volume: HandedOverVolume, hello: Hello, successor: int, pause_ms: float, call: CallContext
+        self,
+        new: NewDaemon,
+        volume: HandedOverVolume,
+        hello: Hello,
+        successor: int,
+        pause_ms: float,
+        call: CallContext,
     ) -> UpgradeResult:
         """Give the workspace up, and end once the call is answered."""
         name = self._daemon.options.workspace.name
@@ -418,7 +417,7 @@ class Upgrade:
             "handed the workspace over to process %d, of version %s: requests waited for %.0f ms",
             successor, hello.version, pause_ms, extra={"operation": "upgrade"},
         )  # fmt: skip
-        call.after_answer(functools.partial(self._daemon.leave, successor))
+        call.after_answer(functools.partial(self._daemon.leave, new.main))
         return UpgradeResult(name, vfsd.__version__, hello.version, successor, round(pause_ms, 1))
 
 
@@ -473,6 +472,7 @@ class NewDaemon:
         self.writer: tuple[int, list[int]] | None = None
         self._keeper_memory: memoryview | None = None
         self._pidfd = -1
+        self.main = 0  # the process of its keeper, if it has one, or its own, once it is prepared
 
     @classmethod
     def start(cls, params: UpgradeParams, name: str) -> NewDaemon:
@@ -484,8 +484,8 @@ class NewDaemon:
         if params.import_paths:
             paths = [os.fsdecode(from_wire_path(path)) for path in params.import_paths]
             environment["PYTHONPATH"] = os.pathsep.join(paths)
-        if environment.get("WATCHDOG_PID") == str(os.getpid()):
-            del environment["WATCHDOG_PID"]  # the new daemon feeds the watchdog
+        if environment.get("WATCHDOG_PID") in {str(os.getpid()), str(os.getppid())}:
+            del environment["WATCHDOG_PID"]  # the new daemon, or its keeper, feeds the watchdog
         with theirs:
             try:
                 process = subprocess.Popen(
@@ -520,6 +520,7 @@ class NewDaemon:
         """Return its process id when it could serve.  Errors as for `receive`."""
         message, descriptors = await self._receive(Prepared, timeout_s)
         self._pidfd = os.pidfd_open(message.pid)
+        self.main = message.main
         if descriptors:
             descriptor, self._keeper_memory = shared_memory(descriptors[0])
             os.close(descriptor)

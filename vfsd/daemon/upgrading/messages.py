@@ -39,7 +39,6 @@ from protocol.volume_durability import JournalEnd
 from vfsd.daemon.audit.processes import GivenLabel
 from vfsd.daemon.snapshots.pruned import PrunedRecord
 from vfsd.operations.merge import AncestorRecord, StateRecord
-from vfsd.wire.options import PolicyOptions
 from vfsd.wire.sockets import receive_descriptors
 
 HANDOVER_VERSION: Final = 3  # of these messages, and of what they carry
@@ -60,10 +59,9 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """The image and the log follow.  `options` is the result of `handshake.encode_options`.
 
     `keeper`: the process that restarts the old daemon if it dies, and when it was started; 0 for none.  `starter`: the
-    process that started the first daemon.  `is_foreground`: systemd restarts the daemon, so it has no keeper.  `below`:
-    what identifies the lower layer of an overlay, or the directory of `host:`.  `reopening`: how to open that layer
-    (`vfsd.daemon.backends.Backend`).  `has_anchor`: the last descriptor is `Backend.anchor`.  `pid`: of the old daemon.
-    `mounted_policy`: the policy that the mount was made with, if `options` has a tighter one.
+    process that started the first daemon.  `below`: what identifies the lower layer of an overlay, or the directory of
+    `host:`.  `reopening`: how to open that layer (`vfsd.daemon.backends.Backend`).  `has_anchor`: the last descriptor
+    is `Backend.anchor`.  `pid`: of the old daemon.
     `source`: of the versions before 3, the URL and name of the layer, if the options have no name.
     """
 
@@ -74,13 +72,11 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     keeper: int
     keeper_start_ticks: int
     starter: int
-    is_foreground: bool
     below: str = ""
     source: str = ""
     reopening: bytes = b""
     has_anchor: bool = False
     pid: int = 0
-    mounted_policy: PolicyOptions | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -166,9 +162,13 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """The new daemon, with this process id, waits for Go.  Descriptor: the memory of its keeper, if it has one."""
+    """The new daemon, with this process id, waits for Go.  Descriptor: the memory of its keeper, if it has one.
+
+    `main`: the process of the keeper, or without one of the daemon.
+    """
 
     pid: int
+    main: int
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):

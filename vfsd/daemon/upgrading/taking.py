@@ -63,7 +63,6 @@ from vfsd.wire.sockets import BoundSocket
 
 if TYPE_CHECKING:
     from protocol.volume_durability import HandedOverVolume, TakenState
-    from vfsd.wire.options import PolicyOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -102,11 +101,6 @@ class Successor:
     def version(self) -> str:
         """The version of the old daemon."""
         return self._begin.version
-
-    @property
-    def mounted_policy(self) -> PolicyOptions | None:
-        """The policy that the mount was made with; None if the daemon's options have it."""
-        return self._begin.mounted_policy
 
     @property
     def replaces(self) -> int:
@@ -249,7 +243,8 @@ class Successor:
         """Return when this daemon, whose keeper is `kept`, is to serve.  TakeOverError if the old one goes on."""
         lock_fd = None
         try:
-            self._channel.send(Prepared(os.getpid()), [] if kept is None else [kept.memory_fd])
+            prepared = Prepared(os.getpid(), os.getpid() if kept is None else kept.pid)
+            self._channel.send(prepared, [] if kept is None else [kept.memory_fd])
             _, descriptors = await self._channel.receive(Go)
             lock_fd = descriptors[0] if descriptors else None
         except PeerEndedError:

@@ -161,7 +161,7 @@ class ResumableEngine(Protocol):
         """The descriptor that the kernel sends requests to; while a process has a duplicate, the mount exists."""
         ...
 
-    def resumable(self) -> bytes | None:
+    def negotiated(self) -> bytes | None:
         """Return what `resume` needs besides the descriptor; None if there is no mount."""
         ...
 
@@ -186,10 +186,6 @@ class ResumableEngine(Protocol):
 @runtime_checkable
 class HandedOverEngine(ResumableEngine, Protocol):
     """An engine whose mount another process can continue while this one pauses."""
-
-    def negotiated(self) -> bytes | None:
-        """Return what `resume` needs besides the descriptor; None without a mount."""
-        ...
 
     async def pause(self) -> None:
         """Answer every request that was read, and read no other one until `go_on`.

@@ -190,12 +190,8 @@ class NativeEngine:
         """The descriptor of /dev/fuse, while there is a mount."""
         return None if self._device is None else self._device.fileno()
 
-    def resumable(self) -> bytes | None:
-        """See `vfsd.kernel.engines.base.ResumableEngine`."""
-        return self.negotiated()
-
     def negotiated(self) -> bytes | None:
-        """See `vfsd.kernel.engines.base.HandedOverEngine`, as for the next ones."""
+        """See `vfsd.kernel.engines.base.HandedOverEngine` for this method, `pause` and `go_on`."""
         agreed = self._agreement
         if agreed is None or self._mount is None:
             return None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.daemon.sd_notify import Notifier, passed_descriptors
+from vfsd.daemon.keeper.sd_notify import Notifier
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -49,21 +49,6 @@ def test_a_status_with_a_newline_cannot_forge_an_assignment(manager: tuple[socke
     assert received(manager) == {"READY": "1", "MAINPID": str(os.getpid()), "STATUS": "serving /a STOPPING=1 \\udcff"}
 
 
-def test_a_descriptor_is_stored_with_its_name_and_removed_by_it(manager: tuple[socket.socket, str]) -> None:
-    notifier = Notifier(manager[1])
-    reading, writing = os.pipe()
-    assert notifier.store("vfsd-x.1", reading)
-    message, descriptors, _, _ = socket.recv_fds(manager[0], 4096, 4)
-    assert message == b"FDSTORE=1\nFDNAME=vfsd-x.1"
-    os.write(writing, b"data")
-    (descriptor,) = descriptors
-    assert os.read(descriptor, 4) == b"data"
-    assert notifier.remove("vfsd-x.1")
-    assert received(manager) == {"FDSTOREREMOVE": "1", "FDNAME": "vfsd-x.1"}
-    for each in (reading, writing, descriptor):
-        os.close(each)
-
-
 def test_a_barrier_ends_when_the_manager_closes_its_descriptor(manager: tuple[socket.socket, str]) -> None:
     waiting = threading.Thread(target=Notifier(manager[1]).wait_processed)
     waiting.start()
@@ -75,15 +60,13 @@ def test_a_barrier_ends_when_the_manager_closes_its_descriptor(manager: tuple[so
     assert not waiting.is_alive()
 
 
-def test_descriptors_that_were_passed_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "set_inheritable", lambda *_: None)  # 3 and 4 are the test session's own
-    environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:b", "OTHER": "1"}
-    assert passed_descriptors(environ) == [("a", 3), ("b", 4)]
-    assert environ == {"OTHER": "1"}
-    assert passed_descriptors(environ) == []
-    other = {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "a"}
-    assert passed_descriptors(other) == []
-    assert other == {}
+def test_a_daemon_that_has_a_keeper_notifies_it_instead() -> None:
+    sent: list[bytes] = []
+    notifier = Notifier("/nowhere", keeper=lambda message: not sent.append(message))
+    assert notifier.ready("serving /mnt")
+    assert notifier.watchdog()
+    assert sent == [f"READY=1\nMAINPID={os.getppid()}\nSTATUS=serving /mnt".encode(), b"WATCHDOG=1"]
+    assert not Notifier(keeper=lambda _message: True).ready()  # not in a unit
 
 
 def test_without_a_socket_nothing_is_sent() -> None:

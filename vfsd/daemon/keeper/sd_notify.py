@@ -1,9 +1,12 @@
-"""Service notifications to systemd: datagrams to $NOTIFY_SOCKET, and the descriptors that systemd passes to a start.
+"""Service notifications to systemd: datagrams to $NOTIFY_SOCKET.
+
+systemd takes them from the main process of a unit only (NotifyAccess=main), which is the keeper of a daemon that has
+one: such a daemon notifies its keeper, which passes that on.
 
 Implemented here because the protocol is one datagram: `sdnotify` has had no release since 2017 and does not read the
 watchdog interval, and `systemd-python` needs a compiler and libsystemd.
 
-Source: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3).
+Source: sd_notify(3), sd_watchdog_enabled(3).
 """
 
 from __future__ import annotations
@@ -13,13 +16,12 @@ import logging
 import os
 import select
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from protocol.values import Value
 
 _log = logging.getLogger(__name__)
-_FIRST_PASSED: Final = 3  # SD_LISTEN_FDS_START
 _BARRIER_TIMEOUT_S: Final = 5.0
 
 
@@ -27,11 +29,13 @@ class Notifier(Value):
     """Sends notifications to `address`; without an address (not started by systemd) every method does nothing.
 
     `watchdog_interval_s` is how often to call `watchdog`, half of systemd's timeout; None without a watchdog.
-    Methods return whether the message was sent.  They never raise or block: a lost datagram must not end the daemon.
+    `keeper`: sends a message to the keeper instead, which is the main process.  Methods return whether the message was
+    sent.  They never raise or block: a lost datagram must not end the daemon.
     """
 
     address: str | None = None
     watchdog_interval_s: float | None = None
+    keeper: Callable[[bytes], bool] | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ, pid: int | None = None) -> Notifier:
@@ -43,7 +47,8 @@ class Notifier(Value):
 
         `systemctl status` shows `status`.
         """
-        return self._send("READY=1", f"MAINPID={os.getpid()}", *_status(status))
+        main = os.getpid() if self.keeper is None else os.getppid()
+        return self._send("READY=1", f"MAINPID={main}", *_status(status))
 
     def successor(self, pid: int) -> bool:
         """Report that process `pid` is the service's main process from now on."""
@@ -56,17 +61,6 @@ class Notifier(Value):
     def stopping(self, status: str = "") -> bool:
         """Report that the daemon is unmounting and will exit."""
         return self._send("STOPPING=1", *_status(status))
-
-    def store(self, name: str, descriptor: int) -> bool:
-        """Have systemd hold a duplicate of `descriptor`, and pass it to the next start of the service.
-
-        systemd drops it by itself when the service is stopped, or a poll of it reports an error.
-        """
-        return self._send("FDSTORE=1", f"FDNAME={name}", descriptors=[descriptor])
-
-    def remove(self, name: str) -> bool:
-        """Have systemd close the descriptors that it holds with this name."""
-        return self._send("FDSTOREREMOVE=1", f"FDNAME={name}")
 
     def wait_processed(self) -> None:
         """Wait until systemd has processed every message that was sent before, or some seconds."""
@@ -86,9 +80,14 @@ class Notifier(Value):
     def _send(self, *assignments: str, descriptors: list[int] | None = None) -> bool:
         if self.address is None:
             return False
+        message = "\n".join(assignments).encode("utf-8", "backslashreplace")
+        return self.send(message, descriptors) if self.keeper is None else self.keeper(message)
+
+    def send(self, message: bytes, descriptors: list[int] | None = None) -> bool:
+        """Send a message of assignments, one on each line."""
+        assert self.address is not None
         # "@" represents the NUL byte at the start of an abstract socket's name, unix(7).
         address = "\0" + self.address[1:] if self.address.startswith("@") else self.address
-        message = "\n".join(assignments).encode("utf-8", "backslashreplace")
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
                 sender.setblocking(False)
@@ -110,17 +109,3 @@ def _watchdog_interval_s(environ: Mapping[str, str], pid: int) -> float | None:
         return None  # for the process that started us
     usec = environ.get("WATCHDOG_USEC", "")
     return int(usec) / 2e6 if usec.isdecimal() and int(usec) > 0 else None
-
-
-def passed_descriptors(environ: MutableMapping[str, str] = os.environ) -> list[tuple[str, int]]:
-    """Take the descriptors that systemd passes to this process, with their names.
-
-    Afterwards `environ` does not mention them, and a child process does not inherit them.
-    """
-    pid, count, names = (environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
-    if pid != str(os.getpid()) or not count.isdecimal():
-        return []
-    descriptors = range(_FIRST_PASSED, _FIRST_PASSED + int(count))
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    return list(zip(names.split(":"), descriptors, strict=False))
