@@ -253,9 +253,6 @@ class Plain:
         self.touch(node)
 
     # -- snapshots -----------------------------------------------------------------------------
-    def restore(self, name: str) -> None:
-        self.become(copy.deepcopy(self.snapshots[name]))
-
     def become(self, root: Node) -> None:
         """Put another root in place; what is open and has no name in it goes on as an orphan."""
         before = {node.number: node for node in self.every()}

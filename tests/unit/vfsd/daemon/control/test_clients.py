@@ -305,9 +305,10 @@ async def test_a_request_that_crosses_the_closing_of_an_idle_connection_is_sent_
 
 
 async def test_silence_ends_a_call_after_the_timeout(path: str, subject: Subject) -> None:
-    cancelled = trio.Event()
+    started, cancelled = trio.Event(), trio.Event()
 
     async def drop(params: DropParams, call: CallContext) -> Empty:
+        started.set()
         try:
             await trio.sleep_forever()
         finally:
@@ -315,11 +316,12 @@ async def test_silence_ends_a_call_after_the_timeout(path: str, subject: Subject
         raise AssertionError
 
     async with serving(path, {"drop": drop}):
-        client = subject(path, timeout_s=0.05)
-        with pytest.raises(TimeoutError, match=r"no answer to 'drop' .* for 0.05 s"):
-            await client.call("drop", DropParams("x"))
+        while not started.is_set():  # the time may be over before the server begins
+            client = subject(path, timeout_s=0.05)
+            with pytest.raises(TimeoutError, match=r"no answer to 'drop' .* for 0.05 s"):
+                await client.call("drop", DropParams("x"))
+            client.close()
         await cancelled.wait()
-        client.close()
 
 
 async def test_leaving_a_call_by_an_exception_cancels_it_and_the_client_goes_on(path: str, subject: Subject) -> None:
