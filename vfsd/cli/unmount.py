@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 import time
-from operator import itemgetter
 from typing import Any, Final
 
 import click
@@ -28,9 +27,8 @@ from vfsd.machine.directories import drop_command
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import clear_dead_mount, is_dead, is_held
 from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_record, read_records, remove_place, remove_record
-from vfsd.operations.fs import FsLsParams, FsLsResult
-from vfsd.operations.snapshots import DiffParams, DiffResult, ExportResult, SnapshotsParams, SnapshotsResult
-from vfsd.operations.workspace import PolicyParams, PolicyResult, UnmountParams, UnmountResult, UnsavedResult
+from vfsd.operations.snapshots import ExportResult
+from vfsd.operations.workspace import UnmountParams, UnmountResult, UnsavedResult
 from vfsd.wire.messages import wire_path
 from vfsd.wire.options import BackendSpec
 from vfsd.wire.sockets import remove_dead_socket
@@ -158,17 +156,15 @@ def _unmount(app: App, record: WorkspaceRecord, params: UnmountParams, *, drop: 
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:  # it has changes: the journal keeps them
                 raise
-    if not params.discard and BackendSpec.split(record.backend).kind == "image":
-        _agree_to_remove_container(app, record)
     while True:
         try:
             return unmount_running(app, record, params)
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
-        found = app.call(RemoteCall("unsaved"), record)
+        found: UnsavedResult = app.call(RemoteCall("unsaved"), record, label="comparing")
         if found.unsaved:
-            _agree(app, record, found, _holds(record, found), _advice(record, found))
+            _agree(app, record, found)
         params.token = found.token
 
 
@@ -200,57 +196,6 @@ def _is_held_for(record: WorkspaceRecord) -> bool:
     return mount is not None and mount.workspace == record.name and is_held(record.mountpoint)
 
 
-def _agree_to_remove_container(app: App, record: WorkspaceRecord) -> None:
-    """Ask, or raise _UnsavedError, if the container of an image has files that no snapshot has.
-
-    Snapshots are on disk and stay.  What a program writes between this check and the unmount is not found.
-    """
-    unmount = f"vfsd unmount {record.name}"
-    removes = f"`{unmount} --discard` removes it with its files"
-    advice = f"`vfsd snapshot -w {record.name}` keeps them, `{unmount} --export FILE.zip` saves them, {removes}"
-    found = UnsavedResult(unsaved=True, token="")
-    try:
-        if _is_empty(app, record):
-            return
-        since = _since_snapshot(app, record)
-        if since is None:
-            what = "and there is no snapshot of its files"
-        elif (changes := since[1].changes) is not None:
-            found, what = since[1], f"which differs from the snapshot {since[0]}: {count_words(changes)}"
-        else:
-            return
-    except ConnectionError:
-        raise
-    except OSError as error:  # such as EIO: the container does not run
-        what, advice = f"whose files cannot be compared with a snapshot now ({describe(error)})", removes
-    _agree(app, record, found, f"an unmount removes the container of {record.name}, {what}", advice)
-
-
-def _is_empty(app: App, record: WorkspaceRecord) -> bool:
-    """Whether the workspace has no files, hidden ones included as far as a client can tell."""
-    listed: FsLsResult = app.call(RemoteCall("fs.ls", FsLsParams("")), record)
-    if any(entry.path != ".snapshots" for entry in listed.entries):
-        return False
-    policy: PolicyResult = app.call(RemoteCall("policy", PolicyParams()), record)
-    return not policy.hide
-
-
-def _since_snapshot(app: App, record: WorkspaceRecord) -> tuple[str, UnsavedResult] | None:
-    """Compare the workspace with the newest snapshot of each kind; None if there is none.
-
-    Return the name of the snapshot that differs least, and the differences.
-    """
-    answer: SnapshotsResult = app.call(RemoteCall("snapshots", SnapshotsParams(changes=False)), record)
-    found: list[tuple[int, str, UnsavedResult]] = []
-    for base in {info.kind: info for info in answer.snapshots}.values():  # after a restore the newest is what it left
-        compare: RemoteCall[DiffResult] = RemoteCall("diff", DiffParams(base.name))
-        counts = app.call(compare, record, label=f"comparing with {base.name}").counts
-        number = counts.added + counts.modified + counts.removed
-        unsaved = UnsavedResult(bool(number), "", changes=counts if number else None, saved_at=base.created_at)
-        found.append((number, base.name, unsaved))
-    return min(found, key=itemgetter(0))[1:] if found else None
-
-
 def _export_and_unmount(app: App, record: WorkspaceRecord, file: str, *, overwrite: bool, lazy: bool) -> UnmountResult:
     """Export to `file` (absolute) until the archive contains the live state, then unmount."""
     path = wire_path(os.fsencode(file))
@@ -267,12 +212,13 @@ def _export_and_unmount(app: App, record: WorkspaceRecord, file: str, *, overwri
             raise FileExistsError(errno.EEXIST, reason, file) from None
         except OSError as error:
             raise _still_mounted(record, error, "not exported") from None
-        if answer.skipped or (answer.hidden and BackendSpec.split(record.backend).kind == "image"):
-            raise _incomplete(record, path, answer)  # the container of an image ends unasked
+        if answer.skipped or (answer.hidden and _is_image(record)):
+            raise _incomplete(record, path, answer)
         if not app.json:
             output.note(f"exported {counted(answer.files, 'file')} to {output.show_path(path)}")
         try:
-            unmounted = unmount_running(app, record, UnmountParams(lazy=lazy))
+            # The daemon does not know which files of a container an archive has.
+            unmounted = unmount_running(app, record, UnmountParams(lazy=lazy, discard=_is_image(record)))
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise _still_mounted(record, error, f"exported to {output.show_path(path)}") from None
@@ -382,13 +328,14 @@ def clear_away(record: WorkspaceRecord, *, says: bool = True) -> UnmountResult:
 
 
 # -- the question -----------------------------------------------------------------------------------
-def _agree(app: App, record: WorkspaceRecord, found: UnsavedResult, holds: str, advice: str) -> None:
-    """Ask whether to lose what `holds` describes.
+def _agree(app: App, record: WorkspaceRecord, found: UnsavedResult) -> None:
+    """Ask whether to lose what the daemon has found.
 
     _UnsavedError without a terminal; OSError (ECANCELED) or KeyboardInterrupt if the user does not agree.
     """
+    holds = _holds(record, found)
     if app.json or not sys.stdin.isatty() or not output.on_terminal(err=True):
-        raise _UnsavedError(f"{holds}; {advice}", found)
+        raise _UnsavedError(f"{holds}; {_advice(record, found)}", found)
     before, app.interrupted = app.interrupted, f"interrupted: {record.name} is still mounted"
     if not output.confirm(f"{holds}.  Unmount it and lose them?"):
         raise OSError(
@@ -400,6 +347,13 @@ def _agree(app: App, record: WorkspaceRecord, found: UnsavedResult, holds: str, 
 
 def _holds(record: WorkspaceRecord, found: UnsavedResult) -> str:
     """Describe what would be lost, without a full stop."""
+    if _is_image(record):
+        what = "and there is no snapshot of its files"
+        if found.problem is not None:
+            what = f"whose files cannot be compared with a snapshot now ({found.problem})"
+        elif found.changes is not None:
+            what = f"which differs from the snapshot {found.since}: {_counted(found)}"
+        return f"an unmount removes the container of {record.name}, {what}"
     if _only_snapshots(found):
         return f"{record.name} holds {counted(found.snapshots, 'snapshot')}, but no changes that were not applied"
     what = "that were not applied" if _applies(record) else "that were not exported"
@@ -408,10 +362,19 @@ def _holds(record: WorkspaceRecord, found: UnsavedResult) -> str:
     if found.files is not None:
         parts.append(f"{counted(found.files, 'file')} ({output.human_size(found.size_bytes or 0)})")
     if found.changes is not None:
-        parts.append(("at least " if found.truncated else "") + count_words(found.changes))
+        parts.append(_counted(found))
     if found.snapshots:
         parts.append(counted(found.snapshots, "snapshot"))
     return f"{record.name} holds changes{since} {what}: {', '.join(parts)}"
+
+
+def _counted(found: UnsavedResult) -> str:
+    return ("at least " if found.truncated else "") + count_words(found.changes or ChangeCounts())
+
+
+def _is_image(record: WorkspaceRecord) -> bool:
+    """Whether the content is in a container that ends with the workspace."""
+    return BackendSpec.split(record.backend).kind == "image"
 
 
 def _only_snapshots(found: UnsavedResult) -> bool:
@@ -431,14 +394,18 @@ def _source_runs(record: WorkspaceRecord) -> bool:
 
 
 def _advice(record: WorkspaceRecord, found: UnsavedResult) -> str:
+    unmount = f"vfsd unmount {record.name}"
+    if _is_image(record):
+        removes = f"`{unmount} --discard` removes it with its files"
+        saves = f"`vfsd snapshot -w {record.name}` keeps them, `{unmount} --export FILE.zip` saves them, "
+        return removes if found.problem is not None else saves + removes
     if _only_snapshots(found):
         save = f"`vfsd export -w {record.name} --snapshot NAME FILE.zip` saves one"
-        return f"{save}, `vfsd unmount {record.name} --discard` drops them"
+        return f"{save}, `{unmount} --discard` drops them"
     if _source_runs(record):
         keeps = f"`vfsd merge {record.name} -w {record.forked_from}` takes them over, "
     else:
         keeps = f"`vfsd apply -w {record.name}` writes them, " if _applies(record) else ""
-    unmount = f"vfsd unmount {record.name}"
     return f"{keeps}`{unmount} --export FILE.zip` saves them, `{unmount} --discard` drops them"
 
 

@@ -189,6 +189,9 @@ class UnsavedResult(msgspec.Struct):
     False if it is empty and there is no user snapshot.  For a memory workspace, `files` and `size_bytes` describe the
     whole live state.  For an overlay, `changes` counts the changes that were not applied; `truncated` means that there
     are at least so many.
+
+    For image:REF, whose container ends with it: `changes` counts the differences from the snapshot `since`, which
+    differs least, or `problem` says why they are not known.  Without both there is no snapshot.
     """
 
     unsaved: bool
@@ -199,6 +202,8 @@ class UnsavedResult(msgspec.Struct):
     truncated: bool = False
     snapshots: int = 0  # the number of user snapshots
     saved_at: str | None = None
+    since: str | None = None
+    problem: str | None = None
 
 
 OPERATIONS: Final = (

@@ -6,6 +6,10 @@ an `unsaved` answer and nothing changed since that answer.  The check is repeate
 program changes something after that check and closes its files before umount(2), the change is lost and the answer
 reports it (`changed_late`).
 
+The container of image:REF ends with its workspace, and its snapshots stay on disk.  Such an unmount is refused if the
+container has files that neither the newest snapshot has nor the newest one of another kind.  What a program writes
+after that comparison is not found.
+
 A fork that has not changed since it was made loses nothing as long as its source runs: the source was in that state.
 A fork loses nothing either if it was merged and has not changed since, as long as the target runs and did not undo it.
 """
@@ -25,7 +29,7 @@ import trio
 
 from protocol.diff.tree_diff import Change, changes, count
 from protocol.journal.directory import remove_files
-from protocol.tree import Tree
+from protocol.tree import Tree, unfiltered
 from protocol.types import ChangeCounts
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import SnapshotableVolume, overlaid, snapshotable
@@ -37,7 +41,7 @@ from vfsd.daemon.merging.lineage import StateId
 from vfsd.daemon.merging.peer import call_peer
 from vfsd.daemon.merging.records import lineage_of
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.base import MERGED_TAG, is_merge_base
+from vfsd.daemon.snapshots.base import MERGED_TAG, SnapshotService, is_merge_base
 from vfsd.machine import mounts
 from vfsd.machine.logs import log_failure
 from vfsd.machine.processes import holders
@@ -79,6 +83,7 @@ class UnmountMethods:
     def __init__(
         self,
         mounted: MountedVolume,
+        snapshots: SnapshotService | None,
         options: WorkspaceOptions,
         commands: Commands,
         forks: Forks,
@@ -86,6 +91,8 @@ class UnmountMethods:
     ) -> None:
         self._wait_removed = wait_removed
         self._mounted = mounted
+        # Of image:REF: where the files are that its container may lack at the end.
+        self._kept = snapshots if options.backend.kind == "image" else None
         self._volume = snapshotable(mounted.volume)  # others keep their files
         self._overlaid = overlaid(mounted.volume)
         self._options = options
@@ -97,6 +104,8 @@ class UnmountMethods:
     async def unsaved(self, _params: Empty, call: CallContext) -> UnsavedResult:
         """Report what an unmount would lose now, with a token to discard exactly that."""
         volume = self._volume
+        if self._kept is not None:
+            return await self._beyond_snapshots(self._kept, call)
         if volume is None or self._journal() is not None:
             return UnsavedResult(unsaved=False, token="")
         await self._mounted.write_back()
@@ -129,6 +138,36 @@ class UnmountMethods:
                 log_failure(_logger, "comparing with the directory below", error, level=logging.WARNING)
                 return _Unsaved(mark, named, is_any=True)
         return _Unsaved(mark, named, count(found[:at_most]), len(found) > at_most, is_any=bool(found or named))
+
+    async def _beyond_snapshots(
+        self, snapshots: SnapshotService, call: CallContext, at_most: int = _COUNTED
+    ) -> UnsavedResult:
+        """Find what the container of an image has and no snapshot has, counting at most `at_most` changes.
+
+        Compares with the newest snapshot of each kind, because after a restore the newest one has the state before it.
+        Reports the one that differs least.
+        """
+        await self._mounted.write_back()
+        saved = UnsavedResult(unsaved=False, token="")
+        found: list[UnsavedResult] = []
+        try:
+            for info in {info.kind: info for info in await snapshots.infos()}.values():
+                async with snapshots.tree(info.name, call) as base, snapshots.tree(None, call) as live:
+                    trees = unfiltered(base), unfiltered(live)
+                    changed = await trio.to_thread.run_sync(_changes, *trees, call, at_most + 1)
+                if not changed:
+                    return saved
+                counts, taken = count(changed[:at_most]), time_text(info.created_ns)
+                is_more = len(changed) > at_most
+                found.append(UnsavedResult(True, "", None, None, counts, is_more, saved_at=taken, since=info.name))
+            if not found:
+                async with snapshots.tree(None, call) as live:
+                    is_empty = not await trio.to_thread.run_sync(unfiltered(live).children, b"")
+                return saved if is_empty else UnsavedResult(unsaved=True, token="")
+        except OSError as error:  # such as EIO: the container does not run
+            log_failure(_logger, "comparing with the snapshots", error, level=logging.WARNING)
+            return UnsavedResult(unsaved=True, token="", problem=error.strerror or str(error))
+        return min(found, key=_number_of_changes)
 
     async def _is_as_forked(self, volume: SnapshotableVolume, named: tuple[int, ...], call: CallContext) -> bool:
         """Return whether this is a fork of a running workspace, and nothing changed here since it was made."""
@@ -181,8 +220,7 @@ class UnmountMethods:
                 return mark
         found = await self._find(volume, call, at_most=1)
         if found.is_any:
-            if not params.lazy and await self._holders():
-                raise await trio.to_thread.run_sync(mounts.busy_error, self._options.mountpoint)
+            await self._check_not_held(params)
             changed = "changed meanwhile, and " if params.token is not None else ""
             what = "unexported changes" if self._overlaid is None else "unapplied changes"
             if found.counts == ChangeCounts():
@@ -191,6 +229,18 @@ class UnmountMethods:
             raise OSError(errno.ENOTEMPTY, reason)
         return found.mark
 
+    async def _check_kept(self, snapshots: SnapshotService, params: UnmountParams, call: CallContext) -> None:
+        """OSError (ENOTEMPTY) if the container of an image has files that no snapshot has."""
+        if (await self._beyond_snapshots(snapshots, call, at_most=1)).unsaved:
+            await self._check_not_held(params)
+            reason = f"the container of {self._options.name} has files that no snapshot has: save or discard them"
+            raise OSError(errno.ENOTEMPTY, reason)
+
+    async def _check_not_held(self, params: UnmountParams) -> None:
+        """Raise EBUSY if the mount is used: the answer is not about changes that no unmount would lose."""
+        if not params.lazy and await self._holders():
+            raise await trio.to_thread.run_sync(mounts.busy_error, self._options.mountpoint)
+
     # -- the end -----------------------------------------------------------------------------------
     async def unmount(self, params: UnmountParams, call: CallContext) -> UnmountResult:
         """Unmount, and end the daemon."""
@@ -198,6 +248,8 @@ class UnmountMethods:
         journal = None if params.drop_journal else self._journal()
         checked = None if params.discard or journal is not None else volume
         mark = 0 if checked is None else await self._check(checked, params, call)
+        if self._kept is not None and not params.discard and params.token is None:
+            await self._check_kept(self._kept, params, call)
         await self._mounted.wait_unused()
         # What the kernel refuses itself need not be looked for, which takes long next to many processes.  But then the
         # sandbox would be gone already.
@@ -316,6 +368,11 @@ def _changes(base: Tree, live: Tree, call: CallContext, at_most: int) -> list[Ch
         call.raise_if_cancelled()
         found.append(change)
     return found
+
+
+def _number_of_changes(found: UnsavedResult) -> int:
+    counts = found.changes or ChangeCounts()
+    return counts.added + counts.modified + counts.removed
 
 
 def _named(volume: SnapshotableVolume) -> tuple[int, ...]:

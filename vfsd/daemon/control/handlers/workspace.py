@@ -170,7 +170,7 @@ class MethodGroups:
         audit: Audit,
         daemon: OldDaemon,
     ) -> None:
-        self._unmount = UnmountMethods(mounted, options, commands, forks, daemon.removal.wait)
+        self._unmount = UnmountMethods(mounted, snapshots, options, commands, forks, daemon.removal.wait)
         source = MergeSource(mounted, snapshots, options, forks)
         others = OtherWorkspaces(mounted.volume, source.lineage, source.tree, forks.temporary)
         self.handlers: Mapping[str, Handler] = {
