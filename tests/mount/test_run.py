@@ -351,12 +351,28 @@ def test_changes_that_cannot_be_applied_are_kept(project: Path, workdir: Path) -
         subprocess.run(["umount", "-l", state], check=True)
 
 
+def test_files_that_become_older_are_counted_and_touched_on_request(project: Path) -> None:
+    os.utime(project / "file", (2_000_000_000, 2_000_000_000))
+    command = ("sh", "-c", "echo two > file; touch -d @1000000000 file")
+    done = run(project, "--apply", "--", *command)
+    assert "1 file is older than what it replaced; build tools may not notice: touch it, or pass" in done.stderr
+    assert (project / "file").stat().st_mtime == 1_000_000_000
+    done = run(project, "--apply", "--touch", "--", "sh", "-c", "echo three > file; touch -d @900000000 file")
+    assert (done.returncode, "older" in done.stderr) == (0, False)
+    assert (project / "file").stat().st_mtime > 1_000_000_000
+    assert run(project, "--keep", "--touch", "--", "true").returncode == 2
+
+
 def test_a_command_that_failed_is_not_applied(project: Path) -> None:
     done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; exit 3")
     assert done.returncode == 3
     assert "the command failed with status 3, so its changes are not applied" in done.stderr
     assert "`vfsd apply -w run-project` writes them" in done.stderr
     assert content(project) == {"file": "one\n"}
+    in_shell = run(project, "--apply", "--", "sh", "-c", f"{SOME}; sh -c 'kill -9 $$'; exit $?")
+    assert "the command failed with status 137 (as if killed by SIGKILL)" in in_shell.stderr
+    killed = run(project, "--apply", "--", "sh", "-c", f"{SOME}; kill -9 $$")
+    assert (killed.returncode, "the command was killed by SIGKILL, so its" in killed.stderr) == (137, True)
     killed = run(project, "--apply", "--json", "--", "sh", "-c", f"{SOME}; kill -9 $$")
     assert (killed.returncode, json.loads(killed.stdout)["outcome"]) == (137, "kept")
     assert content(project) == {"file": "one\n"}

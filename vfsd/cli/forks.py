@@ -32,7 +32,7 @@ from vfsd.cli.common.values import (
     complete_workspace,
     touch_option,
 )
-from vfsd.cli.common.wording import count_words, outcome_lines
+from vfsd.cli.common.wording import count_words, older_lines, outcome_lines
 from vfsd.cli.unmount import unmount_running
 from vfsd.client.arguments import fork_target
 from vfsd.machine.mountinfo import mount_at
@@ -374,7 +374,8 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool, 
         if dry_run:
             show_repositories(answer.repositories)
         if answer.applied:
-            for line in outcome_lines(f"applied to {place}", answer.counts, None, answer.older):
+            output.say(f"applied to {place}: {count_words(answer.counts)}")
+            for line in older_lines(answer.older, way_back=None):
                 output.say(line)
             show_repositories(answer.repositories)
             show_expired(answer.expired)

@@ -28,7 +28,8 @@ from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record, report
 from vfsd.cli.common.changes import ChangeSpool, call_with_changes, show_repositories, show_stat
-from vfsd.cli.common.wording import count_words
+from vfsd.cli.common.values import touch_option
+from vfsd.cli.common.wording import count_words, older_lines
 from vfsd.cli.unmount import clear_away, unmount_and_drop
 from vfsd.client import launch
 from vfsd.client.arguments import mount_options, running_workspace
@@ -65,8 +66,11 @@ _CHOICES: Final = {"a": "apply", "k": "keep", "d": "discard"}
 @click.option("--keep", is_flag=True, help="Keep the overlay at the end, without asking.")
 @click.option("--discard", is_flag=True, help="Discard the changes at the end, without asking.")
 @click.option("--no-persist", "persist", flag_value=False, default=True, help="Keep the changes in memory only.")
+@touch_option
 @click.pass_obj
-def run_command(app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, discard: bool, persist: bool) -> None:
+def run_command(
+    app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, discard: bool, persist: bool, touch: bool
+) -> None:
     """Run a command on an overlay of the current directory.
 
     The command, and all that it starts, sees the overlay at the path of the current directory.  Other programs see the
@@ -82,6 +86,9 @@ def run_command(app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, 
     with them.  The journal is removed when the changes were applied or discarded.  If it cannot be written, vfsd says
     so, and keeps the changes in memory only, as with --no-persist.
 
+    Files that are applied keep the time at which the command changed them.  --touch gives those whose content is
+    written the present time, as `vfsd apply --touch` does.
+
     Processes that the command leaves in the background keep the overlay, too, as long as they use it.  The changes are
     kept instead of applied after SIGTERM or SIGHUP, and with --apply if the command failed.
 
@@ -92,10 +99,12 @@ def run_command(app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, 
     flags = [name for name, is_given in (("apply", apply_it), ("keep", keep), ("discard", discard)) if is_given]
     if len(flags) > 1:
         raise click.UsageError(f"{' and '.join(f'--{name}' for name in flags)} exclude each other: give one")
+    if touch and (keep or discard):
+        raise click.UsageError("--touch is for changes that are applied")
     if app.workspace is not None:
         raise click.UsageError("-w selects a running workspace; `vfsd exec` runs a command in one")
     try:
-        run = _Run(app, argv, persist=persist)
+        run = _Run(app, argv, persist=persist, touch=touch)
         run.start()
         status = run.finish(flags[0] if flags else None)
     except OSError as error:
@@ -113,7 +122,8 @@ def _status_of(error: OSError) -> int:
 class _Run:
     """One overlay with its command."""
 
-    def __init__(self, app: App, argv: tuple[str, ...], *, persist: bool) -> None:
+    def __init__(self, app: App, argv: tuple[str, ...], *, persist: bool, touch: bool) -> None:
+        self._touch = touch
         self._app = app
         self._argv = argv
         self._persist = persist
@@ -214,7 +224,7 @@ class _Run:
                 self._continue()
                 counts = self._show_changes()
             if choice == "apply" and status != 0:
-                self._note(f"the command failed with status {status}, so its changes are not applied")
+                self._note(f"the command {self._ended.failure}, so its changes are not applied")
                 choice = "keep"
             outcome, is_failed = self._end_as(choice, counts)
         except OSError as error:
@@ -277,7 +287,7 @@ class _Run:
         return "kept", False
 
     def _apply(self) -> tuple[Outcome, bool]:
-        request = Requests(self._record.mountpoint).apply()
+        request = Requests(self._record.mountpoint).apply(touch=self._touch)
         try:
             answer: ApplyResult = self._app.call(request, self._record, label="applying")
         except OSError as error:
@@ -290,6 +300,8 @@ class _Run:
             output.report(f"{conflicts} in {_shown(self._directory)}; nothing was written; {self._kept()}")
             return "kept", True
         self._note(f"applied to {_shown(self._directory)}: {count_words(answer.counts)}")
+        for line in older_lines(answer.older, way_back=None):
+            self._note(line)
         show_repositories(answer.repositories)
         try:
             self._unmount(discard=False)
@@ -380,11 +392,26 @@ class NotStartedError(OSError):
 
 
 class Ended:
-    """How a command ended: its status as a shell reports it, and the last signal that this process passed on."""
+    """How a command ended: its status as a shell reports it, and the last signal that this process passed on.
+
+    `failure`: a clause that says so, if it failed.
+    """
 
     def __init__(self, status: int, passed_on: int | None) -> None:
-        self.status = status
+        """`status`: negative for a signal that killed it."""
+        self.status = status if status >= 0 else 128 - status
         self.passed_on = passed_on
+        signal_name = _signal_name(-status if status < 0 else status - 128)  # a shell reports 128 + N
+        self.failure = f"was killed by {signal_name}" if status < 0 else f"failed with status {status}"
+        if status > 128 and signal_name is not None:
+            self.failure += f" (as if killed by {signal_name})"
+
+
+def _signal_name(number: int) -> str | None:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # no signal, or one of the real-time signals, which have no name
+        return f"signal {number}" if signal.SIGRTMIN < number < signal.SIGRTMAX else None
 
 
 def run_in_foreground(
@@ -412,7 +439,7 @@ def run_in_foreground(
         terminal.take_back(is_killed=status < 0)
     if failure:
         _raise_failure(failure, command[0])
-    return Ended(status if status >= 0 else 128 - status, passer.passed_on)
+    return Ended(status, passer.passed_on)
 
 
 def _read_failure(descriptor: int) -> str:

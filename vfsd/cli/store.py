@@ -27,7 +27,7 @@ from vfsd.cli.common.object_stores import bytes_progress, check_no_options, is_u
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import NAME, Seconds, in_home
 from vfsd.client.requests import workspace_key
-from vfsd.machine.directories import disk_bytes, journal_directory, journal_names, journals_directory
+from vfsd.machine.directories import disk_bytes, journal_backend, journal_directory, journal_names, journals_directory
 from vfsd.machine.runtime import read_records
 from vfsd.wire.messages import from_wire_path, wire_path
 
@@ -463,7 +463,7 @@ class _JournalCommand(Command):
 persisted_command.command_class = _JournalCommand
 
 
-_JOURNAL_COLUMNS: Final = output.columns("NAME STATE SIZE:size DIRECTORY:path KIND")
+_JOURNAL_COLUMNS: Final = output.columns("NAME STATE SIZE:size DIRECTORY:path KIND BACKEND")
 
 
 @persisted_command.command(
@@ -479,7 +479,8 @@ def list_journals_command(app: App) -> None:
 
     The state of a journal is "in use" by a running daemon, or "kept".  Only `vfsd persisted check` reads a journal.
     Journals that --journal-dir put elsewhere are listed while their workspace runs.  The line of the store has the
-    kind "store".  Lines on standard error say how to free the space.
+    kind "store".  The last column is the backend with which a mount continues a journal.  Lines on standard error say
+    how to free the space.
     """
     places = {name: journal_directory(name) for name in journal_names()}
     places |= {record.name: record.journal for record in read_records() if record.journal is not None}
@@ -496,12 +497,14 @@ def _row(name: str, directory: str) -> dict[str, Any]:
         "state": _USED if is_locked(directory) else _KEPT,
         "size_bytes": disk_bytes(directory),
         "directory": wire_path(os.fsencode(directory)),
+        "backend": journal_backend(directory),
     }
 
 
 def _show_journals(rows: list[dict[str, Any]], stores: list[dict[str, Any]]) -> None:
-    cells = [[*(row[key] for key in ("name", "state", "size_bytes", "directory")), "journal"] for row in rows]
-    cells += [[None, None, store["size_bytes"], store["directory"], "store"] for store in stores]
+    keys = ("name", "state", "size_bytes", "directory")
+    cells = [[*(row[key] for key in keys), "journal", row["backend"]] for row in rows]
+    cells += [[None, None, store["size_bytes"], store["directory"], "store", None] for store in stores]
     output.table(
         _JOURNAL_COLUMNS,
         cells,
@@ -510,6 +513,7 @@ def _show_journals(rows: list[dict[str, Any]], stores: list[dict[str, Any]]) -> 
     if any(row["state"] == _USED for row in rows):
         output.note("`vfsd unmount --discard NAME` ends a workspace and its journal; `vfsd compact` makes one smaller")
     if any(row["state"] == _KEPT for row in rows):
+        output.note("`vfsd mount DIR --persist --name NAME --backend BACKEND` continues a journal that is kept")
         output.note("`vfsd persisted drop NAME` removes the journal of a workspace that is not mounted")
     if stores:
         output.note("`vfsd prune --gc --keep-last N`, or `vfsd store drop` and `vfsd store gc`, make the store smaller")

@@ -82,6 +82,25 @@ def journal_names() -> list[str]:
         return []
 
 
+def journal_backend(directory: str) -> str | None:
+    """Return the backend of the workspace of a journal, escaped as a wire path; None if it cannot be read.
+
+    The argument is known for overlays only, and other workspaces in memory have none.
+    """
+    # Start-up: few callers need it.
+    from protocol.journal.directory import read_identity  # noqa: PLC0415
+    from vfsd.wire.messages import wire_path  # noqa: PLC0415
+
+    try:
+        identity = read_identity(directory)
+    except OSError:
+        return None
+    argument = str(identity.get("argument", ""))
+    if not identity.get("escaped"):
+        argument = wire_path(os.fsencode(argument))
+    return f"{identity.get('backend')}:{argument}" if argument else str(identity.get("backend"))
+
+
 def unused_journal(name: str) -> str | None:
     """Return a sentence about a journal of this name, which this mount does not continue; None if there is none."""
     if not os.path.isdir(journal_directory(name)):

@@ -20,7 +20,7 @@ import msgspec
 
 from protocol.errors import NotMountedError
 from protocol.linux.regular_file import read_regular, write_atomically
-from vfsd.machine.directories import journal_directory, mount_command
+from vfsd.machine.directories import journal_backend, journal_directory, mount_command
 from vfsd.machine.mountinfo import Mount, find_mount, vfsd_mounts
 from vfsd.machine.selection import (
     PLACES,
@@ -306,8 +306,10 @@ def _not_found(selector: str, cwd: str, records: list[WorkspaceRecord], origin: 
         return WorkspaceNotFoundError(f"{lost.describe()} at {lost.mountpoint} has {no_socket(lost)}")
     reason = "in no workspace" if is_path else f"not the name of a workspace (write a path as ./{selector})"
     if not is_path and NAME_PATTERN.fullmatch(selector) and os.path.isdir(journal_directory(selector)):
-        continuing = f"`vfsd mount DIRECTORY --persist --name {selector}`, with the --backend it had, continues it"
-        kept = f"its journal is kept: {continuing}, `vfsd persisted drop {selector}` removes it"
+        directory = journal_directory(selector)
+        backend = journal_backend(directory) or "BACKEND"
+        mount = mount_command(selector, directory, mountpoint="DIRECTORY", backend=backend)
+        kept = f"its journal is kept: `{mount}` continues it, `vfsd persisted drop {selector}` removes it"
         return WorkspaceNotFoundError(f"{selector}{origin} is not running; {kept}")
     import difflib  # noqa: PLC0415 (start-up: only errors need it)
 

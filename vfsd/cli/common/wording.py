@@ -50,11 +50,17 @@ def nothing_to_restore(source: str) -> str:
     return f"nothing to restore: everything is as in {source}"
 
 
-def older_lines(older: int) -> list[str]:
-    """Say how many files are older than what they replaced, and what to do; nothing if there are none."""
+def older_lines(older: int, way_back: str | None = "undo") -> list[str]:
+    """Say how many files are older than what they replaced, and what to do; nothing if there are none.
+
+    `way_back`: the step after which the same command changes these files again; None: nothing leads back.
+    """
     files = f"{older:,} files are" if older > 1 else "1 file is"
-    advice = "build tools may not notice: `--touch`"
-    return [f"{files} older than what {'they' if older > 1 else 'it'} replaced; {advice}"] if older else []
+    advice = f"`--touch`, after `vfsd restore --{way_back}`"
+    if way_back is None:
+        advice = f"touch {'them' if older > 1 else 'it'}, or pass `--touch` the next time"
+    line = f"{files} older than what {'they' if older > 1 else 'it'} replaced; build tools may not notice: {advice}"
+    return [line] if older else []
 
 
 def outcome_lines(what: str, counts: ChangeCounts, safety_snapshot: str | None, older: int = 0) -> list[str]:
@@ -76,7 +82,7 @@ def step_lines(verb: str, step: str, answer: RestoreResult) -> list[str]:
         if steps
     ]
     lines.append("; ".join(filter(None, (f"the state left is {answer.safety_snapshot}", ", ".join(ways)))))
-    return lines + older_lines(answer.older)
+    return lines + older_lines(answer.older, "redo" if verb == "undid" else "undo")
 
 
 def engine_words(status: StatusResult) -> str:
