@@ -219,7 +219,7 @@ class _Daemon:
         self._is_handed_over = False
         self._written: WorkspaceRecord | None = None
         self._end: Callable[[], object] = lambda: None
-        self._lost_keeper: Callable[[], str | None] = lambda: None
+        self._lost_keeper: Callable[[], tuple[str, str] | None] = lambda: None
         self._audit = self.audit = audit
         self._snapshot_directory = served.directory
         self._kept = kept

@@ -481,7 +481,7 @@ def _check_keepers(_host: Host) -> Iterator[Finding]:
                 what = f"the daemon of {record.name} is dead: {record.failure}"
                 yield _problem("keepers", what, _mount_again(record))
         elif record.alive and record.lost_keeper is not None:
-            why, _, advice = record.lost_keeper.partition("; ")
+            why, advice = record.lost_keeper
             what = f"the keeper of {record.name} could not restart its daemon: {why}"
             yield _problem("keepers", what, advice)
         elif record.alive:

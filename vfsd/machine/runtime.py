@@ -118,7 +118,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     replaces: int = 0  # the process that handed the workspace over to this daemon in an upgrade, and its version
     upgraded_from: str = ""
     failure: str | None = None  # why the daemon, which died, was not restarted: a clause
-    lost_keeper: str | None = None  # why the keeper could not restart the daemon any more, and after "; " what to do
+    lost_keeper: tuple[str, str] | None = None  # why the keeper could not restart the daemon any more, and what to do
 
     @property
     def alive(self) -> bool:

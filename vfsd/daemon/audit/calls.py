@@ -6,21 +6,18 @@ Threading: the serving loop.  A worker thread that trio starts for a call works 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
 from protocol.errors import DeniedByPolicyError
-from vfsd.operations.catalogue import OPERATIONS
 
 if TYPE_CHECKING:
     from vfsd.daemon.audit.log import AuditLog
     from vfsd.daemon.audit.processes import Process
-    from vfsd.daemon.control.calls import CallContext, Handler
 
 
 class _Call:
@@ -35,29 +32,19 @@ class _Call:
 _current: ContextVar[_Call | None] = ContextVar("audited call", default=None)
 
 
-def audited(handlers: Mapping[str, Handler], log: AuditLog) -> dict[str, Handler]:
-    """Wrap the handlers of methods that change the workspace, so that `log` names the caller."""
-    return {
-        name: _audited(name, handler, log) if OPERATIONS[name].audited else handler
-        for name, handler in handlers.items()
-    }
-
-
-def _audited(method: str, handler: Handler, log: AuditLog) -> Handler:
-    @functools.wraps(handler)
-    async def answer(params: Any, call: CallContext) -> Any:
-        client = log.processes.find_client(call.client) if isinstance(call.client, int) else log.processes.unknown
-        token = _current.set(_Call(log, method, client))
-        try:
-            with log.names.suspended():
-                return await handler(params, call)
-        except DeniedByPolicyError as error:
-            log.denied_call(method, client, error.path)
-            raise
-        finally:
-            _current.reset(token)
-
-    return answer
+@contextlib.contextmanager
+def working_for(log: AuditLog, method: str, caller: Hashable) -> Iterator[None]:
+    """Inside the block, attribute changes to the client `caller` (a pid, if it is known), which called `method`."""
+    client = log.processes.find_client(caller) if isinstance(caller, int) else log.processes.unknown
+    token = _current.set(_Call(log, method, client))
+    try:
+        with log.names.suspended():
+            yield
+    except DeniedByPolicyError as error:
+        log.denied_call(method, client, error.path)
+        raise
+    finally:
+        _current.reset(token)
 
 
 def record(paths: Iterable[bytes]) -> None:

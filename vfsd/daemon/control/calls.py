@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
+import keyword
 import logging
 import os
 import resource
@@ -54,6 +56,17 @@ Unit = Literal["files", "bytes"]
 
 _OUTPUT_BYTES: Final = 192 * 1024  # of one "output" message, which is 256 KiB in base64: bounds the reader's buffer
 _logger = logging.getLogger(__name__)
+
+
+def handlers_of(*groups: object) -> dict[str, Handler]:
+    """Return the methods of `groups` that answer operations: `fs_ls` answers "fs.ls", and `import_` "import"."""
+    methods = {name: name.replace(".", "_") + "_" * keyword.iskeyword(name) for name in OPERATIONS}
+    return {
+        name: getattr(group, method)
+        for name, method in methods.items()
+        for group in groups
+        if inspect.iscoroutinefunction(getattr(type(group), method, None))
+    }
 
 
 class CallCancelledError(Exception):

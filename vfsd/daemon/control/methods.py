@@ -6,6 +6,7 @@ immutable tree; `vfsd.daemon.snapshots` makes the changes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -18,22 +19,22 @@ from msgspec.structs import asdict
 import vfsd
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import VolumeUsage, checkable, snapshotable
-from vfsd.daemon.audit.calls import audited
+from vfsd.daemon.audit.calls import working_for
 from vfsd.daemon.audit.service import Audit
-from vfsd.daemon.control.calls import CallContext, Handler
+from vfsd.daemon.control.calls import CallContext, Handler, handlers_of
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.machine.directories import disk_use
 from vfsd.operations.catalogue import OPERATIONS
-from vfsd.operations.declaration import Empty
+from vfsd.operations.declaration import Empty, Operation
 from vfsd.operations.workspace import StatusResult
 from vfsd.wire.messages import wire_path
 from vfsd.wire.options import WorkspaceOptions
 
 if TYPE_CHECKING:
-    from vfsd.daemon.control.handlers.workspace import MethodGroups
+    from vfsd.daemon.control.handlers.workspace import WorkspaceMethods
     from vfsd.daemon.keeper.kept import Kept
     from vfsd.daemon.upgrading.giving import OldDaemon
 
@@ -78,7 +79,8 @@ class Methods:
         self._start = start
         self._forks = forks
         self._wait_imported = wait_imported
-        self._groups: MethodGroups | None = None
+        self._own: Final = handlers_of(self)
+        self._groups: WorkspaceMethods | None = None
 
     @property
     def unmounts_to_answer(self) -> int:
@@ -87,53 +89,57 @@ class Methods:
 
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each operation."""
-        here: dict[str, Handler] = {"ping": self._ping, "status": self._status, "check": self._check}
-        handlers = {name: here.get(name) or self._changing(name) for name in OPERATIONS}
-        if self._audit.log is not None:
-            handlers = audited(handlers, self._audit.log)
-        return _with_advice(handlers, self._mounted)
+        return {name: functools.partial(self._answer, operation) for name, operation in OPERATIONS.items()}
 
-    def _counted(self, handler: Handler) -> Handler:
-        """Return a handler whose answers show that this daemon works; one that asks about the daemon does not."""
-        kept = self._start.kept
-        if kept is None:
-            return handler
+    async def _answer(self, operation: Operation, params: Any, call: CallContext) -> Any:
+        """Run the handler of `operation`, attribute what it changes to the client, and wait for the disk."""
+        log = self._audit.log if operation.audited else None
+        try:
+            with contextlib.nullcontext() if log is None else working_for(log, operation.name, call.client):
+                if operation.is_of_daemon:
+                    return await self._own[operation.name](params, call)
+                groups = self._groups or await self._import_groups()
+                result = await groups.handlers[operation.name](params, call)
+                await self._sync()
+        except OSError as error:
+            container = self._mounted.container
+            if container is None or container.is_connected or not _is_of_mount(error, self._mounted.mountpoint):
+                raise
+            # Not the mount's bare error, but what to do.
+            raise OSError(errno.EIO, await container.advice()) from error
+        if self._start.kept is not None:
+            self._start.kept.answered()
+        return result
 
-        async def answer(params: Any, call: CallContext) -> Any:
-            result = await handler(params, call)
-            kept.answered()
-            return result
+    async def _sync(self) -> None:
+        """Return when everything that was recorded until now is on disk: `--fsync always`.
 
-        return answer
+        The serving loop serves other requests meanwhile.
+        """
+        journal = journaled(self._mounted.volume)  # an unmount, and an upgrade, have ended it
+        wait = None if journal is None else journal.unsynced(of_request=False)
+        if wait is not None:
+            try:
+                await wait()
+            except OSError as error:
+                reason = os.strerror(error.errno or 0)
+                raise OSError(error.errno, f"it was done, but the journal could not be synced ({reason})") from error
 
-    def _changing(self, name: str) -> Handler:
-        """Return the handler of `name`, which may change something: the answer is counted, and waits for the disk."""
-        return self._counted(_synced(self._in_group(name), self._mounted))
-
-    def _in_group(self, name: str) -> Handler:
-        """Return a handler that finds the handler of `name` when it is called."""
-
-        async def answer(params: Any, call: CallContext) -> Any:
-            groups = self._groups or await self._import_groups()
-            return await groups.handlers[name](params, call)
-
-        return answer
-
-    async def _import_groups(self) -> MethodGroups:
+    async def _import_groups(self) -> WorkspaceMethods:
         await self._wait_imported()
         # Start-up: the mount answers before this is imported.
-        from vfsd.daemon.control.handlers.workspace import MethodGroups  # noqa: PLC0415
+        from vfsd.daemon.control.handlers.workspace import WorkspaceMethods  # noqa: PLC0415
 
         if self._groups is None:  # several calls may have waited
-            self._groups = MethodGroups(
+            self._groups = WorkspaceMethods(
                 self._mounted, self._snapshots, self._options, self._commands, self._forks, self._audit, self._daemon
             )
         return self._groups
 
-    async def _ping(self, _params: Empty, _call: CallContext) -> Empty:
+    async def ping(self, _params: Empty, _call: CallContext) -> Empty:
         return Empty()
 
-    async def _check(self, _params: Empty, _call: CallContext) -> Empty:
+    async def check(self, _params: Empty, _call: CallContext) -> Empty:
         volume = checkable(self._mounted.volume)
         if volume is not None:
             volume.check_invariants()
@@ -142,34 +148,35 @@ class Methods:
         return Empty()
 
     @property
-    def lost_keeper(self) -> str | None:
-        """Why the keeper could not restart this daemon any more, and after "; " what to do; None if it could."""
+    def lost_keeper(self) -> tuple[str, str] | None:
+        """Why the keeper could not restart this daemon any more, and what to do; None if it could."""
         container = self._mounted.container
-        is_lost = self._start.kept is not None and container is not None and container.was_restarted
-        return (self._keeper or "").partition(": ")[2] if is_lost else None
+        if self._start.kept is None or container is None or not container.was_restarted:
+            return None
+        kind, is_agent = self._options.backend.kind, container.transport_name == "agent"
+        ended = "the command ended and runs again" if kind == "exec" else "the container was restarted"
+        if kind != "exec" and is_agent:
+            ended += ", or the helper in it"
+        again = "unmount and mount again when no program uses it"
+        if kind == "image":  # whose container the unmount removes
+            again = "take a snapshot, unmount and mount again, and restore it"
+        if is_agent:
+            held = "files that programs still use were removed or replaced meanwhile"
+            return f"{ended}, and {held}", f"close them, or {again}"
+        return ended, again
 
     @property
     def _keeper(self) -> str | None:
-        container = self._mounted.container
+        container, lost = self._mounted.container, self.lost_keeper
+        if lost is not None:
+            is_for_now = container is not None and container.transport_name == "agent"  # files may be closed
+            return f"none {'now' if is_for_now else 'any more'}: {'; '.join(lost)}"
         if self._start.kept is not None:
-            if container is not None and container.was_restarted:
-                kind = self._options.backend.kind
-                ended = "command ended and runs again" if kind == "exec" else "container was restarted"
-                if kind != "exec" and container.transport_name == "agent":
-                    ended += ", or the helper in it"
-                again = "unmount and mount again when no program uses it"
-                if kind == "image":  # whose container the unmount removes
-                    again = "take a snapshot, unmount and mount again, and restore it"
-                if container.transport_name == "agent":
-                    held = "files that programs still use were removed or replaced meanwhile"
-                    return f"none now: the {ended}, and {held}; close them, or {again}"
-                return f"none any more: the {ended}; {again}"
             return self._start.kept.state
-        kind = self._options.backend.kind
-        has_none = kind in {"container", "image", "exec"} and self._options.keeper
+        has_none = self._options.backend.kind in {"container", "image", "exec"} and self._options.keeper
         return "none for this engine: if the daemon dies, mount the workspace again" if has_none else None
 
-    async def _status(self, _params: Empty, _call: CallContext) -> StatusResult:
+    async def status(self, _params: Empty, _call: CallContext) -> StatusResult:
         options, engine, snapshots = self._options, self._mounted.engine, self._snapshots
         volume, container = snapshotable(self._mounted.volume), self._mounted.container
         remote = container if options.backend.kind == "exec" else None
@@ -216,49 +223,6 @@ class Methods:
             remote=None if remote is None else "connected" if remote.is_connected else await remote.advice(),
             **asdict(usage),
         )
-
-
-def _synced(handler: Handler, mounted: MountedVolume) -> Handler:
-    """Have `handler` return when everything that was recorded until then is on disk: `--fsync always`.
-
-    The serving loop serves other requests meanwhile.
-    """
-
-    @functools.wraps(handler)
-    async def answer(params: Any, call: CallContext) -> Any:
-        result = await handler(params, call)
-        journal = journaled(mounted.volume)  # an unmount, and an upgrade, have ended it
-        wait = None if journal is None else journal.unsynced(of_request=False)
-        if wait is not None:
-            try:
-                await wait()
-            except OSError as error:
-                reason = os.strerror(error.errno or 0)
-                raise OSError(error.errno, f"it was done, but the journal could not be synced ({reason})") from error
-        return result
-
-    return answer
-
-
-def _with_advice(handlers: Mapping[str, Handler], mounted: MountedVolume) -> Mapping[str, Handler]:
-    """Make `handlers` report a container that is not connected, and what to do, instead of the mount's bare errors."""
-    if mounted.container is None:
-        return handlers
-    return {name: _advising(handler, mounted) for name, handler in handlers.items()}
-
-
-def _advising(handler: Handler, mounted: MountedVolume) -> Handler:
-    @functools.wraps(handler)
-    async def answer(params: Any, call: CallContext) -> Any:
-        try:
-            return await handler(params, call)
-        except OSError as error:
-            container = mounted.container
-            if container is None or container.is_connected or not _is_of_mount(error, mounted.mountpoint):
-                raise
-            raise OSError(errno.EIO, await container.advice()) from error
-
-    return answer
 
 
 def _is_of_mount(error: OSError, mountpoint: str) -> bool:

@@ -18,6 +18,7 @@ from protocol.execution.host import HostCommandRunner
 from tests.support.exec_suite import WAIT_S, ExecSuite, Where, command_line, run
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.client.connection import ControlClient, ControlError
+from vfsd.daemon.control.calls import handlers_of
 from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands
@@ -49,7 +50,7 @@ class ExecDaemon(FakeDaemon):
     async def _serve(self, started: threading.Event) -> None:
         runner = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
         commands = Commands(self.name, runner=runner, take_snapshot=self._take_snapshot)
-        methods = {**ExecMethods(commands).handlers(), "ping": _ping}
+        methods = {**handlers_of(ExecMethods(commands)), "ping": _ping}
         self._token = trio.lowlevel.current_trio_token()
         with trio.CancelScope() as self._scope:
             async with trio.open_nursery() as nursery:
@@ -86,7 +87,7 @@ class TestOnThisHost(ExecSuite):
 
 
 def test_every_method_has_a_handler() -> None:
-    assert ExecMethods(Commands("m")).handlers().keys() == {operation.name for operation in OPERATIONS}
+    assert handlers_of(ExecMethods(Commands("m"))).keys() == {operation.name for operation in OPERATIONS}
 
 
 def test_where_nothing_may_run_it_is_said_what_to_do(place: Path) -> None:

@@ -27,6 +27,7 @@ from protocol.volume_extensions import CacheInvalidation
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient, ControlError
+from vfsd.daemon.control.calls import handlers_of
 from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.handlers.fs import FsMethods
 from vfsd.daemon.control.server import ControlServer
@@ -68,7 +69,7 @@ class FsDaemon(FakeDaemon):
         runner = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
         self.commands = commands = Commands(self.name, runner=runner)
         fs_methods = FsMethods(self.mounted, options.workspace, commands)  # type: ignore[arg-type]
-        methods = {**fs_methods.handlers(), **ExecMethods(commands).handlers()}
+        methods = handlers_of(fs_methods, ExecMethods(commands))
         self._token = trio.lowlevel.current_trio_token()
         with trio.CancelScope() as self._scope:
             async with trio.open_nursery() as nursery:
@@ -186,7 +187,7 @@ def test_help_is_help(command: str) -> None:
 
 def test_every_fs_method_has_a_handler(daemon: FsDaemon) -> None:
     methods = FsMethods(daemon.mounted, WorkspaceOptions("/m", "m"), Commands("m"))  # type: ignore[arg-type]
-    assert set(methods.handlers()) == {operation.name for operation in OPERATIONS}
+    assert set(handlers_of(methods)) == {operation.name for operation in OPERATIONS}
 
 
 # -- content ------------------------------------------------------------------------------------------

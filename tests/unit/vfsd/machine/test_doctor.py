@@ -336,7 +336,12 @@ def test_the_record_of_the_dead_is_not_to_be_removed_by_hand_because_it_names_th
     ("is_alive", "changes", "what", "advice"),
     [
         (True, {}, "restart a daemon that dies: kept: process", ""),
-        (True, {"lost_keeper": "the command runs again; mount it again"}, "the command runs again", "mount it again"),
+        (
+            True,
+            {"lost_keeper": ("the command runs again", "mount it again")},
+            "the command runs again",
+            "mount it again",
+        ),
         (True, {"keeper": -1}, "the keeper of kept died", "mount it again"),
         (False, {"keeper": -1, "failure": "its journal was moved"}, "is dead: its journal was moved", "mount it again"),
         (

@@ -9,14 +9,14 @@ from __future__ import annotations
 import errno
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import trio
 
 from protocol.execution.executor import Command, Terminal
 from protocol.execution.runner import CommandLimits, Process, Stream
-from vfsd.daemon.control.calls import CallContext, Handler, host_environment, host_text, working_directory
+from vfsd.daemon.control.calls import CallContext, host_environment, host_text, working_directory
 from vfsd.daemon.exec.commands import Commands
 from vfsd.operations.declaration import Empty
 from vfsd.operations.exec import (
@@ -45,17 +45,7 @@ class ExecMethods:
         self._commands = commands
         self._sessions: dict[str, _Session] = {}
 
-    def handlers(self) -> Mapping[str, Handler]:
-        """The handler of each method of `vfsd.operations.exec`."""
-        return {
-            "exec": self._exec,
-            "exec.input": self._input,
-            "exec.more": self._more,
-            "exec.signal": self._signal,
-            "exec.resize": self._resize,
-        }
-
-    async def _exec(self, params: ExecParams, call: CallContext) -> ExecEnded:
+    async def exec(self, params: ExecParams, call: CallContext) -> ExecEnded:
         if len(self._sessions) >= SESSIONS_AT_ONCE:
             raise OSError(errno.EAGAIN, f"{SESSIONS_AT_ONCE} commands run in this workspace already; try again")
         command = Command(
@@ -81,15 +71,15 @@ class ExecMethods:
             del self._sessions[name]
             session.end()
 
-    async def _input(self, params: ExecInputParams, _call: CallContext) -> Empty:
+    async def exec_input(self, params: ExecInputParams, _call: CallContext) -> Empty:
         await self._session(params.session).take_input(params.data, end=params.end)
         return Empty()
 
-    async def _more(self, params: ExecMoreParams, _call: CallContext) -> Empty:
+    async def exec_more(self, params: ExecMoreParams, _call: CallContext) -> Empty:
         self._session(params.session).more(params.taken_bytes)
         return Empty()
 
-    async def _signal(self, params: ExecSignalParams, _call: CallContext) -> Empty:
+    async def exec_signal(self, params: ExecSignalParams, _call: CallContext) -> Empty:
         try:
             number = signal.Signals[f"SIG{params.signal.removeprefix('SIG')}"]
         except KeyError:
@@ -97,7 +87,7 @@ class ExecMethods:
         await self._session(params.session).when_started(lambda process: process.signal(number))
         return Empty()
 
-    async def _resize(self, params: ExecResizeParams, _call: CallContext) -> Empty:
+    async def exec_resize(self, params: ExecResizeParams, _call: CallContext) -> Empty:
         size = Terminal(params.size.rows, params.size.columns)
         await self._session(params.session).when_started(lambda process: process.resize(size))
         return Empty()

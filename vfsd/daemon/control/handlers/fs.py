@@ -19,7 +19,7 @@ import errno
 import functools
 import os
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
@@ -51,7 +51,6 @@ from vfsd.daemon.audit.calls import acting_through_mount
 from vfsd.daemon.control.calls import (
     CallContext,
     Encoded,
-    Handler,
     host_environment,
     host_text,
     working_directory,
@@ -109,39 +108,24 @@ class FsMethods:
         self._searches = Turns(2)
         self._slices = Slices()
 
-    def handlers(self) -> Mapping[str, Handler]:
-        """The handler of each method of `vfsd.operations.fs`."""
-        methods: dict[str, Handler] = {
-            "fs.ls": self._ls,
-            "fs.stat": self._stat,
-            "fs.read": self._read,
-            "fs.write": self._write,
-            "fs.edit": self._edit,
-            "fs.glob": self._glob,
-            "fs.grep": self._grep,
-            "fs.rm": self._rm,
-            "fs.exec": self._exec,
-        }
-        return {name: _failing_with_errno(method) for name, method in methods.items()}
-
     # -- reading: in a thread, on a tree -------------------------------------------------------------
-    async def _ls(self, params: FsLsParams, call: CallContext) -> Encoded:
+    async def fs_ls(self, params: FsLsParams, call: CallContext) -> Encoded:
         turns = self._quick if params.limit <= _SHORT_LISTING else self._searches
         return await self._read_in_turn(fs_calls.list_directory, params, call, turns)
 
-    async def _stat(self, params: FsStatParams, call: CallContext) -> FsEntry:
+    async def fs_stat(self, params: FsStatParams, call: CallContext) -> FsEntry:
         return await self._read_in_turn(fs_calls.stat_path, params, call, self._quick)
 
-    async def _read(self, params: FsReadParams, call: CallContext) -> FsReadResult:
+    async def fs_read(self, params: FsReadParams, call: CallContext) -> FsReadResult:
         content, page = await self._read_in_turn(fs_calls.read_file, params, call, self._quick)
         self._quick.hold(call, len(content))
         await call.output(content)
         return page
 
-    async def _glob(self, params: GlobParams, call: CallContext) -> Encoded:
+    async def fs_glob(self, params: GlobParams, call: CallContext) -> Encoded:
         return await self._read_in_turn(fs_calls.find_files, params, call, self._searches)
 
-    async def _grep(self, params: GrepParams, call: CallContext) -> Encoded:
+    async def fs_grep(self, params: GrepParams, call: CallContext) -> Encoded:
         return await self._read_in_turn(fs_calls.find_lines, params, call, self._searches)
 
     async def _read_in_turn(
@@ -149,13 +133,14 @@ class FsMethods:
     ) -> T:
         """Call `read` in a worker thread when it is the client's turn, on the state of that moment or a snapshot."""
         name: str | None = getattr(params, "snapshot", None)
-        async with turns.turn(call):
-            bound = functools.partial(read, params)
-            if name is None:
-                found = await self._read_tree(bound, call, turns.threads)
-            else:
-                async with required(self._snapshots).tree(name, call) as tree:
-                    found = await self._in_thread(bound, tree, call, turns.threads)
+        with _failing_with_errno():
+            async with turns.turn(call):
+                bound = functools.partial(read, params)
+                if name is None:
+                    found = await self._read_tree(bound, call, turns.threads)
+                else:
+                    async with required(self._snapshots).tree(name, call) as tree:
+                        found = await self._in_thread(bound, tree, call, turns.threads)
         if isinstance(found, Encoded):
             turns.hold(call, sum(map(len, found)))
         return found
@@ -182,17 +167,18 @@ class FsMethods:
         return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- changing: one step on the loop --------------------------------------------------------------
-    async def _write(self, params: FsWriteParams, call: CallContext) -> WriteResult:
+    async def fs_write(self, params: FsWriteParams, call: CallContext) -> WriteResult:
         content = params.content
         if content is None or params.source is not None:  # read a file, or refuse
-            content = await trio.to_thread.run_sync(fs_calls.content_of, params)
+            with _failing_with_errno():
+                content = await trio.to_thread.run_sync(fs_calls.content_of, params)
         ahead = b"" if params.mode == "append" else content  # blocks of an appended file begin elsewhere
         return await self._change(functools.partial(fs_calls.write_file, params, content), call, ahead, params.umask)
 
-    async def _edit(self, params: EditFileParams, call: CallContext) -> EditFileResult:
+    async def fs_edit(self, params: EditFileParams, call: CallContext) -> EditFileResult:
         return await self._change(functools.partial(fs_calls.edit_file, params), call)
 
-    async def _rm(self, params: RmParams, call: CallContext) -> RmResult:
+    async def fs_rm(self, params: RmParams, call: CallContext) -> RmResult:
         return await self._change(functools.partial(fs_calls.remove, params), call)
 
     async def _change(
@@ -206,7 +192,8 @@ class FsMethods:
         if volume is None:
             async with self._mounted.change_lock:
                 call.commit()
-                return await self._on_mount(change, never_cancelled, umask=umask)
+                with _failing_with_errno():
+                    return await self._on_mount(change, never_cancelled, umask=umask)
         caller = Caller(os.getuid(), os.getgid(), umask)
         files = VolumeFilesystem(self._mounted.enforced, root=self._options.mountpoint, caller=caller)
         context = ToolContext(filesystem=files)
@@ -219,7 +206,8 @@ class FsMethods:
                     result = change(context)
                 return result, made.invalidation
 
-            result, invalidation = await repeated(run)
+            with _failing_with_errno():
+                result, invalidation = await repeated(run)
             await self._mounted.invalidate(invalidation)
         return result
 
@@ -259,7 +247,7 @@ class FsMethods:
             return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- commands --------------------------------------------------------------------------------------
-    async def _exec(self, params: FsExecParams, call: CallContext) -> FsExecResult:
+    async def fs_exec(self, params: FsExecParams, call: CallContext) -> FsExecResult:
         command = Command(
             list(map(host_text, params.argv)),
             cwd=working_directory(params.cwd),
@@ -337,16 +325,12 @@ class _ServedFiles(HostFiles):
                 yield
 
 
-def _failing_with_errno(handler: Handler) -> Handler:
-    """Wrap `handler`: report its ValueErrors to the client as EINVAL."""
-
-    @functools.wraps(handler)
-    async def answer(params: Any, call: CallContext) -> Any:
-        try:
-            return await handler(params, call)
-        except InvalidParamsError:
-            raise
-        except ValueError as error:
-            raise OSError(errno.EINVAL, str(error)) from None
-
-    return answer
+@contextmanager
+def _failing_with_errno() -> Iterator[None]:
+    """Report the ValueErrors of a tool to the client as EINVAL."""
+    try:
+        yield
+    except InvalidParamsError:
+        raise
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error)) from None

@@ -6,7 +6,7 @@ entries, which do not change, and those of writes that go on, whose numbers may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -15,7 +15,7 @@ from protocol.diff.tree_diff import PathScope
 from protocol.errors import SnapshotNotFoundError
 from vfsd.daemon.audit.entries import Entry, time_text
 from vfsd.daemon.audit.service import Audit
-from vfsd.daemon.control.calls import CallContext, Handler, tree_paths
+from vfsd.daemon.control.calls import CallContext, tree_paths
 from vfsd.daemon.control.handlers.changes import OutputPieces
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
@@ -27,7 +27,7 @@ _LABEL_CHARACTERS: Final = 200
 _AT_ONCE: Final = 256  # entries that are encoded before a watch sends them
 
 
-class AuditMethods:
+class LogMethods:
     """The methods of one workspace."""
 
     def __init__(self, audit: Audit, snapshots: SnapshotService | None) -> None:
@@ -35,11 +35,7 @@ class AuditMethods:
         self._file = audit.file
         self._snapshots = snapshots
 
-    def handlers(self) -> Mapping[str, Handler]:
-        """The handler of each method of `vfsd.operations.log`."""
-        return {"log": self._show, "watch": self._watch, "label": self._label}
-
-    async def _show(self, params: LogParams, call: CallContext) -> LogResult:
+    async def log(self, params: LogParams, call: CallContext) -> LogResult:
         log = self._audit.kept_log()
         asked_ns = await self._since_ns(params)
         wanted = await _filter(params, asked_ns)
@@ -68,7 +64,7 @@ class AuditMethods:
             logged=len(entries),
         )
 
-    async def _watch(self, params: WatchParams, call: CallContext) -> Empty:
+    async def watch(self, params: WatchParams, call: CallContext) -> Empty:
         log = self._audit.kept_log()
         since_ns = await self._since_ns(params)
         wanted, has_start = await _filter(params, since_ns), since_ns is not None
@@ -108,7 +104,7 @@ class AuditMethods:
         infos = () if self._snapshots is None else await self._snapshots.infos()
         return next((info.created_ns for info in infos if info.name == name), None)
 
-    async def _label(self, params: LabelParams, call: CallContext) -> Empty:
+    async def label(self, params: LabelParams, call: CallContext) -> Empty:
         pid = params.pid if params.pid is not None else call.client
         if not isinstance(pid, int):
             raise InvalidParamsError("label: the caller is in another pid namespace; give `pid`")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -30,7 +30,7 @@ from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.values import Value
 from protocol.volume_extensions import SnapshotInfo
-from vfsd.daemon.control.calls import CallContext, Handler, tree_paths
+from vfsd.daemon.control.calls import CallContext, tree_paths
 from vfsd.daemon.control.handlers.changes import (
     OutputPieces,
     change_record,
@@ -125,11 +125,7 @@ class MergeMethods:
     def _snapshots(self) -> SnapshotService:
         return self._source.snapshots
 
-    def handlers(self) -> Mapping[str, Handler]:
-        """The handlers by method name."""
-        return {"merge": self._merge, "adopt": self._adopt}
-
-    async def _merge(self, params: MergeParams, call: CallContext) -> MergeResult:
+    async def merge(self, params: MergeParams, call: CallContext) -> MergeResult:
         # Start-up: the first call on the control socket does not wait for this import.
         from protocol.merge.three_way import merge  # noqa: PLC0415
 
@@ -151,7 +147,7 @@ class MergeMethods:
         how = {"dry_run": params.dry_run, "touch": params.touch, "is_whole": is_whole}
         return await self._run(params.fork, plan, step, call, **how)
 
-    async def _adopt(self, params: AdoptParams, call: CallContext) -> MergeResult:
+    async def adopt(self, params: AdoptParams, call: CallContext) -> MergeResult:
         from protocol.merge.repositories import Repositories  # noqa: PLC0415 (as above)
         from protocol.merge.sides import Trees  # noqa: PLC0415
 
@@ -376,10 +372,6 @@ class MergeSource:
         self._sources = None if origin is None else SourceStates(origin, options.store, mounted.volume)
         self._naming = trio.Lock()
 
-    def handlers(self) -> Mapping[str, Handler]:
-        """The handlers by method name."""
-        return {"lineage": self._lineage, "changes": self._changes, "forget_merged": self._forget_merged}
-
     @property
     def snapshots(self) -> SnapshotService:
         """The snapshots.  OSError (EOPNOTSUPP) if this workspace can have no forks."""
@@ -390,7 +382,7 @@ class MergeSource:
             raise OSError(errno.EOPNOTSUPP, f"{reason}: there is nothing to merge or to compare")
         return snapshots
 
-    async def lineage(self) -> Lineage:
+    async def own_lineage(self) -> Lineage:
         """Return what this workspace descends from, and its states."""
         snapshots = self.snapshots
         forks = self._forks
@@ -420,10 +412,10 @@ class MergeSource:
             async with snapshots.tree(twin[0].name, observer) as below, self._sources.tree(state, below) as tree:
                 yield tree
 
-    async def _lineage(self, _params: Empty, _call: CallContext) -> LineageResult:
-        return lineage_result(await self.lineage())
+    async def lineage(self, _params: Empty, _call: CallContext) -> LineageResult:
+        return lineage_result(await self.own_lineage())
 
-    async def _changes(self, params: ChangesParams, call: CallContext) -> ChangesResult:
+    async def changes(self, params: ChangesParams, call: CallContext) -> ChangesResult:
         snapshots = self.snapshots
         kept: SnapshotInfo | None = None
         if params.merge_into is not None:
@@ -463,7 +455,7 @@ class MergeSource:
             snapshots.merges.record(taken.serial - 1, [*before, own])
             return taken
 
-    async def _forget_merged(self, params: ForgetMergedParams, _call: CallContext) -> Empty:
+    async def forget_merged(self, params: ForgetMergedParams, _call: CallContext) -> Empty:
         await self._forget(params.target, params.keep)
         return Empty()
 

@@ -14,7 +14,7 @@ from protocol.store import Store
 from protocol.tree import Tree, unfiltered
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import SnapshotInfo, SnapshotKind
-from vfsd.daemon.control.calls import CallContext, Handler, absolute_path, host_text, tree_paths
+from vfsd.daemon.control.calls import CallContext, absolute_path, host_text, tree_paths
 from vfsd.daemon.control.handlers.changes import (
     change_record,
     compare,
@@ -87,17 +87,7 @@ class SnapshotMethods:
     def _snapshots(self) -> SnapshotService:
         return required(self._optional)
 
-    def handlers(self) -> Mapping[str, Handler]:
-        """The handlers by method name."""
-        return {
-            "snapshot": self._snapshot,
-            "snapshots": self._list,
-            "drop": self._drop,
-            "restore": self._restore,
-            "import": self._import,
-        }
-
-    async def _snapshot(self, params: SnapshotParams, call: CallContext) -> SnapshotRecord:
+    async def snapshot(self, params: SnapshotParams, call: CallContext) -> SnapshotRecord:
         if params.name is not None:
             _check_snapshot_name(params.name)
         snapshots = self._snapshots
@@ -106,7 +96,7 @@ class SnapshotMethods:
         record.expired = expired_records((), snapshots.collect_pruned())
         return record
 
-    async def _list(self, params: SnapshotsParams, _call: CallContext) -> SnapshotsResult:
+    async def snapshots(self, params: SnapshotsParams, _call: CallContext) -> SnapshotsResult:
         snapshots = self._snapshots
         counts = await snapshots.change_counts(params.newest) if params.changes else {}
         history = await snapshots.history()
@@ -132,7 +122,7 @@ class SnapshotMethods:
                 found[info.name] = "base of a fork"
         return found
 
-    async def _drop(self, params: DropParams, _call: CallContext) -> DropResult:
+    async def drop(self, params: DropParams, _call: CallContext) -> DropResult:
         unique = dict.fromkeys([params.name, *params.also])
         names = list(unique)
         if not params.force and params.created_at is None:
@@ -158,7 +148,7 @@ class SnapshotMethods:
                 raise OSError(errno.EBUSY, f"needed now ({reason}); nothing was dropped", name)
 
     # -- restore -------------------------------------------------------------------------------------
-    async def _restore(self, params: RestoreParams, call: CallContext) -> RestoreResult:
+    async def restore(self, params: RestoreParams, call: CallContext) -> RestoreResult:
         source = params.source
         if not params.dry_run:
             self._check_writable()
@@ -261,7 +251,7 @@ class SnapshotMethods:
         return state_at(history, infos, history.position + (-1 if isinstance(source, Undo) else +1))
 
     # -- import --------------------------------------------------------------------------------------
-    async def _import(self, params: ImportParams, call: CallContext) -> ImportResult:
+    async def import_(self, params: ImportParams, call: CallContext) -> ImportResult:
         self._check_writable()
         snapshots = self._snapshots
         async with snapshots.staged(archive(absolute_path(params.path)), call) as staged:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from protocol.adapters.trees import changed_tree
@@ -14,7 +14,7 @@ from protocol.diff.tree_diff import went_back
 from protocol.tree import Tree, unfiltered
 from protocol.volume_extensions import ApplyResult as Applied
 from protocol.volume_extensions import overlaid, snapshotable
-from vfsd.daemon.control.calls import CallContext, Handler, absolute_path, tree_paths
+from vfsd.daemon.control.calls import CallContext, absolute_path, tree_paths
 from vfsd.daemon.control.handlers.changes import (
     Differences,
     OutputPieces,
@@ -68,10 +68,6 @@ class TreeMethods:
         self._options = options
         self._base = base
 
-    def handlers(self) -> Mapping[str, Handler]:
-        """The handlers by method name."""
-        return {"diff": self._diff, "export": self._export, "apply": self._apply}
-
     async def _newest(self, snapshots: SnapshotService) -> str:
         """Return the newest snapshot that is neither a safety snapshot nor the base of another workspace.
 
@@ -85,7 +81,7 @@ class TreeMethods:
             return BASE
         raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")
 
-    async def _diff(self, params: DiffParams, call: CallContext) -> DiffResult:
+    async def diff(self, params: DiffParams, call: CallContext) -> DiffResult:
         paths = await tree_paths(params.paths)
         rule = await in_thread(path_filter, params.include, params.exclude)
         async with self._compared(params, call) as (a, b, all_old, all_new):
@@ -141,7 +137,7 @@ class TreeMethods:
             shown = wire_path(os.fsencode(str(self._options.backend))) if a == BASE else a
             yield shown, params.b, old, new
 
-    async def _export(self, params: ExportParams, call: CallContext) -> ExportResult:
+    async def export(self, params: ExportParams, call: CallContext) -> ExportResult:
         path = absolute_path(params.path)
         await in_thread(self._check_outlives_mount, path)
         rule = await in_thread(path_filter, params.include, params.exclude)
@@ -193,7 +189,7 @@ class TreeMethods:
             raise OSError(errno.EINVAL, reason, path)
 
     # -- apply ---------------------------------------------------------------------------------------
-    async def _apply(self, params: ApplyParams, call: CallContext) -> ApplyResult:
+    async def apply(self, params: ApplyParams, call: CallContext) -> ApplyResult:
         """Write the changes in a worker thread, from immutable trees, while the mount answers."""
         volume = overlaid(self._mounted.volume)
         if volume is None:

@@ -1,7 +1,8 @@
-"""A state that was saved for a client alone is dropped if the client cannot learn its name."""
+"""A state that was saved for a client alone is dropped if the client cannot learn its name, or is killed."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from protocol.store import DirectorySource, Store
 from protocol.tree import Tree
 from tests.support.trees import DictTree
 from vfsd.daemon.control.calls import CallCancelledError, CallContext
-from vfsd.daemon.control.handlers.workspace import save_method
+from vfsd.daemon.control.handlers.workspace import SavedStates
 from vfsd.daemon.snapshots.base import StoredState
 from vfsd.operations.snapshots import SaveParams
 
@@ -72,7 +73,7 @@ def test_a_call_that_is_cancelled_while_it_saves_leaves_nothing(
 
         monkeypatch.setattr(Store, "take", take_late)
         try:
-            outcome.append(await save_method(service, options, mounted)(SaveParams(), call))
+            outcome.append(await SavedStates(mounted, service, options).save(SaveParams(), call))
         except CallCancelledError as error:
             outcome.append(error)
 
@@ -84,3 +85,32 @@ def test_a_call_that_is_cancelled_while_it_saves_leaves_nothing(
         assert names == []
     else:
         assert names == [outcome[0].name]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_state_of_a_killed_client_is_dropped_and_no_other_one_of_that_name(tmp_path: Path, is_replaced: bool) -> None:
+    options: Any = SimpleNamespace(
+        store=str(tmp_path / "store"), backend=SimpleNamespace(kind="memory"), mountpoint="/m"
+    )
+    content = tmp_path / "content"
+    content.mkdir()
+
+    async def send(_line: bytes) -> None: ...
+
+    async def run() -> None:
+        async with trio.open_nursery() as nursery:
+            mounted: Any = SimpleNamespace(left_out_of=lambda _: 0, in_background=nursery.start_soon)
+            service: Any = Service(tmp_path / "store", None)
+            with subprocess.Popen(["sleep", "1000"]) as client:
+                call = CallContext(1, silent=True, send=send, progress_ready=lambda _: None, client=client.pid)
+                saved = await SavedStates(mounted, service, options).save(SaveParams(), call)
+                with Store(tmp_path / "store") as store:
+                    assert [info.name for info in store.snapshots(KEY)] == [saved.name]
+                    if is_replaced:
+                        store.drop(KEY, saved.name)
+                        store.take(KEY, saved.name, DirectorySource(content))
+                client.kill()
+
+    trio.run(run)
+    with Store(tmp_path / "store") as store:
+        assert [info.name for info in store.snapshots(KEY)] == ["archive-1"] * is_replaced
