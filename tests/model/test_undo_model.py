@@ -25,8 +25,8 @@ from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 from protocol.volume_extensions import CacheInvalidation, SnapshotInfo
 from vfsd.daemon.snapshots.base import UNOBSERVED, Outcome, SnapshotService
 from vfsd.daemon.snapshots.history import STEPS_KEPT
+from vfsd.daemon.snapshots.store_restore import Stored
 from vfsd.daemon.snapshots.stored import StoreSnapshots
-from vfsd.daemon.snapshots.stored_workspace import Stored
 from vfsd.daemon.snapshots.volume import VolumeSnapshots
 
 Content = dict[str, bytes]

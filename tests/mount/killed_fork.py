@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from vfsd.daemon import daemon
 from vfsd.daemon.forks import process
-from vfsd.daemon.forks.waiting import StartedFork
+from vfsd.daemon.forks.forks import StartedFork
 from vfsd.daemon.main import main
 from vfsd.machine import runtime
 

@@ -36,8 +36,8 @@ for kind in registry._BUILT_IN:
     preload.import_rest(kind)
 print(*sys.modules)
 """
-# Few workspaces have a sandbox; an engine is imported before its mount is made; the last is for an error of the import.
-NOT_AT_THE_START = {"vfsd.daemon.exec.sandbox", "vfsd.kernel.engines.pyfuse3", "vfsd.machine.interpreter"}
+# Few workspaces have a sandbox; an engine is imported before its mount is made.
+NOT_AT_THE_START = {"vfsd.daemon.exec.sandbox", "vfsd.kernel.engines.pyfuse3"}
 
 
 def within(module: str, names: tuple[str, ...]) -> bool:

@@ -35,7 +35,7 @@ from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.keeper.sd_notify import Notifier
-from vfsd.daemon.merging.records import ancestor_record
+from vfsd.daemon.merging.lineage import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.opening import (
     POLICY_NOTE,

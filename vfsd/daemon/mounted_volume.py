@@ -28,8 +28,8 @@ from protocol.tree import Tree
 from protocol.volume import Volume
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import CacheInvalidation, OverlaidVolume, overlaid, snapshotable
-from vfsd.daemon.audit import calls
 from vfsd.daemon.audit.log import changed_paths
+from vfsd.daemon.audit.service import record
 from vfsd.kernel.engines.base import Engine, PruningEngine
 from vfsd.kernel.inotify import FileState, Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches, known_inodes, split_moved_directories
@@ -231,7 +231,7 @@ class MountedVolume:
         The change is committed and the answer must say so, so this raises only Cancelled, and only after the
         invalidation, which only the daemon's end interrupts.  A step that fails is logged, and the next ones are done.
         """
-        calls.record(changed_paths(invalidation) if changed is None else changed)
+        record(changed_paths(invalidation) if changed is None else changed)
         # Computed now: by the end of the invalidation, programs may have removed some of these inodes.
         open_paths = self._open_paths(invalidation)
         files = self._known_files(invalidation)

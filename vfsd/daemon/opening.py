@@ -68,13 +68,13 @@ async def opened(
 
             await trio.to_thread.run_sync(check_continued, options)
             if options.workspace.backend.kind in {"container", "image"}:
-                from vfsd.daemon.backends.container import wait_for_service  # noqa: PLC0415
+                from vfsd.daemon.backends.stored import wait_for_service  # noqa: PLC0415
 
                 await wait_for_service(options.container.podman_url)
             anchor = kept.resumed.anchor
             given = replace(options, anchor=anchor, is_continued=True)
         elif options.workspace.backend.kind == "image":
-            from vfsd.daemon.backends.container import pull_missing  # noqa: PLC0415
+            from vfsd.daemon.backends.stored import pull_missing  # noqa: PLC0415
 
             await pull_missing(options)
         backend = await trio.to_thread.run_sync(open_backend, given, _unless_cancelled)

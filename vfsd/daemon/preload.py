@@ -58,7 +58,6 @@ _OF_DIRECTORIES: Final = (
     "protocol.backends.host.repeated_requests",
     "vfsd.daemon.forks.stored",
     "vfsd.daemon.snapshots.stored",
-    "vfsd.daemon.snapshots.stored_states",
 )
 _OF_CONTAINERS: Final = (
     *_OF_DIRECTORIES,
@@ -74,9 +73,8 @@ _OF_KIND: Final = {
         "protocol.backends.overlay.journaling.recorder",
         "protocol.backends.overlay.journaling.replay",
         "protocol.backends.overlay.known_inodes",
-        "vfsd.daemon.backends.lower_archive",
+        "protocol.archive.mounted",
         "vfsd.daemon.backends.lower_remote",
-        "vfsd.daemon.backends.lower_snapshot",
     ),
     "host": _OF_DIRECTORIES,
     "container": _OF_CONTAINERS,
@@ -92,7 +90,8 @@ def preload(backends: Iterable[str] = ("memory",), engines: Iterable[str] = ("na
     """
     _import("vfsd.daemon.daemon")
     for kind in backends:
-        _import(f"vfsd.daemon.backends.{'container' if kind == 'image' else kind}")
+        for module in registry.modules_of(kind):
+            _import(module)
     for engine in engines:
         _import(f"vfsd.kernel.engines.{engine}")
     _import("vfsd.daemon.snapshots.volume")

@@ -359,8 +359,8 @@ class Below(Value):
 class MountOptions(Value):
     """All options of one mount.
 
-    Four are no options: `origin`, which only a fork has; `below`, in an upgrade; `anchor`, the
-    `vfsd.daemon.backends.base.Backend.anchor` of the daemon before this one; and `is_continued`, whether there was one.
+    Four are no options: `origin`, which only a fork has; `below`, in an upgrade; `anchor`, that of
+    `vfsd.daemon.backends.registry.Backend` in the daemon before this one; and `is_continued`, whether there was one.
     """
 
     workspace: WorkspaceOptions

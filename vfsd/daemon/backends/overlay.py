@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
+import os
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.host_lower import HostLower
+from protocol.backends.overlay.tree_lower import TreeLower
+from protocol.errors import SnapshotNotFoundError
+from protocol.store import Store
 from protocol.tree import ByteProgress
-from vfsd.daemon.backends.base import Backend
-from vfsd.daemon.backends.recovery import recover_apply
-from vfsd.daemon.backends.shared import directory_of
+from vfsd.daemon.backends.persistence import recorded_below
+from vfsd.daemon.backends.registry import Backend
+from vfsd.daemon.backends.shared import check_outside, directory_of, recover_apply
 from vfsd.daemon.snapshots.archives import archive, read_origin
 from vfsd.machine.directories import unused_journal
 from vfsd.machine.resources import default_max_memory
 
 if TYPE_CHECKING:
     from protocol.backends.overlay.lower import Lower
+    from protocol.store.mounted import MountedSnapshot
     from vfsd.wire.options import MountOptions
 
+_logger = logging.getLogger(__name__)
+_CACHE_BYTES: Final = 32 << 20
+_CACHE_SHARE: Final = 8  # of --max-memory, at most
+_INDEX_SHARE: Final = 2
 _LOWER_SHARE: Final = 2  # the lower layer may take half of the memory limit
 _MIB: Final = 1 << 20
 
@@ -86,18 +96,119 @@ def _close(volume: OverlayVolume) -> None:
 def _open_lower(options: MountOptions, limit: int) -> tuple[Lower, tuple[int, ...]]:
     """Return the layer, and the descriptors of `Backend.held`."""
     backend = options.workspace.backend
-    # Start-up: a mount imports only the layer that it uses.
     if backend.lower_layer == "snapshot":
-        from vfsd.daemon.backends.lower_snapshot import open_snapshot  # noqa: PLC0415
-
-        lower, lease = open_snapshot(options)
+        lower, lease = _open_snapshot(options)
         return lower, (lease,)
     if backend.lower_layer == "remote":
-        from vfsd.daemon.backends.lower_remote import open_remote  # noqa: PLC0415
+        from vfsd.daemon.backends.lower_remote import open_remote  # noqa: PLC0415 (start-up: few overlays)
 
         return open_remote(options), ()
     if backend.lower_layer == "archive":
-        from vfsd.daemon.backends.lower_archive import open_archive_below  # noqa: PLC0415
-
-        return open_archive_below(backend.argument, limit), ()
+        return _open_archive(backend.argument, limit), ()
     return HostLower(directory_of(options)), ()
+
+
+def _open_archive(path: str, max_memory: int) -> TreeLower:
+    """Open the archive at `path`.  ArchiveError; OSError, ENOMEM if its index needs half of `max_memory` or more."""
+    from protocol.archive.mounted import MountedArchive  # noqa: PLC0415 (start-up: few overlays)
+
+    def reserve(count: int) -> None:
+        if count > max_memory // _INDEX_SHARE:
+            advice = f"its index takes {count >> 20} MiB for a moment: give the workspace more --max-memory"
+            raise OSError(errno.ENOMEM, advice, path)
+
+    mounted = MountedArchive(path, reserve=reserve, cache_bytes=min(_CACHE_BYTES, max_memory // _CACHE_SHARE))
+    noticed: set[str] = set()
+
+    def check() -> None:
+        problem = mounted.problem()
+        if problem is not None and problem not in noticed:
+            noticed.add(problem)
+            _logger.warning("the archive below the overlay %s", problem, extra={"path": path})
+
+    return TreeLower(
+        mounted,
+        path,
+        fingerprint=mounted.fingerprint,
+        memory_bytes=mounted.memory_bytes,
+        check=check,
+        close=mounted.close,
+    )
+
+
+def _open_snapshot(options: MountOptions) -> tuple[TreeLower, int]:
+    """Open the snapshot that "overlay:snapshot:NAME[@DIRECTORY]" names, and return it with the descriptor of its lease.
+
+    OSError, ValueError.
+
+    With a directory it is a snapshot of the workspace host:DIRECTORY, with a URL one that was pulled from there, else
+    one of the only workspace in the store that has one of this name.
+    """
+    named = options.workspace.backend.snapshot
+    assert named is not None
+    name, directory = named
+    store = Store(options.workspace.store)
+    check_outside(options, store)
+    try:
+        mounted, key = _mounted(options, store, name, directory)
+    except BaseException:
+        store.close()
+        raise
+    lower = TreeLower(
+        mounted,
+        f"the snapshot {name} of {key}",
+        fingerprint=mounted.fingerprint,
+        memory_bytes=mounted.memory_bytes,
+        close=mounted.close,
+    )
+    return lower, mounted.lease_descriptor
+
+
+def _mounted(options: MountOptions, store: Store, name: str, directory: str | None) -> tuple[MountedSnapshot, str]:
+    """Return the snapshot, and what has it.
+
+    If it was dropped, or another one has got its name, while a daemon had it mounted that this one replaces, then
+    the lease of that daemon still has it.
+    """
+    recorded = recorded_below(options).fingerprint
+    try:
+        if options.origin is not None:
+            key = options.origin.workspace
+        else:
+            key = _key(directory) if directory else _only_workspace(store, name)
+        try:
+            mounted = store.mounted(key, name)
+        except SnapshotNotFoundError:
+            raise _missing(name, f"{key} has no snapshot", store) from None
+    except (FileNotFoundError, ValueError):
+        again = store.mounted_again(recorded)
+        if again is None:
+            raise
+        return again, "a workspace that dropped it"
+    if recorded not in {"", mounted.fingerprint} and (again := store.mounted_again(recorded)) is not None:
+        mounted.close_lease()
+        return again, key
+    return mounted, key
+
+
+def _missing(name: str, who_has_none: str, store: Store) -> FileNotFoundError:
+    given = "" if store.directory == Store().directory else f" --store {store.directory}"
+    advice = f"`vfsd store list{given}` shows all snapshots, and `vfsd store list WORKSPACE{given}` those of one"
+    return FileNotFoundError(errno.ENOENT, f"{who_has_none} {name!r} in the store {store.directory}; {advice}")
+
+
+def _key(origin: str) -> str:
+    """Return the key of the workspace host:DIRECTORY, or of the object store that a snapshot was pulled from."""
+    return origin if "://" in origin else f"host:{os.path.realpath(origin)}"
+
+
+def _only_workspace(store: Store, name: str) -> str:
+    """Return the key of the only workspace that has a snapshot `name`.  FileNotFoundError; ValueError if several do."""
+    keys = store.workspaces_with(name)
+    if not keys:
+        raise _missing(name, "no workspace has a snapshot", store)
+    if len(keys) > 1:
+        directories = [key.removeprefix("host:") for key in keys if key.startswith("host:") or "://" in key]
+        example = f"overlay:snapshot:{name}@{directories[0]}" if directories else f"overlay:snapshot:{name}@DIRECTORY"
+        raise ValueError(f"{len(keys)} workspaces have a snapshot {name} ({', '.join(keys)}): write {example}")
+    return keys[0]

@@ -1,4 +1,11 @@
-"""The journal of a workspace in memory: begins it, or continues from it (`--persist`)."""
+"""The journal of a workspace in memory: begins it, or continues from it (`--persist`).
+
+`GroupSync` waits until a journal is on disk, with one fdatasync(2) for all calls that wait at the same time.  A sync
+writes everything that was appended before it began.  So a call that comes while one runs waits for the next one,
+together with all others that come meanwhile: the more calls wait, the fewer syncs each of them costs.
+
+Threading of `GroupSync`: the serving loop; the syncs run one at a time in a worker thread.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +31,13 @@ from protocol.journal.directory import (
     write_below,
 )
 from protocol.journal.records import JournalDamagedError
-from vfsd.daemon.backends.group_sync import GroupSync
 from vfsd.machine.directories import journal_directory
 from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import from_wire_path, wire_path
 
 if TYPE_CHECKING:
     from protocol.backends.memory import MemoryVolume
+    from protocol.journal.log import Log
     from protocol.volume import Volume
     from protocol.volume_durability import JournalEnd
     from vfsd.wire.options import MountOptions
@@ -259,3 +266,25 @@ def end_journal(volume: MemoryVolume) -> None:
         volume.end_journal()
     except OSError as error:
         log_failure(_logger, "closing the journal", error, path=None if journal is None else journal.directory)
+
+
+class GroupSync:
+    """The syncs of one workspace's journal."""
+
+    def __init__(self) -> None:
+        self._running: trio.Event | None = None  # set when the sync that runs has ended
+        self._thread = trio.CapacityLimiter(1)  # its own: other work in threads may take all of the usual ones
+
+    async def wait(self, log: Log, end: int) -> None:
+        """Return when everything before the offset `end` of `log` is on disk.  OSError.  Is not cancelled."""
+        with trio.CancelScope(shield=True):
+            while log.synced < end or log.failure is not None:
+                if self._running is not None:
+                    await self._running.wait()
+                    continue
+                self._running = trio.Event()
+                try:
+                    await trio.to_thread.run_sync(log.sync, limiter=self._thread)
+                finally:
+                    self._running.set()
+                    self._running = None

@@ -1,14 +1,17 @@
-"""What several openers share: limits, cache timeouts, and the store of snapshots."""
+"""Helpers of several openers: limits, cache timeouts, the store of snapshots, recovery of a killed `apply`."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
 from typing import TYPE_CHECKING, Final
 
+from protocol.backends.overlay.intent_log import recover
 from protocol.store import Store
-from vfsd.daemon.snapshots.stored_workspace import Stored, interrupted
+from vfsd.daemon.snapshots.store_restore import Stored, interrupted
+from vfsd.machine.logs import log_failure
 from vfsd.machine.mountinfo import mounts_at
 
 if TYPE_CHECKING:
@@ -69,3 +72,25 @@ def describe_interrupted(stored: Stored) -> str | None:
         return None
     _logger.warning("%s", found.describe(), extra={"operation": "mount"})
     return found.describe()
+
+
+def recover_apply(options: MountOptions) -> str | None:
+    """Finish or undo a killed `apply` into the backend's directory; return a sentence about it, if there was one.
+
+    A daemon that takes over from another one leaves that to the user, because the other one may go on.
+    """
+    if options.below is not None:
+        return None
+    directory = options.workspace.backend.argument
+    try:
+        found = recover(directory_of(options))
+    except OSError as error:
+        # EBUSY: that apply is still running.  No other failure here prevents the mount.
+        if error.errno == errno.EBUSY:
+            return None
+        log_failure(_logger, "finishing an interrupted apply", error, path=directory, level=logging.WARNING)
+        return f"{directory}: an interrupted apply could not be finished: {error.filename or ''}: {error.strerror}"
+    if found is None:
+        return None
+    _logger.warning("%s", found, extra={"path": directory, "workspace": options.workspace.name})
+    return f"{directory}: {found}"

@@ -19,8 +19,7 @@ from msgspec.structs import asdict
 import vfsd
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import VolumeUsage, checkable, snapshotable
-from vfsd.daemon.audit.calls import working_for
-from vfsd.daemon.audit.service import Audit
+from vfsd.daemon.audit.service import Audit, working_for
 from vfsd.daemon.control.calls import CallContext, Handler, handlers_of
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, Origin

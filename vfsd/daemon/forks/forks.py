@@ -2,6 +2,8 @@
 
 Threading: the serving loop.  `Forks.start` blocks it until the new process exists (`vfsd.daemon.forks.process`).
 
+A fork that is upgraded has not ended: another daemon serves it, under the same name and with the same ancestors.
+
 The new process runs a trio loop of its own, without the variables of systemd: the old process's unit is not its own.
 """
 
@@ -12,28 +14,30 @@ import functools
 import logging
 import os
 import secrets
+import signal
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import trio
 from msgspec.structs import replace
 
-from protocol.errors import SnapshotNotFoundError
+from protocol.errors import SnapshotNotFoundError, shown
 from protocol.values import Value
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import ForkableVolume, SnapshotInfo, VolumeUsage, forkable, snapshotable
 from vfsd.daemon.forks.family import ForkFamily, total
 from vfsd.daemon.forks.process import SYSTEMD_VARIABLES, check_memory, detach, fork_process
-from vfsd.daemon.forks.waiting import StartedFork, is_below, wait_ended, wait_upgraded
-from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId
-from vfsd.daemon.merging.needed import needed_states
-from vfsd.daemon.snapshots.base import is_fork_base
+from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId, fork_point, state_id
+from vfsd.daemon.snapshots.base import MERGED_TAG, is_fork_base, is_merge_base
 from vfsd.daemon.starting import serve_starter
+from vfsd.machine import mounts
 from vfsd.machine.logs import log_failure, log_path, open_log
-from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records
-from vfsd.wire.options import JournalOptions, Ready
+from vfsd.machine.mountinfo import mount_at
+from vfsd.machine.mounts import is_dead
+from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
+from vfsd.wire.options import Failed, JournalOptions, Ready, decode_report
 
 if TYPE_CHECKING:
     from protocol.volume import Volume
@@ -180,7 +184,7 @@ class Forks:
         if not infos:
             return {}
         here = Lineage(self.instance, self.source_options.workspace.name, self.ancestors, (), ())
-        found = needed_states(here, infos)
+        found = _needed_states(here, infos)
         own = {StateId.of(info): info.name for info in infos}
         if self.twin is not None and self.twin[0] in own:
             own[self.twin[1]] = own[self.twin[0]]
@@ -408,3 +412,131 @@ def _instance(name: str, backend: Backend) -> str:
         except OSError as error:
             log_failure(_logger, "recording what identifies the workspace", error, level=logging.WARNING)
     return instance
+
+
+START_TIMEOUT_S: Final = 60.0
+_REPORT_BYTES: Final = 1 << 20
+
+
+# -- the start --------------------------------------------------------------------------------------
+class StartedFork:
+    """A process that does not serve yet.
+
+    It reports on `report_fd` and logs to the file `log`; `pidfd` is a descriptor of it.
+    """
+
+    def __init__(self, report_fd: int, pidfd: int, pid: int, mountpoint: str, log: str) -> None:
+        self._report_fd = report_fd
+        self._pidfd = pidfd
+        self._pid = pid
+        self._mountpoint = mountpoint
+        self._log = log
+
+    async def ready(self) -> Ready:
+        """Wait until the fork's mount answers.  If this is cancelled, the fork undoes its start and ends.
+
+        OSError with the fork's message if it failed; EIO if it died; TimeoutError if it takes too long.
+        """
+        os.set_blocking(self._report_fd, False)
+        received = b""
+        try:
+            with trio.move_on_after(START_TIMEOUT_S) as waiting:
+                while not received.endswith(b"\n"):
+                    await trio.lowlevel.wait_readable(self._report_fd)
+                    piece = os.read(self._report_fd, _REPORT_BYTES)
+                    if not piece:
+                        await self._clear()
+                        raise OSError(
+                            errno.EIO, f"the fork's daemon died while starting: see {shown(os.fsencode(self._log))}"
+                        )
+                    received += piece
+            if waiting.cancelled_caught:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+                raise TimeoutError(errno.ETIMEDOUT, f"the fork did not start within {START_TIMEOUT_S:g} s")
+        finally:
+            os.close(self._report_fd)
+            os.close(self._pidfd)
+        report = decode_report(received)
+        if isinstance(report, Failed):
+            raise report.error()
+        return report
+
+    async def _clear(self) -> None:
+        """Remove the mount and the record of a fork that died before it could undo its start."""
+        with trio.CancelScope(shield=True):
+            with trio.move_on_after(START_TIMEOUT_S):
+                await trio.lowlevel.wait_readable(self._pidfd)  # it has closed all its descriptors
+            await trio.to_thread.run_sync(_clear_dead, self._pid, self._mountpoint)
+
+
+def _clear_dead(pid: int, mountpoint: str) -> None:
+    mount = mount_at(mountpoint)
+    if mount is not None and mount.is_vfsd and is_dead(mountpoint, timeout_s=START_TIMEOUT_S):
+        mounts.clear_dead_mount(mountpoint, timeout_s=START_TIMEOUT_S)
+    for record in read_records():
+        if record.pid == pid and record.mountpoint == mountpoint and not record.alive:
+            remove_record(record)
+
+
+# -- the end ----------------------------------------------------------------------------------------
+def is_below(record: WorkspaceRecord, instance: str) -> bool:
+    """Whether the workspace of a record runs, and descends from `instance`."""
+    return record.alive and any(each.instance == instance for each in record.ancestors)
+
+
+def _upgraded(name: str, pid: int, instance: str) -> WorkspaceRecord | None:
+    """Return the record of the fork `name` of `instance` if its daemon `pid` ended in an upgrade."""
+    record = read_record(name)
+    return None if record is None or record.pid == pid or not is_below(record, instance) else record
+
+
+async def wait_upgraded(name: str, pid: int, instance: str) -> bool:
+    """Wait for the end of the fork `name` of `instance` if its daemon `pid` ended in an upgrade; else return False."""
+    record = _upgraded(name, pid, instance)
+    if record is None:
+        return False
+    await wait_ended(record, instance)
+    return True
+
+
+async def wait_ended(record: WorkspaceRecord, instance: str) -> None:
+    """Wait until the fork of a record has ended, which descends from `instance`, also if it is upgraded."""
+    following: WorkspaceRecord | None = record
+    while following is not None:
+        record = following
+        await _wait_daemon_ended(record)
+        following = _upgraded(record.name, record.pid, instance)
+
+
+async def _wait_daemon_ended(record: WorkspaceRecord) -> None:
+    """Wait until the daemon of a record has ended."""
+    try:
+        pidfd = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if record.alive:  # it is not another process with the same number
+            await trio.lowlevel.wait_readable(pidfd)
+    finally:
+        os.close(pidfd)
+
+
+def _needed_states(here: Lineage, infos: Iterable[SnapshotInfo]) -> Mapping[StateId, list[str]]:
+    """Return the names of the workspaces that need a state of `here`, by state.  `infos` are snapshots of `here`."""
+    found: dict[StateId, list[str]] = {}
+    running = [record for record in read_records() if record.alive]
+    for record in running:
+        state = fork_point(here, _lineage_of(record)) if record.instance not in ("", here.instance) else None
+        if state is not None:
+            found.setdefault(state, []).append(record.name)
+    names = {record.name for record in running}
+    for info in infos:
+        target = (info.tag or "").removeprefix(MERGED_TAG)
+        if is_merge_base(info) and target in names:
+            found.setdefault(StateId.of(info), []).append(target)
+    return found
+
+
+def _lineage_of(record: WorkspaceRecord) -> Lineage:
+    ancestors = tuple(Ancestor(each.instance, each.name, state_id(each.state)) for each in record.ancestors)
+    return Lineage(record.instance, record.name, ancestors, (), ())

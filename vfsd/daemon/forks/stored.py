@@ -5,7 +5,7 @@ The source's daemon starts the fork's daemon in a new interpreter.  That daemon 
 
 Invariant: a snapshot that was taken for a fork is in the store as long as a fork is mounted over it.  It is dropped by
 the daemon of the last such fork when that ends, or, if that was killed, by a daemon of the source: when it reaps the
-process, makes the next fork, or is mounted again (`vfsd.daemon.snapshots.stored_workspace.drop_unused_bases`).
+process, makes the next fork, or is mounted again (`vfsd.daemon.snapshots.store_restore.drop_unused_bases`).
 
 Threading: the serving loop.  The store is used in worker threads.
 """
@@ -22,16 +22,13 @@ from msgspec.structs import replace
 from protocol.store import Store
 from protocol.volume_extensions import SnapshotInfo, snapshotable
 from vfsd.daemon.control.calls import CallContext
-from vfsd.daemon.forks.forks import Forks, Origin
+from vfsd.daemon.forks.forks import Forks, Origin, StartedFork, wait_upgraded
 from vfsd.daemon.forks.process import SYSTEMD_VARIABLES
-from vfsd.daemon.forks.waiting import StartedFork, wait_upgraded
-from vfsd.daemon.merging.lineage import Ancestor, MergeLog, StateId
-from vfsd.daemon.merging.records import merged_record, merged_state, state_id, state_record
-from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, fork_tag, free_name
+from vfsd.daemon.merging.lineage import Ancestor, MergeLog, StateId, merged_record, merged_state, state_id, state_record
+from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, fork_tag, free_name, in_thread
 from vfsd.daemon.snapshots.history import UndoHistory
+from vfsd.daemon.snapshots.store_restore import Stored, drop_unused_bases
 from vfsd.daemon.snapshots.stored import StoreSnapshots
-from vfsd.daemon.snapshots.stored_workspace import Stored, drop_unused_bases
-from vfsd.daemon.snapshots.threads import in_thread
 from vfsd.machine.daemon_start import start_interpreter
 from vfsd.machine.logs import log_path, open_log
 from vfsd.operations.merge import AncestorRecord

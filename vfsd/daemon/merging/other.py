@@ -3,31 +3,46 @@
 The content of the changes is in an unnamed file.  For a workspace in memory the file is in memory, and it is charged to
 the memory limit, as is what is known of each path.  For others the file is in the store.  Everything is checked against
 its hash before it is used.
+
+`call_peer` calls the daemon of another workspace over its control socket.  Only a daemon of the same user is called.
+Each call has a connection of its own; a cancelled call closes it, which cancels it on the other side too.
+
+Threading: the serving loop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 import trio
 
 from protocol.tree import Tree
 from protocol.values import Value
 from protocol.volume import Volume
 from protocol.volume_extensions import snapshotable
-from vfsd.daemon.merging.buffers import Buffer, buffer_in_memory, buffer_on_disk
-from vfsd.daemon.merging.delta import Delta, DeltaReader
-from vfsd.daemon.merging.empty_tree import EmptyTree
-from vfsd.daemon.merging.layered_tree import LayeredTree
-from vfsd.daemon.merging.lineage import Bases, Lineage, MergeLog, StateId, find_bases
-from vfsd.daemon.merging.peer import call_peer
-from vfsd.daemon.merging.records import lineage_of, state_id, state_record
-from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.daemon.merging.delta import Buffer, Delta, DeltaReader, buffer_in_memory, buffer_on_disk
+from vfsd.daemon.merging.lineage import (
+    Bases,
+    Lineage,
+    MergeLog,
+    StateId,
+    find_bases,
+    lineage_of,
+    state_id,
+    state_record,
+)
+from vfsd.daemon.merging.trees import EmptyTree, LayeredTree
+from vfsd.daemon.snapshots.base import in_thread
 from vfsd.operations.declaration import Empty, Peer
 from vfsd.operations.merge import ChangesParams, ChangesResult, ForgetMergedParams
+from vfsd.wire.messages import ATTEMPTS, RECEIVE_BYTES, ClosingError, ControlError, Exchange, LineBuffer, from_wire_path
+from vfsd.wire.sockets import connect, peer_credentials
 
 _FORGET_S: Final = 5.0
 
@@ -146,3 +161,63 @@ async def _forget(peer: Peer, target: str, keep: list[int]) -> None:
     """Have `peer` drop a state that was not merged after all.  If it cannot, it does so before the next merge."""
     with trio.move_on_after(_FORGET_S, shield=True), contextlib.suppress(OSError):
         await call_peer(peer, "forget_merged", ForgetMergedParams(target=target, keep=keep))
+
+
+_SILENCE_S: Final = 60.0  # without any message; the other daemon reports progress several times a second
+
+
+async def call_peer(
+    peer: Peer, method: str, params: msgspec.Struct, on_output: Callable[[bytes], None] = lambda _: None
+) -> Any:
+    """Call `method` of `peer` and return its result.
+
+    OSError: the error that the other daemon answered; ECONNREFUSED if it does not run, EPERM if it belongs to another
+    user, ECONNRESET if it ended meanwhile, ETIMEDOUT if it is silent.
+    """
+    for _ in range(ATTEMPTS):
+        exchange = Exchange(1, method, params, on_output=on_output)
+        with _connected(peer) as sock:
+            try:
+                return await _answer(sock, exchange, peer)
+            except ControlError as error:
+                raise OSError(error.errno or errno.EIO, f"workspace {peer.name!r}: {error}") from None
+            except ClosingError:
+                continue
+            except (ConnectionError, trio.BrokenResourceError):
+                break
+    raise _ended(peer)
+
+
+def _connected(peer: Peer) -> trio.socket.SocketType:
+    try:
+        sock = connect(os.fsdecode(from_wire_path(peer.socket)), 0)
+    except (ConnectionRefusedError, FileNotFoundError):
+        raise OSError(errno.ECONNREFUSED, f"workspace {peer.name!r} is not running; nothing was changed") from None
+    if peer_credentials(sock).uid != os.geteuid():
+        sock.close()
+        raise OSError(errno.EPERM, f"workspace {peer.name!r} belongs to another user, whose changes cannot be merged")
+    sock.setblocking(False)
+    return trio.socket.from_stdlib_socket(sock)
+
+
+async def _answer(sock: trio.socket.SocketType, exchange: Exchange, peer: Peer) -> Any:
+    left = memoryview(exchange.request)
+    while left:
+        left = left[await sock.send(left) :]
+    lines = LineBuffer()
+    while not exchange.done:
+        while (line := lines.next_line()) is None:
+            with trio.move_on_after(_SILENCE_S) as waiting:
+                data = await sock.recv(RECEIVE_BYTES)
+            if waiting.cancelled_caught:
+                text = f"the daemon of workspace {peer.name!r} does not answer; nothing was changed"
+                raise TimeoutError(errno.ETIMEDOUT, text)
+            if not data:
+                raise _ended(peer)
+            lines.feed(data)
+        exchange.take(line)
+    return exchange.result
+
+
+def _ended(peer: Peer) -> OSError:
+    return OSError(errno.ECONNRESET, f"the daemon of workspace {peer.name!r} ended; nothing was changed")

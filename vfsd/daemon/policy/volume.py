@@ -50,7 +50,7 @@ from protocol.volume import (
     catching,
     then,
 )
-from vfsd.daemon.policy.walk import stale
+from vfsd.daemon.policy.rules import stale
 
 if TYPE_CHECKING:
     from protocol.volume_durability import JournaledVolume
@@ -80,7 +80,7 @@ class PolicyVolume:
         self._rules = rules
         self._path_of = rules.path_of
         capabilities = volume.capabilities
-        # A caller that wants snapshots and the like asks the volume itself, and checks what it does: `trees`.
+        # A caller that wants snapshots and the like asks the volume itself, and checks what it does: `check_changes`.
         self.capabilities: Final = VolumeCapabilities(
             acls=capabilities.acls,
             appends=capabilities.appends,

@@ -11,9 +11,8 @@ from vfsd.daemon.snapshots.base import SnapshotService
 
 if TYPE_CHECKING:
     from vfsd.daemon.merging.lineage import MergeLog
-    from vfsd.daemon.snapshots.history import UndoHistory
-    from vfsd.daemon.snapshots.pruned import PrunedRecord
-    from vfsd.daemon.snapshots.stored_workspace import Stored
+    from vfsd.daemon.snapshots.history import PrunedRecord, UndoHistory
+    from vfsd.daemon.snapshots.store_restore import Stored
 
 __all__ = ["open_snapshots"]
 

@@ -21,13 +21,15 @@ Threading: methods are called, and contexts entered and left, on the serving loo
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import msgspec
+import trio
 
 from protocol.diff.tree_diff import Change
 from protocol.errors import SnapshotNotFoundError
@@ -36,9 +38,10 @@ from protocol.types import ChangeCounts
 from protocol.values import Value
 from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 from vfsd.daemon.merging.lineage import MergedState, MergeLog
-from vfsd.daemon.snapshots.archives import Origin
-from vfsd.daemon.snapshots.history import UndoHistory
-from vfsd.daemon.snapshots.pruned import PrunedRecord
+from vfsd.daemon.snapshots.history import PrunedRecord, UndoHistory
+
+if TYPE_CHECKING:
+    from vfsd.daemon.snapshots.archives import Origin
 
 BASE: Final = ""  # the name of the lower layer's state; no snapshot has an empty name
 SAFETY_PREFIX: Final = "safety-"
@@ -415,3 +418,42 @@ def is_reserved(name: str) -> bool:
 def is_staged(name: str) -> bool:
     """Whether a snapshot of this name holds the content of an archive that is being imported."""
     return name.startswith(STAGED_PREFIX) and name.removeprefix(STAGED_PREFIX).isdigit()
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_ANSWERS_AT_ONCE: Final = 40  # of all clients together; further ones wait
+_answer_threads: Final = trio.lowlevel.RunVar[trio.CapacityLimiter]("answer threads")
+
+
+async def in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function` in a worker thread.  The loop waits for its end even if it is cancelled."""
+    return await trio.to_thread.run_sync(functools.partial(function, *args, **kwargs))
+
+
+async def in_answer_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """`in_thread` for long answers: a client that does not read blocks a thread, but none of trio's default limiter.
+
+    Those serve the mount, for example with the syncfs(2) before each snapshot.
+    """
+    try:
+        limiter = _answer_threads.get()
+    except LookupError:  # the first one of this trio.run
+        limiter = trio.CapacityLimiter(_ANSWERS_AT_ONCE)
+        _answer_threads.set(limiter)
+    return await trio.to_thread.run_sync(functools.partial(function, *args, **kwargs), limiter=limiter)
+
+
+@asynccontextmanager
+async def entered(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Enter `manager` in a worker thread, because that may wait for a lock or read a whole archive."""
+    value = await in_thread(manager.__enter__)
+    error: BaseException | None = None
+    try:
+        yield value
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)

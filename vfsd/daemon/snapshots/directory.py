@@ -1,28 +1,52 @@
 """SnapshotDirectory: keeps `.snapshots` of a mount (`protocol.adapters.snapshot_directory`) true and small.
 
-Threading: the serving loop.
+A state is opened when something in it is read, and closed when it was not read for a second or its snapshot was
+dropped.  So a dropped snapshot frees its memory or disk space, even if programs have files of it open.
+
+Threading: the serving loop.  `VolumeStates` never awaits, so no state is closed while it is read.  `StoreStates` opens,
+reads and closes a state in worker threads, in one at a time: each of them holds the state's lock.  `_opening` excludes
+that a state is opened twice.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 import trio
+from msgspec.structs import replace
 
-from protocol.adapters.snapshot_directory import FIRST_INODE, SnapshotDirectoryVolume, shown_name
-from protocol.volume import Volume
-from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, SnapshotInfo, snapshotable
-from vfsd.daemon.snapshots.states import States, VolumeStates
+from protocol.adapters.snapshot_directory import (
+    FIRST_INODE,
+    ReadableState,
+    SnapshotDirectoryVolume,
+    SnapshotStates,
+    shown_name,
+)
+from protocol.errors import SnapshotNotFoundError
+from protocol.tree import Tree, TreeEntry
+from protocol.volume import Volume, VolumeCapabilities
+from protocol.volume_extensions import (
+    CacheInvalidation,
+    EntryChange,
+    InodeChange,
+    SnapshotableVolume,
+    SnapshotInfo,
+    snapshotable,
+)
+from vfsd.daemon.snapshots.base import in_thread, is_staged
 from vfsd.kernel.engines.base import Engine
 from vfsd.kernel.invalidation import invalidate_kernel_caches
 from vfsd.machine.logs import log_failure
 
 if TYPE_CHECKING:
+    from protocol.store import MountedSnapshot
+    from protocol.tree import Tree
     from vfsd.daemon.policy.service import Policy
-    from vfsd.daemon.snapshots.stored_workspace import Stored
+    from vfsd.daemon.snapshots.store_restore import Stored
 
 _logger = logging.getLogger(__name__)
 _SEED_BYTES: Final = 8
@@ -133,8 +157,141 @@ def open_directory(
         )
     if stored is None:
         return None
-    # Start-up: a workspace in memory needs no store.
-    from vfsd.daemon.snapshots.stored_states import StoreStates, WithStoredSnapshots  # noqa: PLC0415
-
     of_store = StoreStates(stored, shown)
     return SnapshotDirectory(WithStoredSnapshots(served, of_store, is_visible=is_visible, seed=seed), of_store)
+
+
+T = TypeVar("T")
+OPEN_STATES: Final = 4  # of one workspace; a comparison of two snapshots reads both in turns
+
+
+class States(SnapshotStates, Protocol):
+    """The snapshots of a workspace, which are opened when they are read."""
+
+    async def close_unused(self, infos: Sequence[SnapshotInfo] | None) -> None:
+        """Close the states that were not read since the last call; with `infos`, all others than these."""
+        ...
+
+
+class OpenState:
+    """A state that is open."""
+
+    def __init__(self, state: ReadableState, close: Callable[[], object]) -> None:
+        self.state = state
+        self.close = close
+        self.is_used = True
+
+
+class VolumeStates:
+    """The snapshots that `volume` itself holds."""
+
+    def __init__(self, volume: SnapshotableVolume, shown: Callable[[Tree], Tree] = lambda tree: tree) -> None:
+        """`shown` returns a state without what the policy hides."""
+        self._volume = volume
+        self._shown = shown
+        self._open: dict[int, OpenState] = {}  # by serial
+
+    def infos(self) -> Sequence[SnapshotInfo]:
+        return self._volume.snapshots()
+
+    def using(self, info: SnapshotInfo, read: Callable[[ReadableState], T]) -> T:
+        if self._volume.snapshot(info.name).serial != info.serial:
+            raise SnapshotNotFoundError(info.name)
+        opened = self._open.get(info.serial)
+        if opened is None:
+            while len(self._open) >= OPEN_STATES:
+                self._open.pop(next(iter(self._open))).close()
+            stack = ExitStack()
+            tree = stack.enter_context(self._volume.tree(info.name))
+            opened = self._open[info.serial] = OpenState(self._shown(tree), stack.close)
+        opened.is_used = True
+        return read(opened.state)
+
+    async def close_unused(self, infos: Sequence[SnapshotInfo] | None) -> None:
+        existing = None if infos is None else {info.serial for info in infos}
+        for serial, opened in list(self._open.items()):
+            if not opened.is_used or (existing is not None and serial not in existing):
+                self._open.pop(serial).close()
+            opened.is_used = False
+
+
+class _LockedState(OpenState):
+    def __init__(self, state: ReadableState, close: Callable[[], object]) -> None:
+        super().__init__(state, close)
+        self.lock = trio.Lock()
+
+
+class _StoredState:
+    """A stored snapshot as a `ReadableState`."""
+
+    def __init__(self, mounted: MountedSnapshot) -> None:
+        self._mounted = mounted
+        self.read = mounted.read
+
+    def entry(self, path: bytes) -> TreeEntry:
+        return self._mounted.entry(path)
+
+    def children(self, path: bytes) -> list[bytes]:
+        return [name for name, _, _ in self._mounted.rows(path)]
+
+
+class StoreStates:
+    """The snapshots of a workspace in a store."""
+
+    def __init__(self, stored: Stored, shown: Callable[[Tree], Tree]) -> None:
+        """`shown` returns a state without what the policy hides."""
+        self._shown = shown
+        self._store = stored.store
+        self._key = stored.key
+        self._open: dict[int, _LockedState] = {}  # by serial
+        self._opening = trio.Lock()
+
+    async def infos(self) -> Sequence[SnapshotInfo]:
+        found = await in_thread(self._store.snapshots, self._key)
+        return [info for info in found if not is_staged(info.name)]
+
+    async def using(self, info: SnapshotInfo, read: Callable[[ReadableState], T]) -> T:
+        while True:
+            async with self._opening:
+                opened = self._open.get(info.serial)
+                if opened is None:
+                    while len(self._open) >= OPEN_STATES:
+                        await self._close(next(iter(self._open)))
+                    opened = self._open[info.serial] = await in_thread(self._opened, info)
+            async with opened.lock:
+                if self._open.get(info.serial) is opened:  # else it was closed while this waited
+                    opened.is_used = True
+                    return await in_thread(read, opened.state)
+
+    def _opened(self, info: SnapshotInfo) -> _LockedState:
+        from protocol.store import Store  # noqa: PLC0415 (start-up: a workspace in memory needs no store)
+
+        store = Store(self._store.directory)  # of its own: closing the snapshot closes the store's files
+        mounted = store.mounted(self._key, info.name)
+        if store.snapshot(self._key, info.name).serial != info.serial:
+            mounted.close()
+            raise SnapshotNotFoundError(info.name)
+        # Of a tree, a filter of states uses only what a `ReadableState` has.
+        return _LockedState(self._shown(cast("Tree", _StoredState(mounted))), mounted.close)
+
+    async def _close(self, serial: int) -> None:
+        opened = self._open[serial]
+        async with opened.lock:
+            if self._open.get(serial) is opened:
+                del self._open[serial]
+                await in_thread(opened.close)
+
+    async def close_unused(self, infos: Sequence[SnapshotInfo] | None) -> None:
+        existing = None if infos is None else {info.serial for info in infos}
+        for serial, opened in list(self._open.items()):
+            if not opened.is_used or (existing is not None and serial not in existing):
+                await self._close(serial)
+            opened.is_used = False
+
+
+class WithStoredSnapshots(SnapshotDirectoryVolume):
+    """A volume whose snapshots are read in threads, so without the shortcuts that never wait."""
+
+    @property
+    def capabilities(self) -> VolumeCapabilities:
+        return replace(super().capabilities, content_pieces=False, quiet_lookups=False, plain_entries=False)

@@ -1,4 +1,7 @@
-"""StoreRestore: one restore of a stored snapshot: its step in the undo history, and its changes in the mounted volume.
+"""Stored workspaces: where the snapshots of a workspace are in a store, and how it returns to one of them.
+
+`Stored` names the place, `interrupted` a restore that was not completed.  `StoreRestore` is one restore of a stored
+snapshot: its step in the undo history, and its changes in the mounted volume.
 
 The undo history is a file in the workspace's directory in the store.  A restore writes it after the safety snapshot is
 taken and before the first file is changed, under the lock that excludes other restores.  If the daemon is killed:
@@ -16,7 +19,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,12 +27,13 @@ import trio
 
 from protocol.diff.tree_diff import Change
 from protocol.linux.regular_file import write_atomically
-from protocol.store import RestoredChanges, Store
+from protocol.store import DirectoryTarget, RestoredChanges, Source, Store
 from protocol.volume_extensions import CacheInvalidation, ExternallyChangedVolume, SnapshotInfo
-from vfsd.daemon.merging.lineage import MergeLog
-from vfsd.daemon.snapshots.base import CallObserver, is_staged
+from vfsd.daemon.merging.lineage import MergeLog, StateId
+from vfsd.daemon.snapshots.base import MERGED_TAG, CallObserver, Interrupted, is_fork_base, is_merge_base, is_staged
 from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.machine.logs import log_failure
+from vfsd.machine.runtime import read_record
 
 _logger = logging.getLogger(__name__)
 _PATHS_AT_ONCE: Final = 500  # given to the volume in one call: the mount waits for about 15 ms
@@ -234,3 +238,65 @@ def problems_of(done: RestoredChanges) -> dict[bytes, str]:
         before = problems.get(problem.path)
         problems[problem.path] = problem.reason if before is None else f"{before}; {problem.reason}"
     return problems
+
+
+_BASES_WAIT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a backend's snapshots are kept, and how its files are read and written.
+
+    `key` names the workspace in the store; the same files always have the same key.
+    """
+
+    store: Store
+    key: str
+    source: Source
+    target: DirectoryTarget
+
+
+def interrupted(stored: Stored) -> Interrupted | None:
+    """Return the restore that was interrupted, if there is one."""
+    found = stored.store.interrupted(stored.key)
+    if found is None:
+        return None
+    if not is_staged(found.snapshot):
+        return Interrupted(found.snapshot, found.safety, found.paths)
+    try:
+        description = stored.store.snapshot(stored.key, found.snapshot).tag or ""
+    except FileNotFoundError:
+        description = ""
+    # Without paths: a restore of staged content resumes with those of the intent log.
+    return Interrupted(found.snapshot, found.safety, (), description)
+
+
+def drop_unused_bases(store: Store, key: str, keep: Collection[str] = (), only: StateId | None = None) -> list[str]:
+    """Drop the snapshots of workspace `key` that were kept for forks, or merges into them, that have ended.
+
+    Of the states that were forked, those in `keep` stay, and with `only` all but that one.  Return their names.
+    What cannot be dropped now is left for the next call.
+    """
+    dropped: list[str] = []
+    try:
+        infos = store.snapshots(key)
+        found = [info for info in infos if is_fork_base(info) and only in (None, StateId.of(info))]
+        bases = {info.name for info in found}.difference(keep)
+
+        def unneeded(workspace: str, infos: Sequence[SnapshotInfo], needed: Mapping[str, str]) -> Sequence[str]:
+            if workspace != key:
+                return ()
+            dropped.extend(info.name for info in infos if info.name in bases and info.name not in needed)
+            return list(dropped)
+
+        if bases:
+            store.prune(unneeded, wait_s=_BASES_WAIT_S)
+        for info in infos:
+            target = None if not is_merge_base(info) else read_record((info.tag or "").removeprefix(MERGED_TAG))
+            if is_merge_base(info) and (target is None or not target.alive):
+                store.drop(key, info.name)
+                dropped.append(info.name)
+    except (OSError, ValueError) as error:
+        if not isinstance(error, OSError) or error.errno != errno.EBUSY:
+            log_failure(_logger, "dropping the snapshots of forks", error, path=store.directory, level=logging.WARNING)
+    return dropped

@@ -36,9 +36,9 @@ from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import ExternallyChangedVolume, SnapshotInfo, SnapshotKind
 from vfsd.daemon.merging.lineage import MergedState
-from vfsd.daemon.merging.partial_tree import PartialTree
+from vfsd.daemon.merging.trees import PartialTree
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.archives import CountedTree, Origin
+from vfsd.daemon.snapshots.archives import CountedTree, Origin, checked
 from vfsd.daemon.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
@@ -56,28 +56,30 @@ from vfsd.daemon.snapshots.base import (
     Staged,
     StoredState,
     check_names,
+    entered,
     free_name,
     in_bytes,
+    in_thread,
     is_staged,
     log_expired,
     no_lower_layer,
     none_needed,
     state_at,
 )
-from vfsd.daemon.snapshots.history import UndoHistory, expired
-from vfsd.daemon.snapshots.pruned import PrunedRecord
+from vfsd.daemon.snapshots.history import PrunedRecord, UndoHistory, expired
 from vfsd.daemon.snapshots.store_restore import (
     HistoryFile,
     PlannedStep,
     Step,
+    Stored,
     VolumeUpdate,
+    drop_unused_bases,
+    interrupted,
     open_merges,
     problems_of,
     raise_problem,
     scan_progress,
 )
-from vfsd.daemon.snapshots.stored_workspace import Stored, drop_unused_bases, interrupted
-from vfsd.daemon.snapshots.threads import checked, entered, in_thread
 from vfsd.machine.logs import log_failure
 from vfsd.operations.snapshots import CHANGES_LISTED
 

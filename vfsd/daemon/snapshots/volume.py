@@ -39,9 +39,9 @@ from protocol.volume_extensions import (
     staging,
 )
 from vfsd.daemon.merging.lineage import MergedState, MergeLog
-from vfsd.daemon.merging.partial_tree import PartialTree
+from vfsd.daemon.merging.trees import PartialTree
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.archives import Origin, read_origin
+from vfsd.daemon.snapshots.archives import Origin, PreparedImport, checked, read_origin
 from vfsd.daemon.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
@@ -66,10 +66,7 @@ from vfsd.daemon.snapshots.base import (
     none_needed,
     state_at,
 )
-from vfsd.daemon.snapshots.history import UndoHistory, expired
-from vfsd.daemon.snapshots.prepared_import import PreparedImport
-from vfsd.daemon.snapshots.pruned import PrunedRecord, PrunedSnapshots, recorded
-from vfsd.daemon.snapshots.threads import checked
+from vfsd.daemon.snapshots.history import PrunedRecord, PrunedSnapshots, UndoHistory, expired, recorded
 from vfsd.kernel.engines.base import repeated
 from vfsd.machine.logs import log_failure
 from vfsd.operations.snapshots import CHANGES_LISTED

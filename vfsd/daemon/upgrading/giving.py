@@ -37,7 +37,7 @@ from protocol.volume_extensions import forkable
 from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.forks.process import check_memory, fork_writer
 from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
-from vfsd.daemon.merging.records import ancestor_record, state_record
+from vfsd.daemon.merging.lineage import ancestor_record, state_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.daemon.upgrading import messages

@@ -37,7 +37,7 @@ import trio
 
 from protocol.volume_durability import JournalEnd
 from vfsd.daemon.audit.processes import GivenLabel
-from vfsd.daemon.snapshots.pruned import PrunedRecord
+from vfsd.daemon.snapshots.history import PrunedRecord
 from vfsd.operations.merge import AncestorRecord, StateRecord
 from vfsd.wire.sockets import receive_descriptors
 

@@ -31,8 +31,7 @@ from vfsd.daemon.backends.persistence import ContinuedJournal, continue_journal
 from vfsd.daemon.forks.family import ForkFamily, total
 from vfsd.daemon.forks.forks import GivenForks, Origin
 from vfsd.daemon.keeper.kept import RELEASED, Kept, shared_memory
-from vfsd.daemon.merging.lineage import Ancestor, MergeLog
-from vfsd.daemon.merging.records import state_id
+from vfsd.daemon.merging.lineage import Ancestor, MergeLog, state_id
 from vfsd.daemon.opening import alone
 from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.daemon.upgrading.messages import (

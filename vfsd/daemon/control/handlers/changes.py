@@ -24,7 +24,7 @@ from protocol.tree import LOST, Tree, TreeEntry, losing
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.control.calls import CallContext
-from vfsd.daemon.snapshots.threads import in_answer_thread
+from vfsd.daemon.snapshots.base import in_answer_thread
 from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
 from vfsd.operations.snapshots import CHANGES_LISTED, ProblemRecord
 from vfsd.wire.messages import InvalidParamsError, wire_path

@@ -32,7 +32,7 @@ from vfsd.wire.options import NAME_PATTERN, Ready
 
 if TYPE_CHECKING:
     from vfsd.daemon.forks.stored import StoredForks
-    from vfsd.daemon.snapshots.stored_workspace import Stored
+    from vfsd.daemon.snapshots.store_restore import Stored
 
 _PATHS_SHOWN: Final = 3
 _ENTRIES_SEEN: Final = 1000  # at the top of a fork, to find links that lead out of it

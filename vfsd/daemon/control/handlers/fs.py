@@ -47,7 +47,7 @@ from protocol.types import WriteResult
 from protocol.volume import USUAL_UMASK, Caller
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import CacheInvalidation, snapshotable
-from vfsd.daemon.audit.calls import acting_through_mount
+from vfsd.daemon.audit.service import acting_through_mount
 from vfsd.daemon.control.calls import (
     CallContext,
     Encoded,

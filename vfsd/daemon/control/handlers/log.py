@@ -17,8 +17,7 @@ from vfsd.daemon.audit.entries import Entry, time_text
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.calls import CallContext, tree_paths
 from vfsd.daemon.control.handlers.changes import OutputPieces
-from vfsd.daemon.snapshots.base import SnapshotService
-from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
+from vfsd.daemon.snapshots.base import SnapshotService, in_answer_thread, in_thread
 from vfsd.operations.declaration import Empty
 from vfsd.operations.log import LabelParams, LogParams, LogResult, Overflow, WatchParams
 from vfsd.wire.messages import InvalidParamsError

@@ -41,12 +41,17 @@ from vfsd.daemon.control.handlers.changes import (
 from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.merging.delta import differences, write_delta
-from vfsd.daemon.merging.empty_tree import EmptyTree
-from vfsd.daemon.merging.layered_tree import LayeredTree
-from vfsd.daemon.merging.lineage import Lineage, MergedState, StateId, with_merged
+from vfsd.daemon.merging.lineage import (
+    Lineage,
+    MergedState,
+    StateId,
+    lineage_result,
+    state_id,
+    state_record,
+    with_merged,
+)
 from vfsd.daemon.merging.other import Other, OtherWorkspaces
-from vfsd.daemon.merging.records import lineage_result, state_id, state_record
-from vfsd.daemon.merging.source_states import SourceStates
+from vfsd.daemon.merging.trees import EmptyTree, LayeredTree, SourceStates
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import (
     MERGED_PREFIX,
@@ -58,9 +63,10 @@ from vfsd.daemon.snapshots.base import (
     Outcome,
     SnapshotService,
     free_name,
+    in_answer_thread,
+    in_thread,
     is_merge_base,
 )
-from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.machine.runtime import read_record
 from vfsd.operations.declaration import Empty, Peer, RepositoryRecord
 from vfsd.operations.merge import (

@@ -30,11 +30,12 @@ from vfsd.daemon.snapshots.base import (
     SAFETY_PREFIX,
     Outcome,
     SnapshotService,
+    in_answer_thread,
+    in_thread,
     is_merge_base,
     is_reserved,
     state_at,
 )
-from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.operations.snapshots import (
     DropParams,
     DroppedStepRecord,

@@ -29,12 +29,20 @@ from vfsd.daemon.control.handlers.changes import (
     written_patch,
 )
 from vfsd.daemon.control.handlers.snapshots import required
-from vfsd.daemon.merging.layered_tree import LayeredTree
 from vfsd.daemon.merging.lineage import StateId
 from vfsd.daemon.merging.other import OtherWorkspaces
+from vfsd.daemon.merging.trees import LayeredTree
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, is_fork_base, is_merge_base, no_lower_layer
-from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
+from vfsd.daemon.snapshots.base import (
+    BASE,
+    SnapshotService,
+    in_answer_thread,
+    in_bytes,
+    in_thread,
+    is_fork_base,
+    is_merge_base,
+    no_lower_layer,
+)
 from vfsd.daemon.snapshots.volume import VolumeSnapshots
 from vfsd.machine import mountinfo
 from vfsd.operations.snapshots import (

@@ -37,9 +37,8 @@ from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.control.handlers.changes import time_text
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, has_state
-from vfsd.daemon.merging.lineage import StateId
-from vfsd.daemon.merging.peer import call_peer
-from vfsd.daemon.merging.records import lineage_of
+from vfsd.daemon.merging.lineage import StateId, lineage_of
+from vfsd.daemon.merging.other import call_peer
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import MERGED_TAG, SnapshotService, is_merge_base
 from vfsd.machine import mounts

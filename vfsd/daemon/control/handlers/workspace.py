@@ -36,8 +36,7 @@ from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree
-from vfsd.daemon.snapshots.base import BASE, STAGED_PREFIX, SnapshotService, free_name, in_bytes
-from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.daemon.snapshots.base import BASE, STAGED_PREFIX, SnapshotService, free_name, in_bytes, in_thread
 from vfsd.daemon.upgrading.giving import OldDaemon, Upgrade
 from vfsd.daemon.upkeep import Compaction
 from vfsd.machine.logs import log_failure

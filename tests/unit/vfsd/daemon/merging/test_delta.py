@@ -15,8 +15,7 @@ from protocol.diff.tree_diff import changes
 from protocol.tree import Tree
 from protocol.volume import ROOT_INODE, SUPERUSER
 from vfsd.daemon.merging.delta import DeltaReader, differences, write_delta
-from vfsd.daemon.merging.layered_tree import NEW_INODES, LayeredTree
-from vfsd.daemon.merging.partial_tree import PartialTree
+from vfsd.daemon.merging.trees import NEW_INODES, LayeredTree, PartialTree
 
 
 def nothing() -> None:

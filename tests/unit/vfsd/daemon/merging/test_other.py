@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from vfsd.daemon.merging.peer import call_peer
+from vfsd.daemon.merging.other import call_peer
 from vfsd.operations.declaration import Empty, Peer
 
 

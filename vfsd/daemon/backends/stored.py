@@ -1,26 +1,39 @@
-"""The opener of `container` and `image`: a directory in a Podman container, whose snapshots are in a store."""
+"""The openers of the backends whose snapshots are in a store, because other programs can change them.
+
+`host` is a directory of this host, `container` and `image` one in a Podman container, `exec` one at the other end of a
+command.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
+import os
 from typing import TYPE_CHECKING, Final
 
 import trio
 
-from protocol.store import Store
+from protocol.linux.portable import proc_path
+from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.tree import ByteProgress
-from vfsd.daemon.backends.base import Backend
-from vfsd.daemon.backends.shared import allow_open_files, cache_timeout_s, check_outside, describe_interrupted
-from vfsd.daemon.snapshots.stored_workspace import Stored
+from vfsd.daemon.backends.registry import Backend
+from vfsd.daemon.backends.shared import (
+    allow_open_files,
+    cache_timeout_s,
+    check_outside,
+    describe_interrupted,
+    directory_of,
+    recover_apply,
+)
+from vfsd.daemon.snapshots.store_restore import Stored
 from vfsd.machine.interpreter import missing_package
 from vfsd.machine.logs import log_failure
 from vfsd.machine.mountinfo import WorkspaceRoot
-from vfsd.wire.options import MountOptions
 
 if TYPE_CHECKING:
     from protocol.backends.container.workspace import ContainerWorkspace
+    from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
 _SERVICE_S: Final = 30.0
@@ -146,3 +159,84 @@ def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> S
     root = WorkspaceRoot(options.workspace.mountpoint, options.workspace.name)
     source = ContainerSource(workspace.connection, root.open, is_mount_complete=not (policy.protect or policy.hide))
     return Stored(store, key, source, MountTarget(root.open, source))
+
+
+def open_exec(options: MountOptions, progress: ByteProgress) -> Backend:
+    """A `BackendOpener`."""
+    # Start-up: a daemon imports only the backend that it serves, as above and below.
+    from protocol.backends.container.snapshot_files import ContainerSource, MountTarget  # noqa: PLC0415
+    from protocol.backends.remote.transport import DEFAULT_DIRECTORY, open_remote  # noqa: PLC0415
+
+    command, directory = options.workspace.backend.argument, options.container.workdir or DEFAULT_DIRECTORY
+    store = Store(options.workspace.store)
+    check_outside(options, store)
+    connection = open_remote(
+        command,
+        directory=directory,
+        read_only=options.workspace.read_only,
+        is_continued=options.is_continued,
+        keep_going=lambda: progress(0, 0),
+    )
+    root = WorkspaceRoot(options.workspace.mountpoint, options.workspace.name)
+    source = ContainerSource(connection, root.open)
+    target = MountTarget(root.open, source)
+    stored = Stored(store, f"exec:{command}:{directory}", source, target)
+    return Backend(
+        connection.volume,
+        cache_timeout_s(options),
+        tidy=connection.tidy,
+        connection=connection,
+        recovered=describe_interrupted(stored),
+        stored=stored,
+    )
+
+
+def open_host(options: MountOptions, _progress: ByteProgress) -> Backend:
+    """A `BackendOpener`."""
+    from protocol.backends.host import HostVolume  # noqa: PLC0415 (as above)
+
+    recovered = recover_apply(options)
+    allow_open_files()
+    volume = HostVolume(directory_of(options), read_only=options.workspace.read_only)
+    try:
+        stored = _stored_host(options, volume.root_fd)
+        recovered = "; ".join(filter(None, (recovered, describe_interrupted(stored)))) or None
+    except BaseException:
+        volume.close()
+        raise
+    return Backend(
+        volume,
+        cache_timeout_s(options),
+        volume.tidy,
+        volume.close,
+        recovered=recovered,
+        stored=stored,
+        anchor=volume.root_fd,
+    )
+
+
+def _stored_host(options: MountOptions, root: int) -> Stored:
+    """Return the stored snapshots of the directory `root`.  ValueError for a given store that is inside it."""
+    directory, given_store = options.workspace.backend.argument, options.workspace.store
+    store = Store(given_store)
+    source = DirectorySource(root)
+    if given_store is not None:
+        # If the user's default store is inside, the mount works and only snapshots are refused.
+        try:
+            store.check_apart(source.identity)
+        except OSError as error:
+            raise ValueError(f"the store {given_store} is inside {directory}, whose snapshots it keeps") from error
+    check_outside(options, store)
+    return Stored(store, f"host:{_key(directory, root)}", source, DirectoryTarget(root))
+
+
+def _key(directory: str, root: int) -> str:
+    """Return the path that names the directory `root` in the store: the real one when it was mounted."""
+    real = os.path.realpath(directory)
+    if real == os.path.abspath(directory):
+        return real  # also if another daemon has `root` from before it was moved
+    try:
+        is_same = os.path.samestat(os.stat(real), os.fstat(root))
+    except OSError:
+        is_same = False
+    return real if is_same else os.fsdecode(os.readlink(proc_path(root)))  # a symlink changed

@@ -18,7 +18,7 @@ from protocol.journal.records import Extent
 from protocol.volume import ROOT_INODE, SUPERUSER
 from tests.support.journals import HEADER, FileInMemory, JournalInMemory, assert_same_volume, replayed
 from tests.unit.vfsd.kernel.engines.native.test_wire import Kernel, converse, request
-from vfsd.daemon.backends.group_sync import GroupSync
+from vfsd.daemon.backends.persistence import GroupSync
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.wire import Opcode
 

@@ -1,10 +1,20 @@
-"""LayeredTree: a state of this workspace with the changes of another workspace on top, as a read-only tree.
+"""The trees of a merge.
+
+`LayeredTree` is a state of this workspace with the changes of another workspace on top.
 
 Inode numbers: an inode that both workspaces have in their common state keeps the number that it has here.  The numbers
 of all others begin at NEW_INODES, so that they are never mistaken for inodes of this workspace.
 
 `touched` names the changed paths of all layers, so work on two such trees is proportional to the changes.  Without a
 delta, a LayeredTree is a state that can be compared with one that has some.
+
+`EmptyTree` is the base of two workspaces that have no state in common, `PartialTree` the part of a tree that an import
+needs.  `SourceStates` has the states of the source of a fork over a stored snapshot, from before the fork.  The fork's
+volume has none of them as a snapshot.  They are in the store, and differ from the snapshot below the fork by the
+changes that the source made until then.  So such a state is that snapshot, as the fork has it, with these changes on
+top, and its inodes are those of the fork.
+
+Threading: worker threads, apart from entering and leaving `SourceStates.tree`.
 """
 
 from __future__ import annotations
@@ -12,13 +22,18 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from typing import Final
 
-from protocol.diff.tree_diff import comparer
+from protocol.diff.tree_diff import comparer, is_at_or_below
 from protocol.errors import os_error, shown
 from protocol.tree import CHUNK_BYTES, Chunk, Hole, LookupTree, Tree, TreeEntry
-from vfsd.daemon.merging.delta import Delta, Entry, Extent
+from protocol.volume import Volume
+from vfsd.daemon.merging.delta import Buffer, Delta, DeltaReader, Entry, Extent, buffer_in_memory, write_delta
+from vfsd.daemon.merging.lineage import StateId, state_id
+from vfsd.daemon.snapshots.base import in_answer_thread, in_thread
+from vfsd.wire.options import StoredOrigin
 
 NEW_INODES: Final = 1 << 63
 ReadAt = Callable[[int, int], bytes]  # (offset, size) of the buffer with the delta's content
@@ -221,3 +236,119 @@ def _overlapping(extents: list[Extent], start: int, end: int) -> Iterator[Extent
 def _stale(path: bytes) -> OSError:
     reason = "the directory below was changed by another program since the fork; nothing was changed"
     return OSError(errno.ESTALE, reason, shown(path))
+
+
+_NOBODY = 0xFFFFFFFF  # no user has this number: so each real root directory differs from that of an EmptyTree
+
+
+class EmptyTree(LookupTree):
+    """A tree that has only its root."""
+
+    def entry(self, path: bytes) -> TreeEntry:
+        if path:
+            raise os_error(errno.ENOENT, os.fsdecode(path))
+        return TreeEntry(b"", stat.S_IFDIR, uid=_NOBODY, gid=_NOBODY)
+
+    def children(self, path: bytes) -> list[bytes]:
+        self.entry(path)
+        return []
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:  # noqa: ARG002
+        raise os_error(errno.ENOENT, os.fsdecode(path))
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:  # noqa: ARG002
+        raise os_error(errno.ENOENT, os.fsdecode(path))
+
+
+class PartialTree(LookupTree):
+    """What `tree` has at and below `paths`, and `directories` and the directories above, without the rest in them.
+
+    Takes as long as `paths` are many, however many names the directories above have.
+    """
+
+    def __init__(self, tree: Tree, paths: Collection[bytes], directories: Collection[bytes]) -> None:
+        self._tree = tree
+        self._whole = frozenset(paths)
+        self._names: dict[bytes, set[bytes]] = {b"": set()}  # of directories that are shown in part
+        for path in (*paths, *directories):
+            at = path
+            while at:
+                above, _, name = at.rpartition(b"/")
+                names = self._names.setdefault(above, set())
+                if name in names:
+                    break  # so are the directories above
+                names.add(name)
+                at = above
+        for path in directories:
+            self._names.setdefault(path, set())
+
+    def _is_whole(self, path: bytes) -> bool:
+        return is_at_or_below(path, self._whole)
+
+    def entry(self, path: bytes) -> TreeEntry:
+        if path not in self._names and not self._is_whole(path):
+            raise os_error(errno.ENOENT, os.fsdecode(path))
+        return self._tree.entry(path)
+
+    def children(self, path: bytes) -> list[bytes]:
+        if self._is_whole(path):
+            return self._tree.children(path)
+        if path not in self._names:
+            raise os_error(errno.ENOENT, os.fsdecode(path))
+        existing = []
+        for name in sorted(self._names[path]):
+            try:
+                self._tree.entry(path + b"/" + name if path else name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # it is to be removed
+            existing.append(name)
+        return existing
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        return self._tree.read(path, offset, size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+        return self._tree.chunks(path, size)
+
+
+class SourceStates:
+    """The states of the workspace that `origin` names, in the store at `directory` (None: the user's).
+
+    They are trees over the volume of the fork.
+    """
+
+    def __init__(self, origin: StoredOrigin, directory: str | None, volume: Volume) -> None:
+        self._volume = volume
+        self._key = origin.workspace
+        self._base = state_id(origin.source.state)
+        self._directory = directory
+
+    async def identities(self) -> list[StateId]:
+        """Return the states that are in the store, the one below the fork among them if it is still there."""
+        return await in_thread(self._identities)
+
+    def _identities(self) -> list[StateId]:
+        from protocol.store import Store  # noqa: PLC0415 (start-up: few forks are over a store)
+
+        with Store(self._directory) as store:
+            found = map(StateId.of, store.snapshots(self._key))
+            return [each for each in found if each.serial <= self._base.serial]
+
+    @asynccontextmanager
+    async def tree(self, state: StateId, below: Tree) -> AsyncIterator[LayeredTree]:
+        """Open `state` as a tree over `below`, the state that was forked.  SnapshotNotFoundError."""
+        async with AsyncExitStack() as stack:
+            buffer = buffer_in_memory(self._volume, stack)
+            delta = await in_answer_thread(self._delta, state, buffer)
+            yield await in_thread(LayeredTree, below, delta, buffer.read)
+
+    def _delta(self, state: StateId, buffer: Buffer) -> Delta:
+        from protocol.store import Store  # noqa: PLC0415 (as above)
+
+        reader = DeltaReader(buffer.store, buffer.reserve)
+        with ExitStack() as stack:
+            store = stack.enter_context(Store(self._directory))
+            below = stack.enter_context(store.tree(self._key, self._base.name))
+            wanted = stack.enter_context(store.tree(self._key, state.name))
+            write_delta(below, wanted, reader.feed, lambda: None)
+        return reader.finish()

@@ -13,9 +13,8 @@ from protocol.backends.memory import MemoryVolume
 from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.testing.volume.driver import Driver
 from protocol.tree import Tree
-from vfsd.daemon.snapshots.states import OPEN_STATES, VolumeStates
-from vfsd.daemon.snapshots.stored_states import StoreStates
-from vfsd.daemon.snapshots.stored_workspace import Stored
+from vfsd.daemon.snapshots.directory import OPEN_STATES, StoreStates, VolumeStates
+from vfsd.daemon.snapshots.store_restore import Stored
 
 MANY = 3 * OPEN_STATES
 
