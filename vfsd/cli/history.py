@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import re
 import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
 from typing import Any, Final
@@ -27,7 +26,7 @@ from vfsd.cli.common.output import counted, show_path
 from vfsd.cli.common.values import complete_path, complete_snapshot, with_similar_snapshots
 from vfsd.cli.common.wording import signed_counts, step_words
 from vfsd.client.connection import ControlClient
-from vfsd.client.log import next_daemon
+from vfsd.client.log import Following, followed
 from vfsd.client.results import Snapshot
 from vfsd.client.timeline import authors, timeline
 from vfsd.operations.log import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams, nameless
@@ -198,40 +197,34 @@ def _show(app: App, selected: dict[str, Any]) -> None:
 def _follow(app: App, selected: dict[str, Any]) -> None:
     record = app.record(reads=True)
     record.check_alive()
+    following = Following(record, WatchParams(**selected))
     try:
-        while True:
-            try:
-                _print_changes(app, record.socket, WatchParams(**selected))
-            except FileNotFoundError as error:
-                if isinstance(error, ControlError):  # the daemon answers that there is no such snapshot
-                    raise _with_times(with_similar_snapshots(record, error), selected["since"]) from None
-                found = next_daemon(record.name, record.mountpoint, record.pid)  # its socket is gone
-            except (ConnectionResetError, ConnectionRefusedError):
-                found = next_daemon(record.name, record.mountpoint, record.pid)
-            if found is None:
-                output.note(f"workspace {record.name} was unmounted")
-                return
-            record = found
-            output.note(f"the daemon of {record.name} died; changes of its last seconds may be missing here")
-            selected |= {"since": None, "since_ns": 0}  # all that the log of the next daemon has
+        records = followed(following, _opened)
+        next(records)  # the watch has begun
+        for each in records:
+            if each is None:
+                output.note(f"the daemon of {record.name} died; changes of its last seconds may be missing here")
+            elif app.json:
+                output.write_bytes(msgspec.json.encode(each) + b"\n")
+            else:
+                _say(each)
+                sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None  # the usual end
+    except FileNotFoundError as error:  # the daemon answers that there is no such snapshot
+        raise _with_times(with_similar_snapshots(record, error), selected["since"]) from None
+    except ConnectionError:
+        if not following.is_unmounted:
+            raise
+        output.note(f"workspace {record.name} was unmounted")
 
 
-def _print_changes(app: App, socket: str, params: WatchParams) -> None:
-    """Print changes until the daemon ends: ConnectionResetError."""
-    from vfsd.client.log import WatchedLines, decode_watched  # noqa: PLC0415 start-up
-    from vfsd.client.requests import RemoteCall  # noqa: PLC0415
-
-    client = ControlClient(socket)
-    with waking(client), closing(client.stream(RemoteCall("watch", params))) as pieces:
-        lines = WatchedLines()
-        for line in itertools.chain.from_iterable(map(lines.feed, pieces)):
-            if app.json:
-                output.write_bytes(line + b"\n")
-            else:
-                _say(decode_watched(line))
-                sys.stdout.flush()
+@contextmanager
+def _opened(following: Following) -> Iterator[Iterator[bytes]]:
+    """Send the call of `following`; a signal ends the wait for its output."""
+    client = ControlClient(following.socket)
+    with waking(client), closing(client.stream(following.call)) as pieces:
+        yield pieces
 
 
 def _say(record: LogEntry | Overflow) -> None:

@@ -226,44 +226,28 @@ class AsyncWorkspace(WorkspaceBase):
     ) -> AsyncGenerator[AsyncIterator[LoggedChange | Missed]]:
         """As `Workspace.follow`, for `async with` and `async for`."""
         # Start-up: few programs follow.
-        from vfsd.client.log import (  # noqa: PLC0415
-            Missed,
-            WatchedLines,
-            next_daemon,
-            watched_changes,
-        )
+        from vfsd.client.log import Following, watched_change  # noqa: PLC0415
 
         request = await abandon(lambda: self._requests.watch(paths, since, by))  # resolves absolute paths
-        async with contextlib.AsyncExitStack() as stack:
+        following = Following(self._daemon, request.params)
 
-            async def begin(client: AsyncControlClient, call: RemoteCall[None]) -> AsyncGenerator[bytes]:
-                await stack.aclose()
-                lines = await stack.enter_async_context(contextlib.aclosing(client.stream(call)))
-                await anext(lines)  # the watch has begun
-                return lines
+        async def changes() -> AsyncGenerator[LoggedChange | Missed]:
+            while True:
+                client = AsyncControlClient(following.socket, instance=self.instance)
+                try:
+                    async with contextlib.aclosing(client.stream(following.call)) as pieces:
+                        async for piece in pieces:
+                            for record in following.feed(piece):
+                                yield watched_change(record)
+                except OSError as error:
+                    if not await abandon(functools.partial(following.goes_on_after, error)):
+                        raise
+                else:
+                    return
 
-            async def changes(lines: AsyncGenerator[bytes]) -> AsyncGenerator[LoggedChange | Missed]:
-                pid = self._daemon.pid
-                while True:
-                    whole = WatchedLines()
-                    try:
-                        async for piece in lines:
-                            for change in watched_changes([piece], whole):
-                                yield change
-                    except (ConnectionResetError, ConnectionRefusedError):
-                        ended = pid
-                        found = await abandon(lambda: next_daemon(self.name, self.path, ended))  # noqa: B023
-                        if found is None:
-                            raise
-                    else:
-                        return
-                    pid = found.pid
-                    again = await abandon(lambda: self._requests.watch_again(paths, by))
-                    lines = await begin(AsyncControlClient(found.socket, instance=self.instance), again)
-                    yield Missed(0)
-
-            async with contextlib.aclosing(changes(await begin(self._client, request))) as found_changes:
-                yield found_changes
+        async with contextlib.aclosing(changes()) as found:
+            await anext(found)  # the watch has begun
+            yield found
 
     @contextlib.asynccontextmanager
     async def label(self, label: str) -> AsyncGenerator[None]:

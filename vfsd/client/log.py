@@ -6,26 +6,29 @@ Paths are `str` from `os.fsdecode`, relative to the workspace's root, and so are
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 
 from protocol.tools.base import FileWritten, Subscriber, deliver
 from vfsd.client.connection import ControlClient
-from vfsd.client.requests import AnyWorkspace, Requests
+from vfsd.client.requests import AnyWorkspace, RemoteCall, Requests
 from vfsd.machine.runtime import WorkspaceRecord, read_record
-from vfsd.operations.log import LogEntry, Overflow, ProcessRecord
+from vfsd.operations.log import LogEntry, Overflow, ProcessRecord, WatchParams
 from vfsd.operations.workspace import UpgradeResult
-from vfsd.wire.messages import LineBuffer, from_wire_path
+from vfsd.wire.messages import ControlError, LineBuffer, from_wire_path
+from vfsd.wire.options import Ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,34 +94,31 @@ def logged_changes(lines: bytes) -> list[LoggedChange]:
 
 
 class WatchedLines:
-    """Splits the output of the method `watch` into its lines, without the empty one at the beginning."""
+    """Decodes the output of the method `watch`."""
 
     def __init__(self) -> None:
         self._buffer = LineBuffer()
 
-    def feed(self, piece: bytes) -> Iterator[bytes]:
-        """Yield the lines that are complete with `piece`."""
+    def feed(self, piece: bytes) -> Iterator[LogEntry | Overflow | None]:
+        """Yield the records that are complete with `piece`; None when the watch begins."""
         self._buffer.feed(piece)
         while (line := self._buffer.next_line()) is not None:
-            if line:
-                yield line
+            # Not as a union, which would need a tag in each entry.
+            is_overflow = line.startswith(b'{"missing":')
+            yield (msgspec.json.decode(line, type=Overflow) if is_overflow else _entries.decode(line)) if line else None
 
 
-def watched_changes(pieces: Iterable[bytes], lines: WatchedLines | None = None) -> Iterator[LoggedChange | Missed]:
-    """Decode the output of the method `watch`.  `lines` has the beginning of the first line, if it was received."""
-    lines = lines or WatchedLines()
-    for piece in pieces:
-        for line in lines.feed(piece):
-            record = decode_watched(line)
-            yield Missed(record.missing) if isinstance(record, Overflow) else _change(record)
+def watched_change(record: LogEntry | Overflow | None) -> LoggedChange | Missed:
+    """Convert a record of `WatchedLines`; None, where another daemon went on, is `Missed(0)`."""
+    if isinstance(record, LogEntry):
+        return _change(record)
+    return Missed(0 if record is None else record.missing)
 
 
-def decode_watched(line: bytes) -> LogEntry | Overflow:
-    """Decode a line of the output of `watch`."""
-    # Not as a union, which would need a tag in each entry.
-    if line.startswith(b'{"missing":'):
-        return msgspec.json.decode(line, type=Overflow)
-    return _entries.decode(line)
+def watched_changes(pieces: Iterable[bytes]) -> Iterator[LoggedChange | Missed]:
+    """Decode the output of one call of `watch`."""
+    records = itertools.chain.from_iterable(map(WatchedLines().feed, pieces))
+    return (watched_change(record) for record in records if record is not None)
 
 
 def _change(entry: LogEntry) -> LoggedChange:
@@ -180,6 +180,60 @@ def next_daemon(name: str, mountpoint: str, pid: int, least_s: float = 0.0) -> W
             found.check_alive()
             raise ConnectionResetError(errno.ECONNRESET, f"the daemon of {name} sends no changes any more")
         time.sleep(_POLL_S)
+
+
+class Following:
+    """A `watch` that goes on with the daemon that replaces one which ended.  The caller sends `call` to `socket`."""
+
+    def __init__(self, daemon: Ready | WorkspaceRecord, params: WatchParams) -> None:
+        self._daemon = daemon
+        self._params = params
+        self._lines = WatchedLines()
+        self.is_unmounted = False
+
+    @property
+    def socket(self) -> str:
+        return self._daemon.socket
+
+    @property
+    def call(self) -> RemoteCall[Any]:
+        """The call to stream from the present daemon."""
+        return RemoteCall("watch", self._params)
+
+    def feed(self, piece: bytes) -> Iterator[LogEntry | Overflow | None]:
+        """As `WatchedLines.feed`: None when a daemon begins to send."""
+        return self._lines.feed(piece)
+
+    def goes_on_after(self, error: OSError) -> bool:
+        """Wait for the next daemon after `error` ended the call; False if there is none to wait for.  Blocks.
+
+        ConnectionError if the daemon died and no other one starts.
+        """
+        is_gone = isinstance(error, ConnectionResetError | ConnectionRefusedError | FileNotFoundError)
+        if isinstance(error, ControlError) or not is_gone:
+            return False
+        found = next_daemon(self._daemon.name, self._daemon.mountpoint, self._daemon.pid)
+        self.is_unmounted = found is None
+        if found is not None:
+            self._daemon, self._lines = found, WatchedLines()
+            self._params = msgspec.structs.replace(self._params, since=None, since_ns=0)  # all that its log has
+        return found is not None
+
+
+def followed(
+    following: Following, opened: Callable[[Following], AbstractContextManager[Iterable[bytes]]]
+) -> Generator[LogEntry | Overflow | None]:
+    """Yield what `following` receives; `opened` sends its call, and returns the output."""
+    while True:
+        try:
+            with opened(following) as pieces:
+                for piece in pieces:
+                    yield from following.feed(piece)
+        except OSError as error:
+            if not following.goes_on_after(error):
+                raise
+        else:
+            return
 
 
 def after_lost_upgrade(name: str, mountpoint: str, pid: int) -> UpgradeResult:

@@ -441,11 +441,6 @@ class Requests:
         """Send the changes from now on, or with `since` from then on, as output, until the call is cancelled."""
         return RemoteCall("watch", WatchParams(**self.selected_changes(paths, since, by)))
 
-    def watch_again(self, paths: Iterable[UserPath], by: int | str | None) -> RemoteCall[None]:
-        """As `watch`, with all changes that the log of a daemon has which replaced another one."""
-        selected = self.selected_changes(paths, None, by) | {"since_ns": 0}
-        return RemoteCall("watch", WatchParams(**selected))
-
     def selected_changes(
         self, paths: Iterable[UserPath], since: str | datetime | None, by: int | str | None
     ) -> dict[str, Any]:

@@ -338,38 +338,15 @@ class Workspace(WorkspaceBase):
         another one, it yields `Missed(0)` and goes on: changes of the last seconds before may be missing.
         """
         # Start-up: few programs follow.
-        from vfsd.client.log import (  # noqa: PLC0415
-            Missed,
-            next_daemon,
-            watched_changes,
-        )
+        from vfsd.client.log import Following, followed, watched_change  # noqa: PLC0415
 
-        with contextlib.ExitStack() as stack:
+        def opened(following: Following) -> contextlib.closing[Generator[bytes]]:
+            return contextlib.closing(ControlClient(following.socket, instance=self.instance).stream(following.call))
 
-            def begin(socket: str, call: RemoteCall[None]) -> Generator[bytes]:
-                stack.close()
-                lines = stack.enter_context(
-                    contextlib.closing(ControlClient(socket, instance=self.instance).stream(call))
-                )
-                next(lines)  # the watch has begun
-                return lines
-
-            def changes(lines: Iterator[bytes]) -> Iterator[LoggedChange | Missed]:
-                pid = self._daemon.pid
-                while True:
-                    try:
-                        yield from watched_changes(lines)
-                    except (ConnectionResetError, ConnectionRefusedError):
-                        found = next_daemon(self.name, self.path, pid)
-                        if found is None:
-                            raise
-                    else:
-                        return
-                    pid = found.pid
-                    lines = begin(found.socket, self._requests.watch_again(paths, by))
-                    yield Missed(0)
-
-            yield changes(begin(self._daemon.socket, self._requests.watch(paths, since, by)))
+        following = Following(self._daemon, self._requests.watch(paths, since, by).params)
+        with contextlib.closing(followed(following, opened)) as records:
+            next(records)  # the watch has begun
+            yield map(watched_change, records)
 
     @contextlib.contextmanager
     def label(self, label: str) -> Generator[None]:
