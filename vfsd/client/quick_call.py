@@ -98,15 +98,13 @@ def _encoded(method: str, params: dict[str, Any]) -> bytes:
 
 def begin(socket_path: str, method: str, params: dict[str, Any]) -> BegunCall | None:
     """Send a request.  None if nothing was sent."""
-    if len(socket_path.encode()) > _PATH_BYTES_MAX:
-        return None
     request = _encoded(method, params)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(_WAIT_S)
     call = BegunCall(socket_path, sock, request)
     call.block_signals()
     try:
-        sock.connect(socket_path)
+        _connect(sock, socket_path)
     except OSError:
         call.close()
         return None
@@ -165,7 +163,9 @@ def ask(socket_path: str, method: str, params: dict[str, Any], timeout_s: float)
     """
     deadline = time.monotonic() + timeout_s
     for _ in range(_ATTEMPTS):
-        with _connected(socket_path, deadline) as sock:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(max(_SHORTEST_WAIT_S, deadline - time.monotonic()))
+            _connect(sock, socket_path)
             sock.sendall(_encoded(method, params))
             received = b""
             while data := _received(sock, deadline):
@@ -178,22 +178,15 @@ def ask(socket_path: str, method: str, params: dict[str, Any], timeout_s: float)
     raise ConnectionError(errno.ECONNRESET, "the daemon closed the connection")
 
 
-def _connected(socket_path: str, deadline: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _connect(sock: socket.socket, path: str) -> None:
+    if len(os.fsencode(path)) <= _PATH_BYTES_MAX:
+        sock.connect(path)
+        return
+    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_CLOEXEC)
     try:
-        sock.settimeout(max(_SHORTEST_WAIT_S, deadline - time.monotonic()))
-        if len(os.fsencode(socket_path)) <= _PATH_BYTES_MAX:
-            sock.connect(socket_path)
-            return sock
-        directory = os.open(os.path.dirname(socket_path), os.O_PATH | os.O_CLOEXEC)
-        try:
-            sock.connect(f"/proc/self/fd/{directory}/{os.path.basename(socket_path)}")
-        finally:
-            os.close(directory)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        sock.connect(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
+    finally:
+        os.close(directory)
 
 
 def _received(sock: socket.socket, deadline: float) -> bytes:
