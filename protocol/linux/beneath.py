@@ -20,7 +20,7 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from protocol.errors import os_error
-from protocol.linux.portable import Handle
+from protocol.linux.portable import RECHECK_S, Handle
 from protocol.linux.syscalls import (
     RESOLVE_BENEATH,
     RESOLVE_NO_MAGICLINKS,
@@ -32,7 +32,6 @@ from protocol.linux.syscalls import (
 # A descriptor, a path, or a function that opens the directory (O_PATH).
 DirectoryReference: TypeAlias = int | str | bytes | Callable[[], int]
 
-RECHECK_S: Final = 0.5
 # The names of the files that a restore writes before it renames them into place.  They are never part of a state.
 TEMPORARY_PREFIX: Final = b".vfsd-restore-"
 _PATH_MAX: Final = 4096  # with its NUL, linux/limits.h

@@ -36,6 +36,9 @@ _ROOT_INODE = 1
 _FURTHER_DEVICES = 1 << 56
 _DEVICE_BITS = 48
 _FIRST_SPARE = 1 << 61
+# A directory descriptor follows a directory that another program moves out of the tree.  So code that keeps one uses it
+# for so long, and then opens or checks its path again.
+RECHECK_S = 0.5
 HASHED_COOKIES = 1 << 30  # those of `hashed_cookies` begin here
 
 

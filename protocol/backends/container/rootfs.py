@@ -37,23 +37,22 @@ import errno
 import os
 import re
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal
 
-import msgspec
 import trio
+from msgspec.structs import replace
 
 from protocol.backends.container.inode_map import IDENTITY, IdMap, parse_map
 from protocol.backends.container.podman.spec import ContainerState
-from protocol.backends.host import HostVolume
-from protocol.backends.host.attributes import HostAttributes
 from protocol.backends.host.inode_table import HostInode
+from protocol.backends.host.volume import HostAttributes, HostVolume
 from protocol.errors import os_error
 from protocol.linux import posix_acl
 from protocol.linux.beneath import open_beneath
 from protocol.linux.portable import proc_path
 from protocol.linux.syscalls import RESOLVE_IN_ROOT, RESOLVE_NO_MAGICLINKS, openat2
-from protocol.volume import SUPERUSER, AttributeChanges, Caller
+from protocol.volume import AttributeChanges, Caller
 
 if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
@@ -246,12 +245,12 @@ class RootVolume(HostVolume):
         self._is_identity = ids.is_identity
         self._request_close = on_writer
         self._is_close_requested = False
-        self._descriptors.on_writer = self._on_writer
+        self.descriptors.on_writer = self._on_writer
         if not self._is_identity:
-            self.capabilities = msgspec.structs.replace(self.capabilities, acls=False)
+            self.capabilities = replace(self.capabilities, acls=False)
 
     # -- executables ---------------------------------------------------------------------------
-    def _on_writer(self) -> None:
+    def _on_writer(self, _node: HostInode) -> None:
         if not self._is_close_requested:
             self._is_close_requested = True
             self._request_close()
@@ -259,21 +258,23 @@ class RootVolume(HostVolume):
     def close_writers(self) -> None:
         """Close the files that are open for writing."""
         self._is_close_requested = False
-        self._descriptors.close_writers()
+        self.descriptors.close_writers()
 
     def check_invariants(self) -> None:
         """Check HostVolume's invariants, and that no file stays open for writing."""
         super().check_invariants()
-        assert self._is_close_requested or not any(node.writable for node in self._table)
+        assert self._is_close_requested or not any(node.writable for node in self.table)
 
     # -- ids -----------------------------------------------------------------------------------
-    def _attributes(self, node: HostInode, seen: os.stat_result) -> HostAttributes:
-        shown = super()._attributes(node, seen)
+    def shown(self, node: HostInode, seen: os.stat_result) -> HostAttributes:
+        """Show the attributes of an inode, with the container's ids."""
+        shown = super().shown(node, seen)
         if self._is_identity:
             return shown
         return shown._replace(uid=self._ids.users.inside(shown.uid), gid=self._ids.groups.inside(shown.gid))
 
-    def _outside(self, caller: Caller) -> Caller:
+    def outside(self, caller: Caller) -> Caller:
+        """Return the caller with the host's ids."""
         uid, gid = (caller.uid, caller.gid) if caller.uid or not any(self._user) else self._user
         return caller._replace(uid=self._ids.users.outside(uid), gid=self._ids.groups.outside(gid))
 
@@ -285,32 +286,6 @@ class RootVolume(HostVolume):
             changes = changes._replace(gid=self._ids.groups.outside(changes.gid))
         return super().setattr(inode, changes)
 
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> HostAttributes:
-        return super().mknod(parent, name, mode, rdev, self._outside(caller))
-
-    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> HostAttributes:
-        return super().mkdir(parent, name, mode, self._outside(caller))
-
-    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> HostAttributes:
-        return super().symlink(parent, name, target, self._outside(caller))
-
-    def tmpfile(self, parent: int, mode: int, caller: Caller) -> HostAttributes:
-        return super().tmpfile(parent, mode, self._outside(caller))
-
-    def rename(
-        self,
-        parent: int,
-        name: bytes,
-        new_parent: int,
-        new_name: bytes,
-        flags: int = 0,
-        caller: Caller = SUPERUSER,
-    ) -> None:
-        super().rename(parent, name, new_parent, new_name, flags, self._outside(caller))
-
-    def finish(self, parent: int, descriptor: int, mode: int, caller: Caller) -> None:
-        super().finish(parent, descriptor, mode, self._outside(caller))
-
     # -- ACLs ----------------------------------------------------------------------------------
     def getxattr(self, inode: int, name: bytes) -> bytes:
         self._check_attribute(name)
@@ -320,7 +295,7 @@ class RootVolume(HostVolume):
         self._check_attribute(name)
         super().setxattr(inode, name, value, flags)
 
-    def listxattr(self, inode: int) -> Sequence[bytes]:
+    def listxattr(self, inode: int) -> tuple[bytes, ...]:
         names = super().listxattr(inode)
         return names if self._is_identity else tuple(name for name in names if name not in _ACLS)
 

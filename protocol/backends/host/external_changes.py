@@ -9,6 +9,10 @@ better, because it knows in advance what it will change:
 
 Both take a part of the changes at a time, because the mount waits meanwhile.
 
+The last close of a file without a name frees its blocks.  On ext4 this was measured to take a millisecond for each of
+thousands of files, and almost no time if the file that was unlinked last is closed first.  So `BackgroundCloser`
+collects the descriptors of such files and closes them in that order.
+
 Threading: the serving loop.  Between the calls, a thread changes the directory while the volume serves requests.
 """
 
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeAlias
 
@@ -23,31 +28,35 @@ from protocol.backends.host.descriptors import Descriptors
 from protocol.backends.host.inode_table import HostDentry, HostInode, HostInodeTable
 from protocol.diff.tree_diff import Change
 from protocol.linux.beneath import TEMPORARY_PREFIX
+from protocol.linux.portable import Handle
 from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange
 
 # Numbers that no inode has, for entries that are gone and whose inode the kernel did not know.
 _FIRST_UNKNOWN: Final = 1 << 60
+_QUIET_S: Final = 0.1  # the thread starts to close when no descriptor was added for this long
 
 _Dentries: TypeAlias = Mapping[HostDentry, list[HostInode]]
 
 
 class ExternalChanges:
-    """The changes of one restore at a time.  `forget_entries` ends the reading of a directory."""
+    """The changes of one restore at a time.  `end_listing` ends the reading of a directory."""
 
     def __init__(
-        self, table: HostInodeTable, descriptors: Descriptors, forget_entries: Callable[[HostInode], None]
+        self, table: HostInodeTable, descriptors: Descriptors, end_listing: Callable[[HostInode], None]
     ) -> None:
         self.table = table
         self.descriptors = descriptors
-        self.forget_entries = forget_entries
+        self.end_listing = end_listing
+        self._closer = BackgroundCloser()
+        descriptors.close_later = self._closer.add
         self.not_held: set[HostInode] = set()  # the host may have reused their inode numbers
         self._held: list[HostInode] = []
 
     def hold(self, paths: Iterable[bytes]) -> None:
         """Keep the nodes at `paths` open, files in use first; as many as the limit of descriptors allows."""
         dentries = self.dentries()
-        nodes = [node for path in paths for node in self._at(dentries, path) if node.lookups and node.pin < 0]
-        nodes.sort(key=lambda node: node.fd < 0)
+        nodes = [node for path in paths for node in self._at(dentries, path) if node.lookups and node.pin is None]
+        nodes.sort(key=lambda node: node.handle is None)
         for node in nodes:
             if len(self._held) < self.descriptors.most_pins and self.descriptors.pin(node):
                 self._held.append(node)
@@ -72,6 +81,10 @@ class ExternalChanges:
         for node in held:
             if node.parent is not None:
                 self.descriptors.unpin(node)
+
+    def close(self) -> None:
+        """Close the descriptors that are to be closed later."""
+        self._closer.stop()
 
     def dentries(self) -> _Dentries:
         """The nodes that the kernel may know by each name; several if one replaced another."""
@@ -158,7 +171,7 @@ class _Collector:
         if parent in self._gone:
             return None
         try:
-            return os.stat(name, dir_fd=self._descriptors.directory(parent), follow_symlinks=False)
+            return os.stat(name, dir_fd=self._descriptors.directory(parent).fd, follow_symlinks=False)
         except OSError:
             return None
 
@@ -174,7 +187,7 @@ class _Collector:
         """Record that `node` lost a name; programs that have it open can continue."""
         if node.is_dir:
             self._gone.add(node)
-            self._owner.forget_entries(node)
+            self._owner.end_listing(node)
         if node.lookups and not self._descriptors.pin(node):
             self._table.lose(node)
         if node.lookups and not node.more_dentries:
@@ -214,3 +227,47 @@ class _Collector:
         self.inodes.append(InodeChange(node.number, content and node.kind == stat.S_IFREG))
         self.paths[node.number] = path
         self.modes[node.number] = node.kind
+
+
+class BackgroundCloser:
+    """Closes the descriptors that it is given, soon.  Any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._handles: list[Handle] = []
+        self._is_stopping = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, handle: Handle) -> None:
+        """Close `handle` soon."""
+        with self._changed:
+            self._handles.append(handle)
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="vfsd closing", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Close all descriptors and return when that is done."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            for handle in reversed(taken):
+                handle.close()
+
+    def _take(self) -> list[Handle] | None:
+        """Wait until no more descriptors come and return them; None, which ends the thread, if there are none."""
+        with self._changed:
+            while not self._is_stopping and self._changed.wait(_QUIET_S):
+                pass
+            taken, self._handles = self._handles, []
+            if not taken:
+                self._thread = None
+                return None
+            return taken

@@ -6,6 +6,10 @@ number again after it forgot the inode: hard links and `git status` depend on th
 A node stays in the table while the kernel has lookups of it, while it is the parent of a node in the table, and for
 some time after that, among a bounded number of idle nodes.
 
+This module also runs in containers (`protocol.backends.container.helper`), so it is written for Python 3.6.
+
+Threading: every method is called with `lock` held.
+
 Invariants:
 - `_by_number` and `_by_key` hold the same nodes, except for `lost` nodes (the host's inode is gone), which have only a
   number.
@@ -13,128 +17,113 @@ Invariants:
 - A node is in `_idle` if and only if it is in the table, has no lookups and no children, and is not the root.
 """
 
-from __future__ import annotations
-
+import os
 import stat
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, TypeAlias
+import threading
+from typing import Any, Callable, Iterator, Tuple
 
-from protocol.linux.portable import InodeNumbers
-from protocol.tree import TYPE_MASK
-from protocol.volume import ROOT_INODE
+from protocol.linux.portable import Handle, InodeNumbers
 
-if TYPE_CHECKING:
-    from os import stat_result
+ROOT_INODE = 1
+IDLE_NODES = 8192
 
-    from protocol.backends.host.known_inodes import KnownInodes
-    from protocol.backends.host.listings import DirectoryEntries
-
-Key: TypeAlias = tuple[int, int]  # st_dev, st_ino
-
-IDLE_NODES: Final = 8192
+Key = Tuple[int, int]  # st_dev, st_ino
+HostDentry = Tuple["HostInode", bytes]
 
 
 class HostInode:
     """An inode of the host that the kernel knows, or knew a moment ago.
 
-    `fd`: for a directory an O_PATH descriptor, for a regular file one to read (with `writable`, also to write); else
-    -1.  `pin`: an O_PATH descriptor of an inode without a name; else -1.
+    `handle`: for a directory an O_PATH descriptor, for a regular file one to read (with `writable`, also to write);
+    else None.  `pin`: an O_PATH descriptor of an inode without a name; else None.
     `parent` and `name` are the dentry that was seen last, `more_dentries` are others.
-    `checked_s` is when a directory's `fd` was last found at its dentry (time.monotonic()).
+    `checked_s` is when a directory's `handle` was last found at its dentry (time.monotonic()).
+    `entries` are those of a directory that is listed (`protocol.backends.host.listings`).
     """
 
     __slots__ = (
-        "checked_s", "children", "entries", "fd", "is_recorded", "key", "kind", "lookups", "lost", "more_dentries",
+        "checked_s", "children", "entries", "handle", "is_recorded", "key", "kind", "lookups", "lost", "more_dentries",
         "name", "number", "parent", "pin", "used", "writable",
     )  # fmt: skip
 
-    def __init__(self, number: int, key: Key, kind: int, parent: HostInode | None, name: bytes) -> None:
+    def __init__(self, number: int, key: Key, kind: int, parent: "HostInode | None" = None, name: bytes = b"") -> None:
         self.number = number
         self.key = key
         self.kind = kind
         self.parent = parent
         self.name = name
-        self.more_dentries: list[HostDentry] | None = None
+        self.more_dentries: "list[HostDentry] | None" = None
         self.lookups = 0
         self.children = 0
-        self.fd = -1
-        self.pin = -1
+        self.handle: "Handle | None" = None
+        self.pin: "Handle | None" = None
         self.writable = False
         self.used = False
         self.lost = False
-        self.is_recorded = False  # see `KnownInodes`
+        self.is_recorded = False  # see `protocol.backends.host.known_inodes`
         self.checked_s = 0.0
-        self.entries: DirectoryEntries | None = None
+        self.entries: Any = None
 
     @property
     def is_dir(self) -> bool:
         return self.kind == stat.S_IFDIR
 
-    def is_shown(self, seen: stat_result) -> bool:
+    def is_shown(self, seen: os.stat_result) -> bool:
         """Whether `seen` is of this inode, or of a later inode of the same type that got its number."""
-        return (seen.st_dev, seen.st_ino) == self.key and seen.st_mode & TYPE_MASK == self.kind
+        return (seen.st_dev, seen.st_ino) == self.key and stat.S_IFMT(seen.st_mode) == self.kind
 
-    def dentries(self) -> Iterator[HostDentry]:
+    def dentries(self) -> "Iterator[HostDentry]":
         """The dentries at which it was seen, the last one first."""
         if self.parent is not None:
             yield self.parent, self.name
         yield from self.more_dentries or ()
 
 
-HostDentry: TypeAlias = tuple[HostInode, bytes]
-
-
 class HostInodeTable:
     """The nodes by number and by the host's key.  `release` closes the descriptors of a node."""
 
-    def __init__(self, root: stat_result, release: Callable[[HostInode], None]) -> None:
-        self.root = HostInode(ROOT_INODE, (root.st_dev, root.st_ino), stat.S_IFDIR, None, b"")
+    def __init__(self, root: os.stat_result, release: "Callable[[HostInode], None]") -> None:
+        self.lock = threading.RLock()
+        self.root = HostInode(ROOT_INODE, (root.st_dev, root.st_ino), stat.S_IFDIR)
         self._numbers = InodeNumbers(root.st_dev)
         self._release = release
         self._by_number = {ROOT_INODE: self.root}
         self._by_key = {self.root.key: self.root}
-        self._idle: dict[HostInode, None] = {}
-        self.known: KnownInodes | None = None  # has each inode that the kernel looked up
-        self.get: Final = self._by_number.get
+        self._idle: "dict[HostInode, None]" = {}
+        self.known: Any = None  # a `KnownInodes` has each inode that the kernel looked up
+        self.get = self._by_number.get
 
-    def __iter__(self) -> Iterator[HostInode]:
+    def __iter__(self) -> "Iterator[HostInode]":
         return iter(tuple(self._by_number.values()))
 
-    def at(self, seen: stat_result) -> HostInode | None:
+    def at(self, seen: os.stat_result) -> "HostInode | None":
         """The node of an inode with this stat data, if it is in the table."""
         return self._by_key.get((seen.st_dev, seen.st_ino))
 
-    def by_key(self, key: Key) -> HostInode | None:
+    def by_key(self, key: Key) -> "HostInode | None":
         """The node of an inode of the host, if it is in the table."""
         return self._by_key.get(key)
 
-    def enter(self, parent: HostInode, name: bytes, seen: stat_result) -> HostInode:
+    def enter(self, parent: HostInode, name: bytes, seen: os.stat_result) -> HostInode:
         """The node of `name` in `parent`, whose stat data is `seen`; it is added if it is new."""
-        key = (seen.st_dev, seen.st_ino)
-        node = self._by_key.get(key)
-        if node is not None:
-            if node.kind == seen.st_mode & TYPE_MASK:
-                if node.parent is not parent or node.name != name:
-                    self.add_dentry(node, parent, name)
-                return node
-            self.lose(node)  # the host reused the number of a removed inode
-        node = HostInode(self._numbers.free(key, self._by_number), key, seen.st_mode & TYPE_MASK, parent, name)
-        self._by_number[node.number] = self._by_key[key] = node
-        self._add_child(parent)
-        self._idle[node] = None
-        if len(self._idle) > IDLE_NODES:
-            self._drop(next(iter(self._idle)))
+        node = self.at(seen)
+        if node is None or node.kind != stat.S_IFMT(seen.st_mode):
+            return self.enter_new(parent, name, seen)
+        if node.parent is not parent or node.name != name:
+            self.add_dentry(node, parent, name)
         return node
 
-    def enter_unnamed(self, seen: stat_result) -> HostInode:
-        """Add a node for a new inode without a name."""
+    def enter_new(self, parent: "HostInode | None", name: bytes, seen: os.stat_result) -> HostInode:
+        """Add a node for a new inode, which is `name` in `parent`, or has no name."""
         key = (seen.st_dev, seen.st_ino)
         earlier = self._by_key.get(key)
         if earlier is not None:
-            self.lose(earlier)
-        node = HostInode(self._numbers.free(key, self._by_number), key, seen.st_mode & TYPE_MASK, None, b"")
+            self.lose(earlier)  # the host reused the number of an inode that is gone
+        node = HostInode(self._numbers.free(key, self._by_number), key, stat.S_IFMT(seen.st_mode), parent, name)
         self._by_number[node.number] = self._by_key[key] = node
-        self._idle[node] = None
+        if parent is not None:
+            self._add_child(parent)
+        self._make_idle(node)
         return node
 
     # -- numbers -----------------------------------------------------------------------------
@@ -155,7 +144,7 @@ class HostInodeTable:
     def resume(self, number: int, key: Key, kind: int) -> HostInode:
         """Add a node that the kernel knows by `number` from another process; it has no name yet."""
         self._numbers.resume(key, number)
-        node = self._by_number[number] = self._by_key[key] = HostInode(number, key, kind, None, b"")
+        node = self._by_number[number] = self._by_key[key] = HostInode(number, key, kind)
         node.lookups = 1
         return node
 
@@ -171,6 +160,11 @@ class HostInodeTable:
         node.children += 1
         self._idle.pop(node, None)
 
+    def _make_idle(self, node: HostInode) -> None:
+        self._idle[node] = None
+        if len(self._idle) > IDLE_NODES:
+            self._drop(next(iter(self._idle)))
+
     def _release_if_unused(self, node: HostInode) -> None:
         """Make a node idle that nothing holds, or drop it if no name leads to it."""
         if node.lookups or node.children or node is self.root:
@@ -178,10 +172,8 @@ class HostInodeTable:
         self._release(node)
         if node.parent is None or node.lost:
             self._drop(node)
-            return
-        self._idle[node] = None
-        if len(self._idle) > IDLE_NODES:
-            self._drop(next(iter(self._idle)))
+        else:
+            self._make_idle(node)
 
     def _drop(self, node: HostInode) -> None:
         self._idle.pop(node, None)
@@ -199,7 +191,7 @@ class HostInodeTable:
         parent.children -= 1
         self._release_if_unused(parent)
 
-    def path(self, node: HostInode) -> bytes | None:
+    def path(self, node: HostInode) -> "bytes | None":
         """The path of the dentry at which `node` was seen last; None if it has no name."""
         names = []
         while node is not self.root:
@@ -215,26 +207,18 @@ class HostInodeTable:
         if node is self.root:
             return
         former, dentry = node.parent, (parent, name)
-        if former is None:
-            node.parent, node.name = dentry
-            self._add_child(parent)
-            self._record_names(node)
-            return
-        if node.is_dir:
-            node.parent, node.name = dentry
-            self._add_child(parent)
-            self._record_names(node)
-            self._drop_child(former)
-            return
-        if node.more_dentries is None:
-            node.more_dentries = []
-        if dentry in node.more_dentries:
-            node.more_dentries.remove(dentry)
-        else:
-            self._add_child(parent)
-        node.more_dentries.insert(0, (former, node.name))
+        if former is not None and not node.is_dir:
+            if node.more_dentries is None:
+                node.more_dentries = []
+            if dentry in node.more_dentries:
+                node.more_dentries.remove(dentry)
+                parent.children -= 1  # counted again below
+            node.more_dentries.insert(0, (former, node.name))
         node.parent, node.name = dentry
+        self._add_child(parent)
         self._record_names(node)
+        if former is not None and node.is_dir:
+            self._drop_child(former)
 
     def remove_dentry(self, node: HostInode, parent: HostInode, name: bytes) -> None:
         """Record that `node` is no longer `name` in `parent`."""
@@ -251,6 +235,13 @@ class HostInodeTable:
         self._drop_child(parent)
         if node.parent is None:
             self._release_if_unused(node)
+
+    def move_dentry(self, node: "HostInode | None", old: HostDentry, new: HostDentry) -> None:
+        """Record that `node`, if it is known, was renamed from `old` to `new`."""
+        if node is not None:
+            self.add_dentry(node, *new)
+            if old != new:
+                self.remove_dentry(node, *old)
 
     def lose(self, node: HostInode) -> None:
         """Record that the host's inode of `node` is gone: operations on its number fail with ESTALE."""
@@ -270,7 +261,7 @@ class HostInodeTable:
 
     def check_invariants(self) -> None:
         """AssertionError if the table contradicts itself."""
-        children: dict[HostInode, int] = {}
+        children: "dict[HostInode, int]" = {}
         for node in self._by_number.values():
             assert self._by_number[node.number] is node
             assert node.lost or self._by_key[node.key] is node, (node.number, node.name)

@@ -30,7 +30,7 @@ import msgspec
 
 from protocol.backends.host.listings import DirectoryEntries
 from protocol.directory_cookies import ALL
-from protocol.linux.portable import proc_path
+from protocol.linux.portable import Handle
 from protocol.linux.shared_log import SharedLog, written_records
 from protocol.values import Value
 from protocol.volume import ROOT_INODE
@@ -273,10 +273,10 @@ class HostGiving:
         for node in self._table:
             if not node.lookups:
                 continue
-            if node.pin >= 0:
-                yield node.number, node.pin
-            elif node.fd >= 0 and os.fstat(node.fd).st_nlink == 0 and node is not self._table.root:
-                yield node.number, node.fd  # another program removed it
+            if node.pin is not None:
+                yield node.number, node.pin.fd
+            elif node.handle is not None and node is not self._table.root and os.fstat(node.handle.fd).st_nlink == 0:
+                yield node.number, node.handle.fd  # another program removed it
 
     def rest(self) -> bytes:
         counts = {node.number: node.lookups for node in self._table if node.lookups}
@@ -320,7 +320,7 @@ class HostTaking:
         for number, descriptor in self._files.items():
             self._pin(self._table.get(number), descriptor)
         for node in self._table:
-            if node.parent is None and node.pin < 0 and node is not self._table.root:
+            if node.parent is None and node.pin is None and node is not self._table.root:
                 self._known.lose(node)
         for node in self._table:
             self._table.forget(node.number, node.lookups - counts.get(node.number, 0))
@@ -328,14 +328,12 @@ class HostTaking:
 
     def _pin(self, node: HostInode | None, descriptor: int) -> None:
         """Keep the inode open that `descriptor` is of."""
-        seen = os.fstat(descriptor)
-        if node is None or node.pin >= 0 or not node.is_shown(seen):
-            os.close(descriptor)
+        handle = Handle(descriptor)
+        if node is None or node.pin is not None or not node.is_shown(os.fstat(descriptor)):
             return
         if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
-            opened, descriptor = descriptor, os.open(proc_path(descriptor), os.O_PATH | os.O_CLOEXEC)
-            os.close(opened)
-        node.pin = descriptor
+            handle = Handle(os.open(handle.path, os.O_PATH | os.O_CLOEXEC))
+        node.pin = handle
 
 
 def _identity(table: HostInodeTable) -> str:

@@ -298,10 +298,8 @@ PYTHONS: Final = ("python3", "python", "/usr/local/bin/python3", "/usr/bin/pytho
 # In the order of their imports.
 HELPER_MODULES: Final = (
     "protocol.linux.portable",
-    *(
-        f"protocol.backends.container.helper.{name}"
-        for name in ("wire", "inode_table", "files", "trees", "sessions", "serve")
-    ),
+    *(f"protocol.backends.host.{name}" for name in ("inode_table", "descriptors", "listings", "files")),
+    *(f"protocol.backends.container.helper.{name}" for name in ("wire", "files", "trees", "sessions", "serve")),
 )
 RELAY_MODULES: Final = (
     "protocol.linux.portable",

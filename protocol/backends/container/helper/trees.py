@@ -11,12 +11,14 @@ from collections import OrderedDict
 
 from protocol.backends.container.helper.files import Files
 from protocol.backends.container.helper.wire import CHUNK_BYTES, SECOND_NS, TREE_ENTRY, XATTR, Op, Operation, Reply
+from protocol.backends.host.descriptors import open_name
+from protocol.backends.host.files import check_name
 from protocol.linux.portable import Handle, os_error
 
 _WALKS_KEPT = 16
-_O_STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-_O_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_O_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
+_O_STEP = os.O_PATH
+_O_LIST = os.O_RDONLY | os.O_DIRECTORY
+_O_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 _MOST_XATTR_BYTES = 256 * 1024
 
 
@@ -25,6 +27,7 @@ class Trees:
 
     def __init__(self, files: Files) -> None:
         self._table = files.table
+        self._root = files.inodes.descriptors.root
         self._walks: "OrderedDict[int, Walk]" = OrderedDict()
         self._last = 0
         self._lock = threading.Lock()
@@ -81,14 +84,13 @@ class Trees:
 
     # -- helpers -------------------------------------------------------------------------------
     def _opened(self, path: bytes, flags: int) -> Handle:
-        handle = self._table.root.handle
-        assert handle is not None
+        handle = self._root
         *above, name = path.split(b"/") if path else [b"."]
         for part in above:
             handle = step(handle, part, _O_STEP)
         if path:
             return step(handle, name, flags)
-        return Handle(os.open(b".", flags, dir_fd=handle.fd))
+        return Handle(open_name(handle.fd, b".", flags))
 
     def packed(self, path: bytes, handle: Handle) -> bytes:
         """A TREE_ENTRY with its path, symlink target and xattrs."""
@@ -97,7 +99,7 @@ class Trees:
         target = os.readlink(b"", dir_fd=handle.fd) if kind == stat.S_IFLNK else b""
         size = seen.st_size if kind == stat.S_IFREG else len(target)
         with self._table.lock:
-            number = self._table.number_of(seen)
+            number = self._table.number_of((seen.st_dev, seen.st_ino))
         xattrs = _xattrs(handle)
         mtime_s, mtime_ns = divmod(seen.st_mtime_ns, SECOND_NS)
         ctime_s, ctime_ns = divmod(seen.st_ctime_ns, SECOND_NS)
@@ -156,7 +158,7 @@ class Walk:
 
     def _descend(self, path: bytes, handle: Handle) -> None:
         if stat.S_ISDIR(os.fstat(handle.fd).st_mode):
-            directory = Handle(os.open(b".", _O_LIST, dir_fd=handle.fd))
+            directory = Handle(open_name(handle.fd, b".", _O_LIST))
             names = _names(directory)
             names.reverse()
             self._stack.append((path, directory, names))
@@ -164,9 +166,8 @@ class Walk:
 
 def step(above: Handle, name: bytes, flags: int) -> Handle:
     """Open the entry `name` of a directory.  ELOOP, ENOTDIR, ENOENT."""
-    if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
-        raise os_error(errno.EINVAL)
-    return Handle(os.open(name, flags, dir_fd=above.fd))
+    check_name(name)
+    return Handle(open_name(above.fd, name, flags))
 
 
 def _names(directory: Handle) -> "list[bytes]":

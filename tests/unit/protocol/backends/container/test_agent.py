@@ -24,6 +24,7 @@ from protocol.backends.container.agent.volume import AgentVolume
 from protocol.backends.container.helper import files
 from protocol.backends.container.helper.wire import ENTRY, FORGET, HEADER, MAGIC, Op, pack, unpack
 from protocol.backends.container.inode_map import IdMap, swapped
+from protocol.backends.host import listings
 from protocol.volume import COOKIE_END, AttributeChanges, Caller
 from tests.support.agents import LocalStream, local_agent
 
@@ -326,10 +327,8 @@ def test_names_that_are_none_never_reach_the_helper() -> None:
 def test_readers_continue_after_more_directories_were_listed_than_the_helper_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_SCANS_KEPT", 3)
-    umask = os.umask(0)
-    helper = files.Files(os.fsencode(tmp_path))  # sets the umask of its process
-    os.umask(umask)
+    monkeypatch.setattr(listings, "MOST_READ_DIRECTORIES", 3)
+    helper = files.Files(os.fsencode(tmp_path))
     for name in ("a", "b", "c", "d"):
         (tmp_path / name).mkdir()
     numbers = {one.entry.name: one.entry.inode for one in entries_in(helper.readdir(1, 0, 100)[1][0], 0)}
@@ -502,7 +501,7 @@ def test_an_executable_takes_space_and_is_written_though_no_descriptor_stays_ope
 # A read of the file "slow" waits until there is a file "go".
 SLOW_READS = b"""
 import os, sys, time
-files = sys.modules["protocol.backends.container.helper.files"]
+files = sys.modules["protocol.backends.host.files"]
 class Slow:
     def __getattr__(self, name):
         return getattr(os, name)

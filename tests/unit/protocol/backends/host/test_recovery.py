@@ -79,7 +79,7 @@ def test_inodes_and_listings_are_found_again(served: Served, is_rewritten: bool)
     listed = list(served.volume.readdir(directory, 0))
     for _ in range(2):
         if is_rewritten:
-            known = served.volume._table.known
+            known = served.volume.table.known
             assert known is not None
             known.rewrite()
         volume = served.restart()

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.host import HostVolume, descriptors, listings
+from protocol.backends.host.inode_table import HostInode, HostInodeTable
+from protocol.linux.portable import Handle
 from protocol.testing import Driver
 from protocol.testing.volume.driver import fails
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, AttributeChanges, Caller
@@ -420,6 +422,62 @@ def test_descriptors_are_few_whatever_was_opened_and_all_are_closed(inside: Path
     volume.check_invariants()
     volume.close()
     assert len(os.listdir("/proc/self/fd")) <= before  # objects of other tests may have closed theirs
+
+
+class FullAbove:
+    """The module os, in which `open` fails while more than `most` kept descriptors are open."""
+
+    def __init__(self, kept: descriptors.Descriptors, most: int) -> None:
+        self._kept = kept
+        self._most = most
+        self.attempts = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(os, name)
+
+    def open(self, path: bytes, flags: int, dir_fd: int | None = None) -> int:
+        self.attempts += 1
+        if len(self._kept._open) > self._most:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return os.open(path, flags, dir_fd=dir_fd)
+
+
+@pytest.fixture
+def nodes(inside: Path) -> Iterator[tuple[descriptors.Descriptors, list[HostInode]]]:
+    """Ten open files, and one that is not open."""
+    root = Handle(os.open(inside, os.O_PATH))
+    table = HostInodeTable(os.fstat(root.fd), lambda _: None)
+    kept = descriptors.Descriptors(root, table)
+    found = []
+    for number in range(11):
+        (inside / str(number)).touch()
+        found.append(table.enter(table.root, b"%d" % number, (inside / str(number)).stat()))
+    for node in found[:10]:
+        kept.file(node)
+    yield kept, found
+    kept.close()
+
+
+def test_what_is_kept_open_makes_room_for_what_is_opened(
+    nodes: tuple[descriptors.Descriptors, list[HostInode]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, found = nodes
+    full = FullAbove(kept, 2)
+    monkeypatch.setattr(descriptors, "os", full)
+    assert os.fstat(kept.file(found[10]).fd).st_ino == found[10].key[1]
+    assert full.attempts == 3  # with 10, 5 and 2 kept open
+
+
+def test_an_open_that_never_succeeds_ends(
+    nodes: tuple[descriptors.Descriptors, list[HostInode]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, found = nodes
+    full = FullAbove(kept, -1)
+    monkeypatch.setattr(descriptors, "os", full)
+    with pytest.raises(OSError, match=os.strerror(errno.EMFILE)) as caught:
+        kept.file(found[10])
+    assert caught.value.errno == errno.EMFILE
+    assert full.attempts < 10
 
 
 def test_a_very_deep_tree_needs_no_more_descriptors_than_others(inside: Path) -> None:
