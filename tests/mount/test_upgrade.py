@@ -424,11 +424,11 @@ BROKEN = {
     "it ends at once": ("raise SystemExit(3)", "died before it could serve (exit status 3"),
     "it is killed": ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
     "a later format": (
-        saying('{"type": "Hello", "version": "9.9", "oldest": 7, "newest": 8}'),
+        saying('{"type": "Hello", "version": "9.9", "format": 8}'),
         "version 9.9 is too much newer than the daemon's",
     ),
     "an older format": (
-        saying('{"type": "Hello", "version": "0.0", "oldest": 0, "newest": 0}'),
+        saying('{"type": "Hello", "version": "0.0", "format": 3}'),
         "version 0.0 is too much older than the daemon's",
     ),
     "nonsense": (saying("{"), "sent something that cannot be read"),

@@ -38,7 +38,6 @@ from vfsd.daemon.keeper.sd_notify import Notifier
 from vfsd.daemon.merging.lineage import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.opening import (
-    POLICY_NOTE,
     Served,
     alone,
     connected,
@@ -48,6 +47,7 @@ from vfsd.daemon.opening import (
     resumed_mount,
     to_serve,
 )
+from vfsd.daemon.resume import Resume
 from vfsd.daemon.snapshots import open_snapshots
 from vfsd.daemon.upkeep import STACKS_SIGNAL, Compaction, MemoryTrim, Removal, dump_threads_on_signal, write_task_stacks
 from vfsd.kernel.engines.choice import mount_engine, resume_engine
@@ -56,7 +56,7 @@ from vfsd.kernel.invalidation import invalidate_kernel_caches
 from vfsd.machine import interpreter, mounts, runtime
 from vfsd.machine.logs import log_failure
 from vfsd.machine.runtime import WorkspaceRecord
-from vfsd.wire.options import Ready
+from vfsd.wire.options import Ready, encode_options
 
 if TYPE_CHECKING:
     from vfsd.daemon.audit.processes import GivenLabel
@@ -73,7 +73,6 @@ _LINGER_S: Final = 5.0
 _ANSWER_S: Final = 5.0  # how long the daemon waits for the client to read the answer to its unmount
 _ANSWER_POLL_S: Final = 0.01
 _TIDY_S: Final = 1.0
-_LABELS: Final = "labels"  # in the keeper's notes
 
 
 async def run_daemon(
@@ -107,21 +106,12 @@ async def run_daemon(
         settings = engine_settings(options, backend)
         replay = Replay(backend.volume, options.workspace.mountpoint)
         audit = Audit(options, backend.volume, starter=starter, is_fork=origin is not None)
-        _keep_labels(audit, kept, successor)
+        resume = _resume(origin, kept, successor)
+        audit.keep_labels(resume.labels, functools.partial(_note_labels, kept))
         stale = CacheInvalidation() if successor is not None else connected(backend, kept)
-        served = to_serve(options, backend, kept, is_continued=resumed is not None)
-        if successor is not None and served.policy is not None:
-            _note_policy(kept, served.policy.options)  # the notes of the daemon before are not passed on
+        served = to_serve(options, backend, is_continued=resumed is not None)
         if resumed is not None:
-            engine = resume_engine(
-                served.volume,
-                settings,
-                replay,
-                resumed.descriptor,
-                resumed.saved,
-                resend=resumed.resend,
-                memory_fd=resumed.memory_fd,
-            )
+            engine = resume_engine(served.volume, settings, replay, resumed)
         else:
             with alone():
                 recovered = recover(options) or recovered
@@ -134,7 +124,7 @@ async def run_daemon(
     if kept is not None and kept.resumed is not None:
         started_by = f"its keeper, because the daemon before it died ({started_by} started the first one)"
     audit.observe(engine)
-    start = _Start(started_by, starter, origin, kept, stale, successor, is_foreground)
+    start = _Start(started_by, starter, resume, origin, kept, stale, successor, is_foreground)
     daemon = _Daemon(options, engine, backend, replay, served, audit, start)
     try:
         await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered, served.note))) or None)
@@ -144,21 +134,18 @@ async def run_daemon(
         await _close(options, None if daemon.leaves_mount else engine, backend, audit)
 
 
-def _keep_labels(audit: Audit, kept: Kept | None, successor: Successor | None) -> None:
-    """Continue with the labels of the daemon before, and note those of this one for the next."""
-    given: list[GivenLabel] = [] if successor is None else successor.lists.labels
-    if kept is None:
-        audit.keep_labels(given, lambda _labels: None)
-        return
-    if successor is None:
-        given = kept.notes.get(_LABELS) or []
-    audit.keep_labels(given, functools.partial(kept.notes.set, _LABELS))
+def _resume(origin: Origin | None, kept: Kept | None, successor: Successor | None) -> Resume:
+    """Return what another daemon has handed on to this one."""
+    if successor is not None:
+        return successor.resume
+    if origin is not None:
+        return origin.resume
+    return Resume() if kept is None else kept.resume
 
 
-def _note_policy(kept: Kept | None, policy: PolicyOptions) -> None:
-    """Note for the next daemon of this mount what may have been added at run time."""
+def _note_labels(kept: Kept | None, labels: list[GivenLabel]) -> None:
     if kept is not None:
-        kept.notes.set(POLICY_NOTE, [policy.protect, policy.hide])
+        kept.keep(labels=tuple(labels))
 
 
 async def _close(options: MountOptions, engine: Engine | None, backend: Backend, audit: Audit) -> None:
@@ -183,6 +170,7 @@ class _Start(NamedTuple):
 
     by: str
     starter: int
+    resume: Resume
     origin: Origin | None
     kept: Kept | None
     stale: CacheInvalidation
@@ -226,6 +214,7 @@ class _Daemon:
         self._stale = start.stale
         self._started_by = start.by
         self._origin = start.origin
+        self._resume = start.resume
         self._engine = engine
         self._backend = self.backend = backend
         self._replay = replay
@@ -313,16 +302,13 @@ class _Daemon:
         self, mounted: MountedVolume, nursery: trio.Nursery, started_at: str
     ) -> tuple[SnapshotService | None, Methods]:
         """Return the snapshots of the workspace, and the methods of its control socket."""
-        options, origin, successor = self._options, self._origin, self._successor
-        history, merges = (None, None) if origin is None else (origin.history, origin.merges)
-        if successor is not None:
-            history, merges = successor.history, successor.merges
-        pruned = () if successor is None else successor.lists.pruned
-        snapshots = open_snapshots(mounted, self._backend.stored, history, merges, pruned)
+        options, origin, successor, resume = self._options, self._origin, self._successor, self._resume
+        snapshots = open_snapshots(mounted, self._backend.stored, resume.history, resume.merge_log, resume.pruned)
         self._commands = commands = choose_commands(options, self._backend.container, snapshots, mounted.root.open)
         start = Start(started_at, self._started_by, origin, self._kept)
-        given = None if successor is None else successor.forks
-        self.forks = forks = Forks(options, self._backend, self._engine.name, nursery, self._run_fork, origin, given)
+        given, family = (None, None) if successor is None else (resume, successor.family)
+        run = self._run_fork
+        self.forks = forks = Forks(options, self._backend, self._engine.name, nursery, run, origin, given, family)
         if snapshots is not None:
             snapshots.needed_by_others = forks.needed
         imported = self._imported.wait
@@ -366,7 +352,8 @@ class _Daemon:
         """Give forks, and a daemon that an upgrade starts, the policy that holds now."""
         self._options = self.options = replace(self._options, policy=policy)
         self.forks.use_policy(policy)
-        _note_policy(self._kept, policy)
+        if self._kept is not None:
+            self._kept.keep(options=encode_options(self._options).decode())
 
     async def _wait_answering(self, mounted: MountedVolume) -> None:
         """Wait for an answer of the loop, which serves already; or correct what a dead daemon left in the kernel."""
@@ -400,7 +387,7 @@ class _Daemon:
     def _written_record(self, socket: str, started_at: str) -> WorkspaceRecord:
         """Have the keeper keep the mount, and write the record."""
         if self._kept is not None:
-            self._kept.begin(self._engine, self._backend)
+            self._kept.begin(self._engine, self._backend, self._options)
         self._written = record = self._record(socket, started_at)
         runtime.write_record(record)
         return record

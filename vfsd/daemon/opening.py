@@ -20,8 +20,9 @@ from protocol.volume_durability import journaled, recoverable
 from protocol.volume_extensions import CacheInvalidation, overlaid, snapshotable
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.forks.forks import Origin
+from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.directory import SnapshotDirectory, open_directory
-from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.base import EngineSettings, ResumedMount
 from vfsd.machine import mounts, runtime
 
 if TYPE_CHECKING:
@@ -31,26 +32,17 @@ if TYPE_CHECKING:
     from vfsd.daemon.upgrading.taking import Successor
     from vfsd.wire.options import MountOptions
 
-POLICY_NOTE: Final = "policy"  # in the keeper's notes
 _LOST: Final = "the content and the snapshots of that workspace are lost"
-
-
-class ResumedMount(NamedTuple):
-    """A mount that another daemon made: its descriptor, and what `ResumableEngine.resume` needs."""
-
-    descriptor: int
-    saved: bytes
-    resend: bool
-    memory_fd: int | None = None
 
 
 def resumed_mount(kept: Kept | None, successor: Successor | None) -> ResumedMount | None:
     """Return the mount to continue."""
     if successor is not None:
-        return ResumedMount(successor.device, successor.negotiated, resend=False)
+        return ResumedMount(successor.device, successor.resume.negotiated.encode(), resend=False)
     if kept is None or kept.resumed is None:
         return None
-    return ResumedMount(kept.resumed.descriptor, kept.resumed.saved, resend=True, memory_fd=kept.memory_fd)
+    negotiated = kept.resume.negotiated.encode()
+    return ResumedMount(kept.resumed.descriptor, negotiated, resend=True, memory_fd=kept.memory_fd)
 
 
 async def opened(
@@ -90,14 +82,15 @@ async def opened(
                 backend.close()
                 raise
         return backend, origin
-    volume = snapshotable(origin.backend.volume)
+    volume, resume = snapshotable(origin.backend.volume), origin.resume
     if origin.restores_base and volume is not None:
-        volume.restore_snapshot(origin.base)
+        volume.restore_snapshot(resume.base)
         over = overlaid(volume)
         if over is not None:
-            over.lose_changed(origin.base)
-        infos = volume.snapshots()
-        origin.merges.record(infos[-1].serial, origin.merges.at(volume.snapshot(origin.base).serial))
+            over.lose_changed(resume.base)
+        merges = resume.merge_log or MergeLog()
+        merges.record(volume.snapshots()[-1].serial, merges.at(volume.snapshot(resume.base).serial))
+        origin = replace(origin, resume=replace(resume, merges=merges.encoded().decode()))
     return origin.backend, origin
 
 
@@ -124,19 +117,14 @@ def connected(backend: Backend, kept: Kept | None) -> CacheInvalidation:
     return CacheInvalidation() if journal is None else journal.connect(is_known=is_known)
 
 
-def _open_policy(
-    options: MountOptions, backend: Backend, kept: Kept | None, *, is_continued: bool
-) -> tuple[Policy | None, str | None]:
+def _open_policy(options: MountOptions, backend: Backend, *, is_continued: bool) -> tuple[Policy | None, str | None]:
     """Return the policy of the mount, if there is one, and a sentence for the user."""
-    noted = None if kept is None or kept.resumed is None else kept.notes.get(POLICY_NOTE)
-    if not (
-        noted or options.policy.protect or options.policy.hide or options.content.exclude or options.journal.persist
-    ):
+    if not (options.policy.protect or options.policy.hide or options.content.exclude or options.journal.persist):
         return None, None
     # Start-up: few mounts have a policy.
     from vfsd.daemon.policy.service import open_policy  # noqa: PLC0415
 
-    return open_policy(options, backend.volume, noted, is_continued=is_continued)
+    return open_policy(options, backend.volume, is_continued=is_continued)
 
 
 class Served(NamedTuple):
@@ -148,9 +136,9 @@ class Served(NamedTuple):
     note: str | None  # for the user
 
 
-def to_serve(options: MountOptions, backend: Backend, kept: Kept | None, *, is_continued: bool) -> Served:
+def to_serve(options: MountOptions, backend: Backend, *, is_continued: bool) -> Served:
     """Put the policy and `.snapshots` of the mount around the backend's volume.  OSError, ValueError."""
-    policy, note = _open_policy(options, backend, kept, is_continued=is_continued)
+    policy, note = _open_policy(options, backend, is_continued=is_continued)
     directory = _open_directory(options, backend, policy, is_continued=is_continued)
     volume = backend.volume if policy is None else policy.volume
     return Served(volume if directory is None else directory.volume, policy, directory, note)

@@ -21,7 +21,7 @@ from protocol.linux import credentials
 from vfsd.daemon.keeper import keeping
 from vfsd.daemon.keeper.kept import Kept
 from vfsd.machine import logs, runtime
-from vfsd.wire.options import Failed, MountOptions, Ready, encode_report
+from vfsd.wire.options import Failed, MountOptions, Ready, decode_options, encode_report
 
 _logger = logging.getLogger(__name__)
 _REASON_MAX: Final = 2000  # characters
@@ -162,7 +162,8 @@ def restart_kept(options: MountOptions, run_daemon: RunKept) -> keeping.Serve:
 
     def restart(kept: Kept) -> int:
         try:
-            run(options, lambda _: None, functools.partial(run_daemon, kept=kept))
+            now = decode_options(kept.resume.options.encode())
+            run(now, lambda _: None, functools.partial(run_daemon, kept=kept))
         except Exception as error:  # noqa: BLE001 (logged with its traceback)
             logs.log_failure(_logger, "restart", error)
             note_failed_restart(options, error)

@@ -30,6 +30,7 @@ from protocol.volume_extensions import ForkableVolume, SnapshotInfo, VolumeUsage
 from vfsd.daemon.forks.family import ForkFamily, total
 from vfsd.daemon.forks.process import SYSTEMD_VARIABLES, check_memory, detach, fork_process
 from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId, fork_point, state_id
+from vfsd.daemon.resume import Resume
 from vfsd.daemon.snapshots.base import MERGED_TAG, is_fork_base, is_merge_base
 from vfsd.daemon.starting import serve_starter
 from vfsd.machine import mounts
@@ -55,40 +56,25 @@ _PUBLISH_S: Final = 1.0
 class Origin(Value):
     """What a fork starts with.
 
-    `base`: the snapshot of both workspaces that is their last common state.  `restores_base`: the source changed since
-    that snapshot, or it is an older one.  `ancestors`: the workspaces that the fork descends from, the source last.
-    `merges`: what was merged into each state.  `family`: None for a fork over a stored snapshot, which shares no
-    memory.  `twin`: a snapshot of such a fork, or of its forks, and the stored snapshot that is the same state.
+    `resume`: what its source hands on.  `restores_base`: the source changed since the base, or that is an older
+    snapshot.  `family`: None for a fork over a stored snapshot, which shares no memory.
     """
 
-    source: str
-    base: str
-    restores_base: bool
+    resume: Resume
     backend: Backend
-    history: UndoHistory
-    ancestors: tuple[Ancestor, ...]
-    merges: MergeLog
     family: ForkFamily | None
     source_pid: int
-    twin: tuple[StateId, StateId] | None = None
+    restores_base: bool = False
 
     @property
-    def base_state(self) -> StateId:
-        """The base, as this workspace has it."""
-        left_at = self.ancestors[-1].left_at
-        return self.twin[0] if self.twin is not None and self.twin[1] == left_at else left_at
+    def source(self) -> str:
+        """The name of the workspace that it was made from."""
+        return self.resume.source or ""
 
-
-class GivenForks(Value):
-    """What the forks of a workspace were in the daemon that hands it over.
-
-    `kept`: the bases to drop when no fork needs them any more.  `count`: how many forks it has made.
-    """
-
-    instance: str
-    kept: tuple[str, ...]
-    count: int
-    family: ForkFamily | None
+    @property
+    def base(self) -> str:
+        """The snapshot of both workspaces that is their last common state."""
+        return self.resume.base
 
 
 class Steps(NamedTuple):
@@ -117,26 +103,26 @@ class Forks:
         nursery: trio.Nursery,
         run: RunFork,
         origin: Origin | None,
-        given: GivenForks | None = None,
+        given: Resume | None = None,
+        family: ForkFamily | None = None,
     ) -> None:
-        """`given`: of a workspace that another daemon hands over."""
+        """`given` and `family`: of a workspace that another daemon hands over."""
         self.source_options = options
         self._backend = backend
         self._engine = engine
         self.nursery = nursery
         self._run = run
-        self.base = None if origin is None else origin.base_state
+        self.base = None if origin is None else origin.resume.base_state
         self._source_pid = None if origin is None else origin.source_pid
-        self.ancestors = () if origin is None else origin.ancestors
+        self.ancestors = () if origin is None else origin.resume.ancestors
         self.stored = backend.stored
         self.instance = given.instance if given is not None else _instance(options.workspace.name, backend)
-        self.count = 0 if given is None else given.count  # made since the mount
+        self.count = 0 if given is None else given.forks_made  # since the mount
         self.starting: list[str] = []  # the bases in the store of forks that do not serve yet
-        self.twin = None if origin is None else origin.twin
-        self._family = None if origin is None else origin.family
-        if given is not None and given.family is not None:
-            self._family = given.family
-            self.volume.share_limit(given.family)
+        self.twin = None if origin is None else origin.resume.twin
+        self._family = family if origin is None else origin.family
+        if given is not None and family is not None:
+            self.volume.share_limit(family)
         if self._family is not None:
             nursery.start_soon(self._publish_memory)
         # By identity: after one of them was dropped, a user's snapshot may have its name.
@@ -145,7 +131,7 @@ class Forks:
         volume = snapshotable(backend.volume)
         if volume is not None and (given is not None or (origin is None and journaled(backend.volume) is not None)):
             bases = filter(is_fork_base, volume.snapshots())
-            self._kept.update(StateId.of(info) for info in bases if given is None or info.name in given.kept)
+            self._kept.update(StateId.of(info) for info in bases if given is None or info.name in given.kept_bases)
 
     @property
     def family_to_give(self) -> ForkFamily | None:
@@ -261,18 +247,15 @@ class Forks:
         ancestor = Ancestor(self.instance, source, base)
         ancestors = (*self.ancestors, ancestor)
         history, merges = steps
-        origin = Origin(
-            source,
-            base.name,
-            restores_base,
-            self._backend,
-            history,
-            ancestors,
-            merges,
-            family,
-            os.getpid(),
-            self.twin,
+        resume = Resume(
+            history=history,
+            merges=merges.encoded().decode(),
+            source=source,
+            base=base.name,
+            ancestors=ancestors,
+            twin=self.twin,
         )
+        origin = Origin(resume, self._backend, family, os.getpid(), restores_base)
         log_fd, _ = open_log(log_path(name))
         try:
             report_fd, child_report_fd = os.pipe()

@@ -25,8 +25,8 @@ from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.forks.forks import Forks, Origin, StartedFork, wait_upgraded
 from vfsd.daemon.forks.process import SYSTEMD_VARIABLES
 from vfsd.daemon.merging.lineage import Ancestor, MergeLog, StateId, merged_record, merged_state, state_id, state_record
+from vfsd.daemon.resume import Resume
 from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, fork_tag, free_name, in_thread
-from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.daemon.snapshots.store_restore import Stored, drop_unused_bases
 from vfsd.daemon.snapshots.stored import StoreSnapshots
 from vfsd.machine.daemon_start import start_interpreter
@@ -143,15 +143,11 @@ def opened_origin(given: StoredOrigin, backend: Backend) -> Origin:
     taken = volume.take_snapshot(left_at.name, tag=f"{FORK_TAG}this workspace", kind="automatic")
     merges = MergeLog()
     merges.record(0, list(map(merged_state, given.merged)))
-    return Origin(
+    resume = Resume(
+        merges=merges.encoded().decode(),
         source=source.name,
         base=left_at.name,
-        restores_base=False,
-        backend=backend,
-        history=UndoHistory(),
         ancestors=(Ancestor(source.instance, source.name, left_at),),
-        merges=merges,
-        family=None,
-        source_pid=os.getppid(),
         twin=(StateId.of(taken), left_at),
     )
+    return Origin(resume, backend, None, os.getppid())

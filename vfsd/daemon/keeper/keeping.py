@@ -89,7 +89,6 @@ class Keeper:
         self._log = SharedLog.create()
         self._device: int | None = None
         self._anchor: int | None = None
-        self._saved = b""
         self._child = 0
         self._end_signal: int | None = None  # that asked the daemon to end
         self._deaths = 0  # in a row, without an answered request
@@ -159,7 +158,7 @@ class Keeper:
             if os.getppid() != keeper:
                 return 1
         else:
-            resumed = Resumed(self._device, self._saved, self._restarts, self._anchor)
+            resumed = Resumed(self._device, self._restarts, self._anchor)
         # A replacement has `_forward` as its handler, with no child, until it has a handler of its own.
         return serve(
             Kept(channel, self._memory, self._memory_fd, self._log, resumed, self._notifier, lambda: self._end_signal)
@@ -215,7 +214,7 @@ class Keeper:
             self._hung_at = None if interval_s is None or self._is_stopping else time.monotonic() + 2 * interval_s
         elif descriptors:
             # The others stay open while this process runs.
-            self._device, self._saved = descriptors[0], message[1:]
+            self._device = descriptors[0]
             if message[:1] == HOLD_ANCHOR:
                 self._anchor = descriptors[1]
             self._memory[KEEPS] = 1

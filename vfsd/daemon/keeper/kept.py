@@ -3,42 +3,41 @@
 A mount exists while a process has its descriptor.  The keeper (`keeping`) holds it while no daemon runs, and starts
 another daemon.
 
-Messages of the daemon on the socket to its keeper begin with a byte:
+The memory that they share has what the next daemon is to know (`vfsd.daemon.resume`).  Messages of the daemon on the
+socket to its keeper begin with a byte:
 
-    HOLD, HOLD_ANCHOR  the engine's saved negotiation, with duplicates of the mount's descriptor, of that of
-                       `Backend.anchor` (HOLD_ANCHOR), and of those of `Backend.held`.  From then on the keeper restarts
-                       the daemon if that dies.
+    HOLD, HOLD_ANCHOR  duplicates of the mount's descriptor, of that of `Backend.anchor` (HOLD_ANCHOR), and of those of
+                       `Backend.held`.  From then on the keeper restarts the daemon if that dies.
     NOTIFY             what the keeper passes on to systemd (`sd_notify`)
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import mmap
 import os
 import socket
 import time
-import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
 from protocol.values import Value
+from vfsd.daemon.resume import Slots
 from vfsd.kernel.engines.base import ResumableEngine
 from vfsd.kernel.engines.native import mounting
-from vfsd.kernel.engines.native.mounting import SHARED_BYTES
 from vfsd.machine import interpreter
 from vfsd.machine.runtime import process_start_ticks
+from vfsd.wire.options import encode_options
 
 if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
     from vfsd.daemon.backends import Backend
     from vfsd.daemon.keeper.sd_notify import Notifier
     from vfsd.kernel.engines.base import Engine
+    from vfsd.wire.options import MountOptions
 
-MAX_BYTES: Final = 4096 + 1024  # a mountpoint, and some numbers
+MAX_BYTES: Final = 8192  # of a message; the longest has a mountpoint
 MAX_HELD: Final = 8  # descriptors besides that of the mount
 HOLD: Final = b"-"
 HOLD_ANCHOR: Final = b"A"
@@ -75,13 +74,12 @@ def deaths_in_a_row(memory: memoryview, before: int) -> int:
 
 
 class Resumed(Value):
-    """A mount that another daemon made: a descriptor of its own, and the engine's saved negotiation.
+    """A mount whose daemon died: a descriptor of its own, and how many of its daemons have died.
 
-    `restarts`: how many daemons of this mount have died.  `anchor`: a duplicate of `Backend.anchor`.
+    `anchor`: a duplicate of `Backend.anchor`.
     """
 
     descriptor: int
-    saved: bytes
     restarts: int
     anchor: int | None = None
 
@@ -91,8 +89,8 @@ class Kept:
 
     `channel`: the socket to the keeper.  `resumed`: the mount to continue with; None for the first daemon.
     `early_signal`: returns the signal that asked this process to end before it handled signals itself, or None.
-    `memory_fd`: the descriptor of the shared memory.  `log`: for what a replacement of this daemon needs.  `notes`:
-    what was set while the daemon ran.
+    `memory_fd`: the descriptor of the shared memory.  `log`: for what a replacement of this daemon needs of the volume;
+    `resume`: what else it needs, so far.  OSError for what a daemon of another version has left.
     """
 
     def __init__(
@@ -108,7 +106,8 @@ class Kept:
         """`notifier`: of the keeper."""
         self.log: Final = log
         self.notifier: Final = replace(notifier, keeper=self._notify)
-        self.notes: Final = Notes(memory_fd)
+        self._slots = Slots(memory_fd, mounting.SHARED_BYTES)
+        self.resume = self._slots.read()
         self.resumed = resumed
         self.early_signal = early_signal
         self.why_not: str | None = None  # why this daemon is not kept
@@ -153,70 +152,32 @@ class Kept:
             return False
         return True
 
-    def begin(self, engine: Engine, backend: Backend) -> None:
+    def keep(self, **changes: Any) -> None:
+        """Change fields of `resume`.  OSError if there is no memory for it."""
+        resume = replace(self.resume, **changes)
+        self._slots.write(resume)
+        self.resume = resume
+
+    def begin(self, engine: Engine, backend: Backend, options: MountOptions) -> None:
         """Have the keeper keep the mount from now on, with what `backend` needs; `self.why_not` says why not."""
         self._memory[SERVING_NS] = time.monotonic_ns()
-        self.why_not = self._begin(engine, backend)
+        self.why_not = self._begin(engine, backend, options)
         self.is_kept = self.why_not is None
         interpreter.end_with_parent(0)
 
-    def _begin(self, engine: Engine, backend: Backend) -> str | None:
+    def _begin(self, engine: Engine, backend: Backend, options: MountOptions) -> str | None:
         if not isinstance(engine, ResumableEngine):
             return f"the engine {engine.name} cannot continue a mount"
         engine.share(self._memory, self.memory_fd)
         if self.resumed is not None:
             return None
-        saved, device = engine.negotiated(), engine.descriptor
-        if saved is None or device is None:
+        negotiated, device = engine.negotiated(), engine.descriptor
+        if negotiated is None or device is None:
             return "there is no mount"
-        known, start = ([], HOLD) if backend.anchor is None else ([backend.anchor], HOLD_ANCHOR)
+        self.keep(options=encode_options(options).decode(), negotiated=negotiated.decode())
+        known, message = ([], HOLD) if backend.anchor is None else ([backend.anchor], HOLD_ANCHOR)
         try:
-            socket.send_fds(self._channel, [start, saved], [device, *known, *backend.held])
+            socket.send_fds(self._channel, [message], [device, *known, *backend.held])
         except OSError as error:
             return f"the keeper died ({error.strerror})"
         return None
-
-
-# -- notes for the next daemon: what was set while this one ran ------------------------------------------------
-_SLOT_BYTES: Final = 2 << 20  # more than all patterns and labels take
-_HEADER: Final = "{:020} {:010} {:010}\n"  # the number of the change, the length and the CRC of the JSON text
-_HEADER_BYTES: Final = 43
-_SLOTS: Final = (SHARED_BYTES, SHARED_BYTES + _SLOT_BYTES)
-
-
-class Notes:
-    """The notes behind the shared memory in the file `memory_fd`.
-
-    A journal has the policy, too, but `host:` and `container:` have no journal, and labels are in none.
-
-    Invariant: the notes of before a change, or those of after it, can be read at every moment.  There are two slots,
-    and a change writes to the older one; the CRC shows whether it is complete.
-    """
-
-    def __init__(self, memory_fd: int) -> None:
-        self._memory_fd = memory_fd
-        self._number, self._values = max(map(self._read, _SLOTS), key=lambda found: found[0])
-
-    def _read(self, slot: int) -> tuple[int, dict[str, Any]]:
-        words = os.pread(self._memory_fd, _HEADER_BYTES, slot).split()
-        if len(words) == 3 and all(map(bytes.isdigit, words)):  # not zeros, or nothing
-            number, length, crc = map(int, words)
-            data = os.pread(self._memory_fd, length, slot + _HEADER_BYTES)
-            if zlib.crc32(data) == crc:
-                return number, json.loads(data)
-        return 0, {}
-
-    def get(self, key: str) -> Any:
-        """Return what this daemon, or the one before it, has set; None if nothing was."""
-        return self._values.get(key)
-
-    def set(self, key: str, value: Any) -> None:
-        """Note a value of JSON for the next daemon.  OSError if there is no memory for it, or it is too large."""
-        values = {**self._values, key: value}
-        data = json.dumps(values).encode()  # which keeps the lone surrogates of bytes that are not UTF-8
-        number = self._number + 1
-        if len(data) > _SLOT_BYTES - _HEADER_BYTES:
-            raise OSError(errno.E2BIG, f"{len(data)} bytes are too many for the notes of a daemon")
-        header = _HEADER.format(number, len(data), zlib.crc32(data)).encode()
-        os.pwrite(self._memory_fd, header + data, _SLOTS[number % 2])
-        self._number, self._values = number, values

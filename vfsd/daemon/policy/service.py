@@ -201,14 +201,11 @@ def decoded(data: bytes | None) -> PolicyOptions:
     return PolicyOptions(tuple(protect), tuple(hide))
 
 
-def open_policy(
-    options: MountOptions, volume: Volume, kept: Sequence[Sequence[str]] | None, *, is_continued: bool
-) -> tuple[Policy | None, str | None]:
+def open_policy(options: MountOptions, volume: Volume, *, is_continued: bool) -> tuple[Policy | None, str | None]:
     """Return the policy that `options` ask for, and a sentence for the user.
 
-    A daemon that continues a mount has what was added at run time, from the journal or from `kept`: what the daemon
-    before has protected and hidden, if a keeper knows it.  A new mount has what its own
-    options say; the sentence names what the mount before it protected or hid in addition.
+    A daemon that continues a mount has what was added at run time, from the journal or in `options`.  A new mount has
+    what its own options say; the sentence names what the mount before it protected or hid in addition.
     """
     protect, hide = options.policy.protect, options.policy.hide
     if options.workspace.backend.kind == "overlay":
@@ -216,8 +213,7 @@ def open_policy(
     journal = journaled(volume)
     noted = decoded(None if journal is None else journal.notes.get(_NOTE))
     if is_continued:
-        for added in (noted, PolicyOptions(*map(tuple, kept or ((), ())))):
-            protect, hide = _joined(protect, added.protect), _joined(hide, added.hide)
+        protect, hide = _joined(protect, noted.protect), _joined(hide, noted.hide)
     policy = Policy(volume, protect, hide, is_continued=is_continued) if protect or hide else None
     now = PolicyOptions() if policy is None else policy.options
     if journal is not None and not is_continued and encoded(now) != encoded(noted):

@@ -19,10 +19,9 @@ from vfsd.daemon import preload
 from vfsd.daemon.daemon import run_daemon
 from vfsd.daemon.keeper import keeping
 from vfsd.daemon.keeper.kept import Kept
+from vfsd.daemon.resume import FORMAT
 from vfsd.daemon.starting import restart_kept, run
 from vfsd.daemon.upgrading.messages import (
-    HANDOVER_VERSION,
-    OLDEST_VERSION,
     Begin,
     Channel,
     Failed,
@@ -43,7 +42,7 @@ def main(channel_fd: int) -> int:
     credentials.hide()
     channel = Channel(socket.socket(fileno=channel_fd))
     try:
-        channel.send(Hello(vfsd.__version__, OLDEST_VERSION, HANDOVER_VERSION))
+        channel.send(Hello(vfsd.__version__, FORMAT))
         preload.preload()
         preload.import_rest()
         select.select([channel], [], [])

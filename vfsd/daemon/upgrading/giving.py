@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 import vfsd
 from protocol.linux import credentials
@@ -37,17 +38,12 @@ from protocol.volume_extensions import forkable
 from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.forks.process import check_memory, fork_writer
 from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
-from vfsd.daemon.merging.lineage import ancestor_record, state_record
 from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.daemon.resume import FORMAT, Resume, encoded
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.daemon.upgrading import messages
 from vfsd.daemon.upgrading.messages import (
-    HANDOVER_VERSION,
     Begin,
-    Carried,
-    CarriedForks,
-    CarriedLists,
-    CarriedOrigin,
     Channel,
     Finish,
     Follow,
@@ -74,7 +70,6 @@ if TYPE_CHECKING:
     from vfsd.daemon.backends import Backend
     from vfsd.daemon.control.server import ControlServer
     from vfsd.daemon.exec.commands import Commands
-    from vfsd.daemon.forks.family import ForkFamily
     from vfsd.daemon.forks.forks import Forks
     from vfsd.daemon.upkeep import Removal
     from vfsd.kernel.engines.base import Engine
@@ -235,7 +230,7 @@ class Upgrade:
         is_over = False
         try:
             hello = await new.receive(Hello, _START_S)
-            _check_versions(hello)
+            _check_version(hello)
             given = volume.handing_over()
             self._begin(new, volume, given)
             await new.receive(Loaded, _LOAD_S)
@@ -272,7 +267,6 @@ class Upgrade:
             if backend.anchor is not None:
                 descriptors.append(os.dup(backend.anchor))
             begin = Begin(
-                HANDOVER_VERSION,
                 vfsd.__version__,
                 encode_options(daemon.options).decode(),
                 given.start,
@@ -343,18 +337,11 @@ class Upgrade:
         own: list[int] = []
         try:
             own.append(_in_memory(given.rest()))
-            own.append(_in_memory(messages.encode_lists(self._lists(is_journaled=journal is not None))))
+            resume = await self._resume(negotiated.decode(), is_journaled=journal is not None)
+            own.append(_in_memory(encoded(resume)))
             family = daemon.forks.family_to_give
-            carried = await self._carried(family, is_journaled=journal is not None)
-            finish = Finish(
-                given.position(),
-                negotiated.decode(),
-                bound.device,
-                bound.inode,
-                None if journal is None else journal.journal_status().directory,
-                carried,
-                has_lists=True,
-            )
+            directory = None if journal is None else journal.journal_status().directory
+            finish = Finish(given.position(), bound.device, bound.inode, directory, family is not None)
             descriptors = [device, bound.sock.fileno(), *own]
             if daemon.kept is not None and daemon.kept.is_kept:
                 descriptors.append(daemon.kept.memory_fd)
@@ -366,23 +353,27 @@ class Upgrade:
                 os.close(each)
         return await new.prepared(_PAUSE_S)
 
-    def _lists(self, *, is_journaled: bool) -> CarriedLists:
-        pruned = [] if self._snapshots is None or is_journaled else list(self._snapshots.pruned_records())
-        return CarriedLists(self._daemon.audit.labels, pruned)
-
-    async def _carried(self, family: ForkFamily | None, *, is_journaled: bool) -> Carried:
-        snapshots, forks = self._snapshots, self._daemon.forks
-        history = None if snapshots is None else msgspec.to_builtins(await snapshots.history())
-        merges = None if snapshots is None or is_journaled else snapshots.merges.encoded().decode()
-        origin = None
-        if forks.base is not None:
-            twin = None if forks.twin is None else (state_record(forks.twin[0]), state_record(forks.twin[1]))
-            ancestors = list(map(ancestor_record, forks.ancestors))
-            origin = CarriedOrigin(forks.ancestors[-1].name, forks.base.name, ancestors, twin)
-        given = CarriedForks(list(forks.kept_bases), forks.count)
+    async def _resume(self, negotiated: str, *, is_journaled: bool) -> Resume:
+        """Return what the new daemon finds neither in the volume's state nor in its journal."""
+        daemon, snapshots, forks = self._daemon, self._snapshots, self._daemon.forks
+        family = forks.family_to_give
+        resume = Resume(
+            negotiated=negotiated,
+            labels=tuple(daemon.audit.labels),
+            history=None if snapshots is None else await snapshots.history(),
+            instance=forks.instance,
+            kept_bases=forks.kept_bases,
+            forks_made=forks.count,
+        )
+        if snapshots is not None and not is_journaled:
+            merges, pruned = snapshots.merges.encoded().decode(), tuple(snapshots.pruned_records())
+            resume = replace(resume, merges=merges, pruned=pruned)
         if family is not None:
-            given = CarriedForks(given.kept, given.count, True, family.limit, sorted(family.bases))
-        return Carried(history, merges, forks.instance, origin, given)
+            resume = replace(resume, family_limit=family.limit, family_bases=tuple(sorted(family.bases)))
+        if forks.base is not None:
+            source, base = forks.ancestors[-1].name, forks.base.name
+            resume = replace(resume, source=source, base=base, ancestors=forks.ancestors, twin=forks.twin)
+        return resume
 
     async def _go(self, new: NewDaemon, given: GivenState) -> bool:
         """Send Go; return whether the new daemon serves, or its keeper restarts it."""
@@ -433,16 +424,16 @@ def _in_memory(data: bytes) -> int:
     return descriptor
 
 
-def _check_versions(hello: Hello) -> None:
+def _check_version(hello: Hello) -> None:
     """OSError (EPROTONOSUPPORT) if the new daemon cannot take over from this version."""
-    if hello.oldest <= HANDOVER_VERSION <= hello.newest:
+    if hello.format == FORMAT:
         return
-    which = "older" if hello.newest < HANDOVER_VERSION else "newer"
+    which = "older" if hello.format < FORMAT else "newer"
     raise OSError(
         errno.EPROTONOSUPPORT,
         f"version {hello.version} is too much {which} than the daemon's, {vfsd.__version__}, to take over from it"
-        f" (handover format {HANDOVER_VERSION}, it takes {hello.oldest} to {hello.newest}): unmount the workspace"
-        " with the old version, or export it, and mount it with the new one",
+        f" (handover format {FORMAT}, it takes {hello.format}): unmount the workspace with the old version, or export"
+        " it, and mount it with the new one",
     )
 
 

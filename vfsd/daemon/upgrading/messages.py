@@ -1,7 +1,7 @@
 """The messages between the old daemon and the new one, on a SOCK_SEQPACKET socket with descriptors (SCM_RIGHTS).
 
     old                                 new
-                                        Hello     its version, and the formats of a handover that it can take
+                                        Hello     its version, and the format of a handover that it takes
     Begin    options, [image, log, anchor]; no image if the state is not in memory
                                         Loaded    the state at the beginning
     Follow   the end of the log
@@ -30,29 +30,23 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import trio
 
 from protocol.volume_durability import JournalEnd
-from vfsd.daemon.audit.processes import GivenLabel
-from vfsd.daemon.snapshots.history import PrunedRecord
-from vfsd.operations.merge import AncestorRecord, StateRecord
 from vfsd.wire.sockets import receive_descriptors
 
-HANDOVER_VERSION: Final = 3  # of these messages, and of what they carry
-OLDEST_VERSION: Final = 1  # that this version can take over
 MAX_BYTES: Final = 192 * 1024  # below the send buffer of a Unix socket (net.core.wmem_default)
 MAX_DESCRIPTORS: Final = 200  # below SCM_MAX_FD
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The new daemon's version, and the oldest and newest format of a handover that it takes."""
+    """The new daemon's version, and the format of `Resume` and of these messages that it takes."""
 
     version: str
-    oldest: int
-    newest: int
+    format: int
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -62,10 +56,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     process that started the first daemon.  `below`: what identifies the lower layer of an overlay, or the directory of
     `host:`.  `reopening`: how to open that layer (`vfsd.daemon.backends.Backend`).  `has_anchor`: the last descriptor
     is `Backend.anchor`.  `pid`: of the old daemon.
-    `source`: of the versions before 3, the URL and name of the layer, if the options have no name.
     """
 
-    format: int
     version: str
     options: str
     start: JournalEnd
@@ -73,7 +65,6 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     keeper_start_ticks: int
     starter: int
     below: str = ""
-    source: str = ""
     reopening: bytes = b""
     has_anchor: bool = False
     pid: int = 0
@@ -99,66 +90,18 @@ class OpenFiles(msgspec.Struct, frozen=True, tag=True):
     inodes: list[int]
 
 
-class CarriedOrigin(msgspec.Struct, frozen=True):
-    """What a fork comes from: see `vfsd.daemon.forks.forks.Origin`."""
-
-    source: str
-    base: str
-    ancestors: list[AncestorRecord]
-    twin: tuple[StateRecord, StateRecord] | None
-
-
-class CarriedForks(msgspec.Struct, frozen=True):
-    """What a workspace has of its forks: see `vfsd.daemon.forks.forks.GivenForks`.
-
-    `limit`: of the family, whose table follows as the last descriptor if `has_family`.  `bases`: see `SharedLimit`.
-    """
-
-    kept: list[str]
-    count: int
-    has_family: bool = False
-    limit: int | None = None
-    bases: list[str] = []
-
-
-class Carried(msgspec.Struct, frozen=True):
-    """What the daemon keeps outside its volume.
-
-    `history`: the undo history.  `merges`: what was merged (`MergeLog.encoded`); None if the journal has it.
-    `instance`: what identifies the workspace to its forks.  `origin`: of a fork.
-    """
-
-    history: dict[str, Any] | None
-    merges: str | None
-    instance: str
-    origin: CarriedOrigin | None = None
-    forks: CarriedForks = CarriedForks([], 0)
-
-
-class CarriedLists(msgspec.Struct, frozen=True):
-    """What is too large for a message: a file in memory has it, as JSON.
-
-    `labels`: `Audit.labels`.  `pruned`: of a volume without a journal, which has them.
-    """
-
-    labels: list[GivenLabel] = []
-    pruned: list[PrunedRecord] = []
-
-
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Nothing changes any more.  Descriptors: the device, the listening socket, the rest of the state, with `has_lists`
-    `CarriedLists`, with `Begin.keeper` the memory of the old keeper, and with forks that run their family's table.
+    """Nothing changes any more.  Descriptors: the device, the listening socket, the rest of the volume's state, the
+    encoded `Resume`, with `Begin.keeper` the memory of the old keeper, and with `has_family` the table of its memory.
 
     `journal`: the directory of the journal to continue; None without one.
     """
 
     end: JournalEnd
-    negotiated: str
     socket_device: int
     socket_inode: int
     journal: str | None
-    carried: Carried
-    has_lists: bool = False
+    has_family: bool
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
@@ -208,16 +151,6 @@ def encode(message: Message) -> bytes:
     if len(data) > MAX_BYTES:
         raise ValueError("the options of the workspace are too long for an upgrade")
     return data
-
-
-def encode_lists(lists: CarriedLists) -> bytes:
-    """Encode what `decode_lists` returns."""
-    return json.dumps(msgspec.to_builtins(lists)).encode()
-
-
-def decode_lists(data: bytes) -> CarriedLists:
-    """Decode the result of `encode_lists`.  ValueError."""
-    return msgspec.convert(json.loads(data), CarriedLists)
 
 
 def decode(data: bytes) -> Message:

@@ -29,17 +29,12 @@ from protocol.volume_extensions import forkable
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.backends.persistence import ContinuedJournal, continue_journal
 from vfsd.daemon.forks.family import ForkFamily, total
-from vfsd.daemon.forks.forks import GivenForks, Origin
+from vfsd.daemon.forks.forks import Origin
 from vfsd.daemon.keeper.kept import RELEASED, Kept, shared_memory
-from vfsd.daemon.merging.lineage import Ancestor, MergeLog, state_id
 from vfsd.daemon.opening import alone
-from vfsd.daemon.snapshots.history import UndoHistory
+from vfsd.daemon.resume import Resume, decoded
 from vfsd.daemon.upgrading.messages import (
-    HANDOVER_VERSION,
-    OLDEST_VERSION,
     Begin,
-    CarriedLists,
-    CarriedOrigin,
     Channel,
     Failed,
     Finish,
@@ -52,7 +47,6 @@ from vfsd.daemon.upgrading.messages import (
     Prepared,
     Serving,
     TakeOverError,
-    decode_lists,
 )
 from vfsd.machine.resources import KilledFirst
 from vfsd.machine.runtime import process_start_ticks, socket_path
@@ -70,8 +64,6 @@ class Successor:
     """What the new daemon takes over.  The descriptors of the image, if there is one, and the log came with `begin`."""
 
     def __init__(self, channel: Channel, begin: Begin, *descriptors: int) -> None:
-        if not OLDEST_VERSION <= begin.format <= HANDOVER_VERSION:
-            raise TakeOverError(f"cannot read a handover of format {begin.format}")
         self._channel = channel
         self._begin = begin
         *image, self._log_fd = descriptors[:-1] if begin.has_anchor else descriptors
@@ -82,14 +74,10 @@ class Successor:
         self._is_serving = False
         self._killed_first: KilledFirst | None = None
         self._table: int | None = None  # of the memory of its fork family
-        self.device = -1  # of the mount, as for `negotiated`
-        self.negotiated = b""
+        self.device = -1  # of the mount
+        self.resume = Resume()
         self.socket: BoundSocket | None = None
-        self.history: UndoHistory | None = None
-        self.merges: MergeLog | None = None
-        self.forks: GivenForks | None = None
-        self.lists = CarriedLists()
-        self._carried_origin: CarriedOrigin | None = None
+        self.family: ForkFamily | None = None
 
     @property
     def starter(self) -> int:
@@ -133,7 +121,7 @@ class Successor:
             finally:
                 gc.freeze()  # before `enable`, which collects at once
                 gc.enable()
-            await trio.to_thread.run_sync(self._carry, finish, backend)
+            await trio.to_thread.run_sync(self._join_family, backend)
             if finish.journal is not None:
                 self._journal = continue_journal(options, volume, finish.journal, finish.end)
         except BaseException:
@@ -143,14 +131,11 @@ class Successor:
 
     def _empty(self, options: MountOptions) -> MountOptions:
         """Return the options of an empty workspace: content comes from the old daemon, not an archive or a journal."""
-        workspace, begin = options.workspace, self._begin
-        if begin.source:
-            workspace = replace(workspace, backend=replace(workspace.backend, argument=begin.source))
+        begin = self._begin
         content = replace(options.content, archive=None)
         below = Below(begin.below, begin.reopening) if begin.below else None
         return replace(
             options,
-            workspace=workspace,
             journal=JournalOptions(),
             content=content,
             below=below,
@@ -183,11 +168,9 @@ class Successor:
 
     def _handed_over(self, options: MountOptions, finish: Finish, descriptors: list[int]) -> bytes:
         """Take the descriptors of `finish`; return the rest of the state."""
-        self.device, listener, rest_fd, *memory = descriptors
-        if finish.has_lists:
-            self.lists = decode_lists(_read_all(memory.pop(0)))
-        self._table = memory.pop() if finish.carried.forks.has_family else None
-        self.negotiated = finish.negotiated.encode()
+        self.device, listener, rest_fd, resume_fd, *memory = descriptors
+        self.resume = decoded(_read_all(resume_fd))
+        self._table = memory.pop() if finish.has_family else None
         path = socket_path(options.workspace.name)
         self.socket = BoundSocket(path, socket.socket(fileno=listener), finish.socket_device, finish.socket_inode)
         if memory:
@@ -195,39 +178,20 @@ class Successor:
             os.close(memory[0])
         return _read_all(rest_fd)
 
-    def _carry(self, finish: Finish, backend: Backend) -> None:
-        carried, forks, family = finish.carried, finish.carried.forks, None
+    def _join_family(self, backend: Backend) -> None:
         if self._table is not None:
             volume = forkable(backend.volume)
             assert volume is not None, "it has forks"
-            family = ForkFamily(forks.limit, total(volume.usage()), self._table)
-            family.bases.update(forks.bases)
+            self.family = ForkFamily(self.resume.family_limit, total(volume.usage()), self._table)
+            self.family.bases.update(self.resume.family_bases)
             with alone():
-                family.join_alone()
-        self.forks = GivenForks(carried.instance, tuple(forks.kept), forks.count, family)
-        self._carried_origin = carried.origin
-        if carried.history is not None:
-            self.history = msgspec.convert(carried.history, UndoHistory)
-        if carried.merges is not None:
-            self.merges = MergeLog(carried.merges.encode())
+                self.family.join_alone()
 
     def origin(self, backend: Backend) -> Origin | None:
         """Return what the workspace comes from, if it is a fork."""
-        found, forks = self._carried_origin, self.forks
-        if found is None or forks is None:
+        if self.resume.source is None:
             return None
-        return Origin(
-            source=found.source,
-            base=found.base,
-            restores_base=False,
-            backend=backend,
-            history=self.history or UndoHistory(),
-            ancestors=tuple(Ancestor(each.instance, each.name, state_id(each.state)) for each in found.ancestors),
-            merges=self.merges or MergeLog(),
-            family=forks.family,
-            source_pid=0,  # the record of the source says whether it runs
-            twin=None if found.twin is None else (state_id(found.twin[0]), state_id(found.twin[1])),
-        )
+        return Origin(self.resume, backend, self.family, source_pid=0)  # the source's record says whether it runs
 
     def _close(self, volume: HandedOverVolume, backend: Backend) -> None:
         if self._journal is not None:

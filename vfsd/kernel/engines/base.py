@@ -152,6 +152,19 @@ class PruningEngine(Protocol):
         ...
 
 
+class ResumedMount(Value):
+    """A mount that another daemon made: its descriptor, and what that daemon's engine has `negotiated`.
+
+    With `resend`, the kernel sends the requests again that the daemon read and did not answer.  If it cannot do that,
+    they fail with EIO: those that the daemon noted in the memory `memory_fd` (`ResumableEngine.share`).
+    """
+
+    descriptor: int
+    negotiated: bytes
+    resend: bool
+    memory_fd: int | None = None
+
+
 @runtime_checkable
 class ResumableEngine(Protocol):
     """An engine whose mount can outlive the process that serves it."""
@@ -165,11 +178,8 @@ class ResumableEngine(Protocol):
         """Return what `resume` needs besides the descriptor; None if there is no mount."""
         ...
 
-    def resume(self, descriptor: int, saved: bytes, *, resend: bool = True, memory_fd: int | None = None) -> None:
-        """Take the place of `mount`: continue to serve a mount whose daemon died.
-
-        With `resend`, the kernel sends the requests again that the daemon read and did not answer.  If it cannot do
-        that, they fail with EIO: those that the daemon noted in the memory `memory_fd` (`share`).
+    def resume(self, mount: ResumedMount) -> None:
+        """Take the place of `mount`: continue to serve a mount of another daemon.
 
         OSError: EPROTONOSUPPORT if a later version of the engine made the mount.
         """

@@ -22,7 +22,7 @@ from vfsd.wire.options import ENGINES_GROUP, known_engines, load_entry_point
 
 if TYPE_CHECKING:
     from protocol.volume import Volume
-    from vfsd.kernel.engines.base import Engine, EngineFactory, EngineSettings, Impersonator
+    from vfsd.kernel.engines.base import Engine, EngineFactory, EngineSettings, Impersonator, ResumedMount
     from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
 
 _logger = logging.getLogger(__name__)
@@ -64,18 +64,11 @@ def mount_engine(choice: str, volume: Volume, settings: EngineSettings, imperson
 
 
 def resume_engine(
-    volume: Volume,
-    settings: EngineSettings,
-    impersonator: Impersonator | None,
-    descriptor: int,
-    saved: bytes,
-    *,
-    resend: bool = True,
-    memory_fd: int | None = None,
+    volume: Volume, settings: EngineSettings, impersonator: Impersonator | None, mount: ResumedMount
 ) -> Engine:
-    """Return the engine that continues to serve the mount behind `descriptor`.  See `ResumableEngine.resume`."""
+    """Return the engine that continues to serve `mount`.  See `ResumableEngine.resume`."""
     engine = NativeEngine(volume, settings, impersonator)
-    engine.resume(descriptor, saved, resend=resend, memory_fd=memory_fd)
+    engine.resume(mount)
     return engine
 
 

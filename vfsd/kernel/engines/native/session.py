@@ -35,7 +35,15 @@ from protocol.values import Value
 from protocol.volume import Volume
 from protocol.volume_durability import current_request, journaled
 from vfsd.kernel.engines import base, policy
-from vfsd.kernel.engines.base import ChangeObserver, EngineSettings, Impersonator, Markers, StaleContent, repeated
+from vfsd.kernel.engines.base import (
+    ChangeObserver,
+    EngineSettings,
+    Impersonator,
+    Markers,
+    ResumedMount,
+    StaleContent,
+    repeated,
+)
 from vfsd.kernel.engines.native import mounting, observation, wire
 from vfsd.kernel.engines.native.mounting import (
     MAX_BACKGROUND,
@@ -213,15 +221,16 @@ class NativeEngine:
         if going_on is not None:
             going_on.set()
 
-    def resume(self, descriptor: int, saved: bytes, *, resend: bool = True, memory_fd: int | None = None) -> None:
+    def resume(self, mount: ResumedMount) -> None:
         """See `vfsd.kernel.engines.base.ResumableEngine`."""
-        found = msgspec.json.decode(saved, type=_Saved)
+        descriptor, memory_fd = mount.descriptor, mount.memory_fd
+        found = msgspec.json.decode(mount.negotiated, type=_Saved)
         if found.version != _SAVED_VERSION:
             raise OSError(errno.EPROTONOSUPPORT, f"the mount was made by another vfsd (format {found.version})")
         self._agreement = agreed = Agreement(found.minor, InitFlag(found.flags), b"")
-        if resend and InitFlag.HAS_RESEND in agreed.flags:
+        if mount.resend and InitFlag.HAS_RESEND in agreed.flags:
             mounting.resend_unanswered(descriptor)
-        elif resend and memory_fd is not None and (failed := mounting.fail_noted(descriptor, memory_fd)):
+        elif mount.resend and memory_fd is not None and (failed := mounting.fail_noted(descriptor, memory_fd)):
             _logger.warning("%d requests that the dead daemon had read failed with EIO (before Linux 6.9)", failed)
         self._mount = mounting.FuseMount(found.mountpoint, found.device)
         self._wakeups, self._warning = make_wakeups(self._settings.wakeups)
