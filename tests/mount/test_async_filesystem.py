@@ -14,8 +14,7 @@ from protocol import SnapshotableFilesystem
 from protocol.streams import STREAM_CHUNK_BYTES
 from protocol.testing import ArchiveContract, FilesystemContract, SnapshotContract, StreamingContract
 from tests.mount.conftest import mounted
-from vfsd.client.async_filesystem import AsyncFilesystem
-from vfsd.client.async_workspace import AsyncWorkspace
+from vfsd.client.async_workspace import AsyncFilesystem, AsyncWorkspace
 
 
 class Portal:

@@ -14,9 +14,9 @@ import pytest
 
 from tests.mount.conftest import mounted
 from vfsd import AsyncWorkspace
-from vfsd.client.async_executor import AsyncProcess, AsyncWorkspaceExecutor
+from vfsd.client.async_connection import AsyncProcess, AsyncWorkspaceExecutor
 from vfsd.client.workspace import Workspace
-from vfsd.operations.exec import TerminalSize
+from vfsd.operations.fs import TerminalSize
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ from vfsd.client.workspace import Workspace
 from vfsd.daemon.keeper.kept import DEATHS_MAX
 from vfsd.kernel.engines.native.wire import Opcode
 from vfsd.machine.runtime import WorkspaceRecord, read_record, write_record
-from vfsd.operations.log import LabelParams
+from vfsd.operations.workspace import LabelParams
 
 kept = fixture_of(Kept, end_kept)
 

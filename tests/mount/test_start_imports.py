@@ -22,7 +22,7 @@ LATER = (
     "podman", "protocol.archive", "protocol.backends.container", "protocol.backends.host",
     "protocol.backends.overlay", "protocol.diff.patch", "protocol.execution", "protocol.search", "protocol.store",
     "protocol.testing", "protocol.tools", "pyfuse3", "re2", "rich", "vfsd.cli", "vfsd.client",
-    "vfsd.daemon.control.handlers.fs", "vfsd.daemon.control.handlers.trees", "vfsd.kernel.engines.pyfuse3", "zlib_ng",
+    "vfsd.daemon.control.handlers.fs", "vfsd.daemon.control.handlers.changes", "vfsd.kernel.engines.pyfuse3", "zlib_ng",
 )  # fmt: skip
 # What preload() is for: a process that forks daemons imports it once.
 PRELOADED = "import sys; from vfsd.daemon.preload import preload; preload(); print(*sys.modules)"

@@ -24,7 +24,7 @@ import pytest
 from tests.support.waiting import readable
 from vfsd.client.connection import ControlClient
 from vfsd.client.executor import ExecCall
-from vfsd.operations.exec import WINDOW_BYTES, ExecParams, cost
+from vfsd.operations.fs import WINDOW_BYTES, ExecParams, cost
 
 WAIT_S = 60
 

@@ -21,7 +21,7 @@ from protocol.errors import ArchiveError, SnapshotExistsError, SnapshotNotFoundE
 from protocol.linux.syscalls import mount_of
 from protocol.types import ChangeCounts
 from vfsd.client.workspace import WorkspaceBase
-from vfsd.daemon.control.server import ControlServer
+from vfsd.daemon.control.connection import ControlServer
 from vfsd.machine.runtime import (
     WorkspaceRecord,
     ensure_socket_dir,
@@ -32,8 +32,7 @@ from vfsd.machine.runtime import (
 )
 from vfsd.operations import snapshots as sm
 from vfsd.operations.declaration import ChangeRecord, Empty
-from vfsd.operations.log import LogEntry, LogResult, ProcessRecord
-from vfsd.operations.workspace import StatusResult, UnmountParams, UnmountResult
+from vfsd.operations.workspace import LogEntry, LogResult, ProcessRecord, StatusResult, UnmountParams, UnmountResult
 from vfsd.wire import messages as m
 
 State = dict[bytes, bytes]

@@ -27,7 +27,7 @@ from vfsd.cli.common.app import App, Command, describe, error_record, report
 from vfsd.cli.common.values import SIZE, Seconds, environment, is_text
 from vfsd.client.arguments import current_directory, wire_paths
 from vfsd.client.executor import ExecCall, caller_environment
-from vfsd.operations.exec import ExecEnded, ExecOutput, ExecParams, TerminalSize
+from vfsd.operations.fs import ExecEnded, ExecOutput, ExecParams, TerminalSize
 from vfsd.wire.messages import wire_path
 
 # The exit statuses of env(1), nohup(1) and timeout(1).

@@ -29,8 +29,8 @@ from vfsd.client.connection import ControlClient
 from vfsd.client.log import Following, followed
 from vfsd.client.results import Snapshot
 from vfsd.client.timeline import authors, timeline
-from vfsd.operations.log import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams, nameless
 from vfsd.operations.snapshots import DiffResult
+from vfsd.operations.workspace import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams, nameless
 from vfsd.wire.messages import ControlError, control_error
 from vfsd.wire.options import BackendSpec
 
@@ -161,7 +161,7 @@ def _with_times(error: FileNotFoundError, since: str | None) -> FileNotFoundErro
 
 def _show(app: App, selected: dict[str, Any]) -> None:
     from vfsd.client.requests import RemoteCall  # noqa: PLC0415 start-up: `vfsd log --help` needs none of it
-    from vfsd.operations.log import LogParams  # noqa: PLC0415
+    from vfsd.operations.workspace import LogParams  # noqa: PLC0415
 
     pieces: list[bytes] = []
     try:

@@ -19,7 +19,7 @@ import msgspec
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, check_words
 from vfsd.client.connection import ControlClient, connected, vanished
 from vfsd.client.requests import RemoteCall
-from vfsd.operations.exec import (
+from vfsd.operations.fs import (
     OUTPUT,
     STARTED,
     ExecEnded,
@@ -30,10 +30,11 @@ from vfsd.operations.exec import (
     ExecResizeParams,
     ExecSignalParams,
     ExecStarted,
+    FsExecParams,
+    FsExecResult,
     TerminalSize,
     cost,
 )
-from vfsd.operations.fs import FsExecParams, FsExecResult
 from vfsd.wire.messages import RECEIVE_BYTES, ControlError, Exchange, LineBuffer, Request, wire_path
 
 

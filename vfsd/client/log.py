@@ -25,8 +25,7 @@ from protocol.tools.base import FileWritten, Subscriber, deliver
 from vfsd.client.connection import ControlClient
 from vfsd.client.requests import AnyWorkspace, RemoteCall, Requests
 from vfsd.machine.runtime import WorkspaceRecord, read_record
-from vfsd.operations.log import LogEntry, Overflow, ProcessRecord, WatchParams
-from vfsd.operations.workspace import UpgradeResult
+from vfsd.operations.workspace import LogEntry, Overflow, ProcessRecord, UpgradeResult, WatchParams
 from vfsd.wire.messages import ControlError, LineBuffer, from_wire_path
 from vfsd.wire.options import Ready
 

@@ -19,8 +19,8 @@ import msgspec
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import ChangeKind, Snapshot
 from vfsd.operations.declaration import ChangeRecord
-from vfsd.operations.log import LogParams
 from vfsd.operations.snapshots import DiffParams
+from vfsd.operations.workspace import LogParams
 
 T = TypeVar("T")
 

@@ -30,8 +30,8 @@ from protocol.volume_extensions import CacheInvalidation
 from vfsd.daemon import preload
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.backends import Backend
+from vfsd.daemon.control.connection import ControlServer
 from vfsd.daemon.control.methods import Methods, Start
-from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.keeper.sd_notify import Notifier

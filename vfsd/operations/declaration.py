@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 CacheChoice = Literal["writethrough", "writeback"]
+UNCHANGED: Final = "nothing was changed"
 UNDO_HINT: Final = "; `vfsd restore --undo` takes it back"
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from protocol.types import ChangeCounts
 from vfsd.operations.declaration import (
+    UNCHANGED,
     UNDO_HINT,
     ChangeRecord,
     Empty,
@@ -157,25 +158,11 @@ class ForgetMergedParams(Params):
     keep: list[int] = []
 
 
+_MERGE: Final = ("the merge", UNCHANGED, f"the merge is complete{UNDO_HINT}")
+_ADOPTION: Final = ("the adoption", UNCHANGED, f"the adoption is complete{UNDO_HINT}")
 OPERATIONS: Final = (
-    Operation(
-        "merge",
-        MergeParams,
-        MergeResult,
-        noun="the merge",
-        stopped="nothing was changed",
-        done=f"the merge is complete{UNDO_HINT}",
-        audited=True,
-    ),
-    Operation(
-        "adopt",
-        AdoptParams,
-        MergeResult,
-        noun="the adoption",
-        stopped="nothing was changed",
-        done=f"the adoption is complete{UNDO_HINT}",
-        audited=True,
-    ),
+    Operation("merge", MergeParams, MergeResult, *_MERGE, audited=True),
+    Operation("adopt", AdoptParams, MergeResult, *_ADOPTION, audited=True),
     Operation("lineage", Empty, LineageResult),
     Operation("changes", ChangesParams, ChangesResult),
     Operation("forget_merged", ForgetMergedParams, Empty),

@@ -8,6 +8,7 @@ import msgspec
 
 from protocol.types import ChangeCounts
 from vfsd.operations.declaration import (
+    UNCHANGED,
     UNDO_HINT,
     ChangeRecord,
     ExpiredRecord,
@@ -334,60 +335,20 @@ class ApplyResult(msgspec.Struct):
     repositories: list[RepositoryRecord] = []  # of `changes` and `conflicts`, those in them are left out
 
 
+_SNAPSHOT: Final = ("the snapshot", "no snapshot was taken", "the snapshot was taken; `vfsd drop` removes it")
+_REMOVAL: Final = ("the removal", "the snapshot is still there", "the snapshot was dropped")
+_RESTORE: Final = ("the restore", UNCHANGED, f"the restore is complete{UNDO_HINT}")
+_EXPORT: Final = ("the export", "no file was written", "the archive is complete")
+_IMPORT: Final = ("the import", UNCHANGED, f"the import is complete{UNDO_HINT}")
+_APPLY: Final = ("the apply", "nothing was written", "the apply is complete")
 OPERATIONS: Final = (
-    Operation(
-        "snapshot",
-        SnapshotParams,
-        SnapshotRecord,
-        noun="the snapshot",
-        stopped="no snapshot was taken",
-        done="the snapshot was taken; `vfsd drop` removes it",
-    ),
+    Operation("snapshot", SnapshotParams, SnapshotRecord, *_SNAPSHOT),
     Operation("snapshots", SnapshotsParams, SnapshotsResult, reads=True),
-    Operation(
-        "drop",
-        DropParams,
-        DropResult,
-        noun="the removal",
-        stopped="the snapshot is still there",
-        done="the snapshot was dropped",
-    ),
-    Operation(
-        "restore",
-        RestoreParams,
-        RestoreResult,
-        noun="the restore",
-        stopped="nothing was changed",
-        done=f"the restore is complete{UNDO_HINT}",
-        audited=True,
-    ),
+    Operation("drop", DropParams, DropResult, *_REMOVAL),
+    Operation("restore", RestoreParams, RestoreResult, *_RESTORE, audited=True),
     Operation("diff", DiffParams, DiffResult, reads=True),
-    Operation(
-        "export",
-        ExportParams,
-        ExportResult,
-        noun="the export",
-        stopped="no file was written",
-        done="the archive is complete",
-        reads=True,
-    ),
-    Operation(
-        "import",
-        ImportParams,
-        ImportResult,
-        noun="the import",
-        stopped="nothing was changed",
-        done=f"the import is complete{UNDO_HINT}",
-        audited=True,
-    ),
+    Operation("export", ExportParams, ExportResult, *_EXPORT, reads=True),
+    Operation("import", ImportParams, ImportResult, *_IMPORT, audited=True),
     Operation("save", SaveParams, SaveResult),
-    Operation(
-        "apply",
-        ApplyParams,
-        ApplyResult,
-        noun="the apply",
-        stopped="nothing was written",
-        done="the apply is complete",
-        audited=True,
-    ),
+    Operation("apply", ApplyParams, ApplyResult, *_APPLY, audited=True),
 )

@@ -10,7 +10,7 @@ import msgspec
 
 from protocol.diff.tree_diff import PathScope
 from vfsd.daemon.audit.processes import Process
-from vfsd.operations.log import LogEntry, ProcessRecord
+from vfsd.operations.workspace import LogEntry, ProcessRecord
 from vfsd.wire.messages import wire_path
 
 OBJECT_BYTES: Final = 640  # of an `Entry` with its numbers and without its texts, and its places in the log

@@ -37,7 +37,7 @@ import trio
 
 from vfsd.daemon.audit.entries import OBJECT_BYTES, PATHS_LISTED, Entry, size_of
 from vfsd.daemon.audit.processes import Process, Processes
-from vfsd.operations.log import Overflow
+from vfsd.operations.workspace import Overflow
 
 if TYPE_CHECKING:
     from protocol.volume import Attributes, NamedVolume, Volume

@@ -33,7 +33,7 @@ from vfsd.daemon.audit.entries import Entry
 from vfsd.daemon.audit.log import AuditLog
 from vfsd.kernel.engines.base import ObservableEngine
 from vfsd.machine.logs import log_failure
-from vfsd.operations.log import MissingLine, Overflow
+from vfsd.operations.workspace import MissingLine, Overflow
 
 if TYPE_CHECKING:
     from protocol.volume import Volume

@@ -19,7 +19,7 @@ from protocol.errors import SnapshotExistsError
 from vfsd.daemon.snapshots.base import UNOBSERVED, SnapshotService, free_name
 from vfsd.machine.interpreter import missing_package
 from vfsd.machine.logs import log_failure
-from vfsd.operations.exec import ExecEnded
+from vfsd.operations.fs import ExecEnded
 
 if TYPE_CHECKING:
     from protocol.backends.container.workspace import ContainerWorkspace

@@ -457,3 +457,14 @@ async def entered(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
         raise
     finally:
         manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+def required(snapshots: SnapshotService | None) -> SnapshotService:
+    """Return `snapshots`.  OSError (EOPNOTSUPP) if the backend has none."""
+    if snapshots is None:
+        raise OSError(
+            errno.EOPNOTSUPP,
+            "this backend has no snapshots: use memory, overlay:DIR, host:DIR, container:NAME, image:REF or"
+            " exec:COMMAND",
+        )
+    return snapshots

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from protocol.volume_durability import GivenState
     from vfsd.daemon.audit.service import Audit
     from vfsd.daemon.backends import Backend
-    from vfsd.daemon.control.server import ControlServer
+    from vfsd.daemon.control.connection import ControlServer
     from vfsd.daemon.exec.commands import Commands
     from vfsd.daemon.forks.forks import Forks
     from vfsd.daemon.upkeep import Removal

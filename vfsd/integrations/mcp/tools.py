@@ -29,8 +29,7 @@ from vfsd.client.results import Change, Diff, Patch, Restored, Snapshot
 from vfsd.integrations.mcp.session import Session
 from vfsd.machine.text import link_note
 from vfsd.operations.fs import FsReadParams, FsReadResult
-from vfsd.operations.log import nameless
-from vfsd.operations.workspace import StatusResult
+from vfsd.operations.workspace import StatusResult, nameless
 from vfsd.wire.messages import wire_path
 
 __all__ = ["SERVED_TOOLS", "Hints", "ServedTool", "describe_error", "served_for"]

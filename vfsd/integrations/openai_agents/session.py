@@ -49,13 +49,12 @@ from agents.sandbox.session.workspace_payloads import coerce_write_payload
 from agents.sandbox.types import ExecResult, ExposedPortEndpoint, User
 from agents.sandbox.util.tar_utils import UnsafeTarMemberError, safe_extract_tarfile
 
-from vfsd.client.async_connection import abandon, finish
-from vfsd.client.async_executor import AsyncProcess
+from vfsd.client.async_connection import AsyncProcess, abandon, finish
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.results import Snapshot
 from vfsd.integrations.openai_agents.files import SandboxFiles
 from vfsd.integrations.openai_agents.snapshot import VfsdSandboxSessionState, VfsdSnapshot, check_end, tar_stream
-from vfsd.operations.exec import TerminalSize
+from vfsd.operations.fs import TerminalSize
 
 _FINGERPRINT: Final = "vfsd_snapshot_v1"
 _NO_COMMANDS: Final = "the workspace runs no commands: mount it with exec_on_host=True or sandbox='image:REF'"

@@ -24,7 +24,7 @@ import trio
 from tests.support.fake_workspace import FakeDaemon, on_its_directory
 from vfsd import AsyncWorkspace
 from vfsd.client import async_connection, results
-from vfsd.client.async_filesystem import AsyncFilesystem
+from vfsd.client.async_workspace import AsyncFilesystem
 from vfsd.client.filesystem import WorkspaceFilesystem
 from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.snapshots import DiffParams

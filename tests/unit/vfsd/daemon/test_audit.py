@@ -17,7 +17,7 @@ from protocol.diff.tree_diff import PathScope
 from protocol.volume import ROOT_INODE, Caller
 from vfsd.daemon.audit.log import FOLLOWERS_MAX, AuditLog
 from vfsd.daemon.audit.processes import Processes
-from vfsd.operations.log import Overflow
+from vfsd.operations.workspace import Overflow
 
 CALLER = Caller(0, 0)
 

@@ -19,7 +19,7 @@ from protocol.execution.runner import CommandLimits, Process, Stream
 from vfsd.daemon.control.calls import CallContext, host_environment, host_text, working_directory
 from vfsd.daemon.exec.commands import Commands
 from vfsd.operations.declaration import Empty
-from vfsd.operations.exec import (
+from vfsd.operations.fs import (
     OUTPUT,
     STARTED,
     ExecEnded,

@@ -19,11 +19,10 @@ from protocol.errors import SnapshotNotFoundError, shown
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import ForkableVolume, SnapshotInfo
 from vfsd.daemon.control.calls import CallContext, absolute_path
-from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.forks.forks import Forks, Steps
 from vfsd.daemon.merging.lineage import StateId
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.base import FORK_PREFIX, SnapshotService, fork_tag, free_name
+from vfsd.daemon.snapshots.base import FORK_PREFIX, SnapshotService, fork_tag, free_name, required
 from vfsd.machine import mounts
 from vfsd.machine.runtime import read_record
 from vfsd.operations.workspace import ForkParams, ForkResult

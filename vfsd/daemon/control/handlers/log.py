@@ -19,7 +19,7 @@ from vfsd.daemon.control.calls import CallContext, tree_paths
 from vfsd.daemon.control.handlers.changes import OutputPieces
 from vfsd.daemon.snapshots.base import SnapshotService, in_answer_thread, in_thread
 from vfsd.operations.declaration import Empty
-from vfsd.operations.log import LabelParams, LogParams, LogResult, Overflow, WatchParams
+from vfsd.operations.workspace import LabelParams, LogParams, LogResult, Overflow, WatchParams
 from vfsd.wire.messages import InvalidParamsError
 
 _LABEL_CHARACTERS: Final = 200

@@ -38,7 +38,6 @@ from vfsd.daemon.control.handlers.changes import (
     fetched_repositories,
     planned_repositories,
 )
-from vfsd.daemon.control.handlers.snapshots import required
 from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.merging.delta import differences, write_delta
 from vfsd.daemon.merging.lineage import (
@@ -66,6 +65,7 @@ from vfsd.daemon.snapshots.base import (
     in_answer_thread,
     in_thread,
     is_merge_base,
+    required,
 )
 from vfsd.machine.runtime import read_record
 from vfsd.operations.declaration import Empty, Peer, RepositoryRecord

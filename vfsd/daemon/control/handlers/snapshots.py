@@ -34,6 +34,7 @@ from vfsd.daemon.snapshots.base import (
     in_thread,
     is_merge_base,
     is_reserved,
+    required,
     state_at,
 )
 from vfsd.operations.snapshots import (
@@ -60,17 +61,6 @@ from vfsd.wire.options import WorkspaceOptions
 
 # Names that need no quoting in a shell, in a table's file name, and in `restore NAME|ARCHIVE.zip`.
 _SNAPSHOT_NAME: Final = re.compile(r"[^\s/\x00-\x1f\x7f-][^/\x00-\x1f\x7f]{0,127}")
-
-
-def required(snapshots: SnapshotService | None) -> SnapshotService:
-    """Return `snapshots`.  OSError (EOPNOTSUPP) if the backend has none."""
-    if snapshots is None:
-        raise OSError(
-            errno.EOPNOTSUPP,
-            "this backend has no snapshots: use memory, overlay:DIR, host:DIR, container:NAME, image:REF or"
-            " exec:COMMAND",
-        )
-    return snapshots
 
 
 class SnapshotMethods:

@@ -1,7 +1,20 @@
-"""The methods that work on content, by name, and those of the workspace as a whole: `compact`, `policy` and `save`.
+"""The methods that work on content, and those of the workspace as a whole: `compact`, `policy`, `save`, and its end.
 
 They import the archive, store, search and diff code, so the daemon imports this module after the mount answers
 (`vfsd.daemon.preload`).
+
+`unsaved` and `unmount`: a daemon's memory ends with it, so the changes of a memory workspace that were not exported are
+lost, and those of an overlay that were not applied.  If there are any, an unmount without `discard` is refused
+(ENOTEMPTY), unless it passes the token of an `unsaved` answer and nothing changed since that answer.  The check is
+repeated directly before umount(2).  If a program changes something after that check and closes its files before
+umount(2), the change is lost and the answer reports it (`changed_late`).
+
+The container of image:REF ends with its workspace, and its snapshots stay on disk.  Such an unmount is refused if the
+container has files that neither the newest snapshot has nor the newest one of another kind.  What a program writes
+after that comparison is not found.
+
+A fork that has not changed since it was made loses nothing as long as its source runs: the source was in that state.
+A fork loses nothing either if it was merged and has not changed since, as long as the target runs and did not undo it.
 
 Threading: the serving loop, except `SavedStates._take`, `_serial` and `_drop_left`.
 """
@@ -10,39 +23,67 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import trio
 from msgspec.structs import replace
 
+from protocol.diff.tree_diff import Change, changes, count
 from protocol.errors import SnapshotNotFoundError
+from protocol.journal.directory import remove_files
 from protocol.store import Store, TreeSource
-from protocol.volume_extensions import SnapshotInfo
+from protocol.tree import Tree, unfiltered
+from protocol.types import ChangeCounts
+from protocol.volume_durability import journaled
+from protocol.volume_extensions import SnapshotableVolume, SnapshotInfo, overlaid, snapshotable
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.calls import CallContext, handlers_of
+from vfsd.daemon.control.handlers.changes import TreeMethods, time_text
 from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.handlers.fork import ForkMethod
 from vfsd.daemon.control.handlers.fs import FsMethods
 from vfsd.daemon.control.handlers.log import LogMethods
 from vfsd.daemon.control.handlers.merge import MergeMethods, MergeSource
-from vfsd.daemon.control.handlers.snapshots import SnapshotMethods, required
-from vfsd.daemon.control.handlers.trees import TreeMethods
-from vfsd.daemon.control.handlers.unmount import UnmountMethods
+from vfsd.daemon.control.handlers.snapshots import SnapshotMethods
 from vfsd.daemon.exec.commands import Commands
-from vfsd.daemon.forks.forks import Forks
-from vfsd.daemon.merging.other import OtherWorkspaces
+from vfsd.daemon.forks.forks import Forks, has_state
+from vfsd.daemon.merging.lineage import StateId, lineage_of
+from vfsd.daemon.merging.other import OtherWorkspaces, call_peer
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree
-from vfsd.daemon.snapshots.base import BASE, STAGED_PREFIX, SnapshotService, free_name, in_bytes, in_thread
+from vfsd.daemon.snapshots.base import (
+    BASE,
+    MERGED_TAG,
+    STAGED_PREFIX,
+    SnapshotService,
+    free_name,
+    in_bytes,
+    in_thread,
+    is_merge_base,
+    required,
+)
 from vfsd.daemon.upgrading.giving import OldDaemon, Upgrade
 from vfsd.daemon.upkeep import Compaction
+from vfsd.machine import mounts
 from vfsd.machine.logs import log_failure
-from vfsd.operations.declaration import Empty
+from vfsd.machine.processes import holders
+from vfsd.machine.runtime import read_record
+from vfsd.operations.declaration import Empty, Peer
 from vfsd.operations.snapshots import SaveParams, SaveResult
-from vfsd.operations.workspace import CompactResult, PolicyParams, PolicyResult
+from vfsd.operations.workspace import (
+    CompactResult,
+    PolicyParams,
+    PolicyResult,
+    UnmountParams,
+    UnmountResult,
+    UnsavedResult,
+)
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.option_rules import OptionError, check_policy_size
 from vfsd.wire.options import WorkspaceOptions
@@ -216,3 +257,339 @@ def _drop_left(saved: SaveResult, serial: int) -> None:
         pass
     except OSError as error:
         log_failure(_logger, "dropping a state that was saved for a client", error, path=saved.directory)
+
+
+_COUNTED: Final = 10_000  # changes of an overlay; beyond it the answer says "at least"
+_TARGET_ANSWERS_S: Final = 5.0
+_COPIES_S: Final = 1.0  # how long the kernel may take to close the connection after an unmount
+_CHECKS: Final = 5  # to find a state without unsaved changes while programs change the workspace and change it back
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsaved:
+    """What an unmount would lose in the state `mark`.  `counts`: the changes of an overlay."""
+
+    mark: int
+    snapshots: tuple[int, ...]  # serials of the snapshots that a user named
+    counts: ChangeCounts | None = None
+    truncated: bool = False
+    is_any: bool = False
+
+    @property
+    def token(self) -> str:
+        """Identifies the state, so that an unmount with this token discards exactly this state."""
+        return "-".join(map(str, (self.mark, len(self.snapshots), max(self.snapshots, default=0))))
+
+
+class UnmountMethods:
+    """The end of one workspace.
+
+    `wait_removed` waits, after the unmount, until what was made for the workspace is removed, and returns what stays.
+    """
+
+    def __init__(
+        self,
+        mounted: MountedVolume,
+        snapshots: SnapshotService | None,
+        options: WorkspaceOptions,
+        commands: Commands,
+        forks: Forks,
+        wait_removed: Callable[[], Awaitable[str | None]],
+    ) -> None:
+        self._wait_removed = wait_removed
+        self._mounted = mounted
+        # Of image:REF: where the files are that its container may lack at the end.
+        self._kept = snapshots if options.backend.kind == "image" else None
+        self._volume = snapshotable(mounted.volume)  # others keep their files
+        self._overlaid = overlaid(mounted.volume)
+        self._options = options
+        self._commands = commands
+        self._forks = forks
+        self.to_answer = 0  # unmounts that were made and whose answers are not sent yet
+
+    # -- what would be lost ------------------------------------------------------------------------
+    async def unsaved(self, _params: Empty, call: CallContext) -> UnsavedResult:
+        """Report what an unmount would lose now, with a token to discard exactly that."""
+        volume = self._volume
+        if self._kept is not None:
+            return await self._beyond_snapshots(self._kept, call)
+        if volume is None or self._journal() is not None:
+            return UnsavedResult(unsaved=False, token="")
+        await self._mounted.write_back()
+        found = await self._find(volume, call)
+        usage = volume.usage() if self._overlaid is None else None
+        return UnsavedResult(
+            unsaved=found.is_any,
+            token=found.token,
+            files=None if usage is None else usage.files,
+            size_bytes=None if usage is None else usage.size_bytes,
+            changes=found.counts,
+            truncated=found.truncated,
+            snapshots=len(found.snapshots),
+            saved_at=None if volume.saved_ns is None else time_text(volume.saved_ns),
+        )
+
+    async def _find(self, volume: SnapshotableVolume, call: CallContext, at_most: int = _COUNTED) -> _Unsaved:
+        """Find what the live state would lose, counting at most `at_most` changes of an overlay."""
+        mark, named = volume.mark(), _named(volume)
+        if volume.is_saved or await self._is_as_forked(volume, named, call) or await self._is_merged(volume, call):
+            return _Unsaved(mark, named)
+        if self._overlaid is None:
+            usage = volume.usage()
+            is_empty = not usage.files and (usage.directories or 0) <= 1 and not named
+            return _Unsaved(mark, named, is_any=not is_empty)
+        with self._overlaid.base_tree() as base, volume.tree() as live:
+            try:
+                found = await trio.to_thread.run_sync(_changes, base, live, call, at_most + 1)
+            except OSError as error:  # in the lower directory, for example: assume that there are changes
+                log_failure(_logger, "comparing with the directory below", error, level=logging.WARNING)
+                return _Unsaved(mark, named, is_any=True)
+        return _Unsaved(mark, named, count(found[:at_most]), len(found) > at_most, is_any=bool(found or named))
+
+    async def _beyond_snapshots(
+        self, snapshots: SnapshotService, call: CallContext, at_most: int = _COUNTED
+    ) -> UnsavedResult:
+        """Find what the container of an image has and no snapshot has, counting at most `at_most` changes.
+
+        Compares with the newest snapshot of each kind, because after a restore the newest one has the state before it.
+        Reports the one that differs least.
+        """
+        await self._mounted.write_back()
+        saved = UnsavedResult(unsaved=False, token="")
+        found: list[UnsavedResult] = []
+        try:
+            for info in {info.kind: info for info in await snapshots.infos()}.values():
+                async with snapshots.tree(info.name, call) as base, snapshots.tree(None, call) as live:
+                    trees = unfiltered(base), unfiltered(live)
+                    changed = await trio.to_thread.run_sync(_changes, *trees, call, at_most + 1)
+                if not changed:
+                    return saved
+                counts, taken = count(changed[:at_most]), time_text(info.created_ns)
+                is_more = len(changed) > at_most
+                found.append(UnsavedResult(True, "", None, None, counts, is_more, saved_at=taken, since=info.name))
+            if not found:
+                async with snapshots.tree(None, call) as live:
+                    is_empty = not await trio.to_thread.run_sync(unfiltered(live).children, b"")
+                return saved if is_empty else UnsavedResult(unsaved=True, token="")
+        except OSError as error:  # such as EIO: the container does not run
+            log_failure(_logger, "comparing with the snapshots", error, level=logging.INFO)
+            return UnsavedResult(unsaved=True, token="", problem=error.strerror or str(error))
+        return min(found, key=_number_of_changes)
+
+    async def _is_as_forked(self, volume: SnapshotableVolume, named: tuple[int, ...], call: CallContext) -> bool:
+        """Return whether this is a fork of a running workspace, and nothing changed here since it was made."""
+        base = self._forks.base_of_source
+        if base is None or not has_state(volume, base) or any(serial > base.serial for serial in named):
+            return False
+        return await self._is_as_in(volume, base.name, call)
+
+    async def _is_merged(self, volume: SnapshotableVolume, call: CallContext) -> bool:
+        """Return whether this is a fork, and a running workspace has taken over its present state completely."""
+        base = self._forks.base
+        if base is None or any(serial > base.serial for serial in _named(volume)):
+            return False
+        states = {StateId.of(info): info for info in volume.snapshots() if is_merge_base(info)}
+        for tag in {info.tag for info in states.values()}:
+            for state in await self._merged_into((tag or "").removeprefix(MERGED_TAG)):
+                if state in states and await self._is_as_in(volume, states[state].name, call):
+                    return True
+        return False
+
+    async def _merged_into(self, target: str) -> list[StateId]:
+        """Return the states of this workspace that workspace `target`, if it runs, has taken over completely."""
+        record = read_record(target)
+        if record is None or not record.alive:
+            return []
+        try:
+            with trio.fail_after(_TARGET_ANSWERS_S):
+                peer = Peer(record.name, wire_path(os.fsencode(record.socket)))
+                there = lineage_of(await call_peer(peer, "lineage", Empty())).merged
+        except (OSError, trio.TooSlowError) as error:
+            _logger.info("cannot tell whether %s has all changes: %s", target, error)
+            return []
+        return [each.state for each in there if each.instance == self._forks.instance and not each.repositories]
+
+    async def _is_as_in(self, volume: SnapshotableVolume, name: str, call: CallContext) -> bool:
+        """Return whether the live state is that of snapshot `name`."""
+        try:
+            with volume.tree(name) as before, volume.tree() as live:
+                return not await trio.to_thread.run_sync(_changes, before, live, call, 1)
+        except OSError as error:  # the snapshot was dropped, or the lower directory cannot be read
+            log_failure(_logger, f"comparing with {name}", error, level=logging.WARNING)
+            return False
+
+    async def _check(self, volume: SnapshotableVolume, params: UnmountParams, call: CallContext) -> int:
+        """OSError (ENOTEMPTY) if something would be lost; else return the mark of the state that was checked."""
+        await self._mounted.write_back()
+        if params.token is not None:
+            mark = _mark_of(params.token, volume)
+            if mark is not None and not volume.changed_since(mark):
+                return mark
+        found = await self._find(volume, call, at_most=1)
+        if found.is_any:
+            await self._check_not_held(params)
+            changed = "changed meanwhile, and " if params.token is not None else ""
+            what = "unexported changes" if self._overlaid is None else "unapplied changes"
+            if found.counts == ChangeCounts():
+                what = "snapshots, which end with it"
+            reason = f"{self._options.name} {changed}holds {what}: save them, or discard them explicitly"
+            raise OSError(errno.ENOTEMPTY, reason)
+        return found.mark
+
+    async def _check_kept(self, snapshots: SnapshotService, params: UnmountParams, call: CallContext) -> None:
+        """OSError (ENOTEMPTY) if the container of an image has files that no snapshot has."""
+        if (await self._beyond_snapshots(snapshots, call, at_most=1)).unsaved:
+            await self._check_not_held(params)
+            reason = f"the container of {self._options.name} has files that no snapshot has: save or discard them"
+            raise OSError(errno.ENOTEMPTY, reason)
+
+    async def _check_not_held(self, params: UnmountParams) -> None:
+        """Raise EBUSY if the mount is used: the answer is not about changes that no unmount would lose."""
+        if not params.lazy and await self._holders():
+            raise await trio.to_thread.run_sync(mounts.busy_error, self._options.mountpoint)
+
+    # -- the end -----------------------------------------------------------------------------------
+    async def unmount(self, params: UnmountParams, call: CallContext) -> UnmountResult:
+        """Unmount, and end the daemon."""
+        mountpoint, volume = self._options.mountpoint, self._volume
+        journal = None if params.drop_journal else self._journal()
+        checked = None if params.discard or journal is not None else volume
+        mark = 0 if checked is None else await self._check(checked, params, call)
+        if self._kept is not None and not params.discard and params.token is None:
+            await self._check_kept(self._kept, params, call)
+        await self._mounted.wait_unused()
+        # What the kernel refuses itself need not be looked for, which takes long next to many processes.  But then the
+        # sandbox would be gone already.
+        held = await self._holders(unseen_by_umount=not self._commands.has_sandbox)
+        if not params.lazy:
+            self._commands.check_idle()
+            if held:
+                # The kernel would allow it if they are in another mount namespace (`vfsd run`), and what they write
+                # afterwards would be lost.
+                raise OSError(errno.EBUSY, f"busy: held by {'; '.join(held)}", mountpoint)
+        call.commit()
+        # The daemon ends as soon as the mount is gone; it waits for this answer (see `vfsd.daemon.daemon`).
+        self.to_answer += 1
+        call.after_answer(self._answered)
+        await self._commands.leave()
+        if checked is not None:
+            mark = await self._check_again(checked, mark, params, call)
+        named = () if volume is None or journal is not None else _named(volume)
+        is_used = False
+        if params.lazy:
+            held, is_used = await self._detach(held)
+        else:
+            await trio.to_thread.run_sync(mounts.unmount, mountpoint)
+        left = await self._drop_journal() if params.drop_journal else None
+        changed_late = checked is not None and checked.changed_since(mark)
+        if not is_used:
+            self._mounted.in_background(self._end_serving)
+        return UnmountResult(
+            wire_path(os.fsencode(mountpoint)),
+            params.lazy,
+            held,
+            len(named),
+            changed_late,
+            None if journal is None else wire_path(os.fsencode(journal)),
+            left if is_used or left is not None else await self._wait_removed(),
+        )
+
+    async def _drop_journal(self) -> str | None:
+        """Remove the files of the journal, which the daemon has open until it ends.  Return a sentence if that fails.
+
+        A daemon that a keeper starts after a death then finds no journal, and gives the mount up.
+        """
+        volume = journaled(self._mounted.volume)
+        if volume is None:
+            return None
+        directory = volume.journal_status().directory
+        try:
+            await trio.to_thread.run_sync(remove_files, directory)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log_failure(_logger, "removing the journal", error, path=directory)
+            return f"the journal {directory} could not be removed ({error.strerror}): `vfsd persisted drop` removes it"
+        return None
+
+    async def _detach(self, held: list[str]) -> tuple[list[str], bool]:
+        """Unmount, lazily if the workspace is used; return who uses it, and whether anybody does.
+
+        `held`: the users that umount(2) does not see, or with a sandbox all users.  To find all takes 0.2 s with 100
+        processes, so umount(2) is asked first.
+        """
+        mountpoint = self._options.mountpoint
+        if not held and await trio.to_thread.run_sync(mounts.unmount_unused, mountpoint):
+            return [], False
+        if not self._commands.has_sandbox:
+            held = await self._holders()
+        await trio.to_thread.run_sync(functools.partial(mounts.unmount, mountpoint, lazy=True))
+        return held, True
+
+    def _journal(self) -> str | None:
+        """The directory of the journal that keeps the content; None if nothing does."""
+        volume = journaled(self._mounted.volume)
+        status = None if volume is None else volume.journal_status()
+        return None if status is None or status.failure is not None else status.directory
+
+    async def _end_serving(self) -> None:
+        """End the engine if it still serves shortly after the unmount.
+
+        The kernel keeps the connection open while another mount namespace (of a service, a sandbox) has a copy of the
+        mount. Nobody can reach the workspace by its name any more, so the daemon would never end. This is common while
+        containers start: each start copies all mounts for a moment.
+        """
+        await trio.sleep(_COPIES_S)  # cancelled when the engine ends by itself
+        _logger.info(
+            "the mount still exists in another mount namespace; accesses there fail from now on",
+            extra={"operation": "unmount", "path": self._options.mountpoint},
+        )
+        self._mounted.engine.stop()
+
+    async def _holders(self, *, unseen_by_umount: bool = False) -> list[str]:
+        """Describe the other processes that hold the mount; see `holders`."""
+        find = functools.partial(holders, self._options.mountpoint, unseen_by_umount=unseen_by_umount)
+        found = await trio.to_thread.run_sync(find)
+        return [holder.describe() for holder in found if holder.pid != os.getpid()]
+
+    async def _check_again(
+        self, volume: SnapshotableVolume, mark: int, params: UnmountParams, call: CallContext
+    ) -> int:
+        """Repeat `_check` if the state changed since `mark`.  Return the mark of the state at the return."""
+        for _ in range(_CHECKS):
+            await self._mounted.write_back()
+            if not volume.changed_since(mark):
+                return mark
+            mark = await self._check(volume, params, call)
+        reason = f"{self._options.name} changed again after each of {_CHECKS} checks: end the programs that write"
+        raise OSError(errno.EAGAIN, reason)
+
+    def _answered(self) -> None:
+        self.to_answer -= 1
+
+
+def _changes(base: Tree, live: Tree, call: CallContext, at_most: int) -> list[Change]:
+    """List the first differences.  Any thread."""
+    found = []
+    for change in islice(changes(base, live, keep_going=call.raise_if_cancelled), at_most):
+        call.raise_if_cancelled()
+        found.append(change)
+    return found
+
+
+def _number_of_changes(found: UnsavedResult) -> int:
+    counts = found.changes or ChangeCounts()
+    return counts.added + counts.modified + counts.removed
+
+
+def _named(volume: SnapshotableVolume) -> tuple[int, ...]:
+    """The serials of the snapshots that a user named."""
+    return tuple(info.serial for info in volume.snapshots() if info.kind == "user")
+
+
+def _mark_of(token: str, volume: SnapshotableVolume) -> int | None:
+    """The mark in `token`; None if the named snapshots changed since the token was issued."""
+    mark = token.partition("-")[0]
+    if not mark.isdecimal() or _Unsaved(int(mark), _named(volume)).token != token:
+        return None
+    return int(mark)

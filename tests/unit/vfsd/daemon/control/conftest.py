@@ -16,8 +16,7 @@ import trio.testing
 
 from tests.support.waiting import readable
 from vfsd.daemon.control.calls import CallContext, Handler
-from vfsd.daemon.control.connection import ConnectionLimits
-from vfsd.daemon.control.server import ControlServer
+from vfsd.daemon.control.connection import ConnectionLimits, ControlServer
 from vfsd.operations.declaration import Empty
 
 

@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from vfsd.daemon.control.calls import CallCancelledError, CallContext
-from vfsd.daemon.control.turns import Slices, Turns
+from vfsd.daemon.control.handlers.fs import Slices, Turns
 
 
 class FakeCall:
