@@ -42,24 +42,19 @@ __all__ = [
     "RENAME_WHITEOUT",
     "ROOT_INODE",
     "SUPERUSER",
-    "AppendingVolume",
     "AttributeChanges",
     "Attributes",
     "Buffer",
     "Caller",
-    "ContentPiecesVolume",
     "DirectoryEntry",
-    "FlushingVolume",
-    "NamedVolume",
-    "OpeningVolume",
+    "ExtendedVolume",
     "PlainAttributes",
-    "PlainEntriesVolume",
     "PlainEntry",
-    "QuietLookupsVolume",
     "StatFs",
     "Volume",
     "VolumeCapabilities",
     "catching",
+    "extended",
     "then",
 ]
 
@@ -182,8 +177,8 @@ class StatFs(Value):
 class VolumeCapabilities(Value):
     """What a volume can do beyond `Volume`.  Engines and the daemon read this; they never test for a class.
 
-    A capability that names a protocol promises its methods.  The defaults are those of a plain volume that may store
-    its data somewhere durable.
+    A capability that names a protocol promises its methods; others promise methods of `ExtendedVolume`.  The defaults
+    are those of a plain volume that may store its data somewhere durable.
     """
 
     snapshots: bool = False  # SnapshotableVolume: immutable states; only calls on the volume change the live state
@@ -195,19 +190,16 @@ class VolumeCapabilities(Value):
     forkable: bool = False  # ForkableVolume: a process that fork(2) copied can serve its copy
     journal: bool = False  # JournaledVolume: a journal on disk records the state, which survives the process
     handover: bool = False  # HandedOverVolume: another process can continue with the state, beneath the same kernel
-    answers_once: bool = False  # AnsweringVolume: recognises a request that another process has executed
+    answers_once: bool = False  # recognises a request that another process has executed
     recoverable: bool = False  # RecoverableVolume: another process can continue to serve its kernel
     acls: bool = False  # stores POSIX ACLs and applies them, and the umask, to modes and to new entries
-    flush: bool = False  # FlushingVolume: wants a request for each close(2)
-    appends: bool = False  # AppendingVolume: finds the end of a file for an append itself
-    opens: bool = False  # OpeningVolume: wants a request for each open(2) of a file
+    flush: bool = False  # wants a request for each close(2)
+    appends: bool = False  # finds the end of a file for an append itself
+    opens: bool = False  # wants a request for each open(2) of a file
     durable: bool = True  # fsync has something to do; without, an engine need not forward it
-    paths: bool = False  # NamedVolume: tells a path of an inode
-    orphans: bool = False  # OrphanFindingVolume: finds an inode without a name by its number
-    # Shortcuts for engines.  Each avoids work in the most frequent requests.
-    content_pieces: bool = False  # ContentPiecesVolume
-    quiet_lookups: bool = False  # QuietLookupsVolume
-    plain_entries: bool = False  # PlainEntriesVolume
+    paths: bool = False  # tells a path of an inode
+    orphans: bool = False  # finds an inode without a name by its number
+    shortcuts: bool = False  # has faster forms of the most frequent calls
 
 
 @runtime_checkable
@@ -345,107 +337,105 @@ class Volume(Protocol):
         ...
 
 
-@runtime_checkable
-class FlushingVolume(Volume, Protocol):
-    """A volume that needs a request for every close(2) of a descriptor (capability `flush`)."""
-
-    def flush(self, inode: int) -> Answer[None]:
-        """Handle the close(2) of a descriptor of `inode`; close(2) fails with the error that this raises."""
-        ...
+PlainEntry: TypeAlias = tuple[bytes, int, int, int]  # the fields of `DirectoryEntry`
 
 
-class AppendingVolume(Volume, Protocol):
-    """A volume that appends at the end that a file really has (capability `appends`).
+class ExtendedVolume(Volume, Protocol):
+    """A volume with the methods that engines call only where a capability promises them; `extended` gives it this type.
 
-    A kernel appends at the size that it has cached.  Another program, or a change that did not come through the mount,
-    may have changed the size since.
+    A volume has those methods whose capability it declares.
     """
 
-    def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[tuple[int, int]]:
-        """Write `data` at the end of the file; return the count written and the size after that.  Errors as `write`.
+    def flush(self, inode: int) -> Answer[None]:
+        """`flush`: handle the close(2) of a descriptor of `inode`; close(2) fails with the error that this raises."""
+        ...
 
-        No other write of the file, by whatever program, comes between finding the end and writing there.
+    def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[tuple[int, int]]:
+        """`appends`: write `data` at the end that the file really has; return the count written and the size after it.
+
+        A kernel appends at the size that it has cached.  Another program, or a change that did not come through the
+        mount, may have changed the size since.  No other write of the file, by whatever program, comes between finding
+        the end and writing there.  Errors as `write`.
         """
         ...
 
-
-class OpeningVolume(Volume, Protocol):
-    """A volume that is asked for every open(2) of a file (capability `opens`).
-
-    Without it the kernel opens files by itself, and a program can change pages of the kernel's cache through a shared
-    mapping before the volume is asked whether the file may be written.
-    """
-
     def open(self, inode: int, flags: int) -> Answer[None]:
-        """Allow or refuse open(2) of `inode`, which is not a directory; `flags` are its flags.  EPERM, EACCES."""
+        """`opens`: allow or refuse open(2) of `inode`, which is no directory; `flags` are its flags.  EPERM, EACCES.
+
+        Without it the kernel opens files by itself, and a program can change pages of the kernel's cache through a
+        shared mapping before the volume is asked whether the file may be written.
+        """
         ...
 
     def release(self, inode: int, flags: int) -> None:
-        """Record that the last descriptor of an open with `flags` was closed."""
+        """`opens`: record that the last descriptor of an open with `flags` was closed."""
         ...
 
-
-@runtime_checkable
-class NamedVolume(Volume, Protocol):
-    """A volume that can tell a path of an inode (capability `paths`)."""
-
     def path_of(self, inode: int) -> bytes | None:
-        """Return a path of `inode` relative to the root (b"" is the root), or None if no name of it is known.
+        """`paths`: return a path of `inode` relative to the root (b"" is the root), or None if no name of it is known.
 
         For an inode with several names it is one of them.  Adds no lookup.
         """
         ...
 
-
-@runtime_checkable
-class OrphanFindingVolume(Volume, Protocol):
-    """A volume that finds its orphans by number (capability `orphans`).
-
-    An orphan is an inode that the kernel has looked up and not forgotten, and that no name refers to.
-    """
-
     def is_orphan(self, inode: int) -> bool:
-        """Whether `inode` is an orphan; False for a freed inode."""
+        """`orphans`: whether the kernel has looked `inode` up and not forgotten it, and no name refers to it.
+
+        False for a freed inode.
+        """
         ...
 
     def lookup_orphan(self, inode: int) -> Attributes:
-        """Return an orphan; adds a lookup, as `lookup` does.  ENOENT if `inode` is not one."""
+        """`orphans`: return an orphan; adds a lookup, as `lookup` does.  ENOENT if `inode` is not one."""
         ...
 
+    def answering(self, unique: int) -> None:
+        """`answers_once`, `journal`: count the calls from now on as those of the kernel's request `unique`; 0: of none.
 
-PlainEntry: TypeAlias = tuple[bytes, int, int, int]  # the fields of `DirectoryEntry`
+        The result of a call that changes something is recorded together with the change, so that the request is not
+        executed again by a daemon that continues.
+        """
+        ...
 
+    def defer_syncs(self) -> bool:
+        """`journal`: have calls return before their record is on disk; return whether to wait for `unsynced`.
 
-class ContentPiecesVolume(Volume, Protocol):
-    """A volume that returns content without joining the buffers that hold it."""
+        That is so with `--fsync always`.  Until this is called, such calls wait themselves, and so does the thread.
+        """
+        ...
 
+    def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
+        """`journal`: return what an answer has to wait for: a function that waits for the disk (OSError); or None.
+
+        `of_request`: only for what was recorded since `answering` began to count for a request.
+        """
+        ...
+
+    # -- `shortcuts` for engines: each avoids work in the most frequent requests ---------------
     def read_pieces(self, inode: int, offset: int, size: int) -> Answer[Buffer | list[bytes | bytearray]]:
-        """Like `read`; the result may be a list of buffers."""
+        """Like `read`; the result may be a list of the buffers that hold the content."""
         ...
-
-
-class QuietLookupsVolume(Volume, Protocol):
-    """A volume that reports a missing name or attribute as None, which costs less than an exception."""
 
     def find(self, parent: int, name: bytes) -> Attributes | None:
-        """Like `lookup`; None if `name` does not exist."""
+        """Like `lookup`; None if `name` does not exist, which costs less than an exception."""
         ...
 
     def find_xattr(self, inode: int, name: bytes) -> bytes | None:
         """Like `getxattr`; None if the attribute does not exist."""
         ...
 
-
-class PlainEntriesVolume(Volume, Protocol):
-    """A volume that lists a directory as plain tuples, which take a third of the time of named tuples."""
-
     def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
-        """Like `readdir`, with plain tuples."""
+        """Like `readdir`, with plain tuples, which take a third of the time of named tuples."""
         ...
 
     def entry_count(self, inode: int) -> int:
         """Return the number of names in a directory, without "." and ".."."""
         ...
+
+
+def extended(volume: Volume) -> ExtendedVolume:
+    """Return `volume`.  The caller calls only those methods of `ExtendedVolume` whose capability it declares."""
+    return cast(ExtendedVolume, volume)
 
 
 U = TypeVar("U")

@@ -7,7 +7,7 @@ Threading: as in `protocol.volume`; what other threads may do says so.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UNIQUE_RESEND",
-    "AnsweringVolume",
     "GivenState",
     "HandedOverVolume",
     "JournalEnd",
@@ -75,13 +74,6 @@ class JournaledVolume(SnapshotableVolume, Protocol):
         """
         ...
 
-    def answering(self, unique: int) -> None:
-        """Count the calls from now on as those of the kernel's request `unique`; 0: of no request.
-
-        The result of a call that changes something is recorded together with the change.
-        """
-        ...
-
     def store_content(self, data: bytes) -> Iterator[None]:
         """Record what the next transaction writes to a file, in small steps between which requests are answered.
 
@@ -91,20 +83,6 @@ class JournaledVolume(SnapshotableVolume, Protocol):
 
     def forget_stored(self) -> None:
         """End what `store_content` began."""
-        ...
-
-    def defer_syncs(self) -> bool:
-        """Have calls return before their record is on disk; return whether the caller has to wait for `unsynced`.
-
-        That is so with `--fsync always`.  Until this is called, such calls wait themselves, and so does the thread.
-        """
-        ...
-
-    def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
-        """Return what an answer has to wait for: a function that waits for the disk (OSError); None: nothing.
-
-        `of_request`: only for what was recorded since `answering` began to count for a request.
-        """
         ...
 
     def invalidated(self) -> None:
@@ -265,14 +243,6 @@ class KernelRequest:
 
 # The request that the running task answers, for volumes that answer later; None: the task answers none.
 current_request: Final[ContextVar[KernelRequest | None]] = ContextVar("current_request", default=None)
-
-
-class AnsweringVolume(Volume, Protocol):
-    """A volume that recognises a request which another process has executed (capability `answers_once`)."""
-
-    def answering(self, unique: int) -> None:
-        """Count the calls from now on as those of the kernel's request `unique`; 0: of no request."""
-        ...
 
 
 class RecoverableVolume(Volume, Protocol):

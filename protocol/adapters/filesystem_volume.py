@@ -77,7 +77,7 @@ class _Node:
 
 
 class FilesystemVolume:
-    """The volume of `filesystem`; implements `protocol.volume.FlushingVolume`."""
+    """The volume of `filesystem`; it wants a request for each close(2)."""
 
     capabilities: Final = VolumeCapabilities(flush=True, self_check=True)
 

@@ -30,27 +30,20 @@ from protocol.volume import (
     ROOT_INODE,
     SUPERUSER,
     Answer,
-    AppendingVolume,
     AttributeChanges,
     Attributes,
     Buffer,
     Caller,
-    ContentPiecesVolume,
     DirectoryEntry,
-    FlushingVolume,
-    OpeningVolume,
-    OrphanFindingVolume,
     PlainAttributes,
-    PlainEntriesVolume,
     PlainEntry,
-    QuietLookupsVolume,
     StatFs,
     Volume,
     VolumeCapabilities,
     catching,
+    extended,
     then,
 )
-from protocol.volume_durability import AnsweringVolume, JournaledVolume
 from protocol.volume_extensions import SnapshotInfo
 
 __all__ = ["NAME", "ReadableState", "SnapshotDirectoryVolume", "SnapshotStates", "shown_name"]
@@ -88,7 +81,7 @@ class SnapshotDirectoryVolume:
 
         A process that continues the mount of another one needs its own: the kernel still forgets the other's numbers.
         """
-        self._volume = volume
+        self._volume: Final = extended(volume)
         self._states = states
         self._is_visible = is_visible
         self._inodes = SnapshotInodes(seed)
@@ -109,16 +102,16 @@ class SnapshotDirectoryVolume:
         return self._volume.read_only
 
     def answering(self, unique: int) -> None:
-        """See `AnsweringVolume`."""
-        cast("AnsweringVolume", self._volume).answering(unique)
+        """See `ExtendedVolume`."""
+        self._volume.answering(unique)
 
     def defer_syncs(self) -> bool:
-        """See `JournaledVolume`."""
-        return cast("JournaledVolume", self._volume).defer_syncs()
+        """See `ExtendedVolume`."""
+        return self._volume.defer_syncs()
 
     def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
-        """See `JournaledVolume`."""
-        return cast("JournaledVolume", self._volume).unsynced(of_request=of_request)
+        """See `ExtendedVolume`."""
+        return self._volume.unsynced(of_request=of_request)
 
     # -- for the daemon ------------------------------------------------------------------------------
     @property
@@ -181,7 +174,7 @@ class SnapshotDirectoryVolume:
         if parent >= FIRST_INODE:
             # Raises instead of returning None, for `Volume.lookup` says that this absence must not be cached.
             return cast("Attributes", self._lookup(parent, name))
-        found = cast("QuietLookupsVolume", self._volume).find(parent, name)
+        found = self._volume.find(parent, name)
         if found is None and parent == ROOT_INODE and name == NAME:
             return cast("Attributes", self._top())
         return found
@@ -222,10 +215,10 @@ class SnapshotDirectoryVolume:
         return then(self._entry(inode), lambda entry: _attributes(inode, entry))
 
     def is_orphan(self, inode: int) -> bool:
-        return cast("OrphanFindingVolume", self._volume).is_orphan(inode)
+        return self._volume.is_orphan(inode)
 
     def lookup_orphan(self, inode: int) -> Attributes:
-        return cast("OrphanFindingVolume", self._volume).lookup_orphan(inode)
+        return self._volume.lookup_orphan(inode)
 
     def _top(self) -> Answer[Attributes]:
         """The attributes of `.snapshots`: those of the root, without permission to write."""
@@ -315,7 +308,7 @@ class SnapshotDirectoryVolume:
     def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
         if inode >= FIRST_INODE:
             return iter(cast("list[PlainEntry]", self._list(inode, cookie)))
-        listed = cast("PlainEntriesVolume", self._volume).entries(inode, min(cookie, COOKIE_END - 1))
+        listed = self._volume.entries(inode, min(cookie, COOKIE_END - 1))
         return self._with_top(listed, cookie) if self._is_visible and inode == ROOT_INODE else listed
 
     def _with_top(self, entries: Iterator[PlainEntry], cookie: int) -> Iterator[PlainEntry]:
@@ -333,7 +326,7 @@ class SnapshotDirectoryVolume:
 
     def entry_count(self, inode: int) -> int:
         if inode < FIRST_INODE:
-            return cast("PlainEntriesVolume", self._volume).entry_count(inode)
+            return self._volume.entry_count(inode)
         return 0 if self._listing is None or self._listing[0] != inode else len(self._listing[1])
 
     def _list(self, inode: int, cookie: int) -> Answer[list[PlainEntry]]:
@@ -394,7 +387,7 @@ class SnapshotDirectoryVolume:
 
     def read_pieces(self, inode: int, offset: int, size: int) -> Answer[Buffer | list[bytes | bytearray]]:
         if inode < FIRST_INODE:
-            return cast("ContentPiecesVolume", self._volume).read_pieces(inode, offset, size)
+            return self._volume.read_pieces(inode, offset, size)
         return self._read(inode, offset, size)
 
     def _read(self, inode: int, offset: int, size: int) -> Answer[Any]:
@@ -407,7 +400,7 @@ class SnapshotDirectoryVolume:
 
     def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[tuple[int, int]]:
         self._check_written(inode)
-        return cast("AppendingVolume", self._volume).append(inode, data, kill_privileges=kill_privileges)
+        return self._volume.append(inode, data, kill_privileges=kill_privileges)
 
     def _check_written(self, inode: int) -> None:
         if inode >= FIRST_INODE:
@@ -440,17 +433,17 @@ class SnapshotDirectoryVolume:
 
     def open(self, inode: int, flags: int) -> Answer[None]:
         if inode < FIRST_INODE:
-            return cast("OpeningVolume", self._volume).open(inode, flags)
+            return self._volume.open(inode, flags)
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             raise os_error(errno.EROFS)
         return None
 
     def release(self, inode: int, flags: int) -> None:
         if inode < FIRST_INODE:
-            cast("OpeningVolume", self._volume).release(inode, flags)
+            self._volume.release(inode, flags)
 
     def flush(self, inode: int) -> Answer[None]:
-        return cast("FlushingVolume", self._volume).flush(inode) if inode < FIRST_INODE else None
+        return self._volume.flush(inode) if inode < FIRST_INODE else None
 
     # -- the rest ------------------------------------------------------------------------------------
     def statfs(self) -> Answer[StatFs]:
@@ -469,7 +462,7 @@ class SnapshotDirectoryVolume:
 
     def find_xattr(self, inode: int, name: bytes) -> bytes | None:
         if inode < FIRST_INODE:
-            return cast("QuietLookupsVolume", self._volume).find_xattr(inode, name)
+            return self._volume.find_xattr(inode, name)
         return cast("dict[bytes, bytes]", self._xattrs(inode)).get(name)
 
     def _xattrs(self, inode: int) -> Answer[dict[bytes, bytes]]:

@@ -11,7 +11,7 @@ import stat
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar
 from uuid import uuid4
 
 from protocol.adapters.path_filesystem.files import Status
@@ -25,11 +25,11 @@ from protocol.volume import (
     ROOT_INODE,
     USUAL_UMASK,
     Answer,
-    AppendingVolume,
     AttributeChanges,
     Attributes,
     Caller,
     Volume,
+    extended,
 )
 from protocol.volume_extensions import CacheInvalidation, SnapshotableVolume, SnapshotInfo, snapshotable
 
@@ -228,7 +228,7 @@ class VolumeFile:
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> int:
         if self._appends and self._volume.capabilities.appends:
-            written, _ = now(cast("AppendingVolume", self._volume).append(self.node, data))
+            written, _ = now(extended(self._volume).append(self.node, data))
         else:
             written = now(self._volume.write(self.node, self.size() if self._appends else offset, data))
         if not written:

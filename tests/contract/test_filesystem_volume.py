@@ -13,7 +13,7 @@ from protocol import InMemoryFilesystem
 from protocol.adapters.filesystem_volume import FilesystemVolume
 from protocol.filesystem import Filesystem
 from protocol.types import FileEntry, FileStat
-from protocol.volume import RENAME_NOREPLACE, ROOT_INODE, AttributeChanges, Caller, FlushingVolume
+from protocol.volume import RENAME_NOREPLACE, ROOT_INODE, AttributeChanges, Caller
 
 ME = Caller(os.getuid(), os.getgid())
 
@@ -43,7 +43,7 @@ def names(volume: FilesystemVolume) -> list[bytes]:
 
 
 def test_it_asks_for_every_close(volume: FilesystemVolume) -> None:
-    assert isinstance(volume, FlushingVolume)
+    assert volume.capabilities.flush
 
 
 def test_what_is_written_is_in_the_filesystem_after_the_close(volume: FilesystemVolume, filesystem: Filesystem) -> None:

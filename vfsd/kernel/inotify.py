@@ -53,10 +53,10 @@ from protocol.volume import (
     Answer,
     AttributeChanges,
     Attributes,
-    OrphanFindingVolume,
     PlainAttributes,
     Volume,
     VolumeCapabilities,
+    extended,
 )
 from protocol.volume_extensions import CacheInvalidation, EntryChange
 
@@ -104,7 +104,7 @@ class Answers:
         self.was_probed = False
         self.orphan_name = b""  # the name in the root that refers to `orphan`, in one lookup
         self.orphan = 0
-        self._orphans = cast("OrphanFindingVolume", volume) if volume.capabilities.orphans else None
+        self._orphans = extended(volume) if volume.capabilities.orphans else None
         self._volume = volume
         self._last_ghost = _FIRST_GHOST
 

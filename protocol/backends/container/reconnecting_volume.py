@@ -39,7 +39,6 @@ from protocol.volume import (
     ROOT_INODE,
     SUPERUSER,
     Answer,
-    AppendingVolume,
     AttributeChanges,
     Attributes,
     Buffer,
@@ -48,13 +47,14 @@ from protocol.volume import (
     StatFs,
     Volume,
     VolumeCapabilities,
+    extended,
 )
 from protocol.volume_durability import HandedOverVolume, RecoverableVolume, recoverable
 from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, checkable
 
 if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
-    from protocol.volume_durability import AnsweringVolume, TakenState
+    from protocol.volume_durability import TakenState
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -157,7 +157,7 @@ class ReconnectingVolume:
         self.capabilities = replace(self.capabilities, answers_once=True)
 
     def answering(self, unique: int) -> None:
-        """See `protocol.volume_durability.AnsweringVolume`."""
+        """See `protocol.volume.ExtendedVolume`."""
         self._answering(unique)
 
     def tidy(self) -> None:
@@ -232,7 +232,7 @@ class ReconnectingVolume:
             log.slot[_IS_TRANSLATED] = self._run > 0
             log.slot[_RUN] = number
             volume.keep_log(log, is_known=False)
-        self._answering = cast("AnsweringVolume", volume).answering
+        self._answering = extended(volume).answering
 
     def _resume(self, volume: ContinuedVolume) -> None:
         """Enter what the kernel knows from another process."""
@@ -264,7 +264,7 @@ class ReconnectingVolume:
             if helper and not is_continued:
                 self._attach_again(cast("ContinuedVolume", volume), self._before if has_returned else {})
             if has_returned:
-                self._answering = cast("AnsweringVolume", volume).answering
+                self._answering = extended(volume).answering
             elif self._taken is not None:
                 self._taken = None
             elif self._log is not None and kept is not None:
@@ -335,7 +335,7 @@ class ReconnectingVolume:
         return CacheInvalidation(entries=entries, inodes=[InodeChange(file.number, content=True) for file in files])
 
     def path_of(self, inode: int) -> bytes | None:
-        """See `protocol.volume.NamedVolume`: the path at which the inode was seen last."""
+        """See `protocol.volume.ExtendedVolume`: the path at which the inode was seen last."""
         names = []
         file = self._map.get(inode)
         while file is not self._map.root:
@@ -486,7 +486,7 @@ class ReconnectingVolume:
         return self._connected().write(self._inner(inode), offset, data, kill_privileges=kill_privileges)
 
     def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[tuple[int, int]]:
-        volume = cast("AppendingVolume", self._connected())
+        volume = extended(self._connected())
         return volume.append(self._inner(inode), data, kill_privileges=kill_privileges)
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> Answer[None]:

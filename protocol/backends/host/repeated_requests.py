@@ -131,7 +131,7 @@ class RepeatableFiles(HostFiles[A]):
         self._requests = _Requests(slot, is_known=is_known)
 
     def answering(self, unique: int) -> None:
-        """See `AnsweringVolume.answering`."""
+        """See `ExtendedVolume.answering`."""
         if self._requests is not None:
             self._requests.answering(unique)
 

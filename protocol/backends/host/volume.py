@@ -171,12 +171,12 @@ class HostVolume(RepeatableFiles[HostAttributes]):
         ))  # fmt: skip
 
     def path_of(self, inode: int) -> bytes | None:
-        """See `protocol.volume.NamedVolume`: the path at which the inode was seen last."""
+        """See `protocol.volume.ExtendedVolume`: the path at which the inode was seen last."""
         node = self.table.get(inode)
         return None if node is None else self.table.path(node)
 
     def is_orphan(self, inode: int) -> bool:
-        """See `protocol.volume.OrphanFindingVolume`."""
+        """See `protocol.volume.ExtendedVolume`."""
         node = self.table.get(inode)
         return node is not None and node.lookups > 0 and node.parent is None and node is not self.table.root
 

@@ -534,7 +534,7 @@ class MemoryState:
         return None
 
     def path_of(self, number: int) -> bytes | None:
-        """See `protocol.volume.NamedVolume`."""
+        """See `protocol.volume.ExtendedVolume`."""
         inode = self.inodes.get(number)
         return None if inode is None else self.path(inode)
 

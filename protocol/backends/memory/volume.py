@@ -68,9 +68,7 @@ class MemoryVolume:
         acls=True,
         appends=True,
         durable=False,
-        content_pieces=True,
-        quiet_lookups=True,
-        plain_entries=True,
+        shortcuts=True,
         staged_imports=True,
         prepared_imports=True,
         self_check=True,
@@ -155,7 +153,7 @@ class MemoryVolume:
         self.reserving = state.ledger.reserving
 
     def path_of(self, inode: int) -> bytes | None:
-        """See `protocol.volume.NamedVolume`."""
+        """See `protocol.volume.ExtendedVolume`."""
         return self._state.path_of(inode)
 
     # -- settings and statistics -----------------------------------------------------------------

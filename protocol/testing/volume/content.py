@@ -21,7 +21,7 @@ from protocol.testing.volume.driver import (
     VolumeSuite,
     fails,
 )
-from protocol.volume import ROOT_INODE, AppendingVolume, Buffer
+from protocol.volume import ROOT_INODE, Buffer, extended
 
 
 class ContentContract(VolumeSuite):
@@ -50,7 +50,7 @@ class ContentContract(VolumeSuite):
     def test_an_append_is_at_the_end_and_tells_the_size(self, fs: Driver) -> None:
         if not fs.volume.capabilities.appends:
             return
-        volume = cast("AppendingVolume", fs.volume)
+        volume = extended(fs.volume)
         number = fs.file(b"f", mode=0o4755)
         assert volume.append(number, b"x" * 4090) == (4090, 4090)
         assert volume.append(number, memoryview(b"0123456789")) == (10, 4100)

@@ -24,7 +24,7 @@ from protocol.volume import (
     ROOT_INODE,
     Attributes,
     Caller,
-    OrphanFindingVolume,
+    extended,
 )
 
 
@@ -52,7 +52,7 @@ class EntriesContract(VolumeSuite):
         volume = fs.volume
         if not volume.capabilities.orphans:
             return
-        finding = cast("OrphanFindingVolume", volume)
+        finding = extended(volume)
         for number in (fs.file(b"f", b"content"), fs.symlink(b"l", b"target"), ROOT_INODE, 10**9):
             assert not finding.is_orphan(number)
             with fails(errno.ENOENT):

@@ -35,12 +35,13 @@ from typing import TYPE_CHECKING, Final, cast
 
 import trio
 
+from protocol.volume import extended
 from vfsd.daemon.audit.entries import OBJECT_BYTES, PATHS_LISTED, Entry, size_of
 from vfsd.daemon.audit.processes import Process, Processes
 from vfsd.operations.workspace import Overflow
 
 if TYPE_CHECKING:
-    from protocol.volume import Attributes, NamedVolume, Volume
+    from protocol.volume import Attributes, Volume
     from protocol.volume_extensions import CacheInvalidation, EntryChange
 
 AUDIT_BYTES: Final = 8 << 20
@@ -487,7 +488,7 @@ class Names:
         self._volume = volume
         self._path_of: Callable[[int], bytes | None] = lambda _inode: None  # a volume may not know paths
         if volume.capabilities.paths:
-            self._path_of = cast("NamedVolume", volume).path_of
+            self._path_of = extended(volume).path_of
         self._is_kept = volume.capabilities.snapshots
         self._suspensions = 0
         self._above: dict[int, bytes] = {}  # by directory: its path, with a slash unless it is the root

@@ -17,6 +17,7 @@ import trio
 from msgspec.structs import asdict
 
 import vfsd
+from protocol.volume import extended
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.audit.service import Audit, working_for
@@ -115,8 +116,9 @@ class Methods:
 
         The serving loop serves other requests meanwhile.
         """
-        journal = journaled(self._mounted.volume)  # an unmount, and an upgrade, have ended it
-        wait = None if journal is None else journal.unsynced(of_request=False)
+        volume = self._mounted.volume
+        # Without a journal if an unmount, or an upgrade, has ended it.
+        wait = extended(volume).unsynced(of_request=False) if volume.capabilities.journal else None
         if wait is not None:
             try:
                 await wait()

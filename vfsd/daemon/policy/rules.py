@@ -24,11 +24,11 @@ import re
 import stat
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
 from protocol.adapters.git_patterns import GitPatterns
 from protocol.errors import os_error
-from protocol.volume import ROOT_INODE, Answer, Attributes, DirectoryEntry, NamedVolume, Volume, then
+from protocol.volume import ROOT_INODE, Answer, Attributes, DirectoryEntry, Volume, extended, then
 
 _WALK_AGAIN_S: Final = 1.0
 # vfsd writes files under such a name and renames them, also through the mount; a pattern such as `.*` is not for these.
@@ -42,7 +42,7 @@ class PolicyRules:
     def __init__(self, volume: Volume, protect: Sequence[str], hide: Sequence[str]) -> None:
         """ValueError for an invalid pattern."""
         self._volume = volume
-        self.path_of = cast("NamedVolume", volume).path_of
+        self.path_of = extended(volume).path_of
         self._can_change_outside = volume.capabilities.external_changes
         self.has_linked = False  # whether a file with several names was looked up
         self._protected: dict[int, bytes] | None = None  # inodes, and their matching path

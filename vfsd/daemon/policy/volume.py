@@ -33,27 +33,22 @@ from protocol.volume import (
     RENAME_EXCHANGE,
     SUPERUSER,
     Answer,
-    AppendingVolume,
     AttributeChanges,
     Attributes,
     Buffer,
     Caller,
-    ContentPiecesVolume,
     DirectoryEntry,
-    FlushingVolume,
-    PlainEntriesVolume,
     PlainEntry,
-    QuietLookupsVolume,
     StatFs,
     Volume,
     VolumeCapabilities,
     catching,
+    extended,
     then,
 )
 from vfsd.daemon.policy.rules import stale
 
 if TYPE_CHECKING:
-    from protocol.volume_durability import JournaledVolume
     from vfsd.daemon.policy.rules import PolicyRules
 
 T = TypeVar("T")
@@ -76,7 +71,7 @@ class PolicyVolume:
     """`volume` under `rules`."""
 
     def __init__(self, volume: Volume, rules: PolicyRules) -> None:
-        self._volume = volume
+        self._volume: Final = extended(volume)
         self._rules = rules
         self._path_of = rules.path_of
         capabilities = volume.capabilities
@@ -89,13 +84,11 @@ class PolicyVolume:
             journal=capabilities.journal,
             durable=capabilities.durable,
             paths=capabilities.paths,
-            content_pieces=capabilities.content_pieces,
-            quiet_lookups=capabilities.quiet_lookups,
-            plain_entries=capabilities.plain_entries,
+            shortcuts=capabilities.shortcuts,
             external_changes=capabilities.external_changes,
             opens=True,
         )
-        self._quiet = cast("QuietLookupsVolume", volume) if capabilities.quiet_lookups else None
+        self._short = self._volume if capabilities.shortcuts else None
         self.is_tightened = False
         """Whether programs may have files open that are hidden now: then each call asks for that, too."""
         self.writers: dict[int, int] = {}  # how often each file is open for writing
@@ -107,19 +100,19 @@ class PolicyVolume:
         return self._volume.read_only
 
     def answering(self, unique: int) -> None:
-        """See `JournaledVolume`."""
-        cast("JournaledVolume", self._volume).answering(unique)
+        """See `ExtendedVolume`."""
+        self._volume.answering(unique)
 
     def defer_syncs(self) -> bool:
-        """See `JournaledVolume`."""
-        return cast("JournaledVolume", self._volume).defer_syncs()
+        """See `ExtendedVolume`."""
+        return self._volume.defer_syncs()
 
     def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
-        """See `JournaledVolume`."""
-        return cast("JournaledVolume", self._volume).unsynced(of_request=of_request)
+        """See `ExtendedVolume`."""
+        return self._volume.unsynced(of_request=of_request)
 
     def path_of(self, inode: int) -> bytes | None:
-        """See `NamedVolume`."""
+        """See `ExtendedVolume`."""
         return self._path_of(inode)
 
     # -- decisions ---------------------------------------------------------------------------------------
@@ -248,8 +241,8 @@ class PolicyVolume:
             volume.forget(seen.inode, 1)
             return seen
 
-        if self._quiet is not None:
-            return take(self._quiet.find(parent, name))
+        if self._short is not None:
+            return take(self._short.find(parent, name))
         found: Answer[Attributes | None] = catching(
             FileNotFoundError, lambda: volume.lookup(parent, name), lambda _: None
         )
@@ -262,8 +255,8 @@ class PolicyVolume:
         return then(found, lambda seen: self._checked(parent, name, seen, self._gone))
 
     def find(self, parent: int, name: bytes) -> Attributes | None:
-        assert self._quiet is not None
-        found = self._quiet.find(parent, name)
+        assert self._short is not None
+        found = self._short.find(parent, name)
         if found is None:
             return None
         return cast("Attributes | None", self._checked(parent, name, found, lambda: None))
@@ -398,7 +391,7 @@ class PolicyVolume:
         return then(listed, shown) if self._rules.hiding else listed
 
     def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
-        volume = cast("PlainEntriesVolume", self._volume)
+        volume = self._volume
         found = cast("Iterator[PlainEntry]", self._shown(inode, lambda: volume.entries(inode, cookie)))
         return self._without_hidden(inode, found) if self._rules.hiding else found
 
@@ -418,7 +411,7 @@ class PolicyVolume:
                 yield entry
 
     def entry_count(self, inode: int) -> int:
-        return cast("PlainEntriesVolume", self._volume).entry_count(inode)
+        return self._volume.entry_count(inode)
 
     # -- content -----------------------------------------------------------------------------------------
     def open(self, inode: int, flags: int) -> Answer[None]:
@@ -443,14 +436,14 @@ class PolicyVolume:
         return self._shown(inode, lambda: self._volume.read(inode, offset, size))
 
     def read_pieces(self, inode: int, offset: int, size: int) -> Answer[Buffer | list[bytes | bytearray]]:
-        volume = cast("ContentPiecesVolume", self._volume)
+        volume = self._volume
         return self._shown(inode, lambda: volume.read_pieces(inode, offset, size))
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[int]:
         return self._written(inode, lambda: self._volume.write(inode, offset, data, kill_privileges=kill_privileges))
 
     def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[tuple[int, int]]:
-        volume = cast("AppendingVolume", self._volume)
+        volume = self._volume
         return self._written(inode, lambda: volume.append(inode, data, kill_privileges=kill_privileges))
 
     def _written(self, inode: int, write: Callable[[], Answer[T]]) -> Answer[T]:
@@ -478,7 +471,7 @@ class PolicyVolume:
         return self._volume.fsync(inode, data_only=data_only)
 
     def flush(self, inode: int) -> Answer[None]:
-        return cast("FlushingVolume", self._volume).flush(inode)
+        return self._volume.flush(inode)
 
     # -- the rest ----------------------------------------------------------------------------------------
     def statfs(self) -> Answer[StatFs]:
@@ -488,7 +481,7 @@ class PolicyVolume:
         return self._shown(inode, lambda: self._volume.getxattr(inode, name))
 
     def find_xattr(self, inode: int, name: bytes) -> bytes | None:
-        quiet = self._quiet
+        quiet = self._short
         assert quiet is not None
         return cast("bytes | None", self._shown(inode, lambda: quiet.find_xattr(inode, name)))
 

@@ -294,4 +294,4 @@ class WithStoredSnapshots(SnapshotDirectoryVolume):
 
     @property
     def capabilities(self) -> VolumeCapabilities:
-        return replace(super().capabilities, content_pieces=False, quiet_lookups=False, plain_entries=False)
+        return replace(super().capabilities, shortcuts=False)

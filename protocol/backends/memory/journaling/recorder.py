@@ -91,13 +91,13 @@ class Recorder:
 
     # -- requests of the kernel ------------------------------------------------------------------
     def answering(self, unique: int) -> None:
-        """See `JournaledVolume.answering`."""
+        """See `ExtendedVolume.answering`."""
         self._request = unique & ~UNIQUE_RESEND
         if unique:
             self._before_request = self.journal.log.end
 
     def defer_syncs(self) -> bool:
-        """See `JournaledVolume.defer_syncs`; without `wait_synced` there is nobody who would sync."""
+        """See `ExtendedVolume.defer_syncs`; without `wait_synced` there is nobody who would sync."""
         self._log.defers_syncs = self.wait_synced is not None and self.journal.policy == "always"
         return self._log.defers_syncs
 

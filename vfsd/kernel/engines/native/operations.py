@@ -12,27 +12,21 @@ import functools
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import trio
 
 from protocol.errors import NotReadyError, os_error
 from protocol.volume import (
     Answer,
-    AppendingVolume,
     AttributeChanges,
     Attributes,
     Buffer,
     Caller,
-    ContentPiecesVolume,
-    FlushingVolume,
-    OpeningVolume,
-    PlainEntriesVolume,
     PlainEntry,
-    QuietLookupsVolume,
     Volume,
+    extended,
 )
-from protocol.volume_durability import AnsweringVolume, journaled
 from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.base import ListingPositions
 from vfsd.kernel.engines.native import wire
@@ -69,19 +63,17 @@ class Operations:
         written_back: Callable[[], NotReadyError] | None = None,
         record_statfs: Callable[[int], None] = lambda _thread_id: None,
     ) -> None:
-        self._volume = volume
+        self._volume: Final = extended(volume)
         self.background_requests = 0  # so many that the kernel may have sent from its background queue
         self.replies = replies
         self._umask_is_ours = InitFlag.DONT_MASK in flags  # the volume applies the umask, not the kernel
         capabilities = volume.capabilities
-        # The volume, if it has the shortcut.
-        self._quiet = cast("QuietLookupsVolume", volume) if capabilities.quiet_lookups else None
-        self._plain = cast("PlainEntriesVolume", volume) if capabilities.plain_entries else None
-        self._pieces = cast("ContentPiecesVolume", volume) if capabilities.content_pieces else None
+        # The volume, if it has the shortcuts.
+        self._short = self._volume if capabilities.shortcuts else None
         self._kernel_sets_times = InitFlag.WRITEBACK_CACHE in flags  # of a file that is written
         # With write-back cache the kernel's size is the right one.
         appends = capabilities.appends and not self._kernel_sets_times
-        self._appending = cast("AppendingVolume", volume) if appends else None
+        self._appending = self._volume if appends else None
         self._xattrs = ExtendedAttributes(volume, flags, invalidate_attributes) if xattrs else None
         self._positions = ListingPositions()
         self._cancel = cancel
@@ -92,9 +84,8 @@ class Operations:
         self._cached: dict[int, bool] = {}
         self._cleaned: set[int] = set()  # whose dirty pages were written back for the request that comes again
         self._record_statfs = record_statfs
-        self._journaled = journaled(volume)
         self.waits_for_syncs = False  # the session waits for `unsynced` before it answers
-        # What the answer to the last request has to wait for: see `JournaledVolume.unsynced`.
+        # What the answer to the last request has to wait for: see `ExtendedVolume.unsynced`.
         self.unsynced: Callable[[], Awaitable[None]] | None = None
         self.table: Final = self._handlers()
 
@@ -162,7 +153,7 @@ class Operations:
 
     def _counted(self, method: Method) -> Method:
         """Return `method`, with the calls that it makes counted as those of its request."""
-        answering = cast("AnsweringVolume", self._volume).answering
+        answering = self._volume.answering
         unique_of = wire.IN_HEADER_UNIQUE.unpack_from
 
         def counted(node: int, message: Request, length: int) -> object:
@@ -171,21 +162,21 @@ class Operations:
                 return method(node, message, length)
             finally:
                 answering(0)
-                if self.waits_for_syncs and self._journaled is not None:
-                    self.unsynced = self._journaled.unsynced(of_request=True)
+                if self.waits_for_syncs:
+                    self.unsynced = self._volume.unsynced(of_request=True)
 
         return counted
 
     def everything_unsynced(self, opcode: int) -> Callable[[], Awaitable[None]] | None:
         """Return what the answer to a request that took more than one step has to wait for."""
-        if self._journaled is None or not self.waits_for_syncs or opcode not in _CHANGING:
+        if not self.waits_for_syncs or opcode not in _CHANGING:
             return None
-        return self._journaled.unsynced(of_request=False)
+        return self._volume.unsynced(of_request=False)
 
     # -- inodes ------------------------------------------------------------------------------
     def _lookup(self, node: int, message: Request, length: int) -> object:
         (name,) = wire.NAME[length](message, BODY)
-        return self._volume.lookup(node, name) if self._quiet is None else self._quiet.find(node, name)
+        return self._volume.lookup(node, name) if self._short is None else self._short.find(node, name)
 
     def _forget(self, node: int, message: Request, _length: int) -> None:
         self._cached.pop(node, None)
@@ -345,12 +336,12 @@ class Operations:
         return packed
 
     def _entries(self, node: int, cookie: int) -> Answer[Iterator[PlainEntry]]:
-        return self._volume.readdir(node, cookie) if self._plain is None else self._plain.entries(node, cookie)
+        return self._volume.readdir(node, cookie) if self._short is None else self._short.entries(node, cookie)
 
     def _readdirplus(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, _SOUGHT_BYTES if self._positions.is_new(node, cookie) else MAX_WRITE_BYTES)
-        plain = self._plain
+        plain = self._short
         if not cookie and plain is not None and plain.entry_count(node) * _DIRENTPLUS_BYTES > _LARGE_REPLIES * size:
             size = min(size, _SAMPLE_BYTES)
         entries = self._entries(node, cookie)
@@ -364,7 +355,7 @@ class Operations:
 
     def _direntsplus(self, node: int, entries: Iterator[PlainEntry], size: int) -> bytes | Coroutine[Any, Any, bytes]:
         """Pack the entries that fit into `size` bytes with their attributes; each adds a lookup of its inode."""
-        pack, quiet = self.replies.direntplus, self._quiet
+        pack, quiet = self.replies.direntplus, self._short
         lookup = self._volume.lookup if quiet is None else quiet.find
         parts: list[bytes] = []
         waiting: list[tuple[int, PlainEntry, Awaitable[Attributes]]] = []
@@ -412,8 +403,8 @@ class Operations:
             raise os_error(errno.EINVAL)
         self.background_requests += 1
         self._cached[node] = True
-        if self._pieces is not None:
-            return self._pieces.read_pieces(node, offset, size)  # `writev` joins them
+        if self._short is not None:
+            return self._short.read_pieces(node, offset, size)  # `writev` joins them
         return self._volume.read(node, offset, size)
 
     def _write(self, node: int, message: Request, length: int) -> object:
@@ -482,7 +473,7 @@ class Operations:
             return then(self._volume.setattr(node, grown), fail)
 
         # The kernel removed capabilities at the write(2); those that were set since are to stay.
-        capability = None if self._quiet is None else self._quiet.find_xattr(node, _CAPABILITY)
+        capability = None if self._short is None else self._short.find_xattr(node, _CAPABILITY)
 
         def restore(written: int) -> object:
             if capability is None:
@@ -509,16 +500,16 @@ class Operations:
         return self._volume.fsync(node, data_only=bool(flags & wire.FUSE_FSYNC_FDATASYNC))
 
     def _flush(self, node: int, _message: Request, _length: int) -> object:
-        return cast("FlushingVolume", self._volume).flush(node)
+        return self._volume.flush(node)
 
     # -- opens, if the volume wants to be asked ---------------------------------------------------
     def _open(self, node: int, message: Request, _length: int) -> object:
         flags, _ = wire.FUSE_OPEN_IN.unpack_from(message, BODY)
-        return cast("OpeningVolume", self._volume).open(node, flags)
+        return self._volume.open(node, flags)
 
     def _release(self, node: int, message: Request, _length: int) -> None:
         _, flags, _, _ = wire.FUSE_RELEASE_IN.unpack_from(message, BODY)
-        cast("OpeningVolume", self._volume).release(node, flags)
+        self._volume.release(node, flags)
 
     # -- the rest ----------------------------------------------------------------------------
     def _statfs(self, _node: int, message: Request, _length: int) -> object:
@@ -600,7 +591,7 @@ class ExtendedAttributes:
     def __init__(self, volume: Volume, flags: InitFlag, invalidate_attributes: Callable[[int], None]) -> None:
         self._volume = volume
         self._invalidate_attributes = invalidate_attributes
-        self._quiet = cast("QuietLookupsVolume", volume) if volume.capabilities.quiet_lookups else None
+        self._short = extended(volume) if volume.capabilities.shortcuts else None
         is_extended = InitFlag.SETXATTR_EXT in flags
         self._set_in = wire.FUSE_SETXATTR_IN if is_extended else wire.FUSE_SETXATTR_IN_COMPAT
         self.set_bytes = self._set_in.size
@@ -608,8 +599,8 @@ class ExtendedAttributes:
 
     def get(self, node: int, message: Request, length: int) -> object:
         size, name = wire.GETXATTR_NAME[length](message, BODY)
-        if self._quiet is not None:
-            value = self._quiet.find_xattr(node, name)
+        if self._short is not None:
+            value = self._short.find_xattr(node, name)
             return None if value is None else _sized(value, size)
         return then(self._volume.getxattr(node, name), lambda value: _sized(value, size))
 

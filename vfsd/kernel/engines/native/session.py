@@ -32,8 +32,8 @@ import trio
 
 from protocol.errors import NotReadyError
 from protocol.values import Value
-from protocol.volume import Volume
-from protocol.volume_durability import current_request, journaled
+from protocol.volume import Volume, extended
+from protocol.volume_durability import current_request
 from vfsd.kernel.engines import base, policy
 from vfsd.kernel.engines.base import (
     ChangeObserver,
@@ -292,9 +292,8 @@ class NativeEngine:
             raise OSError(errno.ENOTCONN, "not mounted")
         readable = select.poll()
         readable.register(device, select.POLLIN)
-        journal = journaled(self._volume)
-        if journal is not None:
-            self._operations.waits_for_syncs = journal.defer_syncs()
+        if self._volume.capabilities.journal:
+            self._operations.waits_for_syncs = extended(self._volume).defer_syncs()
         try:
             with self._stopped, RunnableThreads() as runnable:
                 self._wakeups.runnable = runnable

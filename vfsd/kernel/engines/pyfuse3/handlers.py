@@ -24,13 +24,11 @@ from protocol.errors import DeniedByPolicyError, NotReadyError, SnapshotNotFound
 from protocol.volume import (
     RENAME_EXCHANGE,
     Answer,
-    AppendingVolume,
     AttributeChanges,
     Attributes,
     Caller,
-    FlushingVolume,
-    OpeningVolume,
     Volume,
+    extended,
 )
 from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.base import (
@@ -136,10 +134,10 @@ class Handlers(pyfuse3.Operations):
         self._positions = ListingPositions()
         self._last_handle = 0
         self._volume = volume
-        self._opening = cast("OpeningVolume", volume) if volume.capabilities.opens else None
-        self._appending = cast("AppendingVolume", volume) if volume.capabilities.appends else None
+        self._opening = extended(volume) if volume.capabilities.opens else None
+        self._appending = extended(volume) if volume.capabilities.appends else None
         self._kernel_sizes: dict[int, tuple[int, ...]] = {}  # of each file that the kernel knows: see `_appends`
-        self._flush = cast("FlushingVolume", volume).flush if volume.capabilities.flush else None
+        self._flush = extended(volume).flush if volume.capabilities.flush else None
         self._xattrs = settings.xattrs
         self.enable_acl = settings.xattrs and volume.capabilities.acls
         self._impersonator = impersonator
