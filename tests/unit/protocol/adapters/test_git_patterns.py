@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protocol.adapters.git_patterns import GitPatterns
+from protocol.adapters.git_patterns import GitPatterns, PathFilter
 
 Entries = dict[str, bool]  # path -> whether it is a directory
 NAMES = ("a", "b", "ab", "ba", "c", "a ", "*", "[", "aab", "]", "-")
@@ -134,3 +134,15 @@ def test_the_last_of_many_patterns_decides() -> None:
     assert found.matches(b"a/name-499", is_directory=False)
     assert found.matches(b"x.3", is_directory=False)
     assert not found.matches(b"name-7", is_directory=False)
+
+
+def test_a_byte_that_is_not_utf8_matches_as_one_character() -> None:
+    exclude = PathFilter(exclude=["*.log", "n?", "[!a-z].c"])
+    assert exclude.hides(b"d\xff/\xff.log", is_directory=False)
+    assert exclude.hides(b"n\xff", is_directory=False)
+    assert exclude.hides(b"\xfe.c", is_directory=False)
+    assert not exclude.hides(b"n\xff\xff", is_directory=False)
+    include = PathFilter(include=["new/"])
+    assert not include.lists(b"d\xff", is_directory=True)
+    assert include.lists(b"\xff/new", is_directory=True)
+    assert include.hides(b"\xff", is_directory=False)
