@@ -7,8 +7,8 @@ workspace of the same name is found again, unless -w or $VFSD_WORKSPACE selects 
 Threading: the methods belong to the event loop, and may run in parallel.  `_known` is only replaced by another record
 that was found, so two lookups at once are harmless.
 
-`FileCalls` sends the tools of `protocol.tools` to the daemon, which runs them: an edit is one step there, a search
-reads an immutable state, and a cancelled call ends there as well.
+The daemon runs the tools of `protocol.tools`: an edit is one step there, a search reads an immutable state, and a
+cancelled call ends there as well.
 """
 
 from __future__ import annotations
@@ -73,9 +73,24 @@ class Session:
         return known
 
     async def run_tool(self, params: Any) -> Any:
-        """Run the tool of `protocol.tools` that takes `params`, and return its result."""
+        """Run the tool of `protocol.tools` that takes `params`, and return its result.
+
+        ControlError for an error of the tool, ConnectionError if the daemon is gone, ValueError for a path outside the
+        workspace.
+        """
         record = await self.record()
-        return await FileCalls(record, AsyncControlClient(record.socket)).run(params)
+        client = AsyncControlClient(record.socket)
+
+        def wire(path: str) -> str:
+            """Convert a model's path: relative to the root, or absolute and below the mountpoint.  May block."""
+            return wire_path(workspace_path(path, record.mountpoint))
+
+        if isinstance(params, WriteFileParams):
+            path = await anyio.to_thread.run_sync(wire, params.path, abandon_on_cancel=True)
+            return await _write(params, path, record, client)
+        # An absolute path is resolved on the file system.
+        call = await anyio.to_thread.run_sync(_BUILDERS[type(params)], params, wire, abandon_on_cancel=True)
+        return await client.run(call)
 
     async def requests(self) -> Requests:
         """Return the requests for the workspace."""
@@ -95,48 +110,23 @@ class Session:
         return status
 
 
-class FileCalls:
-    """Runs tools in the workspace of `record`.  For one event loop; calls may run in parallel."""
-
-    def __init__(self, record: WorkspaceRecord, client: AsyncControlClient) -> None:
-        self._record = record
-        self._client = client
-
-    async def run(self, params: Any) -> Any:
-        """Run the tool that takes `params`, and return its result.
-
-        ControlError for an error of the tool, ConnectionError if the daemon is gone, ValueError for a path outside the
-        workspace.
-        """
-        if isinstance(params, WriteFileParams):
-            return await self._write(params)
-        build = _BUILDERS[type(params)]
-        # An absolute path is resolved on the file system.
-        call = await anyio.to_thread.run_sync(build, params, self._wire, abandon_on_cancel=True)
-        return await self._client.run(call)
-
-    async def _write(self, params: WriteFileParams) -> WriteResult:
-        content = params.content.encode()
-        path = await anyio.to_thread.run_sync(self._wire, params.path, abandon_on_cancel=True)
-        message = FsWriteParams(
-            path=path, mode=params.mode, create_parents=params.create_parents, umask=current_umask()
-        )
-        if len(content) <= INLINE_BYTES:
-            written = await self._client.call("fs.write", replace(message, content=content))
-        else:
-            with readable_by_daemon(self._record.socket) as file:
-                file.write(content)
-                file.flush()
-                source = wire_path(os.fsencode(os.path.abspath(file.name)))
-                written = await self._client.call("fs.write", replace(message, source=source))
-        return WriteResult(_shown(written.path), written.bytes_written, written.mode)
-
-    def _wire(self, path: str) -> str:
-        """Convert a model's path: relative to the root, or absolute and below the mountpoint.  May block."""
-        return wire_path(workspace_path(path, self._record.mountpoint))
-
-
 _Wire = Callable[[str], str]
+
+
+async def _write(
+    params: WriteFileParams, path: str, record: WorkspaceRecord, client: AsyncControlClient
+) -> WriteResult:
+    content = params.content.encode()
+    message = FsWriteParams(path=path, mode=params.mode, create_parents=params.create_parents, umask=current_umask())
+    if len(content) <= INLINE_BYTES:
+        written = await client.call("fs.write", replace(message, content=content))
+    else:
+        with readable_by_daemon(record.socket) as file:
+            file.write(content)
+            file.flush()
+            source = wire_path(os.fsencode(os.path.abspath(file.name)))
+            written = await client.call("fs.write", replace(message, source=source))
+    return WriteResult(_shown(written.path), written.bytes_written, written.mode)
 
 
 def _shown(wire: str) -> str:
