@@ -53,6 +53,7 @@ class HostFilesystem(PathFilesystem):
         super().__init__(HostFiles(root, read_only=read_only, durable=durable, mount=mount), limits=limits)
 
 
+# -- copies of host files --------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class HostMount:
     """Files of the host to begin with: copies `host_path`, with everything below it, to `mount_path`.

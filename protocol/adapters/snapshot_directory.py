@@ -520,6 +520,7 @@ def _stale(_: FileNotFoundError) -> NoReturn:
     raise os_error(errno.ESTALE)
 
 
+# -- inode numbers ---------------------------------------------------------------------------------
 FIRST_INODE: Final = 1 << 62  # of `.snapshots` itself; bit 63 stays 0: some programs read inode numbers as signed
 MOST_BYTES: Final = 16 << 20  # memory of nodes after which the kernel is asked to forget them
 _MASK: Final = FIRST_INODE - 1

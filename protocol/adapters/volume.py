@@ -96,6 +96,7 @@ class VolumeFilesystem(PathFilesystem):
         return super()._search_tree() if self._snapshotable is None else self._snapshotable.tree()
 
 
+# -- the files of a volume -------------------------------------------------------------------------
 T = TypeVar("T")
 
 
@@ -258,6 +259,7 @@ def _status(seen: Attributes) -> Status:
     )
 
 
+# -- a volume that another thread serves -----------------------------------------------------------
 _LOOKING_UP: Final = frozenset({"lookup", "mknod", "mkdir", "symlink", "link", "tmpfile"})
 
 

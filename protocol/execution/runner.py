@@ -184,6 +184,7 @@ def feed_bytes(stdin: bytes) -> Feed:
     return feed
 
 
+# -- for threads -----------------------------------------------------------------------------------
 _DEFAULT_LIMITS: Final = CommandLimits(DEFAULT_TIMEOUT_S, DEFAULT_OUTPUT_BYTES)
 
 

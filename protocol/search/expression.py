@@ -233,6 +233,7 @@ def _reason(pattern: str, position: int, reason: str, fragment: str) -> str:
 Kind = Literal["literal", "escape", "class", "open", "flags", "close", "or", "repeat", "other"]
 
 
+# -- tokens ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Token:
     """`text` at character `start` of the expression.  `value` is the text that a literal matches."""

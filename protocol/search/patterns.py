@@ -270,6 +270,7 @@ def _any_of(segments: list[_Segment]) -> NameTest:
     return lambda name: name in literals or name.endswith(suffixes) or any(test(name) for test in others)
 
 
+# -- braces ----------------------------------------------------------------------------------------
 def expand(pattern: str) -> list[str]:
     """Return the patterns that `pattern` stands for, in order.  ValueError for more than MAX_ALTERNATIVES."""
     done: list[str] = []

@@ -224,6 +224,7 @@ def _children(
     return files, directories
 
 
+# -- glob ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class GlobResult:
     """Paths from the tree's root, sorted as bytes.  `truncated`: there are more, all later in that order."""

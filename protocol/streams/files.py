@@ -217,6 +217,7 @@ class FileWriter(ClosingStream):
                     self._content.close()
 
 
+# -- text ------------------------------------------------------------------------------------------
 def check_encoding(encoding: str) -> None:
     """Raise ValueError if Python does not know the text encoding `encoding`."""
     try:

@@ -128,6 +128,7 @@ def printable(text: str) -> str:
 
 
 # bash where available, because models write bash
+# -- commands --------------------------------------------------------------------------------------
 _SHELL: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; fi; exec sh -c "$1"'
 
 
@@ -229,6 +230,7 @@ PYTHON: Final = Tool(
 _logger = logging.getLogger(__name__)
 
 
+# -- events ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class FileWritten:
     """A file was created, overwritten or appended to."""

@@ -317,6 +317,7 @@ RM: Final = Tool(
 )
 
 
+# -- the tree of a search --------------------------------------------------------------------------
 Shown = Callable[[bytes], str]  # maps a found path back to the beginning that the caller wrote
 
 

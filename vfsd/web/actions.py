@@ -259,6 +259,7 @@ async def complete(source: WorkspaceSource, call: RemoteCall[Any]) -> Any:
         return await source.change(call)
 
 
+# -- forms and outcomes ----------------------------------------------------------------------------
 _BODY_BYTES: Final = 64 * 1024
 _BODY_S: Final = 30
 _FIELDS: Final = 50
@@ -331,7 +332,7 @@ def _touch(form: Mapping[str, str]) -> bool:
     return form.get("touch") == "yes"
 
 
-# -- forks --------------------------------------------------------------------------------------------
+# -- merges and adoptions ------------------------------------------------------------------------------
 def _pair(request: Request, given: Mapping[str, str]) -> tuple[WorkspaceSource, str]:
     """Return the workspace that the URL names, and the name of the fork in `given`, which is a running workspace."""
     other = given.get("fork", "")

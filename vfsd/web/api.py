@@ -129,6 +129,7 @@ async def openapi(_request: Request) -> Response:
     return Response(files("vfsd.web").joinpath("static/openapi.json").read_bytes(), media_type="application/json")
 
 
+# -- events ----------------------------------------------------------------------------------------
 PERIOD_S: Final = 1.0
 _MOST_OPEN: Final = 64
 

@@ -354,6 +354,7 @@ async def _image(source: WorkspaceSource, path: str, state: str | None) -> str |
     return image_type(head)
 
 
+# -- images ----------------------------------------------------------------------------------------
 HEAD_BYTES: Final = 16
 _FORMATS: Final = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"GIF8", "image/gif"))
 
@@ -366,6 +367,7 @@ def image_type(head: bytes) -> str | None:
     return "image/webp" if head[:4] == b"RIFF" and head[8:12] == b"WEBP" else None
 
 
+# -- lines side by side ----------------------------------------------------------------------------
 ROWS: Final = 4_000  # shown on a page
 _LINE_CHARACTERS: Final = 2_000
 _HUNK: Final = re.compile(rb"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
@@ -436,6 +438,7 @@ def _text(line: bytes) -> str:
     return text if len(text) <= _LINE_CHARACTERS else text[:_LINE_CHARACTERS] + " ..."
 
 
+# -- the first changes -----------------------------------------------------------------------------
 @dataclass(slots=True)
 class FirstChanges:
     """A part of the list of changes.  `counts` is None if counting takes longer; `has_more`: others follow."""

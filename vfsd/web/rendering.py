@@ -82,6 +82,7 @@ def page(request: Request, template: str, code: int = 200, **values: Any) -> HTM
 
 
 _logger = logging.getLogger(__name__)
+# -- problems --------------------------------------------------------------------------------------
 _STATUSES: Final = {
     errno.ENOENT: 404,
     errno.EEXIST: 409,

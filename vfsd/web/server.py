@@ -94,6 +94,7 @@ def serve_until_signal(app: ASGIApp, sock: socket.socket) -> int:
     return ended_by[0]
 
 
+# -- routes ----------------------------------------------------------------------------------------
 def application(sources: Sources, credentials: Credentials, port: int) -> ASGIApp:
     """Return the application for a server that listens at the loopback port `port`."""
     routes: list[BaseRoute] = [

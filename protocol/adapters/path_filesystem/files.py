@@ -155,6 +155,7 @@ def held(store: PathFiles, node: int) -> Iterator[int]:
         store.release(node)
 
 
+# -- resolving paths -------------------------------------------------------------------------------
 _LINKS_MAX: Final = 40  # MAXSYMLINKS, linux/namei.h
 
 
@@ -308,6 +309,7 @@ def _outside() -> PermissionError:
     return PermissionError(errno.EACCES, "symlink leads outside the root")
 
 
+# -- the files as a tree ---------------------------------------------------------------------------
 class _Found(NamedTuple):
     """A file found by a search, with the attributes that the search needs."""
 

@@ -61,6 +61,7 @@ class PathFilesystem(PlainPathFilesystem):
         return nullcontext(PathFilesTree(self._store))
 
 
+# -- archives --------------------------------------------------------------------------------------
 # Archives that this process wrote itself a moment ago: trusted, and as large as the state.
 _OWN: ArchiveLimits = ArchiveLimits(entries=1 << 40, total_bytes=1 << 62, manifest_bytes=1 << 40, names_bytes=1 << 40)
 
@@ -125,6 +126,7 @@ class ArchiveSnapshots:
             raise SnapshotNotFoundError(snapshot.snapshot_id) from None
 
 
+# -- making the files equal to a tree --------------------------------------------------------------
 _CHUNK_BYTES: Final = 256 * 1024
 _USER_ALL: Final = stat.S_IRWXU
 

@@ -319,6 +319,7 @@ def _renamed(path: str, base: str, asked: str) -> str:
     return f"{asked}/{below}" if below and asked != ROOT else below or asked
 
 
+# -- pages -----------------------------------------------------------------------------------------
 def check_line_page(offset: int, limit: int | None) -> None:
     """Raise ValueError for an invalid page of lines."""
     if offset < 0:
@@ -408,6 +409,7 @@ def bytes_page(reader: ByteReader, offset: int, limit: int | None, limits: CallL
     return ReadBytesResult(content, reader.path, size, start, len(content), start + len(content) < size)
 
 
+# -- changes ---------------------------------------------------------------------------------------
 _COPIED: Final = (b"user.", b"system.posix_acl_")  # attributes that a write in place keeps
 
 

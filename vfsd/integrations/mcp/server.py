@@ -184,6 +184,7 @@ def _text(text: str, *, is_error: bool = False) -> types.CallToolResult:
     return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=is_error)
 
 
+# -- standard input and output ---------------------------------------------------------------------
 _READ_BYTES: Final = 64 * 1024
 _STEP_BYTES: Final = 4096  # PIPE_BUF: a writable pipe accepts as much without blocking
 # A line is a request.  The largest useful one writes a file of 32 MiB, in which JSON may escape every byte.

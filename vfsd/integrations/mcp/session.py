@@ -110,6 +110,7 @@ class Session:
         return status
 
 
+# -- the tools as calls ----------------------------------------------------------------------------
 _Wire = Callable[[str], str]
 
 

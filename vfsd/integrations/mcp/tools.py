@@ -334,6 +334,7 @@ def describe_error(error: Exception) -> str:
     return printable(text or type(error).__name__)
 
 
+# -- resources -------------------------------------------------------------------------------------
 SCHEME: Final = "vfsd"
 LISTED: Final = 500
 READ_BYTES: Final = 1024 * 1024  # of one resource

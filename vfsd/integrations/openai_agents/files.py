@@ -189,6 +189,7 @@ def _raise_nonzero(error: OSError, *command: str) -> NoReturn:
     raise ExecNonZeroError(done, command=command, cause=error) from error
 
 
+# -- the editor ------------------------------------------------------------------------------------
 class VfsdEditor:
     """Implements `agents.ApplyPatchEditor`.  Paths are relative to the workspace, or absolute and below its mountpoint.
 

@@ -413,6 +413,7 @@ class VfsdSandboxSession(BaseSandboxSession):
             await super()._restore_snapshot_into_workspace_on_resume()
 
 
+# -- terminals -------------------------------------------------------------------------------------
 # The daemon runs 64 interactive commands at once; the others are for `exec`.
 _MOST: Final = 48
 _KEPT_BYTES: Final = 16 << 20  # of output that the agent has not read; the oldest is dropped

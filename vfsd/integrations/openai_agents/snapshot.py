@@ -180,6 +180,7 @@ class _Chunks:
         return content[:size]
 
 
+# -- the state of a session ------------------------------------------------------------------------
 TYPE: Final = "vfsd"
 
 

@@ -362,6 +362,7 @@ def _register(session: Session) -> None:
         session[FilesystemSnapshotRef].register(FilesystemSnapshotRef, replace_latest)
 
 
+# -- dumps -----------------------------------------------------------------------------------------
 def dump_session_tree(
     session: Session, target: FilePath, *, filesystem_section: VfsdWorkspaceSection | None = None
 ) -> Path | None:
