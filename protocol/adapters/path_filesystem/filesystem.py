@@ -223,8 +223,7 @@ class _Target:
                 store.mknod(parent, name, new.mode, new.rdev)
         self.set_metadata(new)
 
-    def write(self, new: TreeEntry, old: TreeEntry) -> None:
-        self.put(new, old)
+    write = put
 
     def link(self, new: TreeEntry, other: bytes, old: TreeEntry | None) -> None:
         if old is not None:
