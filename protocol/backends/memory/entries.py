@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.ledger import SLACK_BYTES, version_bytes
+from protocol.backends.memory.limits import VolumePart
 from protocol.directory_cookies import DirectoryCookies, downward
 from protocol.errors import os_error
 from protocol.tree import TYPE_MASK
@@ -29,8 +30,6 @@ from protocol.volume import (
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.memory.limits import MemoryLimits
-    from protocol.backends.memory.state import MemoryState
 
 SYMLINK_MAX: Final = 4095  # PATH_MAX without its NUL, linux/limits.h
 _SLASH: Final = ord("/")
@@ -43,18 +42,8 @@ _DOTS: Final = frozenset({b".", b".."})
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 
 
-class DirectoryEntries:
-    """The directory entries of `state`."""
-
-    __slots__ = ("_check_new_name", "_clock", "_inodes", "_ledger", "_limits", "_state")
-
-    def __init__(self, state: MemoryState, limits: MemoryLimits) -> None:
-        self._state = state
-        self._inodes = state.inodes
-        self._ledger = state.ledger
-        self._clock = state.clock
-        self._check_new_name = state.check_new_name
-        self._limits = limits
+class DirectoryEntries(VolumePart):
+    """The calls that find, list, make, remove and rename the names in directories."""
 
     # -- finding and listing -----------------------------------------------------------------------
     def find(self, parent: int, name: bytes) -> Inode | None:
@@ -82,6 +71,22 @@ class DirectoryEntries:
         lookups[number] = lookups.get(number, 0) + 1
         return inode
 
+    def forget(self, inode: int, count: int) -> None:
+        """Take `count` lookups from an inode, if it exists."""
+        recorder = self.recorder
+        if recorder is not None:
+            count = recorder.forgotten(inode, count)
+        node = self._inodes.get(inode)
+        if node is not None:
+            lookups = self._state.lookups
+            left = lookups.pop(inode, 0) - count
+            if left:
+                lookups[inode] = left
+            elif node.nlink == 0:
+                self._state.release(node)
+                if recorder is not None:
+                    recorder.freed(inode)
+
     def entry_count(self, inode: int) -> int:
         """Return how many names a directory has, without "." and ".."."""
         return len(self._state.directory(inode).children or ())
@@ -92,7 +97,10 @@ class DirectoryEntries:
         self._state.update_atime(directory)
         cookies = directory.cookies
         if cookies is None or cookies.ascends:
-            cookies = directory.cookies = downward(cookies, directory.children or ())
+            names = directory.children or ()
+            if self.recorder is not None:
+                self.recorder.record_listing(directory)
+            cookies = directory.cookies = downward(cookies, names)
         chunks = self._chunks(directory, cookies, cookie)
         return itertools.chain(self._dots(directory, cookie), itertools.chain.from_iterable(chunks))
 
@@ -113,6 +121,8 @@ class DirectoryEntries:
 
     # -- making and removing -----------------------------------------------------------------------
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
+        if self.repeats and (done := self._repeated()) is not None:
+            return self._looked_up(done)
         kind = mode & TYPE_MASK or _REGULAR
         if kind in _NOT_FOR_MKNOD:
             raise os_error(errno.EPERM)
@@ -120,15 +130,25 @@ class DirectoryEntries:
         node = self._new(directory, kind | (mode & 0o7777), caller)
         if kind in _DEVICES:
             node.rdev = rdev
-        return self._enter(directory, name, node)
+        self._enter(directory, name, node)
+        if self.recorder is not None:
+            self.recorder.made(parent, name, node)
+        return node
 
     def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
+        if self.repeats and (done := self._repeated()) is not None:
+            return self._looked_up(done)
         directory = self._room_for(parent, name, is_directory=True)
         inherited = directory.mode & stat.S_ISGID
         node = self._new(directory, stat.S_IFDIR | (mode & 0o7777) | inherited, caller)
-        return self._enter(directory, name, node)
+        self._enter(directory, name, node)
+        if self.recorder is not None:
+            self.recorder.made(parent, name, node)
+        return node
 
     def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
+        if self.repeats and (done := self._repeated()) is not None:
+            return self._looked_up(done)
         if not target:
             raise os_error(errno.ENOENT)
         if len(target) > SYMLINK_MAX:
@@ -136,35 +156,55 @@ class DirectoryEntries:
         directory = self._room_for(parent, name)
         node = self._state.create(stat.S_IFLNK | 0o777, caller.uid, _group(directory, caller))
         self._state.set_target(node, target)
-        return self._enter(directory, name, node)
+        self._enter(directory, name, node)
+        if self.recorder is not None:
+            self.recorder.made(parent, name, node)
+        return node
 
     def tmpfile(self, parent: int, mode: int, caller: Caller) -> Inode:
+        if self.repeats and (done := self._repeated()) is not None:
+            return self._looked_up(done)
         if self._state.read_only:
             raise os_error(errno.EROFS)
         directory = self._state.directory(parent)
         self._limits.check_room(0, 1)
         self._limits.require(SLACK_BYTES)
+        if self.recorder is not None:
+            self.recorder.begin(0, directory)
         node = self._new(directory, stat.S_IFREG | (mode & 0o7777), caller)
         self._state.lookups[node.inode] = 1
         self._state.orphans.add(node.inode)
+        if self.recorder is not None:
+            self.recorder.made(None, b"", node)
         return node
 
     def link(self, inode: int, parent: int, name: bytes) -> Inode:
-        node = self._state.getattr(inode)
+        if self.repeats and (done := self._repeated()) is not None:
+            return self._looked_up(done)
+        node = self.getattr(inode)
         if node.is_dir:
             raise os_error(errno.EPERM)
         directory = self._room_for(parent, name, inodes=0)
+        if self.recorder is not None:
+            self.recorder.begin(0, node)
         node = self._limits.changeable(node)
         node.ctime_ns = self._clock()
-        return self._enter(directory, name, node)
+        self._enter(directory, name, node)
+        if self.recorder is not None:
+            self.recorder.linked(parent, name, node)
+        return node
 
     def unlink(self, parent: int, name: bytes) -> None:
+        if self.repeats and self._repeated() is not None:
+            return
         directory, node = self._victim(parent, name)
         if node.children is not None:
             raise os_error(errno.EISDIR, shown(name))
         self._remove(directory, name, node)
 
     def rmdir(self, parent: int, name: bytes) -> None:
+        if self.repeats and self._repeated() is not None:
+            return
         if name == b".":
             raise os_error(errno.EINVAL)
         if name == b"..":
@@ -177,7 +217,7 @@ class DirectoryEntries:
         self._remove(directory, name, node)
 
     # -- rename ------------------------------------------------------------------------------------
-    def rename(
+    def rename(  # noqa: C901 -- the checks of rename(2), in its order
         self,
         parent: int,
         name: bytes,
@@ -186,6 +226,8 @@ class DirectoryEntries:
         flags: int = 0,
         caller: Caller = SUPERUSER,
     ) -> None:
+        if self.repeats and self._repeated() is not None:
+            return
         if flags and (flags & ~_RENAME_FLAGS or (flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE)):
             raise os_error(errno.EINVAL)
         source, node = self._victim(parent, name)
@@ -194,6 +236,9 @@ class DirectoryEntries:
         assert target.children is not None
         number = target.children.get(new_name)
         victim = self._inodes[number] if number is not None else None
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.begin(0, source, target, node, victim)
         if flags & RENAME_EXCHANGE:
             if victim is None:
                 raise not_found(new_name)
@@ -201,17 +246,14 @@ class DirectoryEntries:
             self._check_not_below(victim, source)
             self._require_versions(node, victim, source, target)
             self._exchange(source, name, node, target, new_name, victim)
+            if recorder is not None:
+                recorder.renamed(parent, name, new_parent, new_name, node, victim)
             return
         if victim is not None and flags & RENAME_NOREPLACE:
             raise os_error(errno.EEXIST, shown(new_name))
-        if target.nlink == 0:
-            raise not_found(new_name)
-        if node.children is not None:
-            self._check_not_below(node, target)
-        if victim is node:
+        if victim is node and target.nlink:
             return  # two names of one file: rename(2) does nothing
-        if victim is not None:
-            self._check_replaceable(node, victim, new_name)
+        self._check_target(node, target, victim, new_name)
         if flags & RENAME_WHITEOUT and victim is None:
             self._limits.check_room(0, 1)
         if self._ledger.metadata > self._limits.checked_metadata or self._state.log.newest is not None:
@@ -219,6 +261,8 @@ class DirectoryEntries:
         self._move(source, name, node, target, new_name, victim)
         if flags & RENAME_WHITEOUT:
             self._leave_whiteout(parent, name, caller)
+        if recorder is not None:
+            recorder.renamed(parent, name, new_parent, new_name, node, victim)
 
     def _require_versions(self, *nodes: Inode) -> None:
         """Raise ENOSPC if there is no memory for the old versions of `nodes` and for a longer name."""
@@ -239,7 +283,14 @@ class DirectoryEntries:
                 raise os_error(errno.EINVAL)
             directory = self._state.parent(directory)
 
-    def _check_replaceable(self, node: Inode, victim: Inode, name: bytes) -> None:
+    def _check_target(self, node: Inode, target: Inode, victim: Inode | None, name: bytes) -> None:
+        """Check that `node` can get `name`, which `victim` has, in `target`."""
+        if target.nlink == 0:
+            raise not_found(name)
+        if node.children is not None:
+            self._check_not_below(node, target)
+        if victim is None:
+            return
         if victim.children is not None:
             if not node.is_dir:
                 raise os_error(errno.EISDIR, shown(name))
@@ -315,8 +366,10 @@ class DirectoryEntries:
             limits.check_room(0, inodes)
         if self._ledger.metadata > limits.checked_metadata:
             limits.check_entry()
-        if self._check_new_name is not None:
-            self._check_new_name(directory, name, is_directory)
+        if self._state.check_new_name is not None:
+            self._state.check_new_name(directory, name, is_directory)
+        if self.recorder is not None:
+            self.recorder.begin(SYMLINK_MAX, directory)
         return directory
 
     def _new(self, directory: Inode, mode: int, caller: Caller) -> Inode:
@@ -341,7 +394,9 @@ class DirectoryEntries:
         return node
 
     def _remove(self, directory: Inode, name: bytes, node: Inode) -> None:
-        state = self._state
+        state, recorder = self._state, self.recorder
+        if recorder is not None:
+            recorder.begin(0, directory, node, removes=True)
         epoch = state.epoch
         if directory.epoch != epoch:
             directory = state.own(directory)
@@ -351,6 +406,8 @@ class DirectoryEntries:
         directory.mtime_ns = directory.ctime_ns = node.ctime_ns = self._clock()
         if node.nlink == 0 and node.inode not in state.lookups:
             state.release(node)
+        if recorder is not None:
+            recorder.removed(directory, name, node)
 
 
 def _check_name(name: bytes) -> None:

@@ -15,14 +15,13 @@ from protocol.backends.memory import xattrs
 from protocol.backends.memory.blocks import PAGE_BYTES
 from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.ledger import SLACK_BYTES
+from protocol.backends.memory.limits import VolumePart
 from protocol.errors import os_error
 from protocol.linux.portable import without_privileges
 from protocol.tree import TYPE_MASK
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.memory.limits import MemoryLimits
-    from protocol.backends.memory.state import MemoryState
     from protocol.volume import Buffer
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # MAX_LFS_FILESIZE on 64 bits, linux/fs.h
@@ -34,17 +33,8 @@ _RESERVED_PAGE_BYTES: Final = PAGE_BYTES + 1024  # more than a page promised by 
 _WRITE_BYTES: Final = 2 * (BLOCK_BYTES + BLOCK_BYTES // 8) + SLACK_BYTES
 
 
-class FileContents:
-    """The content of the regular files of `state`."""
-
-    __slots__ = ("_clock", "_inodes", "_ledger", "_limits", "_state")
-
-    def __init__(self, state: MemoryState, limits: MemoryLimits) -> None:
-        self._state = state
-        self._inodes = state.inodes
-        self._ledger = state.ledger
-        self._clock = state.clock
-        self._limits = limits
+class FileContents(VolumePart):
+    """The calls that read, write, resize and allocate the content of regular files."""
 
     # -- reading ---------------------------------------------------------------------------------
     def read_pieces(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
@@ -67,7 +57,7 @@ class FileContents:
         return content.read(offset, size) if size <= BLOCK_BYTES else content.pieces(offset, size)
 
     def seek(self, inode: int, offset: int, whence: int) -> int:
-        node = self._state.getattr(inode)
+        node = self.getattr(inode)
         check_regular(node)
         if offset < 0 or offset >= node.size:
             raise os_error(errno.ENXIO)
@@ -80,20 +70,32 @@ class FileContents:
         return node.content.seek_data(offset, node.size)
 
     # -- writing ---------------------------------------------------------------------------------
-    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+    # In one piece: this is the most frequent change.
+    def write(  # noqa: C901, PLR0912
+        self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False
+    ) -> int:
+        recorder = self.recorder
+        if recorder is not None and self.repeats and (done := self._repeated()) is not None:
+            return done
         state, ledger = self._state, self._ledger
         if state.read_only:
             raise os_error(errno.EROFS)
-        node = self._inodes.get(inode) or state.getattr(inode)
+        node = self._inodes.get(inode) or self.getattr(inode)
         length = len(data)
         end = offset + length
         if not 0 <= offset < end <= MAX_FILE_BYTES or node.mode & TYPE_MASK != _REGULAR:
             _check_write(node, offset, end)
             if not length:
                 return 0
+        if recorder is not None:
+            recorder.begin_write(node, offset, data)
         limits = self._limits
         if node.epoch != state.epoch:
             node = limits.changeable(node)
+        shared_limit = ledger.shared_limit
+        # A write to a page that another process shares needs memory, though the ledger does not grow.
+        if shared_limit is not None and not shared_limit.wrote(length):
+            limits.require(length)
         content = node.content
         if content is None:
             content = state.content(node)
@@ -117,6 +119,8 @@ class FileContents:
             node.mode = without_privileges(node.mode)
         if node.xattrs:
             ledger.set_xattrs(node, xattrs.without_capability(node.xattrs))
+        if recorder is not None:
+            recorder.wrote(node, offset, data, length)
         return length
 
     def _write_fitting(self, node: Inode, content: Content, offset: int, data: Buffer) -> tuple[int, int]:
@@ -139,6 +143,8 @@ class FileContents:
             content.recount(offset // PAGE_BYTES, (offset + length + PAGE_BYTES - 1) // PAGE_BYTES)
             content.truncate(node.size)
             self._state.pages += content.pages - pages
+            if self.recorder is not None:
+                self.recorder.wrote_partly(node, offset, length)
             raise
         finally:
             ledger.content += content.charge - charge
@@ -161,10 +167,12 @@ class FileContents:
 
     # -- size and allocation ---------------------------------------------------------------------
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
+        if self.repeats and self._repeated() is not None:
+            return
         state = self._state
         if state.read_only:
             raise os_error(errno.EROFS)
-        node = state.getattr(inode)
+        node = self.getattr(inode)
         check_regular(node)
         if offset < 0 or length <= 0:
             raise os_error(errno.EINVAL)
@@ -172,7 +180,10 @@ class FileContents:
             raise os_error(errno.EOPNOTSUPP)
         if offset + length > MAX_FILE_BYTES:
             raise os_error(errno.EFBIG)
-        if mode & _FALLOC_PUNCH_HOLE:
+        is_hole = bool(mode & _FALLOC_PUNCH_HOLE)
+        if self.recorder is not None:
+            self.recorder.begin_allocation(node, is_hole=is_hole)
+        if is_hole:
             node = self._limits.changeable(node)
             self._change_pages(node, lambda: state.content(node).punch(offset, length))
         else:
@@ -185,8 +196,10 @@ class FileContents:
                 state.resize(node, offset + length)
         self._ledger.set_xattrs(node, xattrs.without_capability(node.xattrs))
         node.mtime_ns = node.ctime_ns = self._clock()
+        if self.recorder is not None:
+            self.recorder.allocated(node, offset, length, is_hole=is_hole)
 
-    def resize(self, node: Inode, size: int) -> None:
+    def _resize(self, node: Inode, size: int) -> None:
         """Set the size of a regular file (owned).  At the same size, pages reserved beyond it are freed."""
         if size <= node.size and node.content is not None:
             content = node.content

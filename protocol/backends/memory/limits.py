@@ -35,6 +35,7 @@ from protocol.errors import os_error
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.journaling.recorder import Recorder
     from protocol.backends.memory.state import MemoryState
     from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 
@@ -217,3 +218,41 @@ class MemoryLimits:
             yield
         finally:
             self._unprunable = before
+
+
+class VolumePart:
+    """The base of the parts of a `MemoryVolume`: its state, and the limits of that.
+
+    `recorder` records the changes in a journal.  `repeats` has the recorded results of requests that may come again, by
+    request, oldest first: such a request is answered and not executed again.
+    """
+
+    recorder: Recorder | None = None
+    repeats: dict[int, list[int]] | None = None
+
+    def __init__(self, state: MemoryState, limits: MemoryLimits) -> None:
+        self._state = state
+        self._limits = limits
+        self._inodes = state.inodes
+        self._ledger = state.ledger
+        self._clock = state.clock
+        self._lock = state.lock
+
+    def getattr(self, inode: int) -> Inode:
+        """See `protocol.volume.Volume`."""
+        try:
+            return self._inodes[inode]
+        except KeyError:
+            raise os_error(errno.ENOENT, f"inode {inode}") from None
+
+    def _repeated(self) -> int | None:
+        """Return the recorded result of the call that the request makes; None if it was not executed before."""
+        assert self.recorder is not None
+        assert self.repeats is not None
+        results = self.repeats.get(self.recorder.request)
+        return results.pop(0) if results else None
+
+    def _looked_up(self, inode: int) -> Inode:
+        """Return an inode that exists, for an answer with which the kernel counts a lookup."""
+        self._state.lookups[inode] = self._state.lookups.get(inode, 0) + 1
+        return self.getattr(inode)

@@ -95,13 +95,6 @@ class MemoryState:
         return self.inodes[ROOT_INODE]
 
     # -- inodes --------------------------------------------------------------------------------
-    def getattr(self, inode: int) -> Inode:
-        """Return the live version of `inode`.  ENOENT."""
-        try:
-            return self.inodes[inode]
-        except KeyError:
-            raise os_error(errno.ENOENT, f"inode {inode}") from None
-
     def directory(self, inode: int) -> Inode:
         """Return the live version of a directory.  ENOENT, ENOTDIR."""
         try:
@@ -122,16 +115,6 @@ class MemoryState:
         """Return the modes of inodes; only the type bits are meaningful."""
         inodes = self.inodes
         return [inodes[number].mode for number in numbers]
-
-    def forget(self, inode: int, count: int) -> None:
-        """Take `count` lookups from `inode`, if it exists."""
-        node = self.inodes.get(inode)
-        if node is not None:
-            left = self.lookups.pop(inode, 0) - count
-            if left:
-                self.lookups[inode] = left
-            elif node.nlink == 0:
-                self.release(node)
 
     def drop_lookups(self) -> None:
         """Forget everything that a kernel looked up, as a process that was forked does, and free the orphans."""

@@ -1,6 +1,6 @@
 """MemoryVolume: a POSIX volume in memory with snapshots.
 
-The class only binds its parts.  Each has its own state and module:
+Its parts:
 
 - `state.MemoryState`: the inode table with its counters, undo log and memory ledger; it makes every change;
 - `limits.MemoryLimits`: checks whether a change fits;
@@ -18,7 +18,7 @@ import functools
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from protocol.backends.memory.attributes import InodeAttributes
 from protocol.backends.memory.blocks import PAGE_BYTES
 from protocol.backends.memory.entries import DirectoryEntries, not_found
-from protocol.backends.memory.files import FileContents, check_regular
+from protocol.backends.memory.files import check_regular
 from protocol.backends.memory.history.snapshots import SnapshotHistory
 from protocol.backends.memory.invariants import Invariants
 from protocol.backends.memory.ledger import RESERVE_BYTES
@@ -35,7 +35,7 @@ from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
 from protocol.volume import AttributeChanges, DirectoryEntry, StatFs, VolumeCapabilities
 from protocol.volume_durability import JournalStatus
-from protocol.volume_extensions import CacheInvalidation, PreparingVolume, SharedLimit, SnapshotInfo, VolumeUsage
+from protocol.volume_extensions import CacheInvalidation, SharedLimit, SnapshotInfo, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -51,7 +51,7 @@ _COPY_BYTES: Final = 1 << 20
 _KEEP_SIZE_PUNCH_HOLE: Final = 3  # linux/falloc.h
 
 
-class MemoryVolume:
+class MemoryVolume(DirectoryEntries, InodeAttributes, SnapshotHistory):
     """A volume in memory.  Implements `PreparingVolume`, `ForkableVolume` and `CheckableVolume`.
 
     `max_bytes` bounds the live content (whole pages of 4,096 bytes, holes not counted) and the metadata beyond 4 MiB;
@@ -59,8 +59,7 @@ class MemoryVolume:
     together.  None means no limit.  `clock` returns nanoseconds since the epoch.  `uid` and `gid` own the root, by
     default those of the process.  A backend that starts with content passes its own `state`.
 
-    The methods of the parts are attributes of the instance, so a request costs no forwarding call.  A subclass that
-    replaces one assigns the attribute after calling `__init__`; defining a method of that name is a TypeError.
+    The parts are base classes, so a request costs no forwarding call.
     """
 
     capabilities: VolumeCapabilities = VolumeCapabilities(
@@ -78,15 +77,8 @@ class MemoryVolume:
         orphans=True,
     )
 
-    _recorder: Recorder | None = None  # while a journal records the changes
-    _uncounted_write: Callable[..., int] | None = None  # `write`, while it is counted for a shared limit
     _given_pins: Collection[int] = frozenset()
     _replay: Replay | None = None  # from the replay of a journal until `connect`
-
-    def __init_subclass__(cls) -> None:
-        for name in vars(cls):
-            if hasattr(PreparingVolume, name) and not hasattr(MemoryVolume, name):
-                raise TypeError(f"{cls.__name__}.{name} would be ignored: assign self.{name} after calling __init__")
 
     def __init__(
         self,
@@ -104,57 +96,19 @@ class MemoryVolume:
             state = MemoryState(clock, os.getuid() if uid is None else uid, os.getgid() if gid is None else gid)
         state.read_only = read_only
         limits = MemoryLimits(state, max_bytes, max_inodes, max_memory)
-        entries = DirectoryEntries(state, limits)
-        files = FileContents(state, limits)
-        attributes = InodeAttributes(state, limits, files)
-        history = SnapshotHistory(state, limits)
-        self._state, self._limits, self._history = state, limits, history
-
-        self.getattr = state.getattr
-        self.forget = state.forget
-        self.find = entries.find
-        self.entries = entries.entries
-        self.entry_count = entries.entry_count
-        self.mknod = entries.mknod
-        self.mkdir = entries.mkdir
-        self.symlink = entries.symlink
-        self.tmpfile = entries.tmpfile
-        self.link = entries.link
-        self.unlink = entries.unlink
-        self.rmdir = entries.rmdir
-        self.rename = entries.rename
-        self.setattr = attributes.setattr
-        self.readlink = attributes.readlink
-        self.find_xattr = attributes.find_xattr
-        self.setxattr = attributes.setxattr
-        self.listxattr = attributes.listxattr
-        self.removexattr = attributes.removexattr
-        self.read_pieces = files.read_pieces
-        self.write = files.write
-        self.seek = files.seek
-        self.fallocate = files.fallocate
-
-        self.take_snapshot = history.take_snapshot
-        self.snapshots = history.snapshots
-        self.snapshot = history.snapshot
-        self.restore_snapshot = history.restore_snapshot
-        self.drop_snapshot = history.drop_snapshot
-        self.tree = history.tree
-        self.changes = history.changes
-        self.import_tree = history.import_tree
-        self.fill = history.fill
-        self.reserve_inodes = history.reserve_inodes
-        self.preparation = history.preparation
-        self.import_prepared = history.import_prepared
-        self.mark = history.mark
-        self.changed_since = history.changed_since
-        self.mark_saved = history.mark_saved
-        self.keeping = limits.keeping
-        self.reserving = state.ledger.reserving
+        super().__init__(state, limits)
 
     def path_of(self, inode: int) -> bytes | None:
         """See `protocol.volume.ExtendedVolume`."""
         return self._state.path_of(inode)
+
+    def keeping(self, *names: str) -> AbstractContextManager[None]:
+        """See `SnapshotableVolume`."""
+        return self._limits.keeping(*names)
+
+    def reserving(self) -> AbstractContextManager[Callable[[int], None]]:
+        """See `ImportStage`."""
+        return self._ledger.reserving()
 
     # -- settings and statistics -----------------------------------------------------------------
     @property
@@ -208,18 +162,10 @@ class MemoryVolume:
     def on_pruned(self, callback: Callable[[SnapshotInfo], None] | None) -> None:
         self._limits.on_pruned = callback
 
-    @property
-    def saved_ns(self) -> int | None:
-        return self._history.saved_ns
-
-    @property
-    def is_saved(self) -> bool:
-        return self._history.is_saved
-
     def check_invariants(self) -> None:
         Invariants(self._state).check()
-        if self._recorder is not None:
-            self._recorder.check_invariants()
+        if self.recorder is not None:
+            self.recorder.check_invariants()
 
     def new_stage(self) -> MemoryVolume:
         stage = MemoryVolume(self._limits.max_bytes, self._limits.max_inodes)
@@ -259,20 +205,15 @@ class MemoryVolume:
         self.record_in(journal)
         self.capabilities = replace(self.capabilities, durable=True, journal=True)
 
-        assert self._recorder is not None
-        self.answering = self._recorder.answering
-        self.invalidated = self._recorder.invalidated
-        self.defer_syncs = self._recorder.defer_syncs
-
     def record_in(self, journal: Journal) -> None:
         """Record every change in `journal` from now on, without what comes with one that is kept."""
-        self._recorder = self._history.recorder = self._new_recorder(journal)
-        self._recorder.pinned.update(self._given_pins)
+        self.recorder = self._new_recorder(journal)
+        self.recorder.pinned.update(self._given_pins)
 
     @property
     def pinned(self) -> Collection[int]:
         """The inodes with one lookup more than is known: see `Recorder`."""
-        return self._given_pins if self._recorder is None else self._recorder.pinned
+        return self._given_pins if self.recorder is None else self.recorder.pinned
 
     def pin(self, inodes: Collection[int]) -> None:
         """Take over from another process which inodes are pinned."""
@@ -294,10 +235,6 @@ class MemoryVolume:
         from protocol.backends.memory.journaling.handover import Taking  # noqa: PLC0415 (start-up: upgrades are rare)
 
         return Taking(self, self._state, self._new_replay(), self._replayed)
-
-    def restore_saved(self, saved_ns: int | None, *, is_saved: bool) -> None:
-        """Take over from another process whether, and when, the state was saved."""
-        self._history.restore_saved(saved_ns, is_saved=is_saved)
 
     def _replayed(self, replay: Replay) -> None:
         """Take over what a replay found, apart from state and notes."""
@@ -321,7 +258,7 @@ class MemoryVolume:
     def connect(self, *, is_known: bool) -> CacheInvalidation:
         """See `JournaledVolume`."""
         replay, self._replay = self._replay, None
-        recorder = self._recorder
+        recorder = self.recorder
         assert recorder is not None
         if is_known and replay is not None:
             self.keep_room()  # which the daemon before had
@@ -335,36 +272,52 @@ class MemoryVolume:
     @property
     def journal(self) -> Journal | None:
         """The journal that records the changes."""
-        return None if self._recorder is None else self._recorder.journal
+        return None if self.recorder is None else self.recorder.journal
 
     def sync_with(self, wait: WaitSynced) -> None:
         """Have `unsynced` use `wait`."""
-        assert self._recorder is not None
-        self._recorder.wait_synced = wait
+        assert self.recorder is not None
+        self.recorder.wait_synced = wait
 
     def store_content(self, data: bytes) -> Iterator[None]:
         """See `JournaledVolume`."""
-        return iter(()) if self._recorder is None else self._recorder.store_content(data)
+        return iter(()) if self.recorder is None else self.recorder.store_content(data)
 
     def forget_stored(self) -> None:
         """See `JournaledVolume`."""
-        if self._recorder is not None:
-            self._recorder.forget_stored()
+        if self.recorder is not None:
+            self.recorder.forget_stored()
+
+    @property
+    def answering(self) -> Callable[[int], None]:
+        """See `JournaledVolume`."""
+        assert self.recorder is not None
+        return self.recorder.answering
+
+    def defer_syncs(self) -> bool:
+        """See `JournaledVolume`."""
+        assert self.recorder is not None
+        return self.recorder.defer_syncs()
+
+    def invalidated(self) -> None:
+        """See `JournaledVolume`."""
+        assert self.recorder is not None
+        self.recorder.invalidated()
 
     def unsynced(self, *, of_request: bool) -> Callable[[], Awaitable[None]] | None:
         """See `JournaledVolume`."""
-        return None if self._recorder is None else self._recorder.unsynced(of_request=of_request)
+        return None if self.recorder is None else self.recorder.unsynced(of_request=of_request)
 
     def journal_status(self) -> JournalStatus:
         """Describe the journal, which there is."""
-        assert self._recorder is not None
-        return self._recorder.status()
+        assert self.recorder is not None
+        return self.recorder.status()
 
     def note(self, key: str, value: bytes, *, with_next: bool = False) -> None:
         """See `JournaledVolume`."""
         if self.notes.get(key, b"") != value:
-            if self._recorder is not None:
-                self._recorder.note(key, value, with_next=with_next)
+            if self.recorder is not None:
+                self.recorder.note(key, value, with_next=with_next)
             if value:
                 self.notes[key] = value
             else:
@@ -378,16 +331,16 @@ class MemoryVolume:
 
     def begin_image(self) -> int:
         """See `JournaledVolume`."""
-        assert self._recorder is not None
-        self._recorder.flush()
-        return self._recorder.journal.rotate()
+        assert self.recorder is not None
+        self.recorder.flush()
+        return self.recorder.journal.rotate()
 
     def write_image(self, number: int, progress: Callable[[], None]) -> None:
         """See `JournaledVolume`."""
         from protocol.backends.memory.journaling.changes import write_image  # noqa: PLC0415 (start-up: few mounts)
 
-        assert self._recorder is not None
-        journal = self._recorder.journal
+        assert self.recorder is not None
+        journal = self.recorder.journal
         journal.unlock()
         log = journal.image_log(number)
         write_image(self._new_image(), log, progress)
@@ -409,8 +362,8 @@ class MemoryVolume:
 
     def flush_journal(self) -> None:
         """Record what waits for the next record.  OSError."""
-        if self._recorder is not None:
-            self._recorder.flush()
+        if self.recorder is not None:
+            self.recorder.flush()
 
     def end_journal(self) -> None:
         """Sync and close the journal, if there is one.  OSError if it cannot be synced."""
@@ -422,7 +375,7 @@ class MemoryVolume:
                 recorder.journal.close()
 
     def _unbind(self) -> Recorder | None:
-        recorder, self._recorder, self._history.recorder = self._recorder, None, None
+        recorder, self.recorder, self.repeats = self.recorder, None, None
         if recorder is not None:
             recorder.unbind()
             self.capabilities = replace(self.capabilities, durable=False, journal=False)
@@ -430,21 +383,7 @@ class MemoryVolume:
 
     # -- fork(2) -----------------------------------------------------------------------------------
     def share_limit(self, limit: SharedLimit | None) -> None:
-        self._state.ledger.shared_limit = limit
-        if self._uncounted_write is not None:
-            self.write, self._uncounted_write = self._uncounted_write, None
-        if limit is None:
-            return
-        write, lock, require = self.write, self._state.lock, self._limits.require
-
-        def counted_write(inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
-            # What overwrites a page that another process shares needs memory, though the ledger does not grow.
-            if not limit.wrote(len(data)):
-                with lock:
-                    require(len(data))
-            return write(inode, offset, data, kill_privileges=kill_privileges)
-
-        self.write, self._uncounted_write = counted_write, write
+        self._ledger.shared_limit = limit
 
     @contextmanager
     def forking(self) -> Iterator[None]:
@@ -456,10 +395,8 @@ class MemoryVolume:
         state = self._state
         if recorder is not None:
             recorder.journal.detach()
-            self._uncounted_write = None
-            self.share_limit(state.ledger.shared_limit)  # `write` was the recorder's
         state.ledger.forked()
-        self._history.close_views()
+        self.close_views()
         state.drop_lookups()
 
     # -- calls that use another call of the volume -----------------------------------------------
@@ -524,8 +461,8 @@ class MemoryVolume:
 
     def fsync(self, inode: int, *, data_only: bool) -> None:  # noqa: ARG002
         """Sync the journal.  Without one, memory cannot be made more durable."""
-        if self._recorder is not None:
-            self._recorder.sync()
+        if self.recorder is not None:
+            self.recorder.sync()
 
     def statfs(self) -> StatFs:
         limits, ledger = self._limits, self._state.ledger

@@ -630,17 +630,6 @@ class OverlayState(MemoryState):
                         self.lower.forget(file)
 
     # -- changes ---------------------------------------------------------------------------------
-    def forget(self, inode: int, count: int) -> None:
-        """See `MemoryState.forget`.  Loads no inode that the kernel knows from another process."""
-        if self.table.loaded(inode) is not None:
-            super().forget(inode, count)
-            return
-        left = self.lookups.pop(inode, 0) - count
-        if left > 0:
-            self.lookups[inode] = left
-        elif self.known is not None:
-            self.known.forget(inode)
-
     def own(self, inode: Inode) -> Inode:
         """See `MemoryState.own`.
 

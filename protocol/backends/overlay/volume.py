@@ -26,13 +26,12 @@ holds the state's lock.
 from __future__ import annotations
 
 import errno
-import functools
 import itertools
 import logging
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar, cast
 
 from msgspec.structs import replace
@@ -52,10 +51,11 @@ from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, 
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
 from protocol.diff.tree_diff import entry_or_none, outermost
-from protocol.volume import RENAME_EXCHANGE, SUPERUSER, Caller
+from protocol.volume import RENAME_EXCHANGE, SUPERUSER, AttributeChanges, Caller
 from protocol.volume_extensions import CacheInvalidation, InodeChange, VolumeUsage
 
 if TYPE_CHECKING:
+    from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.journaling.replay import Replay
     from protocol.backends.overlay.journaling.handover import OverlayGiving, OverlayTaking
     from protocol.backends.overlay.journaling.introductions import OverlayImage
@@ -68,23 +68,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-# The calls that change the state and read no content below.
-_CHANGING: Final = (
-    "forget", "link", "mkdir", "mknod", "removexattr", "rmdir", "setattr", "setxattr", "symlink", "tmpfile", "unlink"
-)  # fmt: skip
 _CHECKED_AT_ONCE: Final = 1000  # files: takes some milliseconds
 _CHECKED_BEFORE: Final = 10_000  # files that are checked before states are compared; `tidy` alone checks more
-
-
-def _locked(lock: AbstractContextManager[object], method: Callable[P, T]) -> Callable[P, T]:
-    """Hold `lock`, the state's, during each call: the thread of a view may be loading."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with lock:
-            return method(*args, **kwargs)
-
-    return call
 
 
 class OverlayVolume(MemoryVolume):
@@ -115,7 +100,6 @@ class OverlayVolume(MemoryVolume):
         self._overlay = OverlayState(clock, self.lower, self.path_filter)
         self._lock = self._overlay.lock
         super().__init__(max_bytes, max_inodes, read_only, clock=clock, state=self._overlay, max_memory=max_memory)
-        self._bind()
         self._base = self._overlay.open_epoch(None)
         self.on_change: Callable[[CacheInvalidation], None] | None = None
         self.in_thread: Callable[[Callable[[], object]], Awaitable[object]] | None = None
@@ -187,18 +171,64 @@ class OverlayVolume(MemoryVolume):
 
         return OverlayRecorder(self, self._overlay, journal)
 
-    def _bind(self) -> None:
-        """Replace the memory volume's methods that read the lower directory; lock those that change the state."""
-        self._memory_find, self.find = self.find, self._find
-        self._memory_read_pieces = self.read_pieces
-        self.read_pieces = self._read_pieces  # type: ignore[assignment]  # may return an awaitable
-        self._memory_seek, self.seek = self.seek, self._seek
-        self._memory_write, self.write = self.write, self._write
-        self._memory_fallocate, self.fallocate = self.fallocate, self._fallocate
-        self._memory_rename, self.rename = self.rename, self._rename
-        for name in _CHANGING:
-            setattr(self, name, _locked(self._lock, getattr(self, name)))
-        self._history.make_tree = functools.partial(OverlayTree, self.recheck, self.unchanged_from, self._overlay)
+    def _new_tree(self, epoch: Epoch, pinned: Epoch) -> OverlayTree:
+        return OverlayTree(self.recheck, self.unchanged_from, self._overlay, epoch, pinned)
+
+    # -- calls that change the state and read no content below, under the lock -------------------------
+    def forget(self, inode: int, count: int) -> None:
+        """See `MemoryVolume.forget`.  Loads no inode that the kernel knows from another process."""
+        overlay = self._overlay
+        with self._lock:
+            if overlay.table.loaded(inode) is not None:
+                super().forget(inode, count)
+                return
+            if self.recorder is not None:
+                count = self.recorder.forgotten(inode, count)
+            left = overlay.lookups.pop(inode, 0) - count
+            if left > 0:
+                overlay.lookups[inode] = left
+            elif overlay.known is not None:
+                overlay.known.forget(inode)
+
+    def link(self, inode: int, parent: int, name: bytes) -> Inode:
+        with self._lock:
+            return super().link(inode, parent, name)
+
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
+        with self._lock:
+            return super().mkdir(parent, name, mode, caller)
+
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
+        with self._lock:
+            return super().mknod(parent, name, mode, rdev, caller)
+
+    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
+        with self._lock:
+            return super().symlink(parent, name, target, caller)
+
+    def tmpfile(self, parent: int, mode: int, caller: Caller) -> Inode:
+        with self._lock:
+            return super().tmpfile(parent, mode, caller)
+
+    def unlink(self, parent: int, name: bytes) -> None:
+        with self._lock:
+            super().unlink(parent, name)
+
+    def rmdir(self, parent: int, name: bytes) -> None:
+        with self._lock:
+            super().rmdir(parent, name)
+
+    def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
+        with self._lock:
+            return super().setattr(inode, changes)
+
+    def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
+        with self._lock:
+            super().setxattr(inode, name, value, flags)
+
+    def removexattr(self, inode: int, name: bytes) -> None:
+        with self._lock:
+            super().removexattr(inode, name)
 
     # -- changes below -----------------------------------------------------------------------------
     def check_below(self) -> None:
@@ -246,9 +276,9 @@ class OverlayVolume(MemoryVolume):
 
     def lose_changed(self, name: str) -> None:
         """See `OverlaidVolume`."""
-        with self._lock, self._history.tree(name) as wanted, self._history.tree() as live:
+        with self._lock, self.tree(name) as wanted, self.tree() as live:
             lost = [wanted.entry(path) for path in wanted.lost_paths(live)]  # type: ignore[attr-defined]
-        with self._lock, self._history.changes():
+        with self._lock, self.changes():
             for entry in lost:
                 with suppress(FileNotFoundError, NotADirectoryError):
                     self._overlay.lose(self._overlay.inode_at(entry.path).inode, entry)
@@ -256,12 +286,12 @@ class OverlayVolume(MemoryVolume):
     # -- the base ----------------------------------------------------------------------------------
     @contextmanager
     def base_tree(self) -> Iterator[SnapshotTree]:
-        with self._history.view(self._base) as tree:
+        with self.view(self._base) as tree:
             yield tree
 
     def discard(self, paths: Sequence[bytes] = ()) -> CacheInvalidation:
         with self._lock:
-            return self._history.restore_epoch(self._base, paths)
+            return self.restore_epoch(self._base, paths)
 
     @property
     def directory(self) -> HostLower:
@@ -290,7 +320,7 @@ class OverlayVolume(MemoryVolume):
     def applied(self, tree: SnapshotTree, done: Applied) -> None:
         """Make the base equal to `tree` at the paths that an apply wrote.  The live state is the same afterwards."""
         state = self._overlay
-        recorder = cast("OverlayRecorder | None", self._recorder)
+        recorder = cast("OverlayRecorder | None", self.recorder)
         found = [change for change in done.changes if change.path not in done.parents]  # it makes these itself
         directories = [
             change.path for change in found if change.old and change.old.is_dir and change.new and change.new.is_dir
@@ -325,7 +355,7 @@ class OverlayVolume(MemoryVolume):
             self._base = base
 
     # -- lookups -----------------------------------------------------------------------------------
-    def _find(self, parent: int, name: bytes) -> Inode | None:
+    def find(self, parent: int, name: bytes) -> Inode | None:
         children = self._overlay.directory(parent).children
         number = children.get(name) if children is not None else None
         if number is not None:
@@ -333,14 +363,14 @@ class OverlayVolume(MemoryVolume):
             # The kernel has no reference to the file, so it can follow without an invalidation.
             if isinstance(inode, OverlayInode) and number not in self._overlay.lookups and inode.content is not None:
                 self._overlay.refresh(number)
-        return self._memory_find(parent, name)
+        return super().find(parent, name)
 
     # -- content -----------------------------------------------------------------------------------
     def read(self, inode: int, offset: int, size: int) -> Buffer:
         found = self._read_now(inode, offset, size)
         return b"".join(found) if isinstance(found, list) else found
 
-    def _read_pieces(
+    def read_pieces(  # type: ignore[override]  # may return an awaitable
         self, inode: int, offset: int, size: int
     ) -> Buffer | list[bytes | bytearray] | Awaitable[Buffer | list[bytes | bytearray]]:
         if self.in_thread is not None and not self.lower.can_change:
@@ -359,17 +389,17 @@ class OverlayVolume(MemoryVolume):
         if inode in self.outdated:
             raise ChangedBelowError(b"")
         try:
-            return self._memory_read_pieces(inode, offset, size)
+            return super().read_pieces(inode, offset, size)
         except ChangedBelowError as error:
             self._follow(inode, error)
-            return self._memory_read_pieces(inode, offset, size)
+            return super().read_pieces(inode, offset, size)
 
-    def _seek(self, inode: int, offset: int, whence: int) -> int:
-        return self._following(inode, self._memory_seek, inode, offset, whence)
+    def seek(self, inode: int, offset: int, whence: int) -> int:
+        return self._following(inode, super().seek, inode, offset, whence)
 
-    def _write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         with self._lock:
-            return self._following(inode, self._memory_write, inode, offset, data, kill_privileges=kill_privileges)
+            return self._following(inode, super().write, inode, offset, data, kill_privileges=kill_privileges)
 
     def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> tuple[int, int]:
         with self._lock:
@@ -377,9 +407,9 @@ class OverlayVolume(MemoryVolume):
                 self._check_lower(inode)
             return super().append(inode, data, kill_privileges=kill_privileges)
 
-    def _fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
+    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
         with self._lock:
-            self._following(inode, self._memory_fallocate, inode, mode, offset, length)
+            self._following(inode, super().fallocate, inode, mode, offset, length)
 
     def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
         with self._lock:
@@ -489,7 +519,7 @@ class OverlayVolume(MemoryVolume):
         self.outdated.difference_update(change.inode for change in invalidation.inodes)
 
     # -- names ---------------------------------------------------------------------------------------
-    def _rename(
+    def rename(
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, caller: Caller = SUPERUSER
     ) -> None:
         with self._lock:
@@ -497,7 +527,7 @@ class OverlayVolume(MemoryVolume):
                 self._check_moved(parent, name, new_parent, new_name)
                 if flags & RENAME_EXCHANGE:
                     self._check_moved(new_parent, new_name, parent, name)
-            self._memory_rename(parent, name, new_parent, new_name, flags, caller)
+            super().rename(parent, name, new_parent, new_name, flags, caller)
 
     def _check_moved(self, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
         number = (self._overlay.directory(parent).children or {}).get(name, 0)

@@ -10,10 +10,10 @@ Threading: the serving loop only.  Nothing here awaits, so each call is atomic t
 from __future__ import annotations
 
 import errno
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Protocol
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,6 +23,7 @@ from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, me
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
 from protocol.backends.memory.ledger import VERSION_BYTES
+from protocol.backends.memory.limits import VolumePart
 from protocol.values import Value
 from protocol.volume_extensions import (
     TAG_MAX_BYTES,
@@ -34,7 +35,6 @@ from protocol.volume_extensions import (
 )
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.blocks import Block
     from protocol.backends.memory.inode import Inode, Links
     from protocol.backends.memory.limits import MemoryLimits
     from protocol.backends.memory.state import MemoryState
@@ -54,44 +54,15 @@ class ReservedInodes(Value):
     first: int
 
 
-class TransactionRecorder(Protocol):
-    """Records transactions in a journal."""
-
-    def recording(self, epoch: Epoch) -> AbstractContextManager[None]:
-        """A block whose changes are recorded at its end, unless it raises.  OSError if they cannot be recorded."""
-        ...
-
-    def store(self, blocks: Iterable[Block]) -> Iterator[None]:
-        """Record blocks of the next transaction ahead of it, in small steps.  Nobody changes them before.  OSError."""
-        ...
-
-    def store_inodes(self, nodes: Iterable[Inode], tops: Collection[int]) -> Iterator[None]:
-        """Record new inodes of the next transaction ahead of it, with their entries, in small steps.  OSError.
-
-        Nothing leads to them yet.  Until the transaction nobody changes them; it gives `tops` a name, and changes the
-        attributes of these only.
-        """
-        ...
-
-    def forget_stored(self) -> None:
-        """Forget what was recorded ahead: there will be no transaction."""
-        ...
-
-
-class SnapshotHistory:
+class SnapshotHistory(VolumePart):
     """The snapshots of `state`, and the changes that are made as one transaction.
 
     Its methods are those of `SnapshotableVolume`, `ImportStage` and `PreparingVolume` in `protocol.volume_extensions`.
 
-    An overlay sets `make_tree`, which makes the tree of a view from its two epochs.  `recorder` records transactions.
     """
 
     def __init__(self, state: MemoryState, limits: MemoryLimits) -> None:
-        self._state = state
-        self._limits = limits
-        self._lock = state.lock
-        self.make_tree: Callable[[Epoch, Epoch], SnapshotTree] = functools.partial(SnapshotTree, state)
-        self.recorder: TransactionRecorder | None = None
+        super().__init__(state, limits)
         self._views: set[Epoch] = set()  # the epochs of the open views
         self._saved_at = 0  # the moment of the newest state that is stored elsewhere
         self.saved_ns: int | None = None  # the time at which that was recorded
@@ -107,6 +78,8 @@ class SnapshotHistory:
             raise OSError(
                 errno.ENAMETOOLONG, f"the tag is longer than {TAG_MAX_BYTES:,} bytes: take a shorter one", name
             )
+        if self.recorder is not None:
+            self.recorder.begin(len(os.fsencode(name)) + 4 * len(tag or ""))
         with self._lock:
             if name not in state.log:
                 self._limits.require_snapshot(name, len(name) + len(tag or ""), kind)
@@ -121,6 +94,8 @@ class SnapshotHistory:
                 kind=kind,
             )
             state.open_epoch(info)
+        if self.recorder is not None:
+            self.recorder.took(info)
         return info
 
     def snapshots(self) -> Sequence[SnapshotInfo]:
@@ -133,8 +108,12 @@ class SnapshotHistory:
 
     def drop_snapshot(self, name: str) -> None:
         """Forget snapshot `name`: O(changes until the next snapshot).  SnapshotNotFoundError."""
+        if self.recorder is not None:
+            self.recorder.begin(0, removes=True)
         with self._lock:
             self._state.log.close(self._state.log.find(name))
+        if self.recorder is not None:
+            self.recorder.commit()
 
     # -- restoring and importing -----------------------------------------------------------------
     def restore_snapshot(self, name: str, paths: Sequence[bytes] = ()) -> CacheInvalidation:
@@ -232,12 +211,16 @@ class SnapshotHistory:
             self._views.add(pinned)
         try:
             with self._lock:
-                tree = self.make_tree(target or pinned, pinned)
+                tree = self._new_tree(target or pinned, pinned)
             yield tree
         finally:
             with self._lock:
                 if pinned in self._views:  # else `close_views` closed it
                     self._close_view(pinned)
+
+    def _new_tree(self, epoch: Epoch, pinned: Epoch) -> SnapshotTree:
+        """Return the tree of a view."""
+        return SnapshotTree(self._state, epoch, pinned)
 
     def _close_view(self, pinned: Epoch) -> None:
         self._views.remove(pinned)

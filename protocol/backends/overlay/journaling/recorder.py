@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.content import BLOCK_BYTES
 from protocol.backends.memory.journaling.changes import RecordedAhead, changes_since, whole_block
-from protocol.backends.memory.journaling.recorder import PUNCH_HOLE, Recorder, changed_xattrs, xattr_bytes
+from protocol.backends.memory.journaling.recorder import Recorder
 from protocol.backends.overlay.inode import LowerContent, OverlayInode
 from protocol.backends.overlay.journaling.introductions import (
     Introductions,
@@ -26,7 +26,6 @@ from protocol.backends.overlay.journaling.introductions import (
 )
 from protocol.journal import effects
 from protocol.journal.log import Batch
-from protocol.volume import SUPERUSER, AttributeChanges, Caller
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch
@@ -45,8 +44,7 @@ _CORRECTIONS_BYTES: Final = 1024  # fit into the space that every call requires
 class _Write:
     """A write to a file of the lower layer, from its request to its record."""
 
-    def __init__(self, number: int, content: LowerContent, copied_up: list[int]) -> None:
-        self.number = number
+    def __init__(self, content: LowerContent, copied_up: list[int]) -> None:
         self.copied_up = copied_up
         self.limit = content.limit
         self.masked = content.masked
@@ -133,6 +131,7 @@ class OverlayRecorder(Recorder):
         self._corrections: deque[tuple[tuple[Link, ...], int, int]] = deque()
         self._unlisted: deque[int] = deque()  # directories with numbers that only a record keeps
         self._writing: _Write | None = None
+        self._blocks: set[int] = set()  # of a file of the lower layer, before fallocate(2)
         self._epoch: Introductions
         state.on_correction = lambda links, number, kind: self._corrections.append((links, number, kind))
         state.on_new_numbers = self._unlisted.append
@@ -143,8 +142,6 @@ class OverlayRecorder(Recorder):
 
     # -- records ---------------------------------------------------------------------------------
     def _require(self, length: int, *, removes: bool = False) -> None:
-        if self._writing is not None:
-            length += self._writing.size_bytes
         try:
             super()._require(length, removes=removes)
         except OSError:
@@ -179,16 +176,14 @@ class OverlayRecorder(Recorder):
         elif known is not None:
             known.listed(number)
 
-    def _commit(self, *pieces: Buffer, result: int | None = None) -> None:
+    def commit(self, *pieces: Buffer, result: int | None = None) -> None:
         if self._in_transaction:
             return
-        if self._writing is not None:
-            pieces = (*self._of_write(self._writing), *pieces)
         corrections = list(self._corrected())
         if sum(map(len, corrections)) > _CORRECTIONS_BYTES:
             self._log.require(sum(map(len, (*corrections, *self._pending, *pieces))), removes=True)
         self._pending += corrections
-        super()._commit(*pieces, result=result)
+        super().commit(*pieces, result=result)
         self._recorded_pending()
 
     def _corrected(self) -> Iterator[bytes]:
@@ -226,141 +221,89 @@ class OverlayRecorder(Recorder):
 
     def flush(self) -> None:
         while self._unlisted:
-            self._introduce(self._unlisted.popleft())
+            self._introduce(self._overlay.table.get(self._unlisted.popleft()))
         super().flush()
 
-    def _introduce(self, *numbers: int) -> None:
-        """Introduce inodes that are about to change.  OSError if one cannot be loaded."""
+    def _introduce(self, *inodes: Inode | None) -> None:
+        """Introduce inodes that are about to change."""
         if self._in_transaction:
             return  # its end introduces them
         state = self._overlay
-        with state.lock:
-            for number in numbers:
-                inode = state.table.get(number)
-                if not isinstance(inode, OverlayInode):
-                    continue
-                if state.recorded.get(number) is inode.lower and (inode.children is None or number in state.listed):
-                    continue
+        for inode in inodes:
+            if not isinstance(inode, OverlayInode):
+                continue
+            number = inode.inode
+            if state.recorded.get(number) is inode.lower and (inode.children is None or number in state.listed):
+                continue
+            with state.lock:
                 introductions = Introductions(state, {}, {})
                 self._introduced.append(introductions)
                 made = [*introductions.of(number, listing=True), *introductions.cookies()]
-                self._introductions += made
-                self._pending += made
+            self._introductions += made
+            self._pending += made
 
-    # -- names -----------------------------------------------------------------------------------
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
-        self._introduce(parent)
-        return super().mknod(parent, name, mode, rdev, caller)
+    # -- calls ---------------------------------------------------------------------------------
+    def begin(self, length: int, *nodes: Inode | None, removes: bool = False) -> None:
+        self._introduce(*nodes)
+        super().begin(length, *nodes, removes=removes)
 
-    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
-        self._introduce(parent)
-        return super().mkdir(parent, name, mode, caller)
-
-    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
-        self._introduce(parent)
-        return super().symlink(parent, name, target, caller)
-
-    def link(self, inode: int, parent: int, name: bytes) -> Inode:
-        self._introduce(inode, parent)
-        return super().link(inode, parent, name)
-
-    def _remove(self, method: str, parent: int, name: bytes) -> None:
-        self._introduce(parent, self._number(parent, name))
-        super()._remove(method, parent, name)
-
-    def rename(
-        self,
-        parent: int,
-        name: bytes,
-        new_parent: int,
-        new_name: bytes,
-        flags: int = 0,
-        caller: Caller = SUPERUSER,
-    ) -> None:
-        self._introduce(parent, new_parent, self._number(parent, name), self._number(new_parent, new_name))
-        super().rename(parent, name, new_parent, new_name, flags, caller)
-
-    # -- attributes ------------------------------------------------------------------------------
-    def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
-        self._introduce(inode)
-        return super().setattr(inode, changes)
-
-    def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
-        self._introduce(inode)
-        super().setxattr(inode, name, value, flags)
-
-    def removexattr(self, inode: int, name: bytes) -> None:
-        self._introduce(inode)
-        super().removexattr(inode, name)
-
-    # -- content ---------------------------------------------------------------------------------
-    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
-        self._introduce(inode)
-        node: Any = self._overlay.table.loaded(inode)
-        if node is not None and isinstance(node.content, LowerContent):
-            self._writing = _Write(inode, node.content, node.content.copied_up_by(offset, len(data)))
-        elif not self._corrections:
-            return super().write(inode, offset, data, kill_privileges=kill_privileges)
-        try:
-            return self._write_with_others(inode, offset, data, kill_privileges=kill_privileges)
-        finally:
-            self._writing = None
-
-    def _of_write(self, write: _Write) -> Iterator[bytes]:
-        """Yield what a write changed apart from the bytes that were written: blocks that were copied up, and masks."""
-        node = self._inodes[write.number]
+    def begin_write(self, node: Inode, offset: int, data: Buffer) -> None:
+        self._introduce(node)
+        self._pending += self._corrected()
+        self._writing = None
         content = node.content
-        assert isinstance(content, LowerContent)
-        if self._overlay.recorded.get(write.number) is not getattr(node, "lower", None):
-            yield from self._followed(node)
-        for index in write.copied_up:
-            if index in content.blocks:
-                yield from whole_block(write.number, index, content.blocks[index])
-        if content.limit != write.limit or content.masked is not write.masked:
-            yield effects.of_overlay(effects.VISIBLE, write.number, content.visible)
+        if isinstance(content, LowerContent):
+            self._begun = None
+            self._writing = _Write(content, content.copied_up_by(offset, len(data)))
+            self.begin(len(data) + self._writing.size_bytes, node)
+        else:
+            super().begin_write(node, offset, data)
 
-    def _followed(self, node: Inode) -> Iterator[bytes]:
-        """Introduce a file again that changed below during the call, and that followed before it was written."""
-        for version in self._overlay.versions(node.inode):
-            if isinstance(version, OverlayInode) and version.follows(version.lower.identity):
-                yield from Introductions(self._overlay, {node.inode: version}, {}).of(node.inode, listing=False)
-                return
+    def wrote(self, node: Inode, offset: int, data: Buffer, done: int, *before: Buffer) -> None:
+        """See `Recorder`.  Records also the blocks that were copied up, and masks."""
+        writing, content, number = self._writing, node.content, node.inode
+        pieces = list(before)
+        if writing is not None:
+            assert isinstance(content, LowerContent)
+            for index in writing.copied_up:
+                if index in content.blocks:
+                    pieces += whole_block(number, index, content.blocks[index])
+            if content.limit != writing.limit or content.masked is not writing.masked:
+                pieces.append(effects.of_overlay(effects.VISIBLE, number, content.visible))
+        super().wrote(node, offset, data, done, *pieces)
 
-    def _record_partial_write(self, inode: int, offset: int, length: int) -> None:
-        node = self._inodes.get(inode)
-        content = None if node is None else node.content
-        if node is None or self._writing is None or not isinstance(content, LowerContent):
-            super()._record_partial_write(inode, offset, length)
+    def wrote_partly(self, node: Inode, offset: int, length: int) -> None:
+        content, number = node.content, node.inode
+        if not isinstance(content, LowerContent):
+            super().wrote_partly(node, offset, length)
             return
         pieces: list[Buffer] = []
         for index in range(offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)):
             if index in content.blocks:
-                pieces += whole_block(inode, index, content.blocks[index])
-        self._commit(*pieces, effects.reservations(inode, content.reserved), effects.inode(node))
+                pieces += whole_block(number, index, content.blocks[index])
+        self.commit(*pieces, effects.reservations(number, content.reserved), effects.inode(node))
 
-    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
-        self._introduce(inode)
-        node: Any = self._overlay.table.loaded(inode)
-        if node is None or not isinstance(node.content, LowerContent):
-            super().fallocate(inode, mode, offset, length)
-            return
-        before = set(node.content.blocks)
-        xattrs = node.xattrs
-        is_hole = bool(mode & PUNCH_HOLE)
-        # A hole copies up the two blocks that it covers in part, and masks the others.
-        masks = _MASK_BYTES * (len(node.content.masked) + len(node.content.reserved) + 3)
-        self._require(xattr_bytes(node) + 2 * _BLOCK_BYTES + masks, removes=is_hole)
-        self._replaced["fallocate"](inode, mode, offset, length)
-        node = self._inodes[inode]
+    def begin_allocation(self, node: Inode, *, is_hole: bool) -> None:
         content = node.content
+        if not isinstance(content, LowerContent):
+            super().begin_allocation(node, is_hole=is_hole)
+            return
+        self._blocks = set(content.blocks)
+        # A hole copies up the two blocks that it covers in part, and masks the others.
+        masks = _MASK_BYTES * (len(content.masked) + len(content.reserved) + 3)
+        self.begin(2 * _BLOCK_BYTES + masks, node, removes=is_hole)
+
+    def allocated(self, node: Inode, offset: int, length: int, *, is_hole: bool) -> None:
+        content, number = node.content, node.inode
+        if not isinstance(content, LowerContent):
+            super().allocated(node, offset, length, is_hole=is_hole)
+            return
         pieces: list[bytes] = []
-        if self._overlay.recorded.get(inode) is not getattr(node, "lower", None):
-            pieces += self._followed(node)
-        for index in sorted(content.blocks.keys() - before):
-            pieces += whole_block(inode, index, content.blocks[index])
-        pieces.append(effects.of_overlay(effects.VISIBLE, inode, content.visible))
+        for index in sorted(content.blocks.keys() - self._blocks):
+            pieces += whole_block(number, index, content.blocks[index])
+        pieces.append(effects.of_overlay(effects.VISIBLE, number, content.visible))
         if is_hole:
-            pieces.append(effects.punch(inode, offset, length))
+            pieces.append(effects.punch(number, offset, length))
         else:
-            pieces.append(effects.reservations(inode, content.reserved))
-        self._commit(*pieces, effects.inode(node), *changed_xattrs(node, xattrs), result=0)
+            pieces.append(effects.reservations(number, content.reserved))
+        self.commit(*pieces, effects.inode(node), *self._changed_xattrs(node), result=0)

@@ -452,13 +452,15 @@ def test_removing_works_on_a_full_disk(volume: MemoryVolume) -> None:
     assert_recorded(volume, journal)
 
 
-def test_without_a_journal_the_volume_has_its_own_methods(volume: MemoryVolume) -> None:
-    plain = volume.write
-    journal_of(volume)
-    assert volume.write != plain
+def test_after_its_end_a_journal_records_nothing(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
     assert volume.capabilities.durable
+    file(volume, b"before")
     volume.end_journal()
-    assert volume.write == plain
+    end = size(journal)
+    file(volume, b"after")
+    volume.take_snapshot("s")
+    assert size(journal) == end
     assert not volume.capabilities.durable
 
 
