@@ -68,7 +68,7 @@ _OF_KIND: Final = {
     "memory": _OF_JOURNALS,
     "overlay": (
         *_OF_JOURNALS,
-        "protocol.backends.overlay.journaling.handover",
+        "protocol.backends.overlay.journaling.replay",
         "protocol.backends.overlay.journaling.introductions",
         "protocol.backends.overlay.journaling.recorder",
         "protocol.backends.overlay.journaling.replay",

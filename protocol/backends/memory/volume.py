@@ -4,7 +4,7 @@ Its parts:
 
 - `state.MemoryState`: the inode table with its counters, undo log and memory ledger; it makes every change;
 - `limits.MemoryLimits`: checks whether a change fits;
-- `entries.DirectoryEntries`, `files.FileContents`, `attributes.InodeAttributes`: the calls of `protocol.volume.Volume`;
+- `entries.DirectoryEntries` and `files.InodeCalls`: the calls of `protocol.volume.Volume`;
 - `history.snapshots.SnapshotHistory`: the calls of `protocol.volume_extensions.SnapshotableVolume`.
 
 Threading: the serving loop only.  No call waits, so each one is atomic.  tmpfs is the reference for every answer
@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from protocol.backends.memory.attributes import InodeAttributes
 from protocol.backends.memory.blocks import PAGE_BYTES
 from protocol.backends.memory.entries import DirectoryEntries, not_found
-from protocol.backends.memory.files import check_regular
+from protocol.backends.memory.files import InodeCalls, check_regular
 from protocol.backends.memory.history.snapshots import SnapshotHistory
 from protocol.backends.memory.invariants import Invariants
 from protocol.backends.memory.ledger import RESERVE_BYTES
@@ -51,7 +50,7 @@ _COPY_BYTES: Final = 1 << 20
 _KEEP_SIZE_PUNCH_HOLE: Final = 3  # linux/falloc.h
 
 
-class MemoryVolume(DirectoryEntries, InodeAttributes, SnapshotHistory):
+class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
     """A volume in memory.  Implements `PreparingVolume`, `ForkableVolume` and `CheckableVolume`.
 
     `max_bytes` bounds the live content (whole pages of 4,096 bytes, holes not counted) and the metadata beyond 4 MiB;

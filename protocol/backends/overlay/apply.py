@@ -41,9 +41,17 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
 from protocol.backends.overlay.inode import LowerContent, OverlayInode, lower_files
-from protocol.backends.overlay.intent_log import ApplyIntentLog, Recovered, has_intent_log, intent_log
+from protocol.backends.overlay.intent_log import (
+    ApplyIntentLog,
+    Recovered,
+    Step,
+    Steps,
+    has_intent_log,
+    intent_log,
+    place,
+    set_attributes,
+)
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, identity, is_gone
-from protocol.backends.overlay.steps import Step, Steps, place, set_attributes
 from protocol.diff.tree_diff import (
     Change,
     changes,
@@ -63,7 +71,7 @@ from protocol.tree import TreeEntry
 from protocol.volume_extensions import ApplyConflict
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.history.view import SnapshotTree
+    from protocol.backends.memory.history.undo import SnapshotTree
     from protocol.backends.overlay.volume import OverlayVolume
 
 _CHUNK_BYTES: Final = 1 << 20

@@ -36,12 +36,12 @@ from typing import TYPE_CHECKING, Final
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode, Link
 from protocol.backends.memory.ledger import ENTRY_BYTES, VERSION_LINK_BYTES
 from protocol.backends.memory.state import MemoryState
-from protocol.backends.overlay.hidden_names import HiddenNames
 from protocol.backends.overlay.inode import InodeTable, LowerContent, OverlayInode, UnfilledChildren, lower_files
 from protocol.backends.overlay.lower import (
     FIRST_NEW_NUMBER,
     LOST_NS,
     EarlierState,
+    HiddenNames,
     Identity,
     Lower,
     LowerEntry,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
 
-from protocol.backends.memory.history.view import SnapshotTree
+from protocol.backends.memory.history.undo import SnapshotTree
 from protocol.backends.overlay.inode import LowerContent, OverlayInode
 from protocol.backends.overlay.lower import LOST_NS, ChangedBelowError, EarlierState
 from protocol.tree import CHUNK_BYTES, LOST, Chunk, Tree, TreeEntry, losing

@@ -40,13 +40,13 @@ from protocol.adapters.git_patterns import PathFilter
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.history.converge import Converger, Extent
 from protocol.backends.memory.history.snapshots import restore_epoch
-from protocol.backends.memory.history.view import SnapshotTree
+from protocol.backends.memory.history.undo import SnapshotTree
 from protocol.backends.memory.inode import Inode
+from protocol.backends.memory.invariants import Invariants
 from protocol.backends.overlay.apply import Applied, OverlayApply
 from protocol.backends.overlay.host_lower import HostLower
-from protocol.backends.overlay.inode import LowerContent, OverlayInode
+from protocol.backends.overlay.inode import LowerContent, OverlayInode, UnfilledChildren
 from protocol.backends.overlay.intent_log import is_interrupted
-from protocol.backends.overlay.invariants import OverlayInvariants
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, identity
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
@@ -56,11 +56,12 @@ from protocol.volume_extensions import CacheInvalidation, InodeChange, VolumeUsa
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch
+    from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.journaling.replay import Replay
-    from protocol.backends.overlay.journaling.handover import OverlayGiving, OverlayTaking
     from protocol.backends.overlay.journaling.introductions import OverlayImage
     from protocol.backends.overlay.journaling.recorder import OverlayRecorder
-    from protocol.backends.overlay.journaling.replay import OverlayReplay
+    from protocol.backends.overlay.journaling.replay import OverlayGiving, OverlayReplay, OverlayTaking
+    from protocol.backends.overlay.state import OverlayState
     from protocol.journal.directory import Journal
     from protocol.linux.shared_log import SharedLog
     from protocol.volume import Buffer
@@ -143,12 +144,12 @@ class OverlayVolume(MemoryVolume):
         super().write_image(number, progress)
 
     def handing_over(self) -> OverlayGiving:
-        from protocol.backends.overlay.journaling.handover import OverlayGiving  # noqa: PLC0415 (start-up, as below)
+        from protocol.backends.overlay.journaling.replay import OverlayGiving  # noqa: PLC0415 (start-up, as below)
 
         return OverlayGiving(self, self._overlay, self._new_image)
 
     def taking_over(self) -> OverlayTaking:
-        from protocol.backends.overlay.journaling.handover import OverlayTaking  # noqa: PLC0415
+        from protocol.backends.overlay.journaling.replay import OverlayTaking  # noqa: PLC0415
 
         return OverlayTaking(self, self._overlay, self._new_replay(), self._replayed)
 
@@ -544,3 +545,47 @@ def _is_live(state: OverlayState, path: bytes) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+class OverlayInvariants(Invariants):
+    """See `Invariants`."""
+
+    def __init__(self, state: OverlayState) -> None:
+        super().__init__(state)
+        self._overlay = state
+
+    def check(self) -> None:
+        super().check()
+        below = sum(isinstance(inode, OverlayInode) for inode in self._inodes.values()) - 1
+        assert self._overlay.table.below == below, "inodes from below"
+
+    def check_inode(self, inode: Inode) -> None:
+        """Check also that all versions of an inode without changes of their own have one lower identity.
+
+        They follow the lower file together.  A changed version keeps the identity that the file had when the workspace
+        first changed it, which `apply` compares.
+        """
+        super().check_inode(inode)
+        if isinstance(inode, OverlayInode):
+            versions = [each for each in self._overlay.versions(inode.inode) if isinstance(each, OverlayInode)]
+            unchanged = {each.lower.identity for each in versions if each.follows(each.lower.identity)}
+            assert len(unchanged) <= 1, f"inode {inode.inode}: identities below"
+
+    def entries(self, directory: Inode) -> dict[bytes, int] | None:
+        return None if isinstance(directory.children, UnfilledChildren) else directory.children
+
+    def named(self, directory: Inode) -> dict[bytes, int]:
+        if isinstance(directory.children, UnfilledChildren):
+            return self._overlay.recorded_names(directory.inode)
+        return super().named(directory)
+
+    def may_miss_links(self, file: Inode) -> bool:
+        return isinstance(file, OverlayInode)
+
+    def unloaded(self) -> set[int]:
+        known = self._overlay.known
+        return set() if known is None else set(known.expected_numbers)
+
+    def sizes(self, directory: Inode, count: int) -> tuple[int, ...]:
+        computed = super().sizes(directory, count)
+        return (*computed, directory.lower.size) if isinstance(directory, OverlayInode) else computed

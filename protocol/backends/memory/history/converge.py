@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.content import BLOCK_BYTES, Content
-from protocol.backends.memory.history.view import SnapshotTree
+from protocol.backends.memory.history.undo import SnapshotTree
 from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
 from protocol.diff.tree_diff import PathScope, entry_or_none, same_bytes
 from protocol.errors import os_error

@@ -19,8 +19,7 @@ import msgspec
 
 from protocol.backends.memory.history.converge import Converger, Extent
 from protocol.backends.memory.history.prepare import Filler, Preparation
-from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, merged
-from protocol.backends.memory.history.view import SnapshotTree
+from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, SnapshotTree, merged
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
 from protocol.backends.memory.ledger import VERSION_BYTES
 from protocol.backends.memory.limits import VolumePart

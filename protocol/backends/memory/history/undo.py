@@ -1,10 +1,10 @@
-"""UndoLog: the records that lead from the live state back to each snapshot.
+"""UndoLog, the records that lead from the live state back to each snapshot, and SnapshotTree, a state as a tree.
 
 An `Epoch` begins with every snapshot.  It holds the pre-images of the inodes and directory entries that changed while
 it was the newest: their state at its beginning.  So the state of an inode at epoch E is the first pre-image found in E
 and the epochs after it, oldest first, or the live version if there is none.
 
-Threading: only the serving loop changes the log.  A view (`view.SnapshotTree`) may read it from another thread.  This
+Threading: only the serving loop changes the log.  A view (`SnapshotTree`) may read it from another thread.  This
 is safe because
 
 - the loop stores a pre-image before it replaces the live version, and the reader reads the live version before the
@@ -19,14 +19,19 @@ one of the directory, and if that did not exist at the beginning of the epoch, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import errno
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.ledger import NAMES_BYTES, RECORD_BYTES, SNAPSHOT_BYTES, Ledger
-from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
+from protocol.errors import SnapshotExistsError, SnapshotNotFoundError, os_error
+from protocol.tree import CHUNK_BYTES, Chunk, Hole, Tree, TreeEntry
+from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.state import MemoryState
     from protocol.volume_extensions import SnapshotInfo
 
 PreInodes = dict[int, "Inode | None"]  # None: there was none
@@ -206,3 +211,279 @@ def merged(epochs: Iterable[Epoch]) -> tuple[PreInodes, PreNames]:
         for directory, entries in epoch.names.copy().items():
             names[directory] = {**names.get(directory, {}), **entries}
     return inodes, names
+
+
+class SnapshotTree:
+    """The state at the beginning of `epoch`.  Implements `Tree`, `protocol.search.NodeTree` and `tree_diff.Counted`.
+
+    It reads the live inode table through the pre-images of its epoch and of all epochs after it.  A version never
+    changes once it is a pre-image, so the values that a view returns stay valid.
+
+    `pinned` was opened with the view; the epochs before it are complete.
+    """
+
+    def __init__(self, state: MemoryState, epoch: Epoch, pinned: Epoch) -> None:
+        self._state = state
+        self.epoch = epoch
+        self._pinned = pinned
+        closed = []
+        for each in epoch.chain():
+            if each is pinned:
+                break
+            closed.append(each)
+        self._inodes: PreInodes
+        self._names: PreNames
+        self._inodes, self._names = merged(closed)
+        # The directory of the last path (None: the root), because paths are usually read directory by directory.  A
+        # tuple that is replaced as a whole, because threads may share a view.
+        self._last_directory: tuple[bytes | None, Inode | None] = (None, None)
+        # The last path: a comparison of two states asks for an entry first, and then for its content.
+        self._last: tuple[bytes, Inode] | None = None
+
+    def belongs_to(self, state: MemoryState) -> bool:
+        """Return whether this is a view of `state`, so that inode numbers are comparable and blocks can be shared."""
+        return self._state is state
+
+    def inodes_for(self, state: MemoryState) -> dict[int, Inode] | None:
+        """Return the inodes if `state` can take them over without copying (see `SnapshotHistory.fill`), else None."""
+        return self._state.inodes if self._state.destination is state else None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the state that this is a view of."""
+        return self._state.ledger
+
+    # -- versions ------------------------------------------------------------------------------
+    def version(self, number: int) -> Inode | None:
+        """Return the version of inode `number` in this state, or None if it did not exist."""
+        live = self._state.inodes.get(number)  # before the pre-images: see `undo`
+        if number in self._inodes:
+            return self._inodes[number]
+        # Not `chain`: this runs for each part of each path, and a generator takes as long as everything else here.
+        epoch: Epoch | None = self._pinned
+        while epoch is not None:
+            if number in epoch.inodes:
+                return epoch.inodes[number]
+            epoch = epoch.next
+        return live
+
+    def names(self, directory: Inode) -> dict[bytes, int]:
+        """Return the entries of a directory in this state: name to inode number."""
+        assert directory.children is not None
+        entries = directory.children.copy()  # before the pre-images
+        for names in reversed(list(self._pre_names(directory.inode))):
+            entries.update(names.copy())
+        return {name: inode for name, inode in entries.items() if inode}
+
+    def name(self, directory: Inode, name: bytes) -> int:
+        """Return the inode number of `name` in `directory` in this state; 0: none."""
+        assert directory.children is not None
+        live = directory.children.get(name, 0)  # before the pre-images
+        number = directory.inode
+        names = self._names.get(number)
+        if names and name in names:
+            return names[name]
+        epoch: Epoch | None = self._pinned  # not `_pre_names`, as in `version`
+        while epoch is not None:
+            names = epoch.names.get(number)
+            if names and name in names:
+                return names[name]
+            epoch = epoch.next
+        return live
+
+    def _pre_names(self, directory: int) -> Iterator[dict[bytes, int]]:
+        """Yield the pre-images of the entries of a directory.  Earlier ones take precedence."""
+        for names_by_directory in (self._names, *(epoch.names for epoch in self._pinned.chain())):
+            names = names_by_directory.get(directory)
+            if names:
+                yield names
+
+    def find(self, path: bytes) -> Inode:
+        """Return the inode at `path`.  FileNotFoundError, NotADirectoryError."""
+        found = self._last
+        if found is not None and found[0] == path:
+            return found[1]
+        inode = self._find(path)
+        self._last = path, inode
+        return inode
+
+    def _find(self, path: bytes) -> Inode:
+        cut = path.rfind(b"/")
+        directory = path[:cut] if cut >= 0 else None
+        last, inode = self._last_directory
+        if inode is None or last != directory:
+            rest = directory
+            # Continue from the last directory if that is above: a walk down a deep tree must not start at the root.
+            if inode is not None and last is not None and directory is not None and directory.startswith(last + b"/"):
+                rest = directory[len(last) + 1 :]
+            else:
+                inode = self.version(ROOT_INODE)
+            assert inode is not None
+            for part in () if rest is None else rest.split(b"/"):
+                inode = self._child(inode, part, path)
+            self._last_directory = directory, inode
+        return self._child(inode, path[cut + 1 :], path) if path else inode
+
+    def _child(self, inode: Inode, name: bytes, path: bytes) -> Inode:
+        if inode.children is None:
+            raise os_error(errno.ENOTDIR, os.fsdecode(path))
+        found = self.version(self.name(inode, name))
+        if found is None:
+            raise os_error(errno.ENOENT, os.fsdecode(path))
+        return found
+
+    def paths(self, inode: Inode) -> list[bytes]:
+        """Return all paths of `inode` in this state: at most one for a directory."""
+        if inode.inode == ROOT_INODE:
+            return [b""]
+        paths = (self._path(*link) for link in inode.links)
+        return [path for path in paths if path is not None]
+
+    def _path(self, directory: int, name: bytes) -> bytes | None:
+        """Return the path of an entry, or None if its directory had none.  Not recursive: trees may be deep."""
+        names = [name]
+        while directory != ROOT_INODE:
+            parent = self.version(directory)
+            if parent is None or not parent.links:
+                return None
+            directory, name = parent.parent_link
+            names.append(name)
+        return b"/".join(reversed(names))
+
+    # -- Tree ----------------------------------------------------------------------------------
+    def entry(self, path: bytes) -> TreeEntry:
+        return self._entry(path, self.find(path))
+
+    def _entry(self, path: bytes, inode: Inode) -> TreeEntry:
+        return TreeEntry(
+            path=path,
+            mode=inode.mode,
+            size=0 if inode.is_dir else inode.size,
+            mtime_ns=inode.mtime_ns,
+            uid=inode.uid,
+            gid=inode.gid,
+            nlink=inode.nlink,
+            inode=inode.inode,
+            rdev=inode.rdev,
+            target=inode.target or b"",
+            xattrs=inode.xattrs or {},
+            ctime_ns=inode.ctime_ns,
+        )
+
+    def children(self, path: bytes) -> list[bytes]:
+        inode = self.find(path)
+        if inode.children is None:
+            raise os_error(errno.ENOTDIR, os.fsdecode(path))
+        return sorted(self.names(inode))
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        stack = [(path, self.find(path))]
+        while stack:
+            at, inode = stack.pop()
+            yield self._entry(at, inode)
+            if inode.children is None:
+                continue
+            prefix = at + b"/" if at else b""
+            entries = self.names(inode)
+            for name in sorted(entries, reverse=True):
+                child = self.version(entries[name])
+                if child is not None:
+                    stack.append((prefix + name, child))
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        return _read(self._file(path), offset, size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+        inode = self._file(path)
+        if inode.content is not None:
+            return inode.content.chunks(inode.size, size)
+        return iter([Hole(inode.size)] if inode.size else ())
+
+    # -- protocol.search.NodeTree: a node is a version of an inode ---------------------------------
+    def node(self, path: bytes) -> Inode:
+        return self.find(path)
+
+    def child_nodes(self, node: Inode, names: Collection[bytes] | None = None) -> Iterator[tuple[bytes, Inode]]:
+        found = {name: self.name(node, name) for name in names} if names is not None else self.names(node)
+        live = self._state.inodes.get
+        children = [(name, number, live(number)) for name, number in found.items()]
+        # As in `version`, all live versions are read before any pre-image.
+        layers = [layer for layer in (self._inodes, *(each.inodes for each in self._pinned.chain())) if layer]
+        for name, number, child in children:
+            for layer in layers:
+                if number in layer:
+                    child = layer[number]  # noqa: PLW2901 -- the pre-image takes its place
+                    break
+            if child is not None:
+                yield name, child
+
+    def read_node(self, node: Inode, offset: int, size: int) -> bytes:
+        return _read(node, offset, size)
+
+    def count_below(self, path: bytes) -> int:
+        total = 0
+        waiting = [self.find(path)]
+        while waiting:
+            node = waiting.pop()
+            total += 1
+            if node.children is not None:
+                for _, child in self.child_nodes(node):
+                    if child.children is None:
+                        total += 1
+                    else:
+                        waiting.append(child)
+        return total
+
+    def same_content(self, path: bytes, other: Tree, other_path: bytes | None = None) -> bool | None:
+        """See `protocol.diff.tree_diff.ComparesContent`."""
+        if not isinstance(other, SnapshotTree):
+            return None
+        return self.find(path).same_content(other.find(path if other_path is None else other_path))
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:
+        """Return the paths that changed in the epochs between the two trees.  See `protocol.tree.Tree`."""
+        if not isinstance(other, SnapshotTree) or not other.belongs_to(self._state):
+            return None
+        first, last = sorted((self.epoch, other.epoch), key=lambda epoch: epoch.serial)
+        between = []
+        for epoch in first.chain():
+            if epoch is last:
+                break
+            between.append(epoch)
+        inodes, names = merged(between)
+        # An inode made since has a name that changed, or lies below one.
+        numbers = [number for number, version in inodes.items() if version is not None]
+        self._state.find_links(numbers)
+        paths: set[bytes] = set()
+        for tree in (self, other):
+            for number in numbers:
+                paths.update(tree.paths_of(number))
+            for directory, entries in names.items():
+                for prefix in tree.paths_of(directory):
+                    paths.update(prefix + b"/" + name if prefix else name for name in entries)
+        return paths
+
+    def paths_of(self, number: int) -> list[bytes]:
+        """Return all paths of inode `number` in this state; none if it did not exist."""
+        version = self.version(number)
+        return [] if version is None else self.paths(version)
+
+    def names_of(self, inode: int) -> list[bytes]:
+        """Return all paths of `inode` in this state, also those that an overlay has not read yet."""
+        self._state.find_links([inode])
+        return self.paths_of(inode)
+
+    def _file(self, path: bytes) -> Inode:
+        inode = self.find(path)
+        if inode.is_dir:
+            raise os_error(errno.EISDIR, os.fsdecode(path))
+        if not inode.is_file:
+            raise os_error(errno.EINVAL, os.fsdecode(path))
+        return inode
+
+
+def _read(inode: Inode, offset: int, size: int) -> bytes:
+    size = min(size, inode.size - offset)
+    if size <= 0:
+        return b""
+    return bytes(inode.content.read(offset, size)) if inode.content is not None else bytes(size)
