@@ -120,9 +120,6 @@ class HostLower(RootDirectory, Lower):
     def file(self, path: bytes, seen: LowerStat) -> HostFile:
         return HostFile(self, path, seen)
 
-    def check(self) -> None:
-        """The volume checks each file."""
-
     def open_file(self, file: HostFile) -> Handle:
         """Open the regular file at the path of `file` for reading.  It may be another one by now."""
         handle = self._files.get(file)

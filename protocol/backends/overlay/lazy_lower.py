@@ -25,14 +25,8 @@ from typing import TYPE_CHECKING, Final, ParamSpec, TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
-from protocol.backends.overlay.lower import (
-    Identity,
-    Lower,
-    LowerEntry,
-    LowerFile,
-    LowerStat,
-)
-from protocol.backends.overlay.tree_lower import TreeStat, inode_number, shown_number
+from protocol.backends.overlay.lower import Lower, LowerEntry, LowerFile, LowerStat, RecordedStat
+from protocol.backends.overlay.tree_lower import inode_number, shown_number, tree_stat
 from protocol.errors import NotReadyError, os_error, shown
 from protocol.store.format.digests import CHUNK_BYTES, chunk_ranges
 from protocol.store.format.inode_rows import inodes_lost
@@ -189,7 +183,7 @@ class LazyLower(Lower):
             _logger.warning(text, self.name, self.inode_failure, self.name.partition("#")[0])
 
     # -- Lower -----------------------------------------------------------------------------------------
-    def stat(self, path: bytes) -> TreeStat:
+    def stat(self, path: bytes) -> RecordedStat:
         """Return the attributes.  NotReadyError in any thread: the caller holds a lock."""
         row, inode = self._rows_at(path)
         more = row.more
@@ -199,8 +193,7 @@ class LazyLower(Lower):
             nlink = 2 if counts is not None and not counts.directories else 1
             size, link = DIRECTORY_BASE_BYTES, 0
         number = shown_number(path, link if nlink > 1 else 0, inode)
-        ctime_ns = inode.mtime_ns if inode is not None and inode.size else row.mtime_ns
-        return TreeStat(row.mode, number, nlink, row.uid, row.gid, size, row.mtime_ns, more.rdev, ctime_ns)
+        return tree_stat(row, number, nlink, size, more.rdev, inode)
 
     def readlink(self, path: bytes) -> bytes:
         return self.row(path).content
@@ -223,15 +216,6 @@ class LazyLower(Lower):
     def file(self, path: bytes, seen: LowerStat) -> LazyFile:
         recent = self._recent
         return LazyFile(self, path, seen, recent[1][0] if recent is not None and recent[0] == path else None)
-
-    def is_same(self, now: Identity, was: Identity) -> bool:
-        return now == was
-
-    def forget(self, file: LowerFile) -> None:
-        """The files do not change."""
-
-    def check(self) -> None:
-        """A snapshot stays as it is."""
 
     def usage_of_source(self, usage: VolumeUsage) -> VolumeUsage:
         client = self.contents.client
@@ -352,6 +336,3 @@ class LazyFile(LowerFile):
                 yield from chunk_ranges(chunks, start, end)
         else:
             yield start, end
-
-    def keep(self) -> None:
-        """The content stays."""

@@ -20,7 +20,7 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Self, TypeAlias
 
 from protocol.errors import NotReadyError, os_error, shown
 from protocol.linux.portable import Handle
@@ -72,55 +72,8 @@ class LowerEntry(NamedTuple):
     number: int
 
 
-class LowerStat(Protocol):
-    """The attributes of an entry, named as those of `os.stat_result`."""
-
-    @property
-    def st_mode(self) -> int: ...
-    @property
-    def st_ino(self) -> int: ...
-    @property
-    def st_dev(self) -> int: ...
-    @property
-    def st_nlink(self) -> int: ...
-    @property
-    def st_uid(self) -> int: ...
-    @property
-    def st_gid(self) -> int: ...
-    @property
-    def st_size(self) -> int: ...
-    @property
-    def st_atime_ns(self) -> int: ...
-    @property
-    def st_mtime_ns(self) -> int: ...
-    @property
-    def st_ctime_ns(self) -> int: ...
-    @property
-    def st_blocks(self) -> int: ...
-    @property
-    def st_rdev(self) -> int: ...
-
-
-def identity(seen: LowerStat) -> Identity:
-    """Return the values that identify a state of the file: replacing or modifying it changes at least one of them."""
-    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
-
-
-def identity_record(of: Identity) -> IdentityRecord:
-    """Return an identity as a journal has it: msgpack has no integers for times beyond 2554."""
-    device, inode, size, mtime_ns, ctime_ns = of
-    mtime, ctime = divmod(mtime_ns, _NS), divmod(ctime_ns, _NS)
-    return device, inode, size, *mtime, *ctime
-
-
-def recorded_identity(record: IdentityRecord) -> Identity:
-    """Return the identity that `record` describes."""
-    device, inode, size, mtime_s, mtime_ns, ctime_s, ctime_ns = record
-    return device, inode, size, mtime_s * _NS + mtime_ns, ctime_s * _NS + ctime_ns
-
-
 class RecordedStat(NamedTuple):
-    """A `LowerStat` of a file that a journal has."""
+    """The attributes of an entry, named as those of `os.stat_result`."""
 
     st_mode: int
     st_ino: int
@@ -140,6 +93,27 @@ class RecordedStat(NamedTuple):
         """Return the values that a `LowerFile` depends on; the others are 0."""
         device, inode, size, mtime_ns, ctime_ns = recorded_identity(record[1:8])
         return cls(0, inode, device, 0, 0, 0, size, 0, mtime_ns, ctime_ns, record[8], 0)
+
+
+LowerStat: TypeAlias = os.stat_result | RecordedStat
+
+
+def identity(seen: LowerStat) -> Identity:
+    """Return the values that identify a state of the file: replacing or modifying it changes at least one of them."""
+    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
+
+
+def identity_record(of: Identity) -> IdentityRecord:
+    """Return an identity as a journal has it: msgpack has no integers for times beyond 2554."""
+    device, inode, size, mtime_ns, ctime_ns = of
+    mtime, ctime = divmod(mtime_ns, _NS), divmod(ctime_ns, _NS)
+    return device, inode, size, *mtime, *ctime
+
+
+def recorded_identity(record: IdentityRecord) -> Identity:
+    """Return the identity that `record` describes."""
+    device, inode, size, mtime_s, mtime_ns, ctime_s, ctime_ns = record
+    return device, inode, size, mtime_s * _NS + mtime_ns, ctime_s * _NS + ctime_ns
 
 
 def is_gone(error: OSError) -> bool:
@@ -190,16 +164,14 @@ class Lower(ABC):
     def file(self, path: bytes, seen: LowerStat) -> LowerFile:
         """Return the entry at `path`, whose attributes are `seen`, as what an inode of the overlay refers to."""
 
-    @abstractmethod
     def is_same(self, now: Identity, was: Identity) -> bool:
         """Return whether two identities are of one state of a file."""
+        return now == was
 
-    @abstractmethod
-    def forget(self, file: LowerFile) -> None:
+    def forget(self, file: LowerFile) -> None:  # noqa: B027 -- most layers do not change
         """Forget what is cached of a file that changed."""
 
-    @abstractmethod
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 -- the same
         """Look whether the layer as a whole is still there, and log it once if not.  Called about once a second."""
 
     def usage_of_source(self, usage: VolumeUsage) -> VolumeUsage:
@@ -285,8 +257,7 @@ class LowerFile(ABC):
     def prepare(self) -> None:  # noqa: B027 -- most files are always ready
         """Make the file ready, which may take long.  Any thread; other files can be read meanwhile.  OSError."""
 
-    @abstractmethod
-    def keep(self) -> None:
+    def keep(self) -> None:  # noqa: B027 -- most layers do not change
         """Keep the present content readable after the path is removed or replaced.  See `apply`.  ChangedBelowError."""
 
 
@@ -316,15 +287,6 @@ class AbsentLower(Lower):
     def file(self, path: bytes, seen: LowerStat) -> LowerFile:
         return _AbsentFile(path, seen)
 
-    def is_same(self, now: Identity, was: Identity) -> bool:
-        return now == was
-
-    def forget(self, file: LowerFile) -> None:
-        """Nothing is cached."""
-
-    def check(self) -> None:
-        """There is nothing to look for."""
-
     def forking(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -340,9 +302,6 @@ class _AbsentFile(LowerFile):
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:  # noqa: ARG002
         yield from ()
-
-    def keep(self) -> None:
-        """There is nothing to keep."""
 
 
 def _fail(path: bytes) -> NoReturn:

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 from msgspec.structs import replace
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES
-from protocol.backends.overlay.lower import FIRST_NEW_NUMBER, Identity, Lower, LowerEntry, LowerFile, LowerStat
+from protocol.backends.overlay.lower import FIRST_NEW_NUMBER, Lower, LowerEntry, LowerFile, LowerStat, RecordedStat
 from protocol.errors import os_error, shown
 from protocol.tree import TYPE_MASK
-from protocol.values import Value
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
@@ -100,35 +99,15 @@ class LowerTree(Protocol):
         ...
 
 
-class TreeStat(Value):
-    """A `LowerStat`."""
-
-    st_mode: int
-    st_ino: int
-    st_nlink: int
-    st_uid: int
-    st_gid: int
-    st_size: int
-    st_mtime_ns: int
-    st_rdev: int
-    ctime_ns: int | None = None  # None: as the mtime
-    sectors: int | None = None  # None: those of a file without holes
-
-    @property
-    def st_dev(self) -> int:
-        return 0
-
-    @property
-    def st_atime_ns(self) -> int:
-        return self.st_mtime_ns
-
-    @property
-    def st_ctime_ns(self) -> int:
-        return self.st_mtime_ns if self.ctime_ns is None else self.ctime_ns
-
-    @property
-    def st_blocks(self) -> int:
-        return -(-self.st_size // _SECTOR_BYTES) if self.sectors is None else self.sectors
+def tree_stat(
+    entry: TreeEntry | Row, number: int, nlink: int, size: int, rdev: int, inode: Row | None, sectors: int | None = None
+) -> RecordedStat:
+    """Return the attributes of an entry of a tree.  `sectors`: None for those of a file without holes."""
+    mtime_ns = entry.mtime_ns
+    ctime_ns = inode.mtime_ns if inode is not None and inode.size else mtime_ns
+    blocks = -(-size // _SECTOR_BYTES) if sectors is None else sectors
+    owner = entry.uid, entry.gid
+    return RecordedStat(entry.mode, number, 0, nlink, *owner, size, mtime_ns, mtime_ns, ctime_ns, blocks, rdev)
 
 
 class TreeLower(Lower):
@@ -188,7 +167,7 @@ class TreeLower(Lower):
         self._recent = path, entry
         return entry
 
-    def stat(self, path: bytes) -> TreeStat:
+    def stat(self, path: bytes) -> RecordedStat:
         entry = self._entry(path)
         nlink, size = entry.nlink, entry.size
         if entry.is_dir:
@@ -197,9 +176,7 @@ class TreeLower(Lower):
             inode = self._tree.inode_row(path)
             sectors = self._tree.sectors(path) if entry.is_file else None
         number = shown_number(path, entry.inode if nlink > 1 and not entry.is_dir else 0, inode)
-        ctime_ns = inode.mtime_ns if inode is not None and inode.size else entry.mtime_ns
-        owner = entry.uid, entry.gid
-        return TreeStat(entry.mode, number, nlink, *owner, size, entry.mtime_ns, entry.rdev, ctime_ns, sectors)
+        return tree_stat(entry, number, nlink, size, entry.rdev, inode, sectors)
 
     def _counted(self, path: bytes) -> tuple[int, int]:
         """The link count and the size of a directory."""
@@ -266,12 +243,6 @@ class TreeLower(Lower):
     def file(self, path: bytes, seen: LowerStat) -> TreeFile:
         return TreeFile(self, path, seen)
 
-    def is_same(self, now: Identity, was: Identity) -> bool:
-        return now == was
-
-    def forget(self, file: LowerFile) -> None:
-        """The files do not change."""
-
     def check(self) -> None:
         self._check()
 
@@ -309,9 +280,6 @@ class TreeFile(LowerFile):
 
     def prepare(self) -> None:
         self.lower.prepare(self.path)
-
-    def keep(self) -> None:
-        """The content stays."""
 
 
 def inode_number(path: bytes, link: int) -> int:
