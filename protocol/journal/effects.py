@@ -47,7 +47,7 @@ STORED_EFFECTS: Final = 27  # the effects that a STORE has
 LISTED_DOWNWARD: Final = 28  # the names of a directory get cookies in the order of the names, or from now on lower ones
 COOKIES_DOWNWARD: Final = 29  # the names of a directory have these cookies, and the next ones go down
 XATTR: Final = 30  # one extended attribute of an inode
-# Of overlays; `protocol.backends.overlay.journaling.introductions` describes the values.
+# Of overlays; `protocol.backends.overlay.journaling.recorder` describes the values.
 LOWER: Final = 40  # an inode of the lower layer, as it was before its first change
 LISTING: Final = 41  # the entries of a directory of the lower layer, as they were before its first change
 KIND: Final = 42  # a listed name has become another type of file below; 0: it is gone there

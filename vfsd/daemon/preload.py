@@ -69,7 +69,7 @@ _OF_KIND: Final = {
     "overlay": (
         *_OF_JOURNALS,
         "protocol.backends.overlay.journaling.replay",
-        "protocol.backends.overlay.journaling.introductions",
+        "protocol.backends.overlay.journaling.recorder",
         "protocol.backends.overlay.journaling.recorder",
         "protocol.backends.overlay.journaling.replay",
         "protocol.backends.overlay.known_inodes",

@@ -26,13 +26,14 @@ holds the state's lock.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import logging
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -51,15 +52,14 @@ from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, 
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
 from protocol.diff.tree_diff import entry_or_none, outermost
-from protocol.volume import RENAME_EXCHANGE, SUPERUSER, AttributeChanges, Caller
+from protocol.volume import RENAME_EXCHANGE, SUPERUSER, Caller
 from protocol.volume_extensions import CacheInvalidation, InodeChange, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.journaling.replay import Replay
-    from protocol.backends.overlay.journaling.introductions import OverlayImage
-    from protocol.backends.overlay.journaling.recorder import OverlayRecorder
+    from protocol.backends.overlay.journaling.recorder import OverlayImage, OverlayRecorder
     from protocol.backends.overlay.journaling.replay import OverlayGiving, OverlayReplay, OverlayTaking
     from protocol.backends.overlay.state import OverlayState
     from protocol.journal.directory import Journal
@@ -71,6 +71,17 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _CHECKED_AT_ONCE: Final = 1000  # files: takes some milliseconds
 _CHECKED_BEFORE: Final = 10_000  # files that are checked before states are compared; `tidy` alone checks more
+
+
+def _locked(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[OverlayVolume, P], T]:
+    """Return the method with the lock of the state: the thread of a view may be loading."""
+
+    @functools.wraps(method)
+    def call(volume: OverlayVolume, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with volume.lock:
+            return method(volume, *args, **kwargs)
+
+    return call
 
 
 class OverlayVolume(MemoryVolume):
@@ -99,7 +110,7 @@ class OverlayVolume(MemoryVolume):
         self.lower = lower if isinstance(lower, Lower) else HostLower(lower)
         self.path_filter = PathFilter(include, exclude)
         self._overlay = OverlayState(clock, self.lower, self.path_filter)
-        self._lock = self._overlay.lock
+        self.lock = self._overlay.lock
         super().__init__(max_bytes, max_inodes, read_only, clock=clock, state=self._overlay, max_memory=max_memory)
         self._base = self._overlay.open_epoch(None)
         self.on_change: Callable[[CacheInvalidation], None] | None = None
@@ -163,7 +174,7 @@ class OverlayVolume(MemoryVolume):
         self._base, self.identities = found.base, found.identities
 
     def _new_image(self) -> OverlayImage:
-        from protocol.backends.overlay.journaling.introductions import OverlayImage  # noqa: PLC0415 (start-up: few mounts)
+        from protocol.backends.overlay.journaling.recorder import OverlayImage  # noqa: PLC0415 (start-up: few mounts)
 
         return OverlayImage(self._overlay, self.notes, self._base, self.identities)
 
@@ -191,45 +202,16 @@ class OverlayVolume(MemoryVolume):
             elif overlay.known is not None:
                 overlay.known.forget(inode)
 
-    def link(self, inode: int, parent: int, name: bytes) -> Inode:
-        with self._lock:
-            return super().link(inode, parent, name)
-
-    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
-        with self._lock:
-            return super().mkdir(parent, name, mode, caller)
-
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
-        with self._lock:
-            return super().mknod(parent, name, mode, rdev, caller)
-
-    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
-        with self._lock:
-            return super().symlink(parent, name, target, caller)
-
-    def tmpfile(self, parent: int, mode: int, caller: Caller) -> Inode:
-        with self._lock:
-            return super().tmpfile(parent, mode, caller)
-
-    def unlink(self, parent: int, name: bytes) -> None:
-        with self._lock:
-            super().unlink(parent, name)
-
-    def rmdir(self, parent: int, name: bytes) -> None:
-        with self._lock:
-            super().rmdir(parent, name)
-
-    def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
-        with self._lock:
-            return super().setattr(inode, changes)
-
-    def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
-        with self._lock:
-            super().setxattr(inode, name, value, flags)
-
-    def removexattr(self, inode: int, name: bytes) -> None:
-        with self._lock:
-            super().removexattr(inode, name)
+    link = _locked(MemoryVolume.link)
+    mkdir = _locked(MemoryVolume.mkdir)
+    mknod = _locked(MemoryVolume.mknod)
+    removexattr = _locked(MemoryVolume.removexattr)
+    rmdir = _locked(MemoryVolume.rmdir)
+    setattr = _locked(MemoryVolume.setattr)
+    setxattr = _locked(MemoryVolume.setxattr)
+    symlink = _locked(MemoryVolume.symlink)
+    tmpfile = _locked(MemoryVolume.tmpfile)
+    unlink = _locked(MemoryVolume.unlink)
 
     # -- changes below -----------------------------------------------------------------------------
     def check_below(self) -> None:

@@ -25,9 +25,9 @@ Threading: the serving loop only.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.content import BLOCK_BYTES, Content
@@ -40,20 +40,11 @@ from protocol.volume import NAME_MAX
 if TYPE_CHECKING:
     from protocol.backends.memory.blocks import Block
     from protocol.backends.memory.inode import Inode, Links
+    from protocol.backends.memory.journaling.recorder import Recorder
     from protocol.backends.memory.state import MemoryState
     from protocol.tree import Chunk, Tree, TreeEntry
 
 _TAKEN_AT_ONCE: Final = 64  # inodes in a step
-
-
-class ContentRecorder(Protocol):
-    """The part of `TransactionRecorder` that a preparation uses."""
-
-    def store(self, blocks: Iterable[Block]) -> Iterator[None]: ...
-
-    def store_inodes(self, nodes: Iterable[Inode], tops: Collection[int]) -> Iterator[None]: ...
-
-    def forget_stored(self) -> None: ...
 
 
 class Preparation(Converger):
@@ -67,7 +58,7 @@ class Preparation(Converger):
         *,
         replace: bool,
         check_quota: Callable[[int, int, int], None],
-        recorder: ContentRecorder | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__(state, tree, extent, replace=replace, check_quota=check_quota)
         self._tops: dict[bytes, int] = {}  # path -> inode

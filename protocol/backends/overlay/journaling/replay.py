@@ -20,7 +20,7 @@ from protocol.backends.memory.journaling.handover import Giving, Taking, sums_of
 from protocol.backends.memory.journaling.replay import Replay
 from protocol.backends.overlay.host_lower import KEPT_BYTES, PrivateCopy
 from protocol.backends.overlay.inode import LowerContent, OverlayInode
-from protocol.backends.overlay.journaling.introductions import Identities, KeptValue, LowerValue, Renewed, Visible
+from protocol.backends.overlay.journaling.recorder import Identities, KeptValue, LowerValue, Renewed, Visible
 from protocol.backends.overlay.known_inodes import KnownInodes
 from protocol.backends.overlay.lower import (
     FileRecord,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.journaling.replay import Replay
-    from protocol.backends.overlay.journaling.introductions import OverlayImage
+    from protocol.backends.overlay.journaling.recorder import OverlayImage
     from protocol.backends.overlay.state import OverlayState
     from protocol.backends.overlay.volume import OverlayVolume
 
