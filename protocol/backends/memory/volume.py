@@ -32,7 +32,7 @@ from protocol.backends.memory.ledger import RESERVE_BYTES
 from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
-from protocol.volume import AttributeChanges, DirectoryEntry, StatFs, VolumeCapabilities
+from protocol.volume import Answer, AttributeChanges, DirectoryEntry, StatFs, VolumeCapabilities
 from protocol.volume_durability import JournalStatus
 from protocol.volume_extensions import CacheInvalidation, SharedLimit, SnapshotInfo, VolumeUsage
 
@@ -274,7 +274,7 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
         return None if self.recorder is None else self.recorder.journal
 
     def sync_with(self, wait: WaitSynced) -> None:
-        """Have `unsynced` use `wait`."""
+        """Have `unsynced` and `fsync` use `wait`."""
         assert self.recorder is not None
         self.recorder.wait_synced = wait
 
@@ -458,10 +458,9 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
         if offset + length > size:
             self.setattr(target, AttributeChanges(size=offset + length))
 
-    def fsync(self, inode: int, *, data_only: bool) -> None:  # noqa: ARG002
+    def fsync(self, inode: int, *, data_only: bool) -> Answer[None]:  # noqa: ARG002
         """Sync the journal.  Without one, memory cannot be made more durable."""
-        if self.recorder is not None:
-            self.recorder.sync()
+        return None if self.recorder is None else self.recorder.sync()
 
     def statfs(self) -> StatFs:
         limits, ledger = self._limits, self._state.ledger

@@ -217,16 +217,7 @@ def _describe(volume: MemoryVolume, report: JournalReport, *, has_archive: bool)
 
 def _sync_in_thread(volume: MemoryVolume) -> None:
     """Have fsync(2), and with `--fsync always` every change, wait for the disk in a thread: other requests go on."""
-    syncs = GroupSync()
-
-    async def fsync(_inode: int, *, data_only: bool) -> None:  # noqa: ARG001 (one log has both)
-        journal = volume.journal
-        if journal is not None:
-            volume.flush_journal()
-            await syncs.wait(journal.log, journal.log.end)
-
-    volume.fsync = fsync  # type: ignore[assignment]
-    volume.sync_with(syncs.wait)
+    volume.sync_with(GroupSync().wait)
 
 
 def continue_journal(options: MountOptions, volume: Volume, directory: str, end: JournalEnd) -> ContinuedJournal:

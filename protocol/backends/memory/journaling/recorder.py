@@ -157,10 +157,14 @@ class Recorder:
             self._require(0, removes=True)
             self.commit()
 
-    def sync(self) -> None:
-        """Return when everything recorded is on disk.  OSError."""
+    def sync(self) -> Awaitable[None] | None:
+        """Return when everything recorded is on disk, or what waits for that.  OSError."""
         self.flush()
-        self._log.sync()
+        log = self._log
+        if self.wait_synced is not None:
+            return self.wait_synced(log, log.end)
+        log.sync()
+        return None
 
     def status(self) -> JournalStatus:
         """Describe the journal."""
