@@ -26,14 +26,13 @@ from msgspec.structs import replace
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
 from protocol.backends.overlay.lower import Lower, LowerEntry, LowerFile, LowerStat, RecordedStat
-from protocol.backends.overlay.tree_lower import inode_number, shown_number, tree_stat
+from protocol.backends.overlay.tree_lower import shown_number, tree_entry, tree_stat
 from protocol.errors import NotReadyError, os_error, shown
 from protocol.store.format.digests import CHUNK_BYTES, chunk_ranges
 from protocol.store.format.inode_rows import inodes_lost
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import UNREADABLE, Row
 from protocol.store.object_store.lazy.contents import BLOBS_BYTES, ROWS_BYTES
-from protocol.tree import TYPE_MASK
 from protocol.volume_extensions import VolumeUsage
 
 if TYPE_CHECKING:
@@ -204,14 +203,10 @@ class LazyLower(Lower):
     def scan(self, path: bytes) -> list[LowerEntry]:
         rows, inodes = self.waited(self._listings, path)
         prefix = path + b"/" if path else b""
-        found = []
-        for name, row in rows.items():
-            link = row.more.link if not row.is_dir else 0
-            # Two files may have been given one number.
-            key = (1, link) if link else (0, inode_number(prefix + name, 0))
-            number = shown_number(prefix + name, link, inodes.get(name))
-            found.append(LowerEntry(name, row.mode & TYPE_MASK, key, number))
-        return found
+        return [
+            tree_entry(prefix, name, row.mode, 0 if row.is_dir else row.more.link, inodes.get(name))
+            for name, row in rows.items()
+        ]
 
     def file(self, path: bytes, seen: LowerStat) -> LazyFile:
         recent = self._recent

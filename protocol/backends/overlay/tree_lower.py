@@ -201,13 +201,7 @@ class TreeLower(Lower):
             rows = list(self._tree.rows(path))
             inodes = self._tree.inode_rows(path)
         prefix = path + b"/" if path else b""
-        found = []
-        for name, mode, link in rows:
-            # Two files may have been given one number.
-            key = (1, link) if link else (0, inode_number(prefix + name, 0))
-            number = shown_number(prefix + name, link, inodes.get(name))
-            found.append(LowerEntry(name, mode & TYPE_MASK, key, number))
-        return found
+        return [tree_entry(prefix, name, mode, link, inodes.get(name)) for name, mode, link in rows]
 
     def is_ready(self, path: bytes) -> bool:
         """Whether the file can be read without a preparation."""
@@ -286,6 +280,13 @@ def inode_number(path: bytes, link: int) -> int:
     """The inode number of a path; or of all names of a file that has several, which `link` identifies."""
     hashed = b"\0%d" % link if link else path  # no path contains a NUL byte
     return int.from_bytes(blake2b(hashed, digest_size=_NUMBER_BYTES).digest(), "little")
+
+
+def tree_entry(prefix: bytes, name: bytes, mode: int, link: int, inode: Row | None) -> LowerEntry:
+    """Return an entry of the directory `prefix`, which ends in "/".  `link` is as in `NameRow`."""
+    # Two files may have been given one number.
+    key = (1, link) if link else (0, inode_number(prefix + name, 0))
+    return LowerEntry(name, mode & TYPE_MASK, key, shown_number(prefix + name, link, inode))
 
 
 def shown_number(path: bytes, link: int, inode: Row | None) -> int:
