@@ -256,7 +256,7 @@ class SnapshotTree:
     # -- versions ------------------------------------------------------------------------------
     def version(self, number: int) -> Inode | None:
         """Return the version of inode `number` in this state, or None if it did not exist."""
-        live = self._state.inodes.get(number)  # before the pre-images: see `undo`
+        live = self._state.inodes.get(number)  # before the pre-images: see the docstring of the module
         if number in self._inodes:
             return self._inodes[number]
         # Not `chain`: this runs for each part of each path, and a generator takes as long as everything else here.
