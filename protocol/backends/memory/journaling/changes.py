@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Final
 
@@ -33,62 +33,81 @@ if TYPE_CHECKING:
     from protocol.journal.records import Buffer
 
 Source = tuple[int, int, int]  # the serial of a snapshot, the number of an inode in it, the index of a block
+_Sources = Mapping[int, Source] | Callable[[], Mapping[int, Source]]
+_SourcesOf = Callable[[int], _Sources]
 
 
 def changes_since(state: MemoryState, epoch: Epoch, ahead: RecordedAhead) -> Iterator[bytes]:
     """Yield the effects that lead from the beginning of `epoch`, the newest, to the live state, one by one.
 
     `ahead`: what the journal has already.
+    """
+    end = EpochEnd(state, epoch, {}, {})
+    return epoch_effects(epoch, end, lambda number: functools.partial(_sources, state, epoch, number), ahead)
+
+
+class EpochEnd:
+    """The state at the end of an epoch, where the epoch changed it.  `later`: the pre-images of all epochs after it."""
+
+    def __init__(self, state: MemoryState, epoch: Epoch, later: PreInodes, later_names: PreNames) -> None:
+        live = state.inodes.get
+        self.inodes = {number: later[number] if number in later else live(number) for number in epoch.inodes}
+        self.entries: dict[int, Mapping[bytes, int]] = {}  # of the directories
+        for number, node in self.inodes.items():
+            if (
+                node is not None
+                and node.children is not None
+                and (epoch.inodes[number] is None or number in epoch.names)
+            ):
+                self.entries[number] = listing_at(node, later_names)
+
+
+def epoch_effects(
+    epoch: Epoch, end: EpochEnd, sources: _SourcesOf, ahead: RecordedAhead | None = None
+) -> Iterator[bytes]:
+    """Yield the effects that lead from the beginning of `epoch` to its `end`.  `sources`: see `inode_details`.
+
     Inodes come first, then names, then inodes that are gone, so each effect refers to something that exists.
     """
-    recorded = ahead.inodes_of(epoch.inodes)
-    if recorded:
+    recorded = () if ahead is None else ahead.inodes_of(epoch.inodes)
+    if ahead is not None and recorded:
         yield from ahead.inode_effects()
-    yield from _changed_inodes(state, epoch, ahead, recorded)
-    if recorded:
+        for number in recorded:
+            top = end.inodes[number]
+            if number in ahead.tops and top is not None:
+                yield effects.inode(top)
+    for number, before in epoch.inodes.items():
+        now = end.inodes[number]
+        if now is not None and number not in recorded:
+            yield effects.inode(now)
+            if before is None:
+                yield effects.reset(number)
+            yield from inode_details(before, now, sources(number), ahead)
+    if ahead is not None and recorded:
         yield from ahead.entry_effects()
-    yield from _changed_names(state, epoch, recorded)
-    for number in list(epoch.inodes):
-        if state.inodes.get(number) is None:
+    yield from _changed_names(epoch, end, recorded)
+    for number, now in end.inodes.items():
+        if now is None:
             yield effects.free(number)
 
 
-def _changed_inodes(
-    state: MemoryState, epoch: Epoch, ahead: RecordedAhead, recorded: Collection[int]
-) -> Iterator[bytes]:
-    for number, before in list(epoch.inodes.items()):
-        live = state.inodes.get(number)
-        if live is None:
-            continue
-        if number in recorded:
-            if number in ahead.tops:
-                yield effects.inode(live)
-            continue
-        yield effects.inode(live)
-        if before is None:
-            yield effects.reset(number)
-        yield from inode_details(before, live, functools.partial(_sources, state, epoch, number), ahead)
-
-
-def _changed_names(state: MemoryState, epoch: Epoch, recorded: Collection[int]) -> Iterator[bytes]:
-    for number, before in list(epoch.inodes.items()):
-        live = state.inodes.get(number)
-        if before is None and live is not None and live.children is not None and number not in recorded:
-            for name, child in live.children.items():
+def _changed_names(epoch: Epoch, end: EpochEnd, recorded: Collection[int]) -> Iterator[bytes]:
+    for number, before in epoch.inodes.items():
+        if before is None and number not in recorded:
+            for name, child in end.entries.get(number, _NOTHING).items():
                 yield effects.entry(number, name, child)
     for directory, names in epoch.names.items():
-        live = state.inodes.get(directory)
-        if directory in epoch.inodes and epoch.inodes[directory] is None and live is not None:
-            continue  # listed above
-        children = live.children if live is not None and live.children is not None else {}
+        if epoch.inodes[directory] is None:
+            continue  # listed above, or made, or revived, and removed while a view was open: see `MemoryState.release`
+        entries = end.entries.get(directory, _NOTHING)
         for name in names:
-            yield effects.entry(directory, name, children.get(name, 0))
+            yield effects.entry(directory, name, entries.get(name, 0))
 
 
 def inode_details(
     before: Inode | None,
     now: Inode,
-    sources: Mapping[int, Source] | Callable[[], Mapping[int, Source]],
+    sources: _Sources,
     ahead: RecordedAhead | None = None,
 ) -> Iterator[bytes]:
     """Yield the effects from version `before` (None: nothing) to `now`, other than attributes and entries.
@@ -129,7 +148,7 @@ def inode_details(
 def _changed_blocks(
     number: int,
     changed: Mapping[int, Block],
-    sources: Mapping[int, Source] | Callable[[], Mapping[int, Source]],
+    sources: _Sources,
     ahead: RecordedAhead | None,
 ) -> Iterator[bytes]:
     """Yield the effects that set blocks: by a reference to where the journal has them, or with their content."""
@@ -334,16 +353,6 @@ def _observed(pieces: Iterator[bytes], progress: Callable[[], None]) -> Iterator
         yield piece
 
 
-class _Step:
-    """What changed in one epoch: the state at its end."""
-
-    def __init__(self, epoch: Epoch) -> None:
-        self.epoch = epoch
-        self.inodes: PreInodes = {}  # of the inodes with a pre-image
-        self.names: PreNames = {}
-        self.listings: dict[int, dict[bytes, int]] = {}  # of the directories that were made
-
-
 class Image:
     """An image: effects that lead from an empty volume to a state with all its snapshots.
 
@@ -355,7 +364,7 @@ class Image:
         self._state = state
         self._notes = notes
         self._sources: dict[int, Source] = {}  # of the blocks that a snapshot shows, by identity
-        self._touched: dict[int, int] = {}  # inode -> the last step that changed it
+        self._touched: dict[int, int] = {}  # inode -> the last epoch that changed it
 
     def oldest(self) -> tuple[PreInodes, PreNames]:
         """Return the inodes of the oldest state, and the pre-images of its names."""
@@ -367,13 +376,17 @@ class Image:
     def effects(self) -> Iterator[bytes]:
         epochs = self._state.log.epochs()
         yield from self.beginning(*self.oldest())
-        named = -1  # the newest step that begins with a snapshot
-        for at, step in enumerate(self._steps(epochs)):
-            if step.epoch.info is not None:
+        named = -1  # the newest epoch that begins with a snapshot
+        for at, (epoch, end) in enumerate(zip(epochs, self._ends(epochs), strict=True)):
+            if epoch.info is not None:
                 named = at
-                yield effects.snapshot(step.epoch.info)
-            yield from self.begin_step(step.epoch)
-            yield from self._changes(step, at, named, epochs)
+                yield effects.snapshot(epoch.info)
+            yield from self.begin_epoch(epoch)
+            for number, before in epoch.inodes.items():
+                if before is not None and named > self._touched.get(number, -1):
+                    self._add_sources(before, epochs[named].serial)
+                self._touched[number] = at
+            yield from epoch_effects(epoch, end, lambda _: self._sources)
         yield from self.cookies()
         yield effects.next_inode(self._state.next_inode)
         yield effects.invalidated()  # an image is begun when no change is in progress
@@ -404,7 +417,7 @@ class Image:
             if live.cookies is not None:
                 yield effects.cookies(number, live.cookies)
 
-    def begin_step(self, epoch: Epoch) -> Iterator[bytes]:  # noqa: ARG002
+    def begin_epoch(self, epoch: Epoch) -> Iterator[bytes]:  # noqa: ARG002
         """Yield what a subclass records of an epoch itself."""
         yield from ()
 
@@ -425,58 +438,17 @@ class Image:
                 for name, number in listing_at(inode, names).items():
                     yield effects.entry(inode.inode, name, number)
 
-    def _steps(self, epochs: list[Epoch]) -> list[_Step]:
-        """Return the steps from the oldest state to the live one."""
-        steps = []
+    def _ends(self, epochs: Sequence[Epoch]) -> list[EpochEnd]:
+        """Return the ends of the epochs."""
+        ends = []
         later: PreInodes = {}
         later_names: PreNames = {}
         for epoch in reversed(epochs):
-            step = _Step(epoch)
-            for number, before in epoch.inodes.items():
-                after = later[number] if number in later else self._state.inodes.get(number)
-                step.inodes[number] = after
-                if before is None and after is not None and after.children is not None:
-                    step.listings[number] = listing_at(after, later_names)
-            for directory, names in epoch.names.items():
-                # A directory that does not exist after the epoch has no names then.
-                after = self._after(step, later, directory)
-                if after is None and epoch.inodes.get(directory) is None:
-                    continue  # it was made, or revived, and removed while a view was open: see `MemoryState.release`
-                listing = listing_at(after, later_names) if after is not None and after.children is not None else {}
-                step.names[directory] = {name: listing.get(name, 0) for name in names}
+            ends.append(EpochEnd(self._state, epoch, later, later_names))
             later.update(epoch.inodes)
             for directory, names in epoch.names.items():
                 later_names[directory] = {**later_names.get(directory, {}), **names}
-            steps.append(step)
-        return steps[::-1]
-
-    def _after(self, step: _Step, later: PreInodes, number: int) -> Inode | None:
-        if number in step.inodes:
-            return step.inodes[number]
-        return later[number] if number in later else self._state.inodes.get(number)
-
-    def _changes(self, step: _Step, at: int, named: int, epochs: list[Epoch]) -> Iterator[bytes]:
-        """Yield the effects of one step."""
-        for number, before in step.epoch.inodes.items():
-            after = step.inodes[number]
-            if before is not None and named > self._touched.get(number, -1):
-                self._add_sources(before, epochs[named].serial)
-            self._touched[number] = at
-            if after is not None:
-                yield effects.inode(after)
-                if before is None:
-                    yield effects.reset(number)
-                yield from inode_details(before, after, self._sources)
-        for directory, listing in step.listings.items():
-            for name, number in listing.items():
-                yield effects.entry(directory, name, number)
-        for directory, names in step.names.items():
-            if directory not in step.listings:
-                for name, number in names.items():
-                    yield effects.entry(directory, name, number)
-        for number, after in step.inodes.items():
-            if after is None:
-                yield effects.free(number)
+        return ends[::-1]
 
     def _add_sources(self, version: Inode, serial: int) -> None:
         """Record the blocks of a version that the snapshot `serial` shows."""
@@ -485,8 +457,14 @@ class Image:
                 self._sources.setdefault(id(block), (serial, version.inode, index))
 
 
-def listing_at(directory: Inode, names: PreNames) -> dict[bytes, int]:
+def listing_at(directory: Inode, names: PreNames) -> Mapping[bytes, int]:
     """Return the entries of a directory at the moment that the pre-images `names` lead back to."""
     assert directory.children is not None
-    listing = {**directory.children, **names.get(directory.inode, {})}
+    earlier = names.get(directory.inode)
+    if not earlier:
+        return directory.children
+    listing = {**directory.children, **earlier}
     return {name: number for name, number in listing.items() if number}
+
+
+_NOTHING: Final[Mapping[bytes, int]] = {}

@@ -497,7 +497,7 @@ class OverlayImage(Image):
         """Yield `pieces` unchecked: an entry may lead to an inode that is only below."""
         return pieces
 
-    def begin_step(self, epoch: Epoch) -> Iterator[bytes]:
+    def begin_epoch(self, epoch: Epoch) -> Iterator[bytes]:
         if epoch is self._base:
             yield effects.of_overlay(effects.BASE, epoch.serial, None)
 
