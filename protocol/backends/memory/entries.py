@@ -170,7 +170,7 @@ class DirectoryEntries(VolumePart):
         self._limits.check_room(0, 1)
         self._limits.require(SLACK_BYTES)
         if self.recorder is not None:
-            self.recorder.begin(0, directory)
+            self.recorder.begin(2 * xattrs.content_bytes(directory.xattrs))  # of ACLs; the directory does not change
         node = self._new(directory, stat.S_IFREG | (mode & 0o7777), caller)
         self._state.lookups[node.inode] = 1
         self._state.orphans.add(node.inode)
