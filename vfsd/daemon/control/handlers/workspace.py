@@ -372,7 +372,7 @@ class UnmountMethods:
                     is_empty = not await trio.to_thread.run_sync(unfiltered(live).children, b"")
                 return saved if is_empty else UnsavedResult(unsaved=True, token="")
         except OSError as error:  # such as EIO: the container does not run
-            log_failure(_logger, "comparing with the snapshots", error, level=logging.INFO)
+            _logger.info("the container cannot be compared with its snapshots: %s", error)
             return UnsavedResult(unsaved=True, token="", problem=error.strerror or str(error))
         return min(found, key=_number_of_changes)
 
