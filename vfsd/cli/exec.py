@@ -23,18 +23,25 @@ from typing import Any, Final
 import click
 
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command, describe, error_record, report
+from vfsd.cli.common.app import (
+    FAILED,
+    NOT_EXECUTABLE,
+    NOT_FOUND,
+    TIMED_OUT,
+    App,
+    Command,
+    describe,
+    error_record,
+    handlers,
+    report,
+    wakeup_socket,
+)
 from vfsd.cli.common.values import SIZE, Seconds, environment, is_text
 from vfsd.client.arguments import current_directory, wire_paths
 from vfsd.client.executor import ExecCall, caller_environment
 from vfsd.operations.fs import ExecEnded, ExecOutput, ExecParams, TerminalSize
 from vfsd.wire.messages import wire_path
 
-# The exit statuses of env(1), nohup(1) and timeout(1).
-_TIMED_OUT: Final = 124
-_FAILED: Final = 125
-_NOT_EXECUTABLE: Final = 126
-_NOT_FOUND: Final = 127
 _COLLECTED_BYTES: Final = 256 * 1024  # of each stream, in a JSON document; the default of `vfsd fs exec`
 
 
@@ -133,15 +140,15 @@ def exec_command(
 
 def _status_of_failure(error: OSError, program: str) -> int:
     if error.filename == program and isinstance(error, FileNotFoundError):
-        return _NOT_FOUND
+        return NOT_FOUND
     if error.filename == program and isinstance(error, PermissionError):
-        return _NOT_EXECUTABLE
-    return _FAILED
+        return NOT_EXECUTABLE
+    return FAILED
 
 
 def _status(ended: ExecEnded) -> int:
     if ended.timed_out:
-        return _TIMED_OUT
+        return TIMED_OUT
     return ended.exit_status if ended.exit_status >= 0 else 128 - ended.exit_status
 
 
@@ -331,17 +338,7 @@ def _raw() -> Generator[None]:
 
 @contextlib.contextmanager
 def _signals(*, with_size: bool) -> Generator[socket.socket]:
-    """Yield a socket from which the number of each signal can be read, as a byte (signal.set_wakeup_fd)."""
-    ours, theirs = socket.socketpair()
-    wanted = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
-    wanted += [signal.SIGWINCH] if with_size else []
-    theirs.setblocking(False)
-    old_descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    old = {number: signal.signal(number, lambda *_: None) for number in wanted}
-    try:
-        with ours, theirs:
-            yield ours
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(old_descriptor)
+    """Yield a socket from which the number of each signal for the command can be read."""
+    wanted = [*_PASSED_ON, *([signal.SIGWINCH] if with_size else [])]
+    with wakeup_socket() as ours, handlers(dict.fromkeys(wanted, lambda *_: None)):
+        yield ours

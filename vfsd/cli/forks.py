@@ -19,6 +19,7 @@ from vfsd.cli.common.changes import (
     ChangeSpool,
     call_with_changes,
     show_changes,
+    show_dry_run,
     show_expired,
     show_outcome,
     show_problems,
@@ -418,14 +419,7 @@ def discard_command(app: App, paths: tuple[str, ...], dry_run: bool, touch: bool
     app.paths = paths
     request = app.requests.discard(paths, dry_run=dry_run, touch=touch)
     if dry_run:
-        call_with_changes(app, request, "comparing", lambda _, changes: show_changes(changes))
+        show_dry_run(app, request)
     else:
-        app.emit(app.call(request, label="discarding"), _show_discarded)
-
-
-def _show_discarded(answer: RestoreResult) -> None:
-    if answer.safety_snapshot is None:
-        output.say("nothing to discard")
-        show_expired(answer.expired)
-    else:
-        show_outcome("discarded", answer)
+        answer: RestoreResult = app.call(request, label="discarding")
+        app.emit(answer, lambda _: show_outcome("discarded", answer, "nothing to discard"))

@@ -16,9 +16,9 @@ import click
 from vfsd.cli import claude_settings
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, Group, did_you_mean
-from vfsd.cli.common.changes import ChangeSpool, call_with_changes, show_changes, show_outcome, show_problems
+from vfsd.cli.common.changes import show_dry_run, show_outcome, show_problems
 from vfsd.cli.common.values import touch_option
-from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts
+from vfsd.cli.common.wording import nothing_to_restore, signed_counts
 from vfsd.client.agent_points import AgentPoint, parse_tag, session_above
 from vfsd.machine.selection import socket_dir
 from vfsd.operations.snapshots import RestoreResult, SnapshotRecord, SnapshotsResult
@@ -264,16 +264,11 @@ def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool, tou
     request = app.requests.restore(moment.snapshot.name, dry_run=dry_run, touch=touch)
     words = _describe(moment)
     if dry_run:
-
-        def show(restored: RestoreResult, changes: ChangeSpool) -> None:
-            show_changes(changes)
-            if output.on_terminal(err=True):
-                output.note(f"would rewind to {words}: {count_words(restored.counts)}")
-
-        call_with_changes(app, request, "comparing", show)
+        show_dry_run(app, request, lambda _: f"rewind to {words}")
         return
     restored: RestoreResult = app.call(request, label="restoring")
-    app.emit(restored, lambda _: _show_restored(words, restored))
+    shown = output.show_path(words)
+    app.emit(restored, lambda _: show_outcome(f"rewound to {shown}", restored, nothing_to_restore(shown)))
     show_problems(restored.problems)
 
 
@@ -339,13 +334,6 @@ def _describe(moment: _Moment) -> str:
     if point.kind == "tool":
         return f"the state after {point.tool_use_id or moment.snapshot.name} ({point.text})"
     return f"the end of the turn after prompt {moment.prompt_number}"
-
-
-def _show_restored(words: str, answer: RestoreResult) -> None:
-    if answer.safety_snapshot is None and not answer.problems:
-        output.say(nothing_to_restore(output.show_path(words)))
-    else:
-        show_outcome(f"rewound to {output.show_path(words)}", answer)
 
 
 # -- the list -------------------------------------------------------------------------------------

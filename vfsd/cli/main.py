@@ -39,69 +39,65 @@ except KeyboardInterrupt:
 if TYPE_CHECKING:
     from vfsd.client.quick_call import BegunCall
 
-# name -> (module, the first line of its help; a test compares the two)
-COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "mount": ("mount", "Make a directory a workspace."),
-    "fork": ("forks", "Make a workspace that starts as a copy of this one."),
-    "merge": ("forks", "Take over what a fork has changed."),
-    "adopt": ("forks", "Make the workspace equal to a fork."),
-    "unmount": ("unmount", "Unmount a workspace; asks before unsaved changes are lost."),
-    "list": ("workspaces", "List the running workspaces."),
-    "status": ("workspaces", "Show the settings, contents and limits of a workspace."),
-    "snapshot": ("snapshots", "Take a snapshot of the workspace as it is now."),
-    "snapshots": ("snapshots", "List the snapshots, oldest first."),
-    "drop": ("snapshots", "Delete snapshots."),
-    "prune": ("prune", "Remove the snapshots that no rule keeps."),
-    "restore": ("snapshots", "Restore the workspace, or some paths, from a snapshot or archive."),
-    "timeline": ("history", "Show the snapshots, what each changed, and who did it."),
-    "log": ("history", "Show which program changed what, and when."),
-    "diff": ("snapshots", "Show what changed between two snapshots, or since one."),
-    "export": ("transfer", "Write the workspace, or a snapshot, as a ZIP archive."),
-    "import": ("transfer", "Add the content of a ZIP archive to the workspace."),
-    "apply": ("forks", "Write the changes of an overlay to the directory below it."),
-    "discard": ("forks", "Discard the changes of an overlay, and show the directory below it again."),
-    "exec": ("exec", "Run a command in the workspace."),
-    "run": ("run", "Run a command on an overlay of the current directory."),
-    "push": ("transfer", "Upload the present state, or a snapshot, to an object store."),
-    "pull": ("transfer", "Download a snapshot from an object store to this machine."),
-    "store": ("store", "Manage the snapshots that are kept on disk or in an object store."),
-    "upgrade": ("workspaces", "Replace the daemon of a workspace by the installed version."),
-    "compact": ("workspaces", "Replace the journal of a workspace by an image of its state."),
-    "persisted": ("store", "Manage the journals of workspaces that were mounted with --persist."),
-    "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
-    "hooks": ("hooks", "Take a snapshot after each step of an agent."),
-    "rewind": ("hooks", "Return to a state that the hooks of an agent kept."),
-    "web": ("servers", "Show the workspaces in a browser: timeline, files, differences, restore."),
-    "mcp": ("servers", "Serve a running workspace to agents, as an MCP server."),
-    "policy": ("workspaces", "Show which files no program may change or see, and add to them."),
-    "doctor": ("this_machine", "Check what this machine needs to mount workspaces."),
-    "completion": ("this_machine", "Print the script that completes vfsd's commands in a shell."),
+# heading -> name -> (module, the first line of its help; a test compares the two)
+_GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
+    "Workspaces": {
+        "mount": ("mount", "Make a directory a workspace."),
+        "unmount": ("unmount", "Unmount a workspace; asks before unsaved changes are lost."),
+        "list": ("workspaces", "List the running workspaces."),
+        "status": ("workspaces", "Show the settings, contents and limits of a workspace."),
+        "policy": ("workspaces", "Show which files no program may change or see, and add to them."),
+        "upgrade": ("workspaces", "Replace the daemon of a workspace by the installed version."),
+        "compact": ("workspaces", "Replace the journal of a workspace by an image of its state."),
+        "persisted": ("store", "Manage the journals of workspaces that were mounted with --persist."),
+    },
+    "Forks": {
+        "fork": ("forks", "Make a workspace that starts as a copy of this one."),
+        "merge": ("forks", "Take over what a fork has changed."),
+        "adopt": ("forks", "Make the workspace equal to a fork."),
+    },
+    "Snapshots": {
+        "snapshot": ("snapshots", "Take a snapshot of the workspace as it is now."),
+        "snapshots": ("snapshots", "List the snapshots, oldest first."),
+        "drop": ("snapshots", "Delete snapshots."),
+        "prune": ("prune", "Remove the snapshots that no rule keeps."),
+        "restore": ("snapshots", "Restore the workspace, or some paths, from a snapshot or archive."),
+        "timeline": ("history", "Show the snapshots, what each changed, and who did it."),
+        "diff": ("snapshots", "Show what changed between two snapshots, or since one."),
+        "log": ("history", "Show which program changed what, and when."),
+        "push": ("transfer", "Upload the present state, or a snapshot, to an object store."),
+        "pull": ("transfer", "Download a snapshot from an object store to this machine."),
+        "store": ("store", "Manage the snapshots that are kept on disk or in an object store."),
+    },
+    "Archives": {
+        "export": ("transfer", "Write the workspace, or a snapshot, as a ZIP archive."),
+        "import": ("transfer", "Add the content of a ZIP archive to the workspace."),
+    },
+    "Overlays": {
+        "apply": ("forks", "Write the changes of an overlay to the directory below it."),
+        "discard": ("forks", "Discard the changes of an overlay, and show the directory below it again."),
+    },
+    "Commands": {
+        "exec": ("exec", "Run a command in the workspace."),
+        "run": ("run", "Run a command on an overlay of the current directory."),
+    },
+    "Browser": {
+        "web": ("servers", "Show the workspaces in a browser: timeline, files, differences, restore."),
+    },
+    "Agents": {
+        "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
+        "mcp": ("servers", "Serve a running workspace to agents, as an MCP server."),
+        "hooks": ("hooks", "Take a snapshot after each step of an agent."),
+        "rewind": ("hooks", "Return to a state that the hooks of an agent kept."),
+    },
+    "This machine": {
+        "doctor": ("this_machine", "Check what this machine needs to mount workspaces."),
+        "completion": ("this_machine", "Print the script that completes vfsd's commands in a shell."),
+    },
 }
+COMMANDS: Final = {name: found for group in _GROUPS.values() for name, found in group.items()}
 # Names of other programs' commands that do the same.
 _ALIASES: Final = {"umount": "unmount", "ls": "list", "rm": "drop"}
-_GROUPS: Final = {
-    "Workspaces": ("mount", "unmount", "list", "status", "policy", "upgrade", "compact", "persisted"),
-    "Forks": ("fork", "merge", "adopt"),
-    "Snapshots": (
-        "snapshot",
-        "snapshots",
-        "drop",
-        "prune",
-        "restore",
-        "timeline",
-        "diff",
-        "log",
-        "push",
-        "pull",
-        "store",
-    ),
-    "Archives": ("export", "import"),
-    "Overlays": ("apply", "discard"),
-    "Commands": ("exec", "run"),
-    "Browser": ("web",),
-    "Agents": ("fs", "mcp", "hooks", "rewind"),
-    "This machine": ("doctor", "completion"),
-}
 
 
 class LazyGroup(SuggestingGroup):
@@ -158,9 +154,9 @@ class LazyGroup(SuggestingGroup):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         width = max(map(len, COMMANDS))
-        for heading, names in _GROUPS.items():
+        for heading, commands in _GROUPS.items():
             with formatter.section(heading):
-                formatter.write_dl([(name.ljust(width), COMMANDS[name][1]) for name in names])
+                formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands.items()])
 
 
 @click.group(

@@ -127,9 +127,7 @@ def _inline(text: str) -> Iterator[str]:
 
 def _text(text: str) -> str:
     """Escape what groff would interpret."""
-    escaped = (
-        text.replace("\\", "\\e").replace("-", "\\-").replace("'", "\\(aq").replace("^", "\\(ha").replace("~", "\\(ti")
-    )
+    escaped = text.translate(_ESCAPES)
     return "\\&" + escaped if escaped.startswith((".", "'")) else escaped
 
 

@@ -26,7 +26,17 @@ import click
 from protocol.linux import private_mount
 from protocol.types import ChangeCounts
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command, describe, error_record, report
+from vfsd.cli.common.app import (
+    FAILED,
+    NOT_EXECUTABLE,
+    NOT_FOUND,
+    App,
+    Command,
+    describe,
+    error_record,
+    handlers,
+    report,
+)
 from vfsd.cli.common.changes import ChangeSpool, call_with_changes, show_repositories, show_stat
 from vfsd.cli.common.values import touch_option
 from vfsd.cli.common.wording import count_words, older_lines
@@ -41,10 +51,6 @@ from vfsd.operations.workspace import StatusResult, UnmountParams
 from vfsd.wire.messages import wire_path
 
 Outcome = Literal["applied", "kept", "discarded", "unchanged", "lost"]
-# The exit statuses of env(1), nohup(1) and timeout(1).
-_FAILED: Final = 125
-_NOT_EXECUTABLE: Final = 126
-_NOT_FOUND: Final = 127
 _JOURNAL_BYTES: Final = 1 << 20  # what a disk must have room for
 _CHOICES: Final = {"a": "apply", "k": "keep", "d": "discard"}
 
@@ -115,8 +121,8 @@ def run_command(
 
 def _status_of(error: OSError) -> int:
     if isinstance(error, NotStartedError) and error.filename is not None:
-        return _NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else _NOT_EXECUTABLE
-    return _FAILED
+        return NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else NOT_EXECUTABLE
+    return FAILED
 
 
 class _Run:
@@ -216,7 +222,7 @@ class _Run:
             reason = "" if is_lost else f" ({describe(error)})"
             output.report(f"the daemon of {self._name} died{reason}: {what}")
             self._emit(status, "lost" if is_lost else "kept", ChangeCounts())
-            return _FAILED
+            return FAILED
         try:
             try:
                 counts = self._show_changes()
@@ -360,7 +366,7 @@ def _shown(path: str) -> str:
 
 def _ask() -> str:
     """Ask what to do with the changes; without a terminal, or at its end, they are kept."""
-    if not (sys.stdin.isatty() and output.on_terminal(err=True)):
+    if not output.can_ask():
         return "keep"
     while True:
         try:
@@ -485,26 +491,13 @@ class _Passer:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[_Passer]:
-    """Wait out the terminal's signals, and pass the others on.  Signals that are ignored stay ignored (nohup).
+    """Wait out the terminal's signals, and pass the others on.
 
     Handlers instead of SIG_IGN: the child begins with the default actions, because exec(2) resets handlers only.
     """
     passer = _Passer()
-    handlers = dict.fromkeys(_WAITED_OUT, _do_nothing) | dict.fromkeys(_PASSED_ON, passer.pass_on)
-    before = {
-        number: signal.signal(number, handler)
-        for number, handler in handlers.items()
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
+    with handlers({**dict.fromkeys(_WAITED_OUT, lambda *_: None), **dict.fromkeys(_PASSED_ON, passer.pass_on)}):
         yield passer
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    pass
 
 
 # -- the terminal ---------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from vfsd.cli.common.changes import (
     paged,
     plain_change,
     show_changes,
+    show_dry_run,
     show_expired,
     show_outcome,
     show_problems,
@@ -43,7 +44,7 @@ from vfsd.cli.common.values import (
     include_option,
     touch_option,
 )
-from vfsd.cli.common.wording import count_words, nothing_to_restore, signed_counts, step_lines, step_words
+from vfsd.cli.common.wording import nothing_to_restore, signed_counts, step_lines, step_words
 from vfsd.client.requests import RemoteCall
 from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.snapshots import (
@@ -271,8 +272,7 @@ def restore_command(
         request = requests.restore(source, paths, of=of and in_home(of), store=store, dry_run=dry_run, touch=touch)
     try:
         if dry_run:
-            answer = call_with_changes(app, request, "comparing", _show_dry_run)
-            show_problems(answer.problems, "cannot be restored")
+            show_dry_run(app, request, lambda answer: f"restore {answer.source}")
             return
         answer = app.call(request, label="restoring")
     except FileNotFoundError as error:
@@ -368,19 +368,9 @@ def _is_archive(argument: str) -> bool:
     return _may_be_archive(argument) and os.path.isfile(argument)
 
 
-def _show_dry_run(answer: RestoreResult, changes: ChangeSpool) -> None:
-    show_changes(changes)
-    if output.on_terminal(err=True):
-        output.note(f"would restore {answer.source}: {count_words(answer.counts)}")
-
-
 def _show_restore(answer: RestoreResult) -> None:
     source = output.show_path(answer.source)
-    if answer.safety_snapshot is None and not answer.problems:
-        output.say(nothing_to_restore(source))
-        show_expired(answer.expired)
-    else:
-        show_outcome(f"restored {source}", answer)
+    show_outcome(f"restored {source}", answer, nothing_to_restore(source))
 
 
 def _show_step(verb: str, answer: RestoreResult) -> None:

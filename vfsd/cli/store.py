@@ -6,7 +6,6 @@ import contextlib
 import errno
 import itertools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -367,7 +366,7 @@ def _to_drop(store: AnyStore, key: str, names: tuple[str, ...], *, drop_all: boo
         return there
     if not names:
         what = f"all {counted(len(there), 'snapshot')} of {key} ({_some(there)})"
-        if not (may_ask and sys.stdin.isatty() and output.on_terminal(err=True)):
+        if not (may_ask and output.can_ask()):
             raise click.UsageError(f"this would drop {what}: name some, or add --all")
         if not output.confirm(f"Drop {what}?"):
             raise OSError(errno.ECANCELED, "nothing was dropped")

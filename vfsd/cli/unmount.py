@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import shlex
-import sys
 import time
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from msgspec import structs, to_builtins
 from protocol.journal.directory import drop_journal, has_journal
 from protocol.types import ChangeCounts
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command, describe, error_record
+from vfsd.cli.common.app import App, Command, describe
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import complete_workspace, refuse_other_archives
 from vfsd.cli.common.wording import count_words
@@ -26,7 +25,7 @@ from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.directories import drop_command
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import clear_dead_mount, is_dead, is_held
-from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_record, read_records, remove_place, remove_record
+from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_record, remove_place, remove_record
 from vfsd.operations.snapshots import ExportResult
 from vfsd.operations.workspace import UnmountParams, UnmountResult, UnsavedResult
 from vfsd.wire.messages import wire_path
@@ -84,48 +83,22 @@ def unmount_command(
     nothing and does not ask: its journal stays on disk, and a mount with --persist continues it.  With --discard the
     journal is removed, too.  So is that of `vfsd run` if all changes were applied.
     """
-    if every and (workspace_argument or app.workspace):
-        raise click.UsageError("give --all or a workspace, not both")
     if file is not None:
         file = _checked(file, every=every, discard=discard)
     elif force:
         raise click.UsageError("--force goes with --export: it replaces an existing file")
-    app.choose(workspace_argument)
-    records = read_records() if every else [app.record()]
-    entries: list[dict[str, Any]] = []
-    failed: OSError | None = None
+    records = app.chosen(workspace_argument, every=every)
     os.chdir("/")  # the workspaces are selected; this process must not keep one of them busy
-    for record in records:
-        try:
-            if file is not None:
-                answer = _export_and_unmount(app, record, file, overwrite=force, lazy=lazy)
-            else:
-                answer = _unmount(app, record, UnmountParams(lazy=lazy, discard=discard), drop=discard)
-        except OSError as error:
-            if not every:
-                raise
-            failed = failed or error
-            # A refusal because of unsaved changes begins with the name.
-            output.report(describe(error) if isinstance(error, _UnsavedError) else f"{record.name}: {describe(error)}")
-            entries.append(
-                {
-                    "name": record.name,
-                    "mountpoint": wire_path(os.fsencode(record.mountpoint)),
-                    "error": error_record(error),
-                }
-            )
-            continue
-        entries.append({"name": record.name, **to_builtins(answer)})
-        unmounted = len([entry for entry in entries if "error" not in entry])
-        app.done = counted(unmounted, "workspace was", "workspaces were") + " unmounted"
-        if not app.json:
-            with app.writing():
-                _say_unmounted(record, answer, exported=file is not None, discarded=discard)
-    if app.json:
-        with app.writing():
-            output.print_json({"unmounted": entries, **({"error": error_record(failed)} if failed else {})})
-    if failed:
-        click.get_current_context().exit(1)
+
+    def end(record: WorkspaceRecord) -> UnmountResult:
+        if file is not None:
+            return _export_and_unmount(app, record, file, overwrite=force, lazy=lazy)
+        return _unmount(app, record, UnmountParams(lazy=lazy, discard=discard), drop=discard)
+
+    def say(record: WorkspaceRecord, answer: UnmountResult) -> None:
+        _say_unmounted(record, answer, exported=file is not None, discarded=discard)
+
+    app.act_on_each(records, end, say, every=every, done="unmounted")
 
 
 def _checked(file: str, *, every: bool, discard: bool) -> str:
@@ -334,7 +307,7 @@ def _agree(app: App, record: WorkspaceRecord, found: UnsavedResult) -> None:
     _UnsavedError without a terminal; OSError (ECANCELED) or KeyboardInterrupt if the user does not agree.
     """
     holds = _holds(record, found)
-    if app.json or not sys.stdin.isatty() or not output.on_terminal(err=True):
+    if app.json or not output.can_ask():
         raise _UnsavedError(f"{holds}; {_advice(record, found)}", found)
     before, app.interrupted = app.interrupted, f"interrupted: {record.name} is still mounted"
     if not output.confirm(f"{holds}.  Unmount it and lose them?"):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import click
-from msgspec import to_builtins
 
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command, describe, error_record
-from vfsd.cli.common.output import counted
+from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.values import complete_workspace
 from vfsd.cli.common.wording import status_rows
 from vfsd.client.log import after_lost_upgrade
@@ -194,39 +193,14 @@ def upgrade_command(app: App, workspace_argument: str | None, *, every: bool) ->
     `vfsd exec` prevent an upgrade; other calls are waited for.  Forks and their sources are upgraded one by one; an
     upgraded one shares no memory with the others any more.
     """
-    if every and (workspace_argument or app.workspace):
-        raise click.UsageError("give --all or a workspace, not both")
-    app.choose(workspace_argument)
-    records = [record for record in read_records() if record.alive] if every else [app.record()]
-    entries: list[dict[str, Any]] = []
-    failed: OSError | None = None
-    for record in records:
-        try:
-            call: RemoteCall[UpgradeResult] = RemoteCall("upgrade", upgrade_params(record.pid))
-            answer = _upgrade(app, call, record)
-        except OSError as error:
-            if not every:
-                raise
-            failed = failed or error
-            output.report(f"{record.name}: {describe(error)}")
-            entries.append({**_place(record), "error": error_record(error)})
-            continue
-        entries.append({**_place(record), **to_builtins(answer)})
-        upgraded = len([entry for entry in entries if "error" not in entry])
-        app.done = counted(upgraded, "workspace was", "workspaces were") + " upgraded"
-        if not app.json:
-            with app.writing():
-                _say_upgraded(answer)
-    if app.json:
-        with app.writing():
-            output.print_json({"upgraded": entries, **({"error": error_record(failed)} if failed else {})})
-    elif not records:
+    records = [record for record in app.chosen(workspace_argument, every=every) if record.alive or not every]
+    app.act_on_each(records, functools.partial(_upgrade, app), _say_upgraded, every=every, done="upgraded")
+    if not (records or app.json):
         output.say("no workspace is running")
-    if failed:
-        click.get_current_context().exit(1)
 
 
-def _upgrade(app: App, call: RemoteCall[UpgradeResult], record: WorkspaceRecord) -> UpgradeResult:
+def _upgrade(app: App, record: WorkspaceRecord) -> UpgradeResult:
+    call: RemoteCall[UpgradeResult] = RemoteCall("upgrade", upgrade_params(record.pid))
     try:
         answer: UpgradeResult = app.call(call, record, label="upgrading")
     except ConnectionResetError:
@@ -234,11 +208,7 @@ def _upgrade(app: App, call: RemoteCall[UpgradeResult], record: WorkspaceRecord)
     return answer
 
 
-def _place(record: WorkspaceRecord) -> dict[str, Any]:
-    return {"name": record.name, "mountpoint": wire_path(os.fsencode(record.mountpoint))}
-
-
-def _say_upgraded(answer: UpgradeResult) -> None:
+def _say_upgraded(_record: WorkspaceRecord, answer: UpgradeResult) -> None:
     if answer.meanwhile:
         daemon = f"process {answer.pid}, of version {answer.to_version}"
         output.say(f"{answer.name} was upgraded meanwhile: {daemon}, serves it")

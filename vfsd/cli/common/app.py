@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -29,6 +29,8 @@ from vfsd.cli.common import output
 from vfsd.client.cancelling import ANSWER_S, left_sentence
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from vfsd.client.connection import ControlClient
     from vfsd.client.quick_call import BegunCall
     from vfsd.client.requests import RemoteCall, Requests
@@ -41,6 +43,11 @@ INTERRUPTED: Final = 130  # the exit status that a shell reports for SIGINT: 128
 _STOP_S: Final = 7.0  # how long a call may take to stop, after ANSWER_S
 STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AFTER_SIGNAL: Final = 128  # the exit status that a shell reports for signal N is 128 + N
+# The exit statuses of env(1), nohup(1) and timeout(1), for a command that another one runs.
+TIMED_OUT: Final = 124
+FAILED: Final = 125
+NOT_EXECUTABLE: Final = 126
+NOT_FOUND: Final = 127
 WORDS: Final = "vfsd.words"  # the key of the whole command line in a context's `meta`
 
 
@@ -89,6 +96,58 @@ class App:
         if argument is not None and self.workspace not in {None, argument}:
             raise click.UsageError(f"-w names {self.workspace}, and the argument {argument}: give one of them")
         self.workspace = argument or self.workspace
+
+    def chosen(self, argument: str | None, *, every: bool) -> list[WorkspaceRecord]:
+        """Return the workspace that the argument WORKSPACE or an option selects; with `every` (--all), all of them."""
+        from vfsd.machine.runtime import read_records  # noqa: PLC0415
+
+        if every and (argument or self.workspace):
+            raise click.UsageError("give --all or a workspace, not both")
+        self.choose(argument)
+        return read_records() if every else [self.record()]
+
+    def act_on_each(
+        self,
+        records: Sequence[WorkspaceRecord],
+        act: Callable[[WorkspaceRecord], T],
+        say: Callable[[WorkspaceRecord, T], None],
+        *,
+        every: bool,
+        done: str,
+    ) -> None:
+        """Call `act` with each workspace, and print the answers with `say`, or as the list `done` of one JSON document.
+
+        With `every`, a workspace for which it fails is reported, and the command goes on and ends with status 1.
+        """
+        from msgspec import to_builtins  # noqa: PLC0415
+
+        from vfsd.wire.messages import wire_path  # noqa: PLC0415
+
+        entries: list[dict[str, Any]] = []
+        failed: OSError | None = None
+        for record in records:
+            place = {"name": record.name, "mountpoint": wire_path(os.fsencode(record.mountpoint))}
+            try:
+                answer = act(record)
+            except OSError as error:
+                if not every:
+                    raise
+                failed = failed or error
+                text = describe(error)
+                output.report(text if text.startswith(f"{record.name} ") else f"{record.name}: {text}")
+                entries.append({**place, "error": error_record(error)})
+                continue
+            entries.append({**place, **to_builtins(answer)})
+            number = len([entry for entry in entries if "error" not in entry])
+            self.done = output.counted(number, "workspace was", "workspaces were") + f" {done}"
+            if not self.json:
+                with self.writing():
+                    say(record, answer)
+        if self.json:
+            with self.writing():
+                output.print_json({done: entries, **({"error": error_record(failed)} if failed else {})})
+        if failed:
+            click.get_current_context().exit(1)
 
     @property
     def requests(self) -> Requests:
@@ -223,16 +282,15 @@ def interruptible(client: ControlClient, operation: Operation) -> Iterator[Signa
 
 
 @contextmanager
-def raising() -> Iterator[None]:
-    """Raise Interrupted if SIGTERM or SIGHUP arrives in the block, between two calls, as for Ctrl-C.  Main thread."""
+def handlers(wanted: Mapping[signal.Signals, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
+    """Install signal handlers in the block.  Main thread.
 
-    def handle(number: int, _frame: Any) -> None:
-        raise Interrupted("interrupted", number, errno.EINTR)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    A signal that is ignored stays ignored: nohup(1) and shells, for background commands, ask for that.
+    """
+    before = {number: signal.getsignal(number) for number in wanted}
     try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
+        for number, handle in wanted.items():
+            if before[number] is not signal.SIG_IGN:
                 signal.signal(number, handle)
         yield
     finally:
@@ -241,17 +299,37 @@ def raising() -> Iterator[None]:
 
 
 @contextmanager
-def waking(client: ControlClient) -> Iterator[None]:
-    """Have `client` stop waiting when a signal arrives, at whatever moment.  Main thread."""
+def wakeup_socket() -> Iterator[socket.socket]:
+    """Yield a socket from which the number of each signal can be read, as a byte.  Main thread."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.setblocking(False)
-        client.wakeup = ours
         before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        try:
+            yield ours
+        finally:
+            signal.set_wakeup_fd(before)
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Raise Interrupted if SIGTERM or SIGHUP arrives in the block, between two calls, as for Ctrl-C.  Main thread."""
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        raise Interrupted("interrupted", number, errno.EINTR)
+
+    with handlers(dict.fromkeys((signal.SIGTERM, signal.SIGHUP), handle)):
+        yield
+
+
+@contextmanager
+def waking(client: ControlClient) -> Iterator[None]:
+    """Have `client` stop waiting when a signal arrives, at whatever moment.  Main thread."""
+    with wakeup_socket() as wakeup:
+        client.wakeup = wakeup
         try:
             yield
         finally:
-            signal.set_wakeup_fd(before)
             client.wakeup = None
 
 
@@ -282,16 +360,11 @@ def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
             output.note(f"{begun}; press Ctrl-C again to let it complete in the background")
 
     client.on_cancel_state = report
-    before = {number: signal.getsignal(number) for number in (*STOPPING, signal.SIGALRM)}
-    try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:  # nohup(1), and shells for background commands, ignore it
-                signal.signal(number, handle)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handlers(dict.fromkeys((*STOPPING, signal.SIGALRM), handle)):
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 # -- options --------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App
 from vfsd.cli.common.output import counted
-from vfsd.cli.common.wording import LETTERS, change_line, outcome_lines, with_slash
+from vfsd.cli.common.wording import LETTERS, change_line, count_words, outcome_lines, with_slash
 from vfsd.client.requests import RemoteCall
 from vfsd.machine.text import link_note
 from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
@@ -82,12 +82,15 @@ def show_repositories(records: Sequence[RepositoryRecord]) -> None:
             output.say(f"  {command}")
 
 
-def show_outcome(what: str, answer: RestoreResult | ImportResult) -> None:
+def show_outcome(what: str, answer: RestoreResult | ImportResult, nothing: str | None = None) -> None:
     """Print the counts of a change, the safety snapshot with the state before it, and the snapshots that were dropped.
 
-    `what` says what was done, such as "restored turn-3".
+    `what` says what was done, such as "restored turn-3"; `nothing`, that there was nothing to do.
     """
-    for line in outcome_lines(what, answer.counts, answer.safety_snapshot, getattr(answer, "older", 0)):
+    lines = outcome_lines(what, answer.counts, answer.safety_snapshot, getattr(answer, "older", 0))
+    if nothing is not None and answer.safety_snapshot is None and not answer.problems:
+        lines = [nothing]
+    for line in lines:
         output.say(line)
     show_expired(answer.expired)
 
@@ -381,3 +384,14 @@ def _write_array(spool: ChangeSpool) -> None:
         output.write_bytes(held)
         held = piece.replace(b"\n", b",")
     output.write_bytes(held.removesuffix(b",") + b"]")
+
+
+def show_dry_run(app: App, request: RemoteCall[Any], would: Callable[[RestoreResult], str] | None = None) -> None:
+    """Send `request`, which changes nothing, and print what it would change; `would` says what it would do."""
+
+    def show(answer: RestoreResult, changes: ChangeSpool) -> None:
+        show_changes(changes)
+        if would is not None and output.on_terminal(err=True):
+            output.note(f"would {would(answer)}: {count_words(answer.counts)}")
+
+    show_problems(call_with_changes(app, request, "comparing", show).problems, "cannot be restored")

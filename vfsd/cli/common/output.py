@@ -165,6 +165,11 @@ def report(message: str) -> None:
     click.echo(f"{prefix} {show_path(line)}", err=True)
 
 
+def can_ask() -> bool:
+    """Return whether a person can read a question and answer it."""
+    return sys.stdin.isatty() and on_terminal(err=True)
+
+
 def confirm(question: str) -> bool:
     """Ask a question on the terminal.  The end of the input means no.  Raises KeyboardInterrupt for Ctrl-C."""
     try:
