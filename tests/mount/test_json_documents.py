@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,17 @@ from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
 
+REPOSITORY = Path(__file__).parents[2]
 _ROW = re.compile(r"^\| `([a-z -]+)` \| (`.+`) \|$", re.MULTILINE)
 
 
 def documented() -> dict[str, set[str]]:
-    text = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    text = (REPOSITORY / "docs" / "json.md").read_text()
     return {command: set(re.findall(r"`(\w+)`", keys)) for command, keys in _ROW.findall(text)}
+
+
+def test_the_document_has_what_the_operations_declare() -> None:
+    subprocess.run([sys.executable, REPOSITORY / "scripts" / "json_doc.py", "--check"], check=True)
 
 
 def test_each_command_answers_with_the_documented_keys(workspace: Workspace, root: Path, workdir: Path) -> None:
@@ -40,6 +47,7 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
         ("diff",),
         ("diff --patch",),
         ("log",),
+        ("policy",),
         ("export", archive),
         ("push", remote, "--snapshot", "s"),
         ("pull", f"{remote}#s", "--store", str(workdir / "pulled")),
@@ -59,6 +67,13 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
     answers["doctor"] = json.loads(succeeded(vfsd("doctor", "--json")))
     answers["mount"] = json.loads(succeeded(vfsd("mount", "--json", "--on-host", str(second))))
     answers["exec"] = json.loads(succeeded(vfsd("exec", "--json", "-w", str(second), "--", "true")))
+    below, overlay = workdir / "below", workdir / "overlay"
+    below.mkdir()
+    overlay.mkdir()
+    succeeded(vfsd("mount", "--backend", f"overlay:{below}", str(overlay)))
+    for command in ("discard", "apply"):
+        answers[command] = json.loads(succeeded(vfsd(command, "--json", "-w", str(overlay))))
+    succeeded(vfsd("unmount", str(overlay)))
     source, fork, forks = workdir / "source", workdir / "fork", workdir / "forks"
     source.mkdir()
     succeeded(vfsd("mount", str(source)))  # on the native engine

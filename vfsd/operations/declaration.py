@@ -83,7 +83,10 @@ class ExpiredRecord(msgspec.Struct):
 
 
 class ChangeRecord(msgspec.Struct, omit_defaults=True):
-    """One path that differs.  `lines_added` and `lines_removed` are set in mode "stat" for text files.
+    """One path that differs.  Fields that do not apply are missing.
+
+    `change`: "type" means that the path now has another type, and "metadata" that only mode, owner, time, extended
+    attributes or hard links changed.  `lines_added` and `lines_removed` are set in mode "stat" for text files.
 
     `linked_to`: the path became a name of the file that has this name, too (a hard link).  `unlinked_from`: it is no
     longer a name of the file that has, or had, this name.

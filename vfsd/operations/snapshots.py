@@ -20,7 +20,14 @@ from vfsd.operations.declaration import (
 
 
 class SnapshotRecord(msgspec.Struct):
-    """A snapshot: the result of `snapshot`, and an element of that of `snapshots`."""
+    """A snapshot: the result of `snapshot`, and an element of that of `snapshots`.
+
+    `kind` is "user", "safety" for a snapshot that vfsd took before a restore or import, or "automatic" for one taken
+    after a command (`--snapshot-each`) or by the hooks of an agent; on disk that is "user".  `directories` includes the
+    workspace's root for snapshots in memory, not for snapshots on disk.  `step`: the number of undo steps (negative) or
+    redo steps (positive) that lead to this snapshot; 0 if the last undo or redo went to it; None if no number of steps
+    leads to it.
+    """
 
     name: str
     created_at: str
@@ -32,8 +39,6 @@ class SnapshotRecord(msgspec.Struct):
     changes: ChangeCounts | None = None  # since the previous snapshot; None if not requested
     unstable: list[str] = []  # files that changed while they were read; the snapshot may mix old and new data
     unreadable: list[str] = []  # paths that could not be read and are not in the snapshot
-    # The number of undo steps (negative) or redo steps (positive) that lead to this snapshot; 0 if the live state
-    # started from it; None if no number of steps leads to it.
     step: int | None = None
     expired: list[ExpiredRecord] = []  # in the result of `snapshot` only
     needed: str | None = None  # why a running fork or a later merge needs it: "base of a fork", "merged into edit"
@@ -182,9 +187,9 @@ class RestoreResult(msgspec.Struct):
     problems: list[ProblemRecord] = []
     step: str | None = None
     expired: list[ExpiredRecord] = []
-    undo_steps: int = 0  # the numbers of steps that can be undone and redone now
-    redo_steps: int = 0
-    older: int = 0  # files that got other content and an earlier mtime; 0 if everything was restored
+    undo_steps: int = 0  # how many steps can be undone now
+    redo_steps: int = 0  # how many can be redone
+    older: int = 0  # files that got other content and an earlier mtime; 0 with --touch, and if everything was restored
 
 
 CHANGES_LISTED: Final = 10_000

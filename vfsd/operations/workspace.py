@@ -42,39 +42,33 @@ class StatusResult(msgspec.Struct, frozen=True):
     max_memory: int | None = None
     pruned: int | None = None  # automatic snapshots that were dropped to free memory
     changed_below: int | None = None  # files of overlay:DIR that other programs changed after the overlay read them
-    # Of an overlay over a snapshot in an object store only.
-    source: str | None = None  # its URL, with the snapshot's name
+    source: str | None = None  # of an overlay over a snapshot in an object store: the URL, with the snapshot's name
     fetched_bytes: int | None = None  # received from there since the start of the process that fetches
     prefetch: str | None = None  # the state of --prefetch
-    fetch_failure: str | None = None  # while it is not null, reads of what is not in the cache fail
-    cache_failure: str | None = None  # while it is not null, what is read is fetched again each time
+    fetch_failure: str | None = None  # while it is not None, reads of what is not in the cache fail
+    cache_failure: str | None = None  # while it is not None, what is read is fetched again each time
     inode_failure: str | None = None  # of an overlay over any stored snapshot: where it lost inode numbers, and why
     cache: CacheChoice = "writethrough"
     forked_from: str | None = None  # the name of the workspace that this one is a fork of
     base: str | None = None  # of a fork: the snapshot that both workspaces have
-    # Of the daemons of forks and their sources, in bytes: pages that several processes have, and the others.
-    shared_memory: int | None = None
-    private_memory: int | None = None
+    shared_memory: int | None = None  # in bytes, of a fork or its source: pages that several processes have
+    private_memory: int | None = None  # the others
     started_by: str | None = None  # "the fork server", or "a new interpreter" and why, ...
     keeper: str | None = None  # the process that restarts the daemon if it dies, or why there is none
     engine_reason: str | None = None  # why the engine is not the preferred one
     wakeups: str | None = None  # what the engine does about slow wake-ups of idle CPUs
-    # The journal of a workspace with --persist.
-    journal: str | None = None  # its directory
+    journal: str | None = None  # with --persist: the directory of the journal
     fsync: str | None = None  # when it is synced: "always", "everysec" or "no"
     journal_bytes: int | None = None  # its size on disk
     journal_unsynced_bytes: int | None = None  # at the end of the journal, not known to be on disk
     journal_failure: str | None = None  # why it does not keep the content any more
     journal_uncompacted: str | None = None  # why it was not compacted, although it is large
-    # On disk, of all workspaces of this user: journals, and the default store of snapshots.
-    journals_bytes: int | None = None
-    store_bytes: int | None = None
+    journals_bytes: int | None = None  # on disk, of the journals of all workspaces of this user
+    store_bytes: int | None = None  # on disk, of the default store of snapshots
     interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it
     commands: str | None = None  # where `vfsd exec` runs commands, such as "on this host"; None: it cannot
-    # Backends container:NAME and image:REF only.
     container: str | None = None  # its state in Podman: "running", "paused", "exited with status 137", ...
-    # These and exec:COMMAND only.
-    transport: Literal["rootfs", "agent"] | None = None
+    transport: Literal["rootfs", "agent"] | None = None  # of a container or exec:COMMAND, as for the next
     connected: bool | None = None  # while False, every request fails with EIO
     remote: str | None = None  # exec:COMMAND only: "connected", or why not
 
