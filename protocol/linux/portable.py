@@ -202,15 +202,24 @@ def birth_ns(descriptor: int) -> int:
     return int(seconds * _SECOND_NS + nanoseconds)
 
 
+def hole_bytes(descriptor: int, offset: int) -> int:
+    """The length of the hole of a file at `offset`; 0 for data, and where the file system knows no holes."""
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA) - offset
+    except OSError as error:
+        return max(0, os.fstat(descriptor).st_size - offset) if error.errno == errno.ENXIO else 0
+
+
 def _hole_and_data(source: int, offset: int, length: int) -> "tuple[int, int]":
     """The lengths of the hole and of the data that follow at `offset`, up to `length` together."""
     length = max(0, min(length, os.fstat(source).st_size - offset))
+    hole = min(hole_bytes(source, offset), length)
+    if hole == length:
+        return hole, 0
     try:
-        start = min(os.lseek(source, offset, os.SEEK_DATA), offset + length)
-        end = min(os.lseek(source, start, os.SEEK_HOLE), offset + length) if start < offset + length else start
-    except OSError as error:
-        return (length, 0) if error.errno == errno.ENXIO else (0, length)
-    return start - offset, end - start
+        return hole, min(os.lseek(source, offset + hole, os.SEEK_HOLE) - offset, length) - hole
+    except OSError:
+        return hole, length - hole
 
 
 def _copied_hole(target: int, offset: int, length: int) -> bool:

@@ -246,16 +246,12 @@ class ContainerGiving:
 
 
 class ContainerTaking:
-    """The new process's side, over that of the volume.  See `protocol.volume_durability.TakenState`.
+    """The new process's side, over that of the volume.  See `protocol.volume_durability.TakenState`."""
 
-    `resume` enters what the volume says into the map, for an old process that gives only the volume's state.
-    """
-
-    def __init__(self, taken: TakenState, run: str, inode_map: InodeMap, resume: Callable[[], None]) -> None:
+    def __init__(self, taken: TakenState, run: str, inode_map: InodeMap) -> None:
         self.below = _in_run(run, taken.below)
         self._taken = taken
         self._map = inode_map
-        self._resume = resume
 
     def read(self, image_fd: int, log_fd: int, start: JournalEnd) -> None:
         self._taken.read(image_fd, log_fd, start)
@@ -267,12 +263,7 @@ class ContainerTaking:
         self._taken.take_files(files)
 
     def complete(self, rest: bytes) -> None:
-        try:
-            found = msgspec.msgpack.decode(rest, type=_Rest)
-        except msgspec.ValidationError:  # of format 2
-            self._taken.complete(rest)
-            self._resume()
-            return
+        found = msgspec.msgpack.decode(rest, type=_Rest)
         self._taken.complete(found.volume)
         for number, kind, lookups, held, dentries in found.inodes:
             file = self._map.resume(number, kind, lookups, held)

@@ -192,7 +192,7 @@ class ReconnectingVolume:
         self._taken = volume = cast("ContinuedVolume", opened)
         if self._log is not None:
             self._keep(volume, self._log, run)
-        return ContainerTaking(volume.taking_over(), run, self._map, lambda: self._resume(volume))
+        return ContainerTaking(volume.taking_over(), run, self._map)
 
     @property
     def _is_renumbered(self) -> bool:

@@ -60,49 +60,16 @@ class KnownInodes:
         self.log = log
         self.is_handed_over = False
 
-    # -- the process before --------------------------------------------------------------------------
     def load(self) -> Iterator[tuple[HostInode, DirectoryEntries]]:
-        """Enter what the process before recorded; yield the directories that programs list.
+        """Enter the records of the dead daemon; return the directories that programs list.
 
-        OSError (ESTALE) if that process served another directory.
+        OSError (ESTALE) if that daemon served another directory.
         """
-        nodes: dict[int, _Node] = {}
-        listings: dict[int, _Pairs] = {}
-        for record in self.log.records():
-            code, number, value = msgspec.msgpack.decode(record, type=_Record)
-            if code == _NODE:
-                nodes[number] = msgspec.msgpack.decode(value, type=_Node)
-            elif code == _LISTED:
-                listings.setdefault(number, []).extend(msgspec.msgpack.decode(value, type=_Pairs))
-            else:
-                listings.pop(number, None)
-                if code == _GONE:
-                    nodes.pop(number, None)
-        root = nodes.pop(ROOT_INODE)
-        if root[:2] != self._table.root.key:
-            raise OSError(
-                errno.ESTALE,
-                "another directory has taken the place of the one that is mounted: `vfsd unmount`, and mount it again",
-            )
-        self._enter(nodes)
-        for number, pairs in listings.items():
-            directory = self._table.get(number)
-            if directory is not None:
-                yield directory, DirectoryEntries(pairs)
+        nodes = KnownNodes(self._table)
+        nodes.take(self.log.records())
+        nodes.lose_unnamed()
+        return nodes.listings()
 
-    def _enter(self, nodes: dict[int, _Node]) -> None:
-        table = self._table
-        for number, (device, inode, kind, names) in nodes.items():
-            if names:
-                table.resume(number, (device, inode), kind)
-        for number, (_, _, _, names) in nodes.items():
-            node = table.get(number)
-            for above, name in reversed(names):
-                parent = table.get(above)
-                if node is not None and parent is not None:
-                    table.add_dentry(node, parent, name)
-
-    # -- this process --------------------------------------------------------------------------------
     def record(self, node: HostInode) -> None:
         """Record a node as it is now, and the directories above it."""
         todo = [node]
@@ -157,9 +124,9 @@ def _packed(node: HostInode) -> bytes:
 
 
 class KnownNodes:
-    """Enters into `table` what another process, which still runs, records in its log.
+    """Enters into `table` the records of the predecessor, which may still run.
 
-    Nodes that were entered have one lookup, so that none is dropped before the other process has given the counts.
+    Nodes that were entered have one lookup, so that none is dropped before the predecessor has given the counts.
     """
 
     def __init__(self, table: HostInodeTable) -> None:
@@ -167,7 +134,7 @@ class KnownNodes:
         self._pairs: dict[int, _Pairs] = {}
 
     def take(self, records: Iterable[bytes]) -> None:
-        """Enter further records: all that the other process has made in some calls."""
+        """Enter further records: all those of some calls.  OSError (ESTALE) if they are of another directory."""
         nodes: dict[int, _Node] = {}
         gone: set[int] = set()
         for record in records:
@@ -181,7 +148,12 @@ class KnownNodes:
                 if code == _GONE:
                     nodes.pop(number, None)
                     gone.add(number)
-        nodes.pop(ROOT_INODE, None)
+        root = nodes.pop(ROOT_INODE, None)
+        if root is not None and root[:2] != self._table.root.key:
+            raise OSError(
+                errno.ESTALE,
+                "another directory has taken the place of the one that is mounted: `vfsd unmount`, and mount it again",
+            )
         self._enter(nodes, gone)
 
     def _enter(self, nodes: dict[int, _Node], gone: set[int]) -> None:
@@ -218,6 +190,12 @@ class KnownNodes:
         """Drop a node, whose number leads to no inode any more."""
         node.lookups = 0
         self._table.lose(node)
+
+    def lose_unnamed(self) -> None:
+        """Drop the nodes that no name leads to and no descriptor keeps."""
+        for node in self._table:
+            if node.parent is None and node.pin is None and node is not self._table.root:
+                self.lose(node)
 
     def listings(self) -> Iterator[tuple[HostInode, DirectoryEntries]]:
         """Yield the directories that programs list."""
@@ -319,9 +297,7 @@ class HostTaking:
         counts = dict(zip(array(_NUMBERS, found.inodes), array(_NUMBERS, found.counts), strict=True))
         for number, descriptor in self._files.items():
             self._pin(self._table.get(number), descriptor)
-        for node in self._table:
-            if node.parent is None and node.pin is None and node is not self._table.root:
-                self._known.lose(node)
+        self._known.lose_unnamed()
         for node in self._table:
             self._table.forget(node.number, node.lookups - counts.get(node.number, 0))
         self._listings.resume(self._known.listings())

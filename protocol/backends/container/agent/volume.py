@@ -43,6 +43,7 @@ from protocol.backends.container.agent.replies import (
 from protocol.backends.container.helper import wire
 from protocol.backends.container.helper.wire import CHUNK_BYTES, ENTRY, NAME_MAX, SECOND_NS, VERSION, Op, WireError
 from protocol.backends.container.inode_map import IDENTITY, IdMap
+from protocol.backends.host.files import MAX_FILE_BYTES
 from protocol.errors import os_error
 from protocol.linux.shared_log import SharedLog, written_records
 from protocol.tree import TYPE_MASK
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Answer = Coroutine[Any, Any, T]
 
-MAX_FILE_BYTES: Final = 2**63 - 1
 # A page that a kernel requests with attributes (READDIRPLUS) has some 200 entries, without attributes 1,000.
 _PAGE_ENTRIES: Final = 200
 _MOST_PAGE_ENTRIES: Final = 1600

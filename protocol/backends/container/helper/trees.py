@@ -13,13 +13,14 @@ from protocol.backends.container.helper.files import Files
 from protocol.backends.container.helper.wire import CHUNK_BYTES, SECOND_NS, TREE_ENTRY, XATTR, Op, Operation, Reply
 from protocol.backends.host.descriptors import open_name
 from protocol.backends.host.files import check_name
-from protocol.linux.portable import Handle, os_error
+from protocol.linux.portable import Handle, hole_bytes, os_error
 
 _WALKS_KEPT = 16
 _O_STEP = os.O_PATH
 _O_LIST = os.O_RDONLY | os.O_DIRECTORY
 _O_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 _MOST_XATTR_BYTES = 256 * 1024
+_LEAST_HOLE_BYTES = 64 * 1024  # smaller holes are read, because each one costs a round trip
 
 
 class Trees:
@@ -57,7 +58,10 @@ class Trees:
         kind = stat.S_IFMT(os.fstat(handle.fd).st_mode)
         if kind != stat.S_IFREG:
             raise os_error(errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL)
-        return (), (os.pread(handle.fd, min(size, CHUNK_BYTES), offset),)
+        hole = hole_bytes(handle.fd, offset)
+        if hole >= _LEAST_HOLE_BYTES:
+            return (hole,), (b"",)
+        return (0,), (os.pread(handle.fd, min(size, CHUNK_BYTES), offset),)
 
     # -- walking -------------------------------------------------------------------------------
     def walk(self, path: bytes) -> Reply:

@@ -83,7 +83,7 @@ class Op:
     TMPFILE = 26  # parent, mode, uid, gid, umask -> attributes
     TREE_ENTRY = 27  # ; path -> ; TREE_ENTRY
     TREE_CHILDREN = 28  # ; path, after which name -> whether there are more; names, each ended by NUL
-    TREE_READ = 29  # offset, size; path -> ; data
+    TREE_READ = 29  # offset, size; path -> length of a large hole there, or 0; data, none for a hole
     TREE_WALK = 30  # ; path -> walk
     TREE_NEXT = 31  # walk, most bytes -> whether there is more; TREE_ENTRY...
     TREE_END = 32  # walk

@@ -135,6 +135,23 @@ def test_files_are_read_whole_whatever_their_size_and_whatever_they_became(place
     assert b"".join(filled(tree.chunks(names[1]))) == (place / os.fsdecode(names[1])).read_bytes()  # out of turn
 
 
+def test_the_holes_of_a_file_are_not_read(place: Path, agent: Agent) -> None:
+    with (place / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(1 << 30)
+        file.write(b"data")
+    tree = agent.tree()
+    for _ in tree.walk():
+        pass
+
+    chunks = list(tree.chunks(b"sparse"))  # a tebibyte of zeros would take minutes
+    assert sum(map(len, chunks)) == 1 << 40
+    assert sum(len(chunk) for chunk in chunks if isinstance(chunk, bytes)) <= 1 << 20
+    assert tree.read(b"sparse", (1 << 30) - 100_000, 100_004) == bytes(100_000) + b"data"
+    assert tree.read(b"sparse", (1 << 30) - 10, 20) == bytes(10) + b"data" + bytes(6)
+    assert tree.read(b"sparse", (1 << 40) - 5, 10) == bytes(5)
+
+
 def test_many_entries_come_in_many_pages(place: Path, agent: Agent) -> None:
     names = sorted(b"%05d-%s" % (at, b"x" * 180) for at in range(8000))
     for name in names:
