@@ -24,7 +24,7 @@ from typing import Final
 _SHEBANG: Final = b"#!/usr/bin/env python3\n"
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first that ZIP can express
 # Packages whose `__init__` exports names that the others import; the other packages get an empty one.
-_PACKAGES: Final = ("protocol.search", "protocol.streams")
+_PACKAGES: Final = ("protocol.search",)
 _MODULES: Final = (
     "protocol.adapters.path_filesystem.files",
     "protocol.adapters.path_filesystem.host_files",
@@ -45,8 +45,7 @@ _MODULES: Final = (
     "protocol.search.grep",
     "protocol.search.patterns",
     "protocol.search.walk",
-    "protocol.streams.contract",
-    "protocol.streams.files",
+    "protocol.streams",
     "protocol.tools.edits",
     "protocol.tree",
     "protocol.types",

@@ -23,8 +23,16 @@ from protocol.execution.executor import ExecResult, Executor
 from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimitError, check_bytes, encoded, normalise
 from protocol.portable.package import build_program
 from protocol.search.expression import Expression
-from protocol.streams import ByteReader, ByteWriter, FileReader, FileTextReader, FileWriter, TextReader, check_encoding
-from protocol.streams.contract import Data
+from protocol.streams import (
+    ByteReader,
+    ByteWriter,
+    Data,
+    FileReader,
+    FileTextReader,
+    FileWriter,
+    TextReader,
+    check_encoding,
+)
 from protocol.types import (
     FileEntry,
     FileStat,

@@ -36,8 +36,7 @@ import anyio
 from msgspec.structs import replace
 
 from protocol.filesystem import Filesystem
-from protocol.streams import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, TextReader
-from protocol.streams.contract import Data, Stream
+from protocol.streams import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, Data, Stream, TextReader
 from protocol.types import FilesystemSnapshot, WriteMode
 from vfsd.client.arguments import FilePath, MountArguments, fork_target, mount_options, running_workspace
 from vfsd.client.async_connection import AsyncControlClient, AsyncWorkspaceExecutor, abandon, finish

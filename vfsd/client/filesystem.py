@@ -24,8 +24,7 @@ from typing import Final, Self, TypeVar
 from protocol.adapters.host import HostFilesystem
 from protocol.linux.syscalls import MountId
 from protocol.paths import normalise
-from protocol.streams import ByteWriter
-from protocol.streams.contract import Data
+from protocol.streams import ByteWriter, Data
 from protocol.tools.base import EventHook, FileDeleted, FileWritten
 from protocol.types import FilesystemSnapshot, WriteMode, WriteResult
 from vfsd.client.arguments import FilePath
