@@ -15,25 +15,24 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from itertools import islice
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
 from protocol.adapters.trees import TreeFiles
 from protocol.archive.mounted import MountedArchive
-from protocol.paths import decode, encode
 from protocol.tools import ToolContext
-from protocol.tools.files import Entry, entries_of, entry_of
 from protocol.tree import CHUNK_BYTES, LookupTree, TreeEntry
 from vfsd.client.async_connection import AsyncControlClient, finish
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.client.results import Policy, Snapshot, Status
+from vfsd.daemon.control.handlers import fs_calls
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records
 from vfsd.operations.fs import FsEntry, FsLsParams, FsLsResult, FsReadParams, FsReadResult, FsStatParams
-from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.wire.messages import wire_path
 
 T = TypeVar("T")
 _SILENCE_S: Final = 60  # a daemon that sends nothing for so long is reported
@@ -169,8 +168,8 @@ class ArchiveSource:
         self.title = os.path.basename(path)
         self.path: Final = path
         self._mounted: Final = MountedArchive(path, reserve=functools.partial(_check_index, path))
-        self._tree: Final = _ArchiveTree(self._mounted)
-        self._files: Final = PathFilesystem(TreeFiles(self._tree))
+        tree = _ArchiveTree(self._mounted)
+        self._context: Final = ToolContext(PathFilesystem(TreeFiles(tree)), tree=lambda: nullcontext(tree))
         self._turn: Final = anyio.CapacityLimiter(1)
 
     async def _read(self, work: Callable[[], T]) -> T:
@@ -178,24 +177,19 @@ class ArchiveSource:
 
     async def listing(self, path: str, snapshot: str | None, after: str | None, limit: int) -> FsLsResult:
         _no_snapshots(snapshot)
-        context = ToolContext(self._files, tree=lambda: nullcontext(self._tree))
-        start = b"" if after is None else from_wire_path(after)
-
-        def listed() -> FsLsResult:
-            entries = entries_of(_filesystem_path(path), context, after=start)
-            some = [_fs_entry(entry) for entry in islice(entries, limit)]
-            return FsLsResult(path, some, next(entries, None) is not None)
-
-        return await self._read(listed)
+        params = FsLsParams(path, limit, after)
+        encoded = await self._read(lambda: fs_calls.list_directory(params, self._context))
+        return msgspec.json.decode(b"".join(encoded), type=FsLsResult)
 
     async def stat(self, path: str, snapshot: str | None) -> FsEntry:
         _no_snapshots(snapshot)
-        return await self._read(lambda: _fs_entry(entry_of(self._files.stat(_filesystem_path(path)))))
+        return await self._read(lambda: fs_calls.stat_path(FsStatParams(path), self._context))
 
     async def read(self, path: str, snapshot: str | None, offset: int, limit: int) -> tuple[bytes, int]:
         _no_snapshots(snapshot)
-        page = await self._read(lambda: self._files.read_bytes(_filesystem_path(path), offset=offset, limit=limit))
-        return page.content, page.size_bytes
+        params = FsReadParams(path, offset, limit, as_bytes=True)
+        content, page = await self._read(lambda: fs_calls.read_file(params, self._context))
+        return content, page.total
 
     async def summary(self, snapshot: str | None) -> tuple[dict[str, object], dict[str, object]]:
         _no_snapshots(snapshot)
@@ -292,21 +286,6 @@ class _ArchiveTree(LookupTree):
         while piece := self.read(path, at, size):
             yield piece
             at += len(piece)
-
-
-def _fs_entry(entry: Entry) -> FsEntry:
-    return FsEntry(
-        path=wire_path(encode(entry.path)),
-        type=entry.type,
-        size_bytes=entry.size_bytes,
-        mode=f"{entry.mode:04o}",
-        modified_at=None if entry.modified_at is None else entry.modified_at.isoformat(),
-        is_symlink=entry.is_symlink,
-    )
-
-
-def _filesystem_path(wire: str) -> str:
-    return decode(from_wire_path(wire))
 
 
 def _manifest(created_at: str | None, files: int | None, size_bytes: int | None) -> dict[str, object]:
