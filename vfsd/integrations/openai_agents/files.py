@@ -201,25 +201,19 @@ class VfsdEditor:
         self._workspace: Final = workspace
         self._files: Final = files_of(workspace)
 
-    def create_file(self, operation: ApplyPatchOperation) -> ApplyPatchResult:
-        """Create a file; "failed" if it exists."""
-        return self._change(operation)
-
     def update_file(self, operation: ApplyPatchOperation) -> ApplyPatchResult:
-        """Apply a diff to a file of UTF-8 text, and move the file if `move_to` is set."""
-        return self._change(operation)
+        """Create a file, delete a file or a symlink, or apply a diff to a file of UTF-8 text and move it to `move_to`.
 
-    def delete_file(self, operation: ApplyPatchOperation) -> ApplyPatchResult:
-        """Delete a file or a symlink; "failed" for a directory."""
-        return self._change(operation)
-
-    def _change(self, operation: ApplyPatchOperation) -> ApplyPatchResult:
+        It is "failed" to create a file that exists, and to delete a directory.
+        """
         try:
             return ApplyPatchResult(status="completed", output=self._changed(operation))
         except ConnectionError:
             raise
         except (OSError, ValueError) as error:
             return ApplyPatchResult(status="failed", output=f"{operation.path}: {error}")
+
+    create_file = delete_file = update_file
 
     def _changed(self, operation: ApplyPatchOperation) -> str:
         path, diff = self._below(operation.path), operation.diff or ""
