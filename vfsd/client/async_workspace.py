@@ -316,7 +316,7 @@ class AsyncTransaction(BaseTransaction):
         await self._drive(self._end(error), shield=True)
 
     async def _drive(self, steps: Steps, *, shield: bool) -> None:
-        """Run `steps`.  What follows a failed step cleans up, and is shielded from cancellation, too."""
+        """Run `steps`.  The steps after a failed one clean up, and are shielded from cancellation, too."""
         cancelled: list[BaseException] = []
         with anyio.CancelScope(shield=shield) as scope, contextlib.suppress(StopIteration):
             call = next(steps)
@@ -470,7 +470,7 @@ class AsyncFilesystem:
 
 
 class _AsyncStream(Generic[S]):
-    """What the streams share.  Use them in `async with`, which closes them even if it is cancelled."""
+    """Base of the streams.  Use them in `async with`, which closes them even if it is cancelled."""
 
     def __init__(self, stream: S) -> None:
         self._stream = stream

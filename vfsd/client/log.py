@@ -164,7 +164,7 @@ _POLL_S: Final = 0.05
 def next_daemon(name: str, mountpoint: str, pid: int, least_s: float = 0.0) -> WorkspaceRecord | None:
     """Wait until the daemon `pid` of a workspace, which ended, was replaced; None if the workspace was unmounted.
 
-    ConnectionError if the daemon died and no other one starts, also without a keeper within `least_s`.
+    ConnectionError if the daemon died and no replacement starts, also without a keeper within `least_s`.
     """
     began = time.monotonic()
     deadline = began + _RESTART_S
@@ -206,7 +206,7 @@ class Following:
     def goes_on_after(self, error: OSError) -> bool:
         """Wait for the next daemon after `error` ended the call; False if there is none to wait for.  Blocks.
 
-        ConnectionError if the daemon died and no other one starts.
+        ConnectionError if the daemon died and no replacement starts.
         """
         is_gone = isinstance(error, ConnectionResetError | ConnectionRefusedError | FileNotFoundError)
         if isinstance(error, ControlError) or not is_gone:
@@ -263,7 +263,7 @@ class MountEvents:
     """Calls `subscriber` with a `FileWritten` for each file that another process writes.  A context manager.
 
     `workspace` is mounted at `mountpoint`.  A program that writes a new file and renames it over the old one has
-    written both names.  What this process writes is left out: its tools and its `filesystem` publish their own events.
+    written both names.  Writes of this process are left out: its tools and its `filesystem` publish their own events.
     An event comes a second or two after the last write to its file, and `FileWritten.bytes_written` is what was written
     until then.  If programs write faster than the subscriber returns, events are missing, which is logged.
 

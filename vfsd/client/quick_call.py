@@ -120,7 +120,7 @@ def run_for_agent(work: Callable[[], object]) -> int:
     """Run `work` in a forked process for at most a second; return its exit status, or 1.
 
     An agent waits for its hooks, and for the end of what they write to.  So after a second this process says that it
-    leaves, and the other one goes on alone: a snapshot of a large host directory takes longer.
+    leaves, and the forked process goes on alone: a snapshot of a large host directory takes longer.
     """
     out, err = (os.memfd_create("vfsd-hook") for _ in range(2))
     pid = os.fork()

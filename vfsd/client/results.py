@@ -132,7 +132,7 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What an apply wrote to the directory below an overlay, or with `dry_run` would write.
+    """The changes that an apply wrote to the directory below an overlay, or with `dry_run` would write.
 
     `conflicts` maps paths that other programs changed there, and entries that prevent the removal of their directory,
     to the reason.  If there are any, and without `force`, `applied` is False and nothing was written.  With `force`
@@ -159,7 +159,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore changed, or with `dry_run` would change.
+    """The changes that a restore made, or with `dry_run` would make.
 
     `source`: the snapshot or archive.  `safety_snapshot`: the snapshot with the state before; None for a dry run, and
     if nothing was changed.  `counts`: the numbers of all changes.  `changes` lists the first 10,000; `truncated` says
@@ -200,7 +200,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What a merge or an adoption changed, or with `dry_run` would change.
+    """The changes that a merge or an adoption made, or with `dry_run` would make.
 
     `applied` is False for a dry run, and if `conflicts`, by path, prevented it; then nothing was changed.  `fork` is
     the name of the other workspace, and `base` the snapshot that the changes of both sides are counted from.
@@ -240,7 +240,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import added; `safety_snapshot`, `problems` and `expired` are as in `Restored`."""
+    """The content that an import added; `safety_snapshot`, `problems` and `expired` are as in `Restored`."""
 
     path: str
     files: int

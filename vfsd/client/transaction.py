@@ -96,7 +96,7 @@ class OpenTransactions:
 
 
 class BaseTransaction:
-    """What `Transaction` and `AsyncTransaction` share.  No I/O.
+    """Base of `Transaction` and `AsyncTransaction`.  No I/O.
 
     `snapshot` is the name of the snapshot that the entry takes.  `state` is "open" in the block; after it, "kept",
     "restored", or "failed" if the workspace may be in neither of these states.  `undone`: what the restore changed,

@@ -148,8 +148,8 @@ class ChangesResult(msgspec.Struct):
     state: StateRecord | None = None
 
 
-class ForgetMergedParams(Params):
-    """Parameters of `forget_merged`: drop the states that were kept for merges into the workspace `target`.
+class DropMergedParams(Params):
+    """Parameters of `drop_merged`: drop the states that were kept for merges into the workspace `target`.
 
     Those in `keep`, by serial, stay.
     """
@@ -165,5 +165,5 @@ OPERATIONS: Final = (
     Operation("adopt", AdoptParams, MergeResult, *_ADOPTION, audited=True),
     Operation("lineage", Empty, LineageResult),
     Operation("changes", ChangesParams, ChangesResult),
-    Operation("forget_merged", ForgetMergedParams, Empty),
+    Operation("drop_merged", DropMergedParams, Empty),
 )

@@ -137,7 +137,7 @@ class BackendSpec(Value):
 
     @property
     def lower_layer(self) -> Literal["directory", "archive", "snapshot", "remote"] | None:
-        """What is below an overlay; None for other backends.  A directory may have a name that ends in ".zip"."""
+        """The layer below an overlay; None for other backends.  A directory may have a name that ends in ".zip"."""
         if self.kind != "overlay":
             return None
         if self.snapshot is not None:
@@ -212,7 +212,7 @@ NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class WorkspaceOptions(Value):
-    """What identifies a workspace.
+    """The options that identify a workspace.
 
     `store`: the directory of snapshots that are not in memory; None for the user's.  `keeper`: whether a process
     restarts the daemon if it dies, where the state can be rebuilt (with a journal, or in a host directory).
@@ -334,7 +334,7 @@ class PolicyOptions(Value):
 
 
 class StoredOrigin(Value):
-    """What a fork over a stored snapshot comes from; set by the daemon that makes the fork.
+    """The origin of a fork over a stored snapshot; set by the daemon that makes the fork.
 
     `source`: the source, and the snapshot, which is below the fork.  `workspace`: the key of the source in the store.
     `merged`: what was merged into that state.
@@ -346,7 +346,7 @@ class StoredOrigin(Value):
 
 
 class Below(Value):
-    """What another daemon, which hands its workspace over, has of the layer below it.
+    """The lower layer of a workspace, from the daemon that hands the workspace over.
 
     `fingerprint`: what identifies the layer, or the directory.  `reopening`: see
     `protocol.backends.overlay.lower.Lower`.

@@ -40,7 +40,7 @@ from vfsd.daemon.merging.lineage import (
 from vfsd.daemon.merging.trees import EmptyTree, LayeredTree
 from vfsd.daemon.snapshots.base import in_thread
 from vfsd.operations.declaration import Empty, Peer
-from vfsd.operations.merge import ChangesParams, ChangesResult, ForgetMergedParams
+from vfsd.operations.merge import ChangesParams, ChangesResult, DropMergedParams
 from vfsd.wire.messages import ATTEMPTS, RECEIVE_BYTES, ClosingError, ControlError, Exchange, LineBuffer, from_wire_path
 from vfsd.wire.sockets import connect, peer_credentials
 
@@ -160,7 +160,7 @@ class _Deltas:
 async def _forget(peer: Peer, target: str, keep: list[int]) -> None:
     """Have `peer` drop a state that was not merged after all.  If it cannot, it does so before the next merge."""
     with trio.move_on_after(_FORGET_S, shield=True), contextlib.suppress(OSError):
-        await call_peer(peer, "forget_merged", ForgetMergedParams(target=target, keep=keep))
+        await call_peer(peer, "drop_merged", DropMergedParams(target=target, keep=keep))
 
 
 _SILENCE_S: Final = 60.0  # without any message; the other daemon reports progress several times a second

@@ -1,1 +1,1 @@
-"""What the methods of the control socket do.  `vfsd.daemon.control.methods` has their table."""
+"""The handlers of the operations, which `vfsd.daemon.control.methods` calls."""

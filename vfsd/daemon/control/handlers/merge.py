@@ -8,7 +8,7 @@
 
 Nothing is changed before the third step, in neither workspace, except that the other one has a snapshot more.
 
-The methods `lineage`, `changes` and `forget_merged` are those that another workspace's daemon calls to merge this
+The methods `lineage`, `changes` and `drop_merged` are those that another workspace's daemon calls to merge this
 workspace.  The state that is sent is a snapshot, or a view that ends with the call, so programs may go on meanwhile.
 """
 
@@ -74,7 +74,7 @@ from vfsd.operations.merge import (
     ChangesParams,
     ChangesResult,
     ConflictRecord,
-    ForgetMergedParams,
+    DropMergedParams,
     LineageResult,
     MergeParams,
     MergeResult,
@@ -451,7 +451,7 @@ class MergeSource:
         """
         snapshots = self.snapshots
         async with self._naming:
-            await self._forget(target, keep)
+            await self._drop_merged(target, keep)
             infos = await snapshots.infos()
             name = free_name(MERGED_PREFIX, infos)
             taken = await snapshots.take(name, f"{MERGED_TAG}{target}", call, kind="automatic")
@@ -461,11 +461,11 @@ class MergeSource:
             snapshots.merges.record(taken.serial - 1, [*before, own])
             return taken
 
-    async def forget_merged(self, params: ForgetMergedParams, _call: CallContext) -> Empty:
-        await self._forget(params.target, params.keep)
+    async def drop_merged(self, params: DropMergedParams, _call: CallContext) -> Empty:
+        await self._drop_merged(params.target, params.keep)
         return Empty()
 
-    async def _forget(self, target: str, keep: Sequence[int]) -> None:
+    async def _drop_merged(self, target: str, keep: Sequence[int]) -> None:
         snapshots = self.snapshots
         for info in await snapshots.infos():
             if is_merge_base(info) and info.tag == f"{MERGED_TAG}{target}" and info.serial not in keep:

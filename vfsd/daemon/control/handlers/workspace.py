@@ -10,8 +10,8 @@ repeated directly before umount(2).  If a program changes something after that c
 umount(2), the change is lost and the answer reports it (`changed_late`).
 
 The container of image:REF ends with its workspace, and its snapshots stay on disk.  Such an unmount is refused if the
-container has files that neither the newest snapshot has nor the newest one of another kind.  What a program writes
-after that comparison is not found.
+container has files that neither the newest snapshot has nor the newest one of another kind.  Files that a
+program writes after that comparison are not found.
 
 A fork that has not changed since it was made loses nothing as long as its source runs: the source was in that state.
 A fork loses nothing either if it was merged and has not changed since, as long as the target runs and did not undo it.
@@ -267,7 +267,7 @@ _CHECKS: Final = 5  # to find a state without unsaved changes while programs cha
 
 @dataclass(frozen=True, slots=True)
 class _Unsaved:
-    """What an unmount would lose in the state `mark`.  `counts`: the changes of an overlay."""
+    """The content that an unmount would lose in the state `mark`.  `counts`: the changes of an overlay."""
 
     mark: int
     snapshots: tuple[int, ...]  # serials of the snapshots that a user named
@@ -547,7 +547,7 @@ class UnmountMethods:
         self._mounted.engine.stop()
 
     async def _holders(self, *, unseen_by_umount: bool = False) -> list[str]:
-        """Describe the other processes that hold the mount; see `holders`."""
+        """Describe the processes, other than the daemon, that hold the mount; see `holders`."""
         find = functools.partial(holders, self._options.mountpoint, unseen_by_umount=unseen_by_umount)
         found = await trio.to_thread.run_sync(find)
         return [holder.describe() for holder in found if holder.pid != os.getpid()]
