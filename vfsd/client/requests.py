@@ -345,8 +345,9 @@ class Requests:
 
         `fork` is a workspace object, or the name of a running workspace or a path in it: a fork of this one, its
         source, or another fork of the same workspace.  Paths that both have changed are merged by the rules of
-        docs/merge.md.  `conflicts` says what happens to paths that cannot be merged.  With "fail" nothing is changed if there are any;
-        "ours" keeps this workspace's version, "theirs" takes the fork's, and "markers" writes both into text files.
+        docs/merge.md.  `conflicts` says what happens to paths that cannot be merged.  With "fail" nothing is changed if
+        there are any; "ours" keeps this workspace's version, "theirs" takes the fork's, and "markers" writes both into
+        text files.
 
         `Merged.applied` says whether anything was changed, and `Merged.conflicts` why not.  `undo` takes a merge back.
         After a merge that is limited to `paths`, the next one without compares these paths again, too.  OSError: EINVAL
