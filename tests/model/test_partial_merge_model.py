@@ -31,8 +31,9 @@ from protocol.merge.three_way import merge
 from protocol.tree import Tree, TreeEntry
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges
 from vfsd.daemon.merging.delta import DeltaReader, write_delta
-from vfsd.daemon.merging.lineage import Ancestor, Lineage, MergedState, MergeLog, StateId, find_bases, with_merged
+from vfsd.daemon.merging.lineage import MergeLog, find_bases, with_merged
 from vfsd.daemon.merging.trees import LayeredTree
+from vfsd.operations.merge import Ancestor, Lineage, MergedState, StateId
 
 EXAMPLES = settings(
     max_examples=min(500, settings().max_examples), deadline=None, suppress_health_check=[HealthCheck.too_slow]

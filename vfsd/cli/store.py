@@ -389,8 +389,8 @@ def _check_not_forked(store: Store, key: str, names: list[str]) -> None:
     instance = store.layout.workspace_id(key)
     for record in read_records():
         for each in record.ancestors if record.alive else ():
-            if each.instance == instance and each.state.name in names:
-                what = f"{each.state.name} is the base of the running fork {record.name}, which could not be merged"
+            if each.instance == instance and each.left_at.name in names:
+                what = f"{each.left_at.name} is the base of the running fork {record.name}, which could not be merged"
                 raise OSError(errno.EBUSY, f"{what} without it: unmount the fork first, or add --force")
 
 

@@ -35,7 +35,6 @@ from vfsd.daemon.control.methods import Methods, Start
 from vfsd.daemon.exec.commands import Commands, choose_commands
 from vfsd.daemon.forks.forks import Forks, Origin
 from vfsd.daemon.keeper.sd_notify import Notifier
-from vfsd.daemon.merging.lineage import ancestor_record
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.opening import (
     Served,
@@ -418,7 +417,7 @@ class _Daemon:
             forked_from=None if self._origin is None else self._origin.source,
             journal=None if journal is None else journal.journal_status().directory,
             instance=self.forks.instance,
-            ancestors=tuple(map(ancestor_record, self.forks.ancestors)),
+            ancestors=tuple(self.forks.ancestors),
             keeper=kept.pid if kept is not None and kept.is_kept else None,
             keeper_start_ticks=kept.start_ticks if kept is not None and kept.is_kept else 0,
             store_options=tuple(self._options.remote.store_options),

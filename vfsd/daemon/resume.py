@@ -26,8 +26,9 @@ import msgspec
 import vfsd
 from protocol.values import Value
 from vfsd.daemon.audit.processes import GivenLabel
-from vfsd.daemon.merging.lineage import Ancestor, MergeLog, StateId
+from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.history import PrunedRecord, UndoHistory
+from vfsd.operations.merge import Ancestor, StateId
 
 FORMAT: Final = 4  # of `Resume`, of the messages of an upgrade, and of what these carry
 

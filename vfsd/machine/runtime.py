@@ -36,7 +36,7 @@ from vfsd.machine.selection import (
     selected,
     socket_dir,
 )
-from vfsd.operations.merge import AncestorRecord
+from vfsd.operations.merge import Ancestor
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import NAME_PATTERN, BackendSpec
 
@@ -110,7 +110,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     forked_from: str | None = None  # the name of the workspace that this one is a fork of
     journal: str | None = None  # the directory of its journal
     instance: str = ""  # of the daemon: see `vfsd.daemon.merging.lineage`, as for the next one
-    ancestors: tuple[AncestorRecord, ...] = ()
+    ancestors: tuple[Ancestor, ...] = ()
     # The process that restarts the daemon if it dies, and when that process was started.
     keeper: int | None = None
     keeper_start_ticks: int = 0

@@ -6,11 +6,12 @@ workspace's daemon.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
 from protocol.types import ChangeCounts
+from protocol.values import Value
 from vfsd.operations.declaration import (
     UNCHANGED,
     UNDO_HINT,
@@ -22,6 +23,9 @@ from vfsd.operations.declaration import (
     Peer,
     RepositoryRecord,
 )
+
+if TYPE_CHECKING:
+    from protocol.volume_extensions import SnapshotInfo
 
 Conflicts = Literal["fail", "ours", "theirs", "markers"]
 
@@ -90,39 +94,58 @@ class AdoptParams(Params):
 
 
 # -- between daemons -------------------------------------------------------------------------------
-class StateRecord(msgspec.Struct, frozen=True):
-    """A state that is kept as a snapshot: see `vfsd.daemon.merging.lineage.StateId`."""
+class StateId(Value):
+    """A state that is kept as a snapshot."""
 
     name: str
     serial: int
     created_ns: int
 
+    @classmethod
+    def of(cls, info: SnapshotInfo) -> StateId:
+        return cls(info.name, info.serial, info.created_ns)
 
-class AncestorRecord(msgspec.Struct, frozen=True):
-    """A state of another workspace at which two workspaces parted."""
-
-    instance: str
-    name: str
-    state: StateRecord
-
-
-class MergedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A state of another workspace that was merged; see `vfsd.daemon.merging.lineage.MergedState`."""
-
-    instance: str
-    name: str
-    state: StateRecord
-    repositories: tuple[str, ...] = ()
+    @property
+    def age(self) -> tuple[int, int]:
+        """A key that sorts states, also those of different workspaces, the oldest one first."""
+        return self.created_ns, self.serial
 
 
-class LineageResult(msgspec.Struct, frozen=True):
-    """Result of `lineage`: see `vfsd.daemon.merging.lineage.Lineage`."""
+class Ancestor(Value):
+    """A workspace that another one descends from, and the state at which they parted.
+
+    `instance` is an identifier of the daemon, `name` the name of the workspace.
+    """
 
     instance: str
     name: str
-    ancestors: list[AncestorRecord]
-    merged: list[MergedRecord]
-    states: list[StateRecord]
+    left_at: StateId = msgspec.field(name="state")
+
+
+class MergedState(Value):
+    """A state of the workspace `instance` whose changes were merged.
+
+    `repositories`: both sides changed these, and the branches of that workspace could not be fetched.
+    """
+
+    instance: str
+    name: str
+    state: StateId
+    repositories: tuple[bytes, ...] = ()
+
+
+class Lineage(Value):
+    """Result of `lineage`: what a workspace descends from, the first one first, and what was merged into it.
+
+    `merged` also has the states of the workspace itself that were merged into others and that its live state comes
+    from.  `states` are the identities of its snapshots.
+    """
+
+    instance: str
+    name: str
+    ancestors: tuple[Ancestor, ...]
+    merged: tuple[MergedState, ...]
+    states: tuple[StateId, ...]
 
 
 class ChangesParams(Params, kw_only=True):
@@ -135,8 +158,8 @@ class ChangesParams(Params, kw_only=True):
     workspace are dropped, except for those in `keep`, by serial.
     """
 
-    fork_point: StateRecord | None = None
-    base: StateRecord | None = None
+    fork_point: StateId | None = None
+    base: StateId | None = None
     max_bytes: int
     merge_into: str | None = None
     keep: list[int] = []
@@ -145,7 +168,7 @@ class ChangesParams(Params, kw_only=True):
 class ChangesResult(msgspec.Struct):
     """Result of `changes`: the snapshot of the state that was sent, if it was kept."""
 
-    state: StateRecord | None = None
+    state: StateId | None = None
 
 
 class DropMergedParams(Params):
@@ -163,7 +186,7 @@ _ADOPTION: Final = ("the adoption", UNCHANGED, f"the adoption is complete{UNDO_H
 OPERATIONS: Final = (
     Operation("merge", MergeParams, MergeResult, *_MERGE, audited=True),
     Operation("adopt", AdoptParams, MergeResult, *_ADOPTION, audited=True),
-    Operation("lineage", Empty, LineageResult),
+    Operation("lineage", Empty, Lineage),
     Operation("changes", ChangesParams, ChangesResult),
     Operation("drop_merged", DropMergedParams, Empty),
 )

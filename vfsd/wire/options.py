@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from protocol.errors import errno_of
 from protocol.values import Value
 from vfsd.operations.declaration import CacheChoice
-from vfsd.operations.merge import AncestorRecord, MergedRecord
+from vfsd.operations.merge import Ancestor, MergedState
 
 # -- engines and backends that installed packages add ----------------------------------------------
 BACKENDS_GROUP: Final = "vfsd.backends"
@@ -340,9 +340,9 @@ class StoredOrigin(Value):
     `merged`: what was merged into that state.
     """
 
-    source: AncestorRecord
+    source: Ancestor
     workspace: str
-    merged: tuple[MergedRecord, ...] = ()
+    merged: tuple[MergedState, ...] = ()
 
 
 class Below(Value):

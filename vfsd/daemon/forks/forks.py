@@ -29,7 +29,7 @@ from protocol.volume_durability import journaled
 from protocol.volume_extensions import ForkableVolume, SnapshotInfo, VolumeUsage, forkable, snapshotable
 from vfsd.daemon.forks.family import ForkFamily, total
 from vfsd.daemon.forks.process import SYSTEMD_VARIABLES, check_memory, detach, fork_process
-from vfsd.daemon.merging.lineage import Ancestor, Lineage, StateId, fork_point, state_id
+from vfsd.daemon.merging.lineage import fork_point
 from vfsd.daemon.resume import Resume
 from vfsd.daemon.snapshots.base import MERGED_TAG, is_fork_base, is_merge_base
 from vfsd.daemon.starting import serve_starter
@@ -38,6 +38,7 @@ from vfsd.machine.logs import log_failure, log_path, open_log
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import is_dead
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
+from vfsd.operations.merge import Ancestor, Lineage, StateId
 from vfsd.wire.options import Failed, JournalOptions, Ready, decode_report
 
 if TYPE_CHECKING:
@@ -509,7 +510,9 @@ def _needed_states(here: Lineage, infos: Iterable[SnapshotInfo]) -> Mapping[Stat
     found: dict[StateId, list[str]] = {}
     running = [record for record in read_records() if record.alive]
     for record in running:
-        state = fork_point(here, _lineage_of(record)) if record.instance not in ("", here.instance) else None
+        state = None
+        if record.instance not in ("", here.instance):
+            state = fork_point(here, Lineage(record.instance, record.name, record.ancestors, (), ()))
         if state is not None:
             found.setdefault(state, []).append(record.name)
     names = {record.name for record in running}
@@ -518,8 +521,3 @@ def _needed_states(here: Lineage, infos: Iterable[SnapshotInfo]) -> Mapping[Stat
         if is_merge_base(info) and target in names:
             found.setdefault(StateId.of(info), []).append(target)
     return found
-
-
-def _lineage_of(record: WorkspaceRecord) -> Lineage:
-    ancestors = tuple(Ancestor(each.instance, each.name, state_id(each.state)) for each in record.ancestors)
-    return Lineage(record.instance, record.name, ancestors, (), ())

@@ -24,14 +24,14 @@ from protocol.volume_extensions import SnapshotInfo, snapshotable
 from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.forks.forks import Forks, Origin, StartedFork, wait_upgraded
 from vfsd.daemon.forks.process import SYSTEMD_VARIABLES
-from vfsd.daemon.merging.lineage import Ancestor, MergeLog, StateId, merged_record, merged_state, state_id, state_record
+from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.resume import Resume
 from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, fork_tag, free_name, in_thread
 from vfsd.daemon.snapshots.store_restore import Stored, drop_unused_bases
 from vfsd.daemon.snapshots.stored import StoreSnapshots
 from vfsd.machine.daemon_start import start_interpreter
 from vfsd.machine.logs import log_path, open_log
-from vfsd.operations.merge import AncestorRecord
+from vfsd.operations.merge import Ancestor, StateId
 from vfsd.operations.workspace import ForkParams
 from vfsd.wire.option_rules import SCOPES
 from vfsd.wire.options import DEFAULTS, BackendSpec, JournalOptions, MountOptions, Ready, StoredOrigin
@@ -100,9 +100,9 @@ class StoredForks:
         return StartedFork(report_fd, os.pidfd_open(process.pid), process.pid, mountpoint, log_path(name))
 
     def _origin(self, base: SnapshotInfo) -> StoredOrigin:
-        source = AncestorRecord(self._instance, self.options.workspace.name, state_record(StateId.of(base)))
+        source = Ancestor(self._instance, self.options.workspace.name, StateId.of(base))
         merged = self._snapshots.merges.at(base.serial)[-_MERGED_SENT:]
-        return StoredOrigin(source, self._stored.key, tuple(map(merged_record, merged)))
+        return StoredOrigin(source, self._stored.key, tuple(merged))
 
     async def _reap(self, name: str, process: subprocess.Popen[bytes], pidfd: int) -> None:
         """Wait for a fork's end, so that it does not remain as a zombie; drop a base that no fork has any more."""
@@ -120,14 +120,14 @@ def drop_base(options: MountOptions) -> None:
     """At the end of a fork with these options, drop its base from the store if nothing else is mounted over it."""
     assert options.origin is not None
     with Store(options.workspace.store) as store:
-        drop_unused_bases(store, options.origin.workspace, only=state_id(options.origin.source.state))
+        drop_unused_bases(store, options.origin.workspace, only=options.origin.source.left_at)
 
 
 def fork_options(options: MountOptions, name: str, mountpoint: str, origin: StoredOrigin) -> MountOptions:
     """Return the options of a fork: those of the source that apply to an overlay over a snapshot."""
     backend = options.workspace.backend
     directory = backend.argument if backend.kind == "host" else ""
-    over = BackendSpec("overlay").with_snapshot(origin.source.state.name, directory)
+    over = BackendSpec("overlay").with_snapshot(origin.source.left_at.name, directory)
     values = options.values() | {"backend": over, "name": name, "mountpoint": mountpoint}
     for option, scope in SCOPES.items():
         if not scope.allows(values):
@@ -139,15 +139,15 @@ def opened_origin(given: StoredOrigin, backend: Backend) -> Origin:
     """Return what a fork over a stored snapshot starts with.  Its first snapshot is that state, under the same name."""
     volume = snapshotable(backend.volume)
     assert volume is not None, "an overlay has snapshots"
-    source, left_at = given.source, state_id(given.source.state)
+    source, left_at = given.source, given.source.left_at
     taken = volume.take_snapshot(left_at.name, tag=f"{FORK_TAG}this workspace", kind="automatic")
     merges = MergeLog()
-    merges.record(0, list(map(merged_state, given.merged)))
+    merges.record(0, list(given.merged))
     resume = Resume(
         merges=merges.encoded().decode(),
         source=source.name,
         base=left_at.name,
-        ancestors=(Ancestor(source.instance, source.name, left_at),),
+        ancestors=(source,),
         twin=(StateId.of(taken), left_at),
     )
     return Origin(resume, backend, None, os.getppid())

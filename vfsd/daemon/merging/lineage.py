@@ -1,8 +1,5 @@
 """Lineage: which states two workspaces have in common, and which changes of one are in the other already.
 
-Other daemons get states and lineages as messages (`vfsd.operations.merge`); `state_record`, `state_id` and the like
-convert them.
-
 A state has an identity, which a fork inherits with its snapshots: name, serial and time of the snapshot (`StateId`).
 The ancestors of a workspace are its source, the source of that, and so on; an `Ancestor` also has its state when the
 next workspace was forked from it.  The fork point of two workspaces is the older of the two states at which their lines
@@ -35,71 +32,15 @@ from typing import Final
 import msgspec
 
 from protocol.values import Value
-from protocol.volume_extensions import SnapshotInfo
-from vfsd.operations.merge import AncestorRecord, LineageResult, MergedRecord, StateRecord
-from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.operations.merge import Lineage, MergedState, StateId
 
 MERGED_KEPT: Final = 200  # merged states that are remembered, the newest ones
-
-
-class StateId(Value):
-    """A state that is kept as a snapshot."""
-
-    name: str
-    serial: int
-    created_ns: int
-
-    @classmethod
-    def of(cls, info: SnapshotInfo) -> StateId:
-        return cls(info.name, info.serial, info.created_ns)
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """A key that sorts states, also those of different workspaces, the oldest one first."""
-        return self.created_ns, self.serial
-
-
-class Ancestor(Value):
-    """A workspace that another one descends from, and the state at which they parted.
-
-    `instance` is an identifier of the daemon, `name` the name of the workspace.
-    """
-
-    instance: str
-    name: str
-    left_at: StateId
-
-
-class MergedState(Value):
-    """A state of the workspace `instance` whose changes were merged.
-
-    `repositories`: both sides changed these, and the branches of that workspace could not be fetched.
-    """
-
-    instance: str
-    name: str
-    state: StateId
-    repositories: tuple[bytes, ...] = ()
 
 
 class _KeptState(MergedState):
     """As in the log of an earlier version, which also recorded merges that were limited to `paths`."""
 
     paths: tuple[bytes, ...] = ()
-
-
-class Lineage(Value):
-    """What a workspace descends from, the first one first, and what was merged into its live state.
-
-    `merged` also has the states of the workspace itself that were merged into others and that its live state comes
-    from.  `states` are the identities of its snapshots.
-    """
-
-    instance: str
-    name: str
-    ancestors: tuple[Ancestor, ...]
-    merged: tuple[MergedState, ...]
-    states: tuple[StateId, ...]
 
 
 class BaseState(Value):
@@ -268,52 +209,3 @@ def with_merged(
 def _wholes(kept: Sequence[_KeptState]) -> Iterator[MergedState]:
     """Leave out what was merged at some paths only."""
     return (MergedState(each.instance, each.name, each.state, each.repositories) for each in kept if not each.paths)
-
-
-def state_record(state: StateId) -> StateRecord:
-    """Return the record of `state`."""
-    return StateRecord(state.name, state.serial, state.created_ns)
-
-
-def state_id(record: StateRecord) -> StateId:
-    """Return the state of a record."""
-    return StateId(record.name, record.serial, record.created_ns)
-
-
-def ancestor_record(ancestor: Ancestor) -> AncestorRecord:
-    """Return the record of `ancestor`."""
-    return AncestorRecord(ancestor.instance, ancestor.name, state_record(ancestor.left_at))
-
-
-def merged_record(merged: MergedState) -> MergedRecord:
-    """Return the record of `merged`."""
-    repositories = tuple(map(wire_path, merged.repositories))
-    return MergedRecord(merged.instance, merged.name, state_record(merged.state), repositories)
-
-
-def merged_state(record: MergedRecord) -> MergedState:
-    """Return the merged state of a record."""
-    repositories = tuple(map(from_wire_path, record.repositories))
-    return MergedState(record.instance, record.name, state_id(record.state), repositories)
-
-
-def lineage_result(found: Lineage) -> LineageResult:
-    """Return the answer with the lineage `found`."""
-    return LineageResult(
-        found.instance,
-        found.name,
-        list(map(ancestor_record, found.ancestors)),
-        list(map(merged_record, found.merged)),
-        list(map(state_record, found.states)),
-    )
-
-
-def lineage_of(answer: LineageResult) -> Lineage:
-    """Return the lineage in an answer."""
-    return Lineage(
-        answer.instance,
-        answer.name,
-        tuple(Ancestor(each.instance, each.name, state_id(each.state)) for each in answer.ancestors),
-        tuple(map(merged_state, answer.merged)),
-        tuple(map(state_id, answer.states)),
-    )

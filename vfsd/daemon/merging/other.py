@@ -27,20 +27,11 @@ from protocol.values import Value
 from protocol.volume import Volume
 from protocol.volume_extensions import snapshotable
 from vfsd.daemon.merging.delta import Buffer, Delta, DeltaReader, buffer_in_memory, buffer_on_disk
-from vfsd.daemon.merging.lineage import (
-    Bases,
-    Lineage,
-    MergeLog,
-    StateId,
-    find_bases,
-    lineage_of,
-    state_id,
-    state_record,
-)
+from vfsd.daemon.merging.lineage import Bases, MergeLog, find_bases
 from vfsd.daemon.merging.trees import EmptyTree, LayeredTree
 from vfsd.daemon.snapshots.base import in_thread
 from vfsd.operations.declaration import Empty, Peer
-from vfsd.operations.merge import ChangesParams, ChangesResult, DropMergedParams
+from vfsd.operations.merge import ChangesParams, ChangesResult, DropMergedParams, Lineage, StateId
 from vfsd.wire.messages import ATTEMPTS, RECEIVE_BYTES, ClosingError, ControlError, Exchange, LineBuffer, from_wire_path
 from vfsd.wire.sockets import connect, peer_credentials
 
@@ -91,7 +82,7 @@ class OtherWorkspaces:
         block raises, it drops it.  Without `needs_base`, all of `peer` is fetched if there is no common state.
         """
         here = await self._lineage()
-        other = lineage_of(await call_peer(peer, "lineage", Empty()))
+        other = await call_peer(peer, "lineage", Empty())
         try:
             bases = find_bases(here, other)
         except OSError:
@@ -103,8 +94,8 @@ class OtherWorkspaces:
         async with AsyncExitStack() as stack:
             buffer = self._buffer(stack)
             params = ChangesParams(
-                fork_point=state_record(bases.fork_point),
-                base=state_record(bases.base.state) if bases.base.of_other else None,
+                fork_point=bases.fork_point,
+                base=bases.base.state if bases.base.of_other else None,
                 max_bytes=buffer.free_bytes,
                 merge_into=None if merges is None else here.name,
                 keep=[] if merges is None else list(merges.serials_of(other.instance)),
@@ -120,7 +111,7 @@ class OtherWorkspaces:
                 theirs = await in_thread(LayeredTree, theirs, newest, buffer.read)
                 if not bases.base.of_other and bases.base.state != bases.fork_point:
                     base = LayeredTree(await stack.enter_async_context(self._tree(bases.base.state)))
-                yield Other(here, other, bases, base, theirs, None if result.state is None else state_id(result.state))
+                yield Other(here, other, bases, base, theirs, result.state)
             except BaseException:
                 if merges is not None:
                     await _forget(peer, here.name, params.keep)

@@ -31,8 +31,8 @@ from protocol.errors import os_error, shown
 from protocol.tree import CHUNK_BYTES, Chunk, Hole, LookupTree, Tree, TreeEntry
 from protocol.volume import Volume
 from vfsd.daemon.merging.delta import Buffer, Delta, DeltaReader, Entry, Extent, buffer_in_memory, write_delta
-from vfsd.daemon.merging.lineage import StateId, state_id
 from vfsd.daemon.snapshots.base import in_answer_thread, in_thread
+from vfsd.operations.merge import StateId
 from vfsd.wire.options import StoredOrigin
 
 NEW_INODES: Final = 1 << 63
@@ -320,7 +320,7 @@ class SourceStates:
     def __init__(self, origin: StoredOrigin, directory: str | None, volume: Volume) -> None:
         self._volume = volume
         self._key = origin.workspace
-        self._base = state_id(origin.source.state)
+        self._base = origin.source.left_at
         self._directory = directory
 
     async def identities(self) -> list[StateId]:

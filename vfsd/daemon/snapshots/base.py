@@ -37,8 +37,9 @@ from protocol.tree import ByteProgress, Tree
 from protocol.types import ChangeCounts
 from protocol.values import Value
 from protocol.volume_extensions import SnapshotInfo, SnapshotKind
-from vfsd.daemon.merging.lineage import MergedState, MergeLog
+from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.history import PrunedRecord, UndoHistory
+from vfsd.operations.merge import MergedState
 
 if TYPE_CHECKING:
     from vfsd.daemon.snapshots.archives import Origin

@@ -29,11 +29,12 @@ from protocol.diff.tree_diff import Change
 from protocol.linux.regular_file import write_atomically
 from protocol.store import DirectoryTarget, RestoredChanges, Source, Store
 from protocol.volume_extensions import CacheInvalidation, ExternallyChangedVolume, SnapshotInfo
-from vfsd.daemon.merging.lineage import MergeLog, StateId
+from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.base import MERGED_TAG, CallObserver, Interrupted, is_fork_base, is_merge_base, is_staged
 from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.machine.logs import log_failure
 from vfsd.machine.runtime import read_record
+from vfsd.operations.merge import StateId
 
 _logger = logging.getLogger(__name__)
 _PATHS_AT_ONCE: Final = 500  # given to the volume in one call: the mount waits for about 15 ms

@@ -35,7 +35,6 @@ from protocol.store.restore import Plan
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import ExternallyChangedVolume, SnapshotInfo, SnapshotKind
-from vfsd.daemon.merging.lineage import MergedState
 from vfsd.daemon.merging.trees import PartialTree
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree, Origin, checked
@@ -81,6 +80,7 @@ from vfsd.daemon.snapshots.store_restore import (
     scan_progress,
 )
 from vfsd.machine.logs import log_failure
+from vfsd.operations.merge import MergedState
 from vfsd.operations.snapshots import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)

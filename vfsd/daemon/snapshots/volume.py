@@ -38,7 +38,7 @@ from protocol.volume_extensions import (
     preparing,
     staging,
 )
-from vfsd.daemon.merging.lineage import MergedState, MergeLog
+from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.merging.trees import PartialTree
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import Origin, PreparedImport, checked, read_origin
@@ -69,6 +69,7 @@ from vfsd.daemon.snapshots.base import (
 from vfsd.daemon.snapshots.history import PrunedRecord, PrunedSnapshots, UndoHistory, expired, recorded
 from vfsd.kernel.engines.base import repeated
 from vfsd.machine.logs import log_failure
+from vfsd.operations.merge import MergedState
 from vfsd.operations.snapshots import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ from protocol.types import ChangeCounts
 from protocol.volume_extensions import ApplyResult as Applied
 from protocol.volume_extensions import SnapshotInfo, overlaid, snapshotable
 from vfsd.daemon.control.calls import CallContext, absolute_path, tree_paths
-from vfsd.daemon.merging.lineage import StateId
 from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.merging.trees import LayeredTree
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -47,6 +46,7 @@ from vfsd.daemon.snapshots.base import (
 from vfsd.daemon.snapshots.volume import VolumeSnapshots
 from vfsd.machine import mountinfo
 from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
+from vfsd.operations.merge import StateId
 from vfsd.operations.snapshots import (
     CHANGES_LISTED,
     ApplyParams,

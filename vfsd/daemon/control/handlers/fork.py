@@ -20,11 +20,11 @@ from protocol.volume_durability import journaled
 from protocol.volume_extensions import ForkableVolume, SnapshotInfo
 from vfsd.daemon.control.calls import CallContext, absolute_path
 from vfsd.daemon.forks.forks import Forks, Steps
-from vfsd.daemon.merging.lineage import StateId
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import FORK_PREFIX, SnapshotService, fork_tag, free_name, required
 from vfsd.machine import mounts
 from vfsd.machine.runtime import read_record
+from vfsd.operations.merge import StateId
 from vfsd.operations.workspace import ForkParams, ForkResult
 from vfsd.wire.messages import InvalidParamsError, wire_path
 from vfsd.wire.options import NAME_PATTERN, Ready

@@ -40,15 +40,7 @@ from vfsd.daemon.control.handlers.changes import (
 )
 from vfsd.daemon.forks.forks import Forks
 from vfsd.daemon.merging.delta import differences, write_delta
-from vfsd.daemon.merging.lineage import (
-    Lineage,
-    MergedState,
-    StateId,
-    lineage_result,
-    state_id,
-    state_record,
-    with_merged,
-)
+from vfsd.daemon.merging.lineage import with_merged
 from vfsd.daemon.merging.other import Other, OtherWorkspaces
 from vfsd.daemon.merging.trees import EmptyTree, LayeredTree, SourceStates
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -75,9 +67,11 @@ from vfsd.operations.merge import (
     ChangesResult,
     ConflictRecord,
     DropMergedParams,
-    LineageResult,
+    Lineage,
+    MergedState,
     MergeParams,
     MergeResult,
+    StateId,
 )
 from vfsd.operations.snapshots import CHANGES_LISTED
 from vfsd.wire.messages import wire_path
@@ -418,8 +412,8 @@ class MergeSource:
             async with snapshots.tree(twin[0].name, observer) as below, self._sources.tree(state, below) as tree:
                 yield tree
 
-    async def lineage(self, _params: Empty, _call: CallContext) -> LineageResult:
-        return lineage_result(await self.own_lineage())
+    async def lineage(self, _params: Empty, _call: CallContext) -> Lineage:
+        return await self.own_lineage()
 
     async def changes(self, params: ChangesParams, call: CallContext) -> ChangesResult:
         snapshots = self.snapshots
@@ -427,7 +421,7 @@ class MergeSource:
         if params.merge_into is not None:
             kept = await self._keep(params.merge_into, params.keep, call)
         try:
-            olds = [state_id(each) for each in (params.fork_point, params.base) if each is not None]
+            olds = [each for each in (params.fork_point, params.base) if each is not None]
             async with contextlib.AsyncExitStack() as stack:
                 trees: list[Tree] = [await stack.enter_async_context(self.tree(each, call)) for each in olds]
                 if not olds:
@@ -442,7 +436,7 @@ class MergeSource:
                 with trio.CancelScope(shield=True), contextlib.suppress(SnapshotNotFoundError):
                     await snapshots.drop([kept.name])
             raise
-        return ChangesResult(None if kept is None else state_record(StateId.of(kept)))
+        return ChangesResult(None if kept is None else StateId.of(kept))
 
     async def _keep(self, target: str, keep: Sequence[int], call: CallContext) -> SnapshotInfo:
         """Take the snapshot of the state that is merged; drop those that `target` does not need any more.

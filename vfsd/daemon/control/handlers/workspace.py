@@ -53,7 +53,6 @@ from vfsd.daemon.control.handlers.merge import MergeMethods, MergeSource
 from vfsd.daemon.control.handlers.snapshots import SnapshotMethods
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, has_state
-from vfsd.daemon.merging.lineage import StateId, lineage_of
 from vfsd.daemon.merging.other import OtherWorkspaces, call_peer
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree
@@ -75,6 +74,7 @@ from vfsd.machine.logs import log_failure
 from vfsd.machine.processes import holders
 from vfsd.machine.runtime import read_record
 from vfsd.operations.declaration import Empty, Peer
+from vfsd.operations.merge import StateId
 from vfsd.operations.snapshots import SaveParams, SaveResult
 from vfsd.operations.workspace import (
     CompactResult,
@@ -403,7 +403,7 @@ class UnmountMethods:
         try:
             with trio.fail_after(_TARGET_ANSWERS_S):
                 peer = Peer(record.name, wire_path(os.fsencode(record.socket)))
-                there = lineage_of(await call_peer(peer, "lineage", Empty())).merged
+                there = (await call_peer(peer, "lineage", Empty())).merged
         except (OSError, trio.TooSlowError) as error:
             _logger.info("cannot tell whether %s has all changes: %s", target, error)
             return []

@@ -11,8 +11,9 @@ import trio
 from protocol.backends.memory import MemoryVolume
 from vfsd.daemon.backends import Backend
 from vfsd.daemon.forks.forks import Forks, Steps
-from vfsd.daemon.merging.lineage import MergeLog, StateId
+from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.history import UndoHistory
+from vfsd.operations.merge import StateId
 from vfsd.wire.options import MountOptions
 
 

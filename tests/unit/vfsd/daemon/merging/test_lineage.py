@@ -6,16 +6,8 @@ import errno
 
 import pytest
 
-from vfsd.daemon.merging.lineage import (
-    Ancestor,
-    BaseState,
-    Lineage,
-    MergedState,
-    MergeLog,
-    StateId,
-    find_bases,
-    with_merged,
-)
+from vfsd.daemon.merging.lineage import BaseState, MergeLog, find_bases, with_merged
+from vfsd.operations.merge import Ancestor, Lineage, MergedState, StateId
 
 
 def state(serial: int, name: str = "s") -> StateId:
