@@ -39,21 +39,11 @@ _FRAME_MAX_BYTES: Final = 32 << 20  # far more than an entry can have: xattrs, t
 class Entry(msgspec.Struct, frozen=True, tag=0, array_like=True):
     """One path of the newer state.
 
-    `inode` is the number in the sender's state.  `origin` is a path of that inode in the older state, if there is one;
-    `is_same`: the content is that of `origin` there.
+    `inode` of `entry` is the number in the sender's state.  `origin` is a path of that inode in the older state, if
+    there is one; `is_same`: the content is that of `origin` there.
     """
 
-    path: bytes
-    mode: int
-    size: int
-    mtime_ns: int
-    uid: int
-    gid: int
-    nlink: int
-    inode: int
-    rdev: int
-    target: bytes
-    xattrs: dict[bytes, bytes]
+    entry: TreeEntry
     origin: bytes | None
     is_same: bool
 
@@ -107,7 +97,7 @@ def write_delta(old: Tree, new: Tree, write: Callable[[bytes], object], keep_goi
             continue
         origin = one.path if one.old is not None and one.old.inode == one.new.inode else origins.get(one.new.inode)
         is_same = _has_same_content(old, new, one, origin)
-        send(_entry(one.new, origin, is_same=is_same))
+        send(Entry(msgspec.structs.replace(one.new, xattrs=dict(one.new.xattrs), ctime_ns=0), origin, is_same))
         if one.new.is_file and not is_same:
             for data in _content(new, one.new, keep_going):
                 send(*data)
@@ -150,24 +140,6 @@ def _content(tree: Tree, entry: TreeEntry, keep_going: Callable[[], None]) -> It
         offset += len(chunk)
     if offset != entry.size:
         raise OSError(errno.EIO, "the file changed while it was read", shown(entry.path))
-
-
-def _entry(entry: TreeEntry, origin: bytes | None, *, is_same: bool) -> Entry:
-    return Entry(
-        entry.path,
-        entry.mode,
-        entry.size,
-        entry.mtime_ns,
-        entry.uid,
-        entry.gid,
-        entry.nlink,
-        entry.inode,
-        entry.rdev,
-        entry.target,
-        dict(entry.xattrs),
-        origin,
-        is_same,
-    )
 
 
 class Extent(msgspec.Struct, frozen=True):
@@ -270,11 +242,12 @@ class DeltaReader:
         elif isinstance(frame, Gone):
             self.delta.gone.add(frame.path)
         else:
-            self.delta.entries[frame.path] = frame
+            path = frame.entry.path
+            self.delta.entries[path] = frame
             self._last = None
-            if TreeEntry(frame.path, frame.mode).is_file and not frame.is_same:
-                self.delta.content[frame.path] = []
-                self._last = frame.path
+            if frame.entry.is_file and not frame.is_same:
+                self.delta.content[path] = []
+                self._last = path
 
     def _keep(self, data: Data, content: bytes) -> None:
         assert self._last is not None

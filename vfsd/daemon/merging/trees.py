@@ -22,9 +22,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from typing import Final
+
+from msgspec.structs import replace
 
 from protocol.diff.tree_diff import comparer, is_at_or_below
 from protocol.errors import os_error, shown
@@ -59,33 +62,22 @@ class LayeredTree(LookupTree):
                 above, _, name = path.rpartition(b"/")
                 self._names.setdefault(above, {})[name] = path in self._entries
 
-    def _made(self, entry: Entry) -> TreeEntry:
+    def _made(self, sent: Entry) -> TreeEntry:
+        entry, origin = sent.entry, sent.origin
         inode = entry.inode and NEW_INODES | entry.inode
-        if entry.origin is not None:
+        if origin is not None:
             try:
-                old = self._below.entry(entry.origin)
+                old = self._below.entry(origin)
             except (FileNotFoundError, NotADirectoryError):
                 old = None
             if old is None or stat.S_IFMT(old.mode) != stat.S_IFMT(entry.mode):
-                if entry.is_same:
-                    raise _stale(entry.origin)
+                if sent.is_same:
+                    raise _stale(origin)
             else:
                 inode = old.inode or inode  # a stored snapshot has no number for a file with one name
-                if entry.is_same and old.size != entry.size:
-                    raise _stale(entry.origin)
-        return TreeEntry(
-            path=entry.path,
-            mode=entry.mode,
-            size=entry.size,
-            mtime_ns=entry.mtime_ns,
-            uid=entry.uid,
-            gid=entry.gid,
-            nlink=entry.nlink,
-            inode=inode,
-            rdev=entry.rdev,
-            target=entry.target,
-            xattrs=entry.xattrs,
-        )
+                if sent.is_same and old.size != entry.size:
+                    raise _stale(origin)
+        return replace(entry, inode=inode)
 
     # -- protocol.tree.Tree ------------------------------------------------------------------
     def entry(self, path: bytes) -> TreeEntry:
@@ -220,13 +212,7 @@ class LayeredTree(LookupTree):
 
 def _overlapping(extents: list[Extent], start: int, end: int) -> Iterator[Extent]:
     """The extents, which are sorted by offset, that overlap `start` to `end`."""
-    low, high = 0, len(extents)
-    while low < high:  # the first one that ends after `start`
-        middle = (low + high) // 2
-        if extents[middle].offset + extents[middle].size <= start:
-            low = middle + 1
-        else:
-            high = middle
+    low = bisect_right(extents, start, key=lambda extent: extent.offset + extent.size)  # the first that ends after it
     for extent in extents[low:]:
         if extent.offset >= end:
             return
