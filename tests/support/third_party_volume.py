@@ -12,7 +12,7 @@ from protocol.archive import ByteProgress
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import Volume, VolumeCapabilities
 from protocol.volume_extensions import CheckableVolume, SnapshotableVolume, SnapshotInfo
-from vfsd.daemon.backends import Backend
+from vfsd.daemon.backends.registry import Backend
 from vfsd.wire.options import MountOptions
 
 __all__ = ["ThirdPartyVolume", "open_third_party"]

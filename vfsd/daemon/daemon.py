@@ -29,7 +29,7 @@ from protocol.volume_durability import journaled
 from protocol.volume_extensions import CacheInvalidation
 from vfsd.daemon import preload
 from vfsd.daemon.audit.service import Audit
-from vfsd.daemon.backends import Backend
+from vfsd.daemon.backends.registry import Backend
 from vfsd.daemon.control.connection import ControlServer
 from vfsd.daemon.control.methods import Methods, Start
 from vfsd.daemon.exec.commands import Commands, choose_commands
@@ -47,7 +47,7 @@ from vfsd.daemon.opening import (
     to_serve,
 )
 from vfsd.daemon.resume import Resume
-from vfsd.daemon.snapshots import open_snapshots
+from vfsd.daemon.snapshots.base import open_snapshots
 from vfsd.daemon.upkeep import STACKS_SIGNAL, Compaction, MemoryTrim, Removal, dump_threads_on_signal, write_task_stacks
 from vfsd.kernel.engines.choice import mount_engine, resume_engine
 from vfsd.kernel.inotify import Replay

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from protocol.linux.regular_file import open_regular
 from protocol.volume_durability import journaled, recoverable
 from protocol.volume_extensions import CacheInvalidation, overlaid, snapshotable
-from vfsd.daemon.backends import Backend, open_backend
+from vfsd.daemon.backends.registry import Backend, open_backend
 from vfsd.daemon.forks.forks import Origin
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.directory import SnapshotDirectory, open_directory

@@ -11,7 +11,7 @@ import itertools
 import logging
 import shlex
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from protocol.execution.runner import CommandLimits, CommandRunner, Feed, OnOutput
     from vfsd.daemon.exec.sandbox import Sandbox
     from vfsd.wire.options import MountOptions
-
-TakeSnapshot: TypeAlias = Callable[[str], Awaitable[str]]
 
 _ENDED_POLL_S: Final = 0.01
 _SNAPSHOT_PREFIX: Final = "exec-"
@@ -49,8 +47,7 @@ def choose_commands(
     OSError if a package is missing.
     """
     name = options.workspace.name
-    take_snapshot = _SnapshotEach(snapshots) if options.commands.snapshot_each and snapshots is not None else None
-    run_with = functools.partial(Commands, name, take_snapshot=take_snapshot)
+    run_with = functools.partial(Commands, name, snapshots=snapshots if options.commands.snapshot_each else None)
     if options.commands.exec_on_host:
         # Start-up: most workspaces run no commands.
         from protocol.execution.host import HostCommandRunner  # noqa: PLC0415
@@ -76,7 +73,7 @@ def choose_commands(
 class Commands:
     """Runs a workspace's commands with `runner`, or else in `sandbox`.
 
-    `take_snapshot`, if given, is called after each command with a tag and returns the snapshot's name.
+    If `snapshots` are given, one is taken after each command: exec-1, exec-2, ...
     `end_abandoned` ends what the commands of dead daemons left where `runner` runs them.
     """
 
@@ -86,13 +83,14 @@ class Commands:
         *,
         runner: CommandRunner | None = None,
         sandbox: Sandbox | None = None,
-        take_snapshot: TakeSnapshot | None = None,
+        snapshots: SnapshotService | None = None,
         end_abandoned: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._workspace = workspace
         self._runner = runner or sandbox
         self._sandbox = sandbox
-        self._take_snapshot = take_snapshot
+        self._snapshots = snapshots
+        self._numbers: itertools.count[int] | None = None  # of the next snapshots
         self._end_abandoned = end_abandoned
         self._running: set[trio.CancelScope] = set()
 
@@ -165,15 +163,26 @@ class Commands:
 
     async def _snapshot(self, command: Command) -> tuple[str | None, str | None]:
         """Take a snapshot; return its name, or else the reason of the failure.  Raises nothing: the command has run."""
-        if self._take_snapshot is None:
+        if self._snapshots is None:
             return None, None
         with trio.CancelScope(shield=True):
             try:
-                return await self._take_snapshot(_tag(command)), None
+                return await self._take(self._snapshots, _tag(command)), None
             except Exception as error:  # noqa: BLE001 -- log_failure logs the traceback of all but OSErrors
                 log_failure(_logger, "snapshot after a command", error, level=logging.WARNING)
                 return None, getattr(error, "strerror", None) or str(error) or type(error).__name__
         return None, None
+
+    async def _take(self, snapshots: SnapshotService, tag: str) -> str:
+        if self._numbers is None:
+            first = free_name(_SNAPSHOT_PREFIX, await snapshots.infos())
+            self._numbers = itertools.count(int(first.removeprefix(_SNAPSHOT_PREFIX)))
+        while True:
+            try:
+                name = f"{_SNAPSHOT_PREFIX}{next(self._numbers)}"
+                return (await snapshots.take(name, tag, UNOBSERVED, kind="automatic")).name
+            except SnapshotExistsError:
+                pass  # a client used that name
 
     def _unsupported(self) -> OSError:
         return OSError(
@@ -182,25 +191,6 @@ class Commands:
             "--sandbox image:REF to run them in a container that sees its files, or with --on-host to run them on this "
             "host with your rights",
         )
-
-
-class _SnapshotEach:
-    """Takes a snapshot with a tag, names it exec-1, exec-2, ..., and returns its name."""
-
-    def __init__(self, snapshots: SnapshotService) -> None:
-        self._snapshots = snapshots
-        self._numbers: itertools.count[int] | None = None
-
-    async def __call__(self, tag: str) -> str:
-        if self._numbers is None:
-            first = free_name(_SNAPSHOT_PREFIX, await self._snapshots.infos())
-            self._numbers = itertools.count(int(first.removeprefix(_SNAPSHOT_PREFIX)))
-        while True:
-            try:
-                name = f"{_SNAPSHOT_PREFIX}{next(self._numbers)}"
-                return (await self._snapshots.take(name, tag, UNOBSERVED, kind="automatic")).name
-            except SnapshotExistsError:
-                pass  # a client used that name
 
 
 def _tag(command: Command) -> str:

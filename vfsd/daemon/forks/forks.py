@@ -43,7 +43,7 @@ from vfsd.wire.options import Failed, JournalOptions, Ready, decode_report
 
 if TYPE_CHECKING:
     from protocol.volume import Volume
-    from vfsd.daemon.backends import Backend
+    from vfsd.daemon.backends.registry import Backend
     from vfsd.daemon.merging.lineage import MergeLog
     from vfsd.daemon.snapshots.history import UndoHistory
     from vfsd.wire.options import MountOptions, PolicyOptions

@@ -37,7 +37,7 @@ from vfsd.wire.option_rules import SCOPES
 from vfsd.wire.options import DEFAULTS, BackendSpec, JournalOptions, MountOptions, Ready, StoredOrigin
 
 if TYPE_CHECKING:
-    from vfsd.daemon.backends import Backend
+    from vfsd.daemon.backends.registry import Backend
 
 _DAEMON_MODULE: Final = "vfsd.daemon.main"
 _MERGED_SENT: Final = 50  # the options of a daemon fit in a pipe

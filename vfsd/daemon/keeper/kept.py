@@ -32,7 +32,7 @@ from vfsd.wire.options import encode_options
 
 if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
-    from vfsd.daemon.backends import Backend
+    from vfsd.daemon.backends.registry import Backend
     from vfsd.daemon.keeper.sd_notify import Notifier
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions

@@ -36,13 +36,15 @@ from protocol.errors import SnapshotNotFoundError
 from protocol.tree import ByteProgress, Tree
 from protocol.types import ChangeCounts
 from protocol.values import Value
-from protocol.volume_extensions import SnapshotInfo, SnapshotKind
+from protocol.volume_extensions import SnapshotInfo, SnapshotKind, externally_changed, snapshotable
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.history import PrunedRecord, UndoHistory
 from vfsd.operations.merge import MergedState
 
 if TYPE_CHECKING:
+    from vfsd.daemon.mounted_volume import MountedVolume
     from vfsd.daemon.snapshots.archives import Origin
+    from vfsd.daemon.snapshots.store_restore import Stored
 
 BASE: Final = ""  # the name of the lower layer's state; no snapshot has an empty name
 SAFETY_PREFIX: Final = "safety-"
@@ -221,21 +223,23 @@ class StoredState(NamedTuple):
 class SnapshotService(Protocol):
     """The snapshots of one workspace.  A name without a snapshot raises SnapshotNotFoundError.
 
+    The two implementations inherit from it, with what both have in common.
+
     `merges` says which states of other workspaces were merged into which state.  `needed_by_others` returns which of
     some snapshots other workspaces need, by name; expired safety snapshots among them stay.  Any thread.
     """
 
     merges: MergeLog
-    needed_by_others: Callable[[Sequence[SnapshotInfo]], Collection[str]]
+    needed_by_others: Callable[[Sequence[SnapshotInfo]], Collection[str]] = staticmethod(lambda _infos: ())
 
     @property
     def has_base(self) -> bool:
         """Whether there is a lower layer, whose state has the name BASE."""
-        ...
+        return False
 
     async def interrupted(self) -> Interrupted | None:
         """Return the restore that was interrupted, if there is one."""
-        ...
+        return None
 
     async def unfinished(self) -> str | None:
         """Return one sentence on an interrupted restore or apply, and on how to complete it; None: there is none."""
@@ -254,9 +258,19 @@ class SnapshotService(Protocol):
         """Return all snapshots, oldest first."""
         ...
 
+    async def _all(self) -> Sequence[SnapshotInfo]:
+        """As `infos`, with those that hold the content of an import."""
+        return await self.infos()
+
     async def change_counts(self, newest: int | None = None) -> Mapping[str, ChangeCounts]:
         """Count the changes of each snapshot, or of the `newest` ones, against the one before it."""
-        ...
+        while True:
+            try:
+                return await self._count_changes(await self.infos(), newest)
+            except SnapshotNotFoundError:  # dropped meanwhile, for example the base of a fork that ended
+                continue
+
+    async def _count_changes(self, infos: Sequence[SnapshotInfo], newest: int | None) -> Mapping[str, ChangeCounts]: ...
 
     async def drop(self, names: Sequence[str]) -> Dropped:
         """Drop the snapshots `names`; if one does not exist, drop none.  Open trees stay readable."""
@@ -264,19 +278,19 @@ class SnapshotService(Protocol):
 
     async def check_below(self) -> None:
         """Notice changes of files below an overlay, so that a comparison names them."""
-        ...
+        return
 
-    async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:
+    async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:  # noqa: ARG002
         """Drop the snapshots in a store, but those in `keep`, that were only needed by workspaces that have ended."""
-        ...
+        return
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
         """Return the snapshots that the volume dropped to free memory since the last call."""
-        ...
+        return ()
 
     def pruned_records(self) -> Sequence[PrunedRecord]:
         """Return what another daemon, which takes the workspace over, needs of them."""
-        ...
+        return ()
 
     async def restore(
         self, name: str, paths: Sequence[bytes], observer: CallObserver, *, touch: bool = False
@@ -319,12 +333,12 @@ class SnapshotService(Protocol):
         """
         ...
 
-    async def stored_state(self, name: str | None, observer: CallObserver) -> StoredState | None:
+    async def stored_state(self, name: str | None, observer: CallObserver) -> StoredState | None:  # noqa: ARG002
         """Return where a store on disk has snapshot `name`; None: a new temporary snapshot of the live state.
 
         None if the snapshots are not in a store.
         """
-        ...
+        return None
 
     def frozen(self, observer: CallObserver) -> AbstractAsyncContextManager[LiveState]:
         """Open the live state at this moment, whose content does not change while it is read."""
@@ -345,12 +359,32 @@ class SnapshotService(Protocol):
 
     async def note_merged(self, merged: Sequence[MergedState]) -> None:
         """Record what is merged into the live state, which a merge did not need to change."""
-        ...
+        self.merges.record(max((info.serial for info in await self._all()), default=0), merged)
 
 
-def none_needed(_: Sequence[SnapshotInfo]) -> Collection[str]:
-    """Return no name: there are no other workspaces that need a snapshot."""
-    return ()
+def open_snapshots(
+    mounted: MountedVolume,
+    stored: Stored | None,
+    history: UndoHistory | None = None,
+    merges: MergeLog | None = None,
+    pruned: Sequence[PrunedRecord] = (),
+) -> SnapshotService | None:
+    """Return the volume's own snapshots, or those in `stored`; None if the backend has neither.
+
+    `history` and `merges` are those of the workspace that this one was forked from.  `pruned`: of the daemon before.
+    """
+    # Start-up: only one of the two is needed.
+    volume = snapshotable(mounted.volume)
+    if volume is not None:
+        from vfsd.daemon.snapshots.volume import VolumeSnapshots  # noqa: PLC0415
+
+        return VolumeSnapshots(mounted, volume, history, merges, pruned)
+    changed = externally_changed(mounted.volume)
+    if stored is not None and changed is not None:
+        from vfsd.daemon.snapshots.stored import StoreSnapshots  # noqa: PLC0415
+
+        return StoreSnapshots(mounted, changed, stored)
+    return None
 
 
 def check_names(names: Sequence[str], infos: Sequence[SnapshotInfo]) -> None:

@@ -16,7 +16,7 @@ import errno
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, asynccontextmanager
 from typing import Final
 
@@ -52,6 +52,7 @@ from vfsd.daemon.snapshots.base import (
     LiveState,
     NewState,
     Outcome,
+    SnapshotService,
     Staged,
     StoredState,
     check_names,
@@ -62,10 +63,9 @@ from vfsd.daemon.snapshots.base import (
     is_staged,
     log_expired,
     no_lower_layer,
-    none_needed,
     state_at,
 )
-from vfsd.daemon.snapshots.history import PrunedRecord, UndoHistory, expired
+from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.store_restore import (
     HistoryFile,
     PlannedStep,
@@ -93,12 +93,11 @@ _IMPORTING: Final = "an import of "
 _MERGING: Final = "a merge of "
 
 
-class StoreSnapshots:
-    """Implements `vfsd.daemon.snapshots.base.SnapshotService` with the snapshots in a store."""
+class StoreSnapshots(SnapshotService):
+    """Implements it with the snapshots in a store."""
 
     def __init__(self, mounted: MountedVolume, volume: ExternallyChangedVolume, stored: Stored) -> None:
         self.merges = open_merges(stored.store, stored.key)
-        self.needed_by_others: Callable[[Sequence[SnapshotInfo]], Collection[str]] = none_needed
         self._mounted = mounted
         self._volume = volume
         self._stored = stored
@@ -109,11 +108,6 @@ class StoreSnapshots:
         self._history = HistoryFile(stored.store, stored.key)
         self._counts: dict[tuple[int, int], ChangeCounts] = {}
         self._dropped = 0  # since the last garbage collection
-
-    @property
-    def has_base(self) -> bool:
-        """See `SnapshotService`, as for the other public methods."""
-        return False
 
     async def interrupted(self) -> Interrupted | None:
         return await in_thread(interrupted, self._stored)
@@ -199,21 +193,14 @@ class StoreSnapshots:
         else:
             _logger.info("freed %d bytes of the snapshot store", report.freed_bytes, extra={"operation": "store gc"})
 
-    async def check_below(self) -> None:
-        """Nothing: the store has the content."""
-
     async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:
         for _ in await in_thread(drop_unused_bases, self._store, self._key, keep):
             self._note_dropped()
 
-    async def change_counts(self, newest: int | None = None) -> Mapping[str, ChangeCounts]:
-        while True:
-            try:
-                return await in_thread(self._count_changes, await self.infos(), newest)
-            except SnapshotNotFoundError:  # dropped meanwhile, for example the base of a fork that ended
-                continue
+    async def _count_changes(self, infos: Sequence[SnapshotInfo], newest: int | None) -> Mapping[str, ChangeCounts]:
+        return await in_thread(self._counted, infos, newest)
 
-    def _count_changes(self, infos: Sequence[SnapshotInfo], newest: int | None) -> dict[str, ChangeCounts]:
+    def _counted(self, infos: Sequence[SnapshotInfo], newest: int | None) -> dict[str, ChangeCounts]:
         found: dict[str, ChangeCounts] = {}
         if newest is None or newest >= len(infos):
             found = {info.name: ChangeCounts(info.files + info.directories) for info in infos[:1]}
@@ -278,12 +265,6 @@ class StoreSnapshots:
         planned = PlannedStep(history.step_between(to), to=to)
         merged = await self._merged_into(target.name)
         return await self._restore(target.name, (), observer, planned, merged=merged, touch=touch)
-
-    def collect_pruned(self) -> Sequence[SnapshotInfo]:
-        return ()
-
-    def pruned_records(self) -> Sequence[PrunedRecord]:
-        return ()
 
     async def history(self) -> UndoHistory:
         return await in_thread(self._history.read, await self.infos())
@@ -482,9 +463,6 @@ class StoreSnapshots:
                 await self.note_merged(before)
             self.merges.forget(min((info.serial for info in await self._all()), default=0))
             return msgspec.structs.replace(outcome, source=new.source)
-
-    async def note_merged(self, merged: Sequence[MergedState]) -> None:
-        self.merges.record(max((info.serial for info in await self._all()), default=0), merged)
 
     async def _resume_staged(self, name: str, observer: CallObserver) -> Outcome:
         """Complete the import or restore of an archive that was interrupted when its daemon died."""

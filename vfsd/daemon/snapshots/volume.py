@@ -51,10 +51,10 @@ from vfsd.daemon.snapshots.base import (
     CheckState,
     CheckStep,
     Dropped,
-    Interrupted,
     LiveState,
     NewState,
     Outcome,
+    SnapshotService,
     Staged,
     check_names,
     free_name,
@@ -63,7 +63,6 @@ from vfsd.daemon.snapshots.base import (
     is_merge_base,
     log_expired,
     no_lower_layer,
-    none_needed,
     state_at,
 )
 from vfsd.daemon.snapshots.history import PrunedRecord, PrunedSnapshots, UndoHistory, expired, recorded
@@ -97,8 +96,8 @@ class _Change(NamedTuple):
     earlier: SnapshotInfo | None = None
 
 
-class VolumeSnapshots:
-    """Implements `vfsd.daemon.snapshots.base.SnapshotService` with the snapshots of `volume`."""
+class VolumeSnapshots(SnapshotService):
+    """Implements it with the snapshots of `volume`."""
 
     def __init__(
         self,
@@ -109,7 +108,6 @@ class VolumeSnapshots:
         pruned: Iterable[PrunedRecord] = (),
     ) -> None:
         self._mounted = mounted
-        self.needed_by_others: Callable[[Sequence[SnapshotInfo]], Collection[str]] = none_needed
         self._volume = volume
         self._overlaid = overlaid(volume)
         self._journaled = journaled(volume)
@@ -169,11 +167,7 @@ class VolumeSnapshots:
 
     @property
     def has_base(self) -> bool:
-        """See `SnapshotService`, as for the other public methods."""
         return self._overlaid is not None
-
-    async def interrupted(self) -> Interrupted | None:
-        return None
 
     async def unfinished(self) -> str | None:
         if self._overlaid is None or not self._overlaid.apply_interrupted:
@@ -204,13 +198,6 @@ class VolumeSnapshots:
     async def infos(self) -> Sequence[SnapshotInfo]:
         return self._volume.snapshots()
 
-    async def change_counts(self, newest: int | None = None) -> Mapping[str, ChangeCounts]:
-        while True:
-            try:
-                return await self._count_changes(self._volume.snapshots(), newest)
-            except SnapshotNotFoundError:  # dropped meanwhile
-                continue
-
     async def _count_changes(self, infos: Sequence[SnapshotInfo], newest: int | None) -> dict[str, ChangeCounts]:
         found: dict[str, ChangeCounts] = {}
         for at in range(0 if newest is None else max(0, len(infos) - newest), len(infos)):
@@ -239,9 +226,6 @@ class VolumeSnapshots:
                 self._volume.drop_snapshot(name)
             await self._mounted.snapshots_dropped()
             return Dropped(steps, self._history())
-
-    async def drop_unused_bases(self, keep: Collection[str] = ()) -> None:
-        """Nothing: `vfsd.daemon.forks.forks` drops them."""
 
     async def history(self) -> UndoHistory:
         return self._history()
@@ -404,9 +388,6 @@ class VolumeSnapshots:
             made = _Change(count_changes(new.changes), new.changes[:CHANGES_LISTED], older)
             others = {"check": check_state, "merged": new.merged, "made": made, "touch": touch}
             return await self._put(staged, step, observer, extent, **others)
-
-    async def note_merged(self, merged: Sequence[MergedState]) -> None:
-        self.merges.record(max((info.serial for info in self._volume.snapshots()), default=0), merged)
 
     async def undo(self, observer: CallObserver, check: CheckStep = lambda _: None, *, touch: bool = False) -> Outcome:
         return await self._move(-1, observer, check, touch=touch)
@@ -626,9 +607,6 @@ class VolumeSnapshots:
     def _is_of_merges(self, name: str) -> bool:
         info = self._volume.snapshot(name)
         return is_fork_base(info) or is_merge_base(info)
-
-    async def stored_state(self, name: str | None, observer: CallObserver) -> None:
-        del name, observer
 
     @asynccontextmanager
     async def frozen(self, observer: CallObserver) -> AsyncIterator[LiveState]:  # noqa: ARG002

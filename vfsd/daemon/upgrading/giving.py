@@ -67,7 +67,7 @@ from vfsd.wire.options import encode_options
 if TYPE_CHECKING:
     from protocol.volume_durability import GivenState
     from vfsd.daemon.audit.service import Audit
-    from vfsd.daemon.backends import Backend
+    from vfsd.daemon.backends.registry import Backend
     from vfsd.daemon.control.connection import ControlServer
     from vfsd.daemon.exec.commands import Commands
     from vfsd.daemon.forks.forks import Forks

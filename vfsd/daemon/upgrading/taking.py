@@ -26,8 +26,8 @@ from msgspec.structs import replace
 
 from protocol.volume_durability import handed_over, recoverable
 from protocol.volume_extensions import forkable
-from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.backends.persistence import ContinuedJournal, continue_journal
+from vfsd.daemon.backends.registry import Backend, open_backend
 from vfsd.daemon.forks.family import ForkFamily, total
 from vfsd.daemon.forks.forks import Origin
 from vfsd.daemon.keeper.kept import RELEASED, Kept, shared_memory

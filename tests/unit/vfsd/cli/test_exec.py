@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import trio
 
 from protocol.execution.host import HostCommandRunner
+from protocol.volume_extensions import SnapshotInfo
 from tests.support.exec_suite import WAIT_S, ExecSuite, Where, command_line, run
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.client.connection import ControlClient, ControlError
@@ -22,6 +24,7 @@ from vfsd.daemon.control.calls import handlers_of
 from vfsd.daemon.control.connection import ControlServer
 from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.exec.commands import Commands
+from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.operations.catalogue import OPERATIONS
 from vfsd.operations.declaration import Empty
 from vfsd.operations.fs import ExecInputParams, ExecParams, ExecSignalParams
@@ -42,15 +45,19 @@ class ExecDaemon(FakeDaemon):
         self.tags_taken: list[str] = []
         self.snapshots_fail_with: Exception | None = None
 
-    async def _take_snapshot(self, tag: str) -> str:
+    async def infos(self) -> Sequence[SnapshotInfo]:
+        return ()
+
+    async def take(self, name: str, tag: str, _observer: object, *, kind: str) -> SnapshotInfo:
+        assert kind == "automatic"
         if self.snapshots_fail_with is not None:
             raise self.snapshots_fail_with
         self.tags_taken.append(tag)
-        return f"exec-{len(self.tags_taken)}"
+        return SnapshotInfo(name, len(self.tags_taken), 0, 0, 0, 0)
 
     async def _serve(self, started: threading.Event) -> None:
         runner = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
-        commands = Commands(self.name, runner=runner, take_snapshot=self._take_snapshot)
+        commands = Commands(self.name, runner=runner, snapshots=cast("SnapshotService", self))
         methods = {**handlers_of(ExecMethods(commands)), "ping": _ping}
         self._token = trio.lowlevel.current_trio_token()
         with trio.CancelScope() as self._scope:

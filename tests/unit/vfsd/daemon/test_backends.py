@@ -10,12 +10,12 @@ import pytest
 from protocol.backends.memory import MemoryVolume
 from tests.support.toy_backend import install_backend
 from vfsd.client.arguments import mount_options
-from vfsd.daemon.backends import open_backend
+from vfsd.daemon.backends.registry import open_backend
 from vfsd.wire.options import BackendSpec, MountOptions
 
 TOY = """
 from protocol.backends.memory import MemoryVolume
-from vfsd.daemon.backends import Backend
+from vfsd.daemon.backends.registry import Backend
 
 def open_toy(options, progress):
     if options.limits.max_bytes is not None:

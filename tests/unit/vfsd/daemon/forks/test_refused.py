@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from protocol.backends.memory import MemoryVolume
-from vfsd.daemon.backends import Backend
+from vfsd.daemon.backends.registry import Backend
 from vfsd.daemon.forks.forks import Forks, Steps
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.history import UndoHistory
