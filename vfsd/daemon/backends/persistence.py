@@ -100,7 +100,7 @@ def keep_journal(
                 journal.detach()
                 raise
             found = _describe(volume, files.report(), has_archive=options.content.archive is not None)
-    _sync_in_thread(volume)
+    volume.sync_with(GroupSync().wait)
     return found
 
 
@@ -215,17 +215,12 @@ def _describe(volume: MemoryVolume, report: JournalReport, *, has_archive: bool)
     return text
 
 
-def _sync_in_thread(volume: MemoryVolume) -> None:
-    """Have fsync(2), and with `--fsync always` every change, wait for the disk in a thread: other requests go on."""
-    volume.sync_with(GroupSync().wait)
-
-
 def continue_journal(options: MountOptions, volume: Volume, directory: str, end: JournalEnd) -> ContinuedJournal:
     """Have `volume`, which has the state at `end`, continue a journal that another daemon hands over.  OSError."""
     journaled = cast("MemoryVolume", volume)
     journal = Journal.continued(directory, end, options.journal.fsync)
     journaled.keep_journal(journal, is_new=False)
-    _sync_in_thread(journaled)
+    journaled.sync_with(GroupSync().wait)
     return ContinuedJournal(journaled, journal)
 
 
