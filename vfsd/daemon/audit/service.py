@@ -29,8 +29,7 @@ import trio
 
 from protocol.errors import DeniedByPolicyError
 from protocol.linux.regular_file import open_regular
-from vfsd.daemon.audit.entries import Entry
-from vfsd.daemon.audit.log import AuditLog
+from vfsd.daemon.audit.log import AuditLog, Entry
 from vfsd.kernel.engines.base import ObservableEngine
 from vfsd.machine.logs import log_failure
 from vfsd.operations.workspace import MissingLine, Overflow

@@ -16,7 +16,7 @@ from protocol.store import Store
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.persistence import recorded_below
 from vfsd.daemon.backends.registry import Backend
-from vfsd.daemon.backends.shared import check_outside, directory_of, recover_apply
+from vfsd.daemon.backends.stored import check_outside, directory_of, recover_apply
 from vfsd.daemon.snapshots.archives import archive, read_origin
 from vfsd.machine.directories import unused_journal
 from vfsd.machine.resources import default_max_memory

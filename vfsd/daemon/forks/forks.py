@@ -52,6 +52,8 @@ _logger = logging.getLogger(__name__)
 _NATIVE: Final = "native"
 _INSTANCE_NOTE: Final = "instance"
 _PUBLISH_S: Final = 1.0
+START_TIMEOUT_S: Final = 60.0
+_REPORT_BYTES: Final = 1 << 20
 
 
 class Origin(Value):
@@ -316,29 +318,29 @@ class Forks:
         `drop` does that; its argument has bases to keep.
         """
         await drop(())
-
-        async def drop_after(record: WorkspaceRecord) -> None:
-            await wait_ended(record, self.instance)
-            await drop(self.starting)
-
-        async with trio.open_nursery() as nursery:
-            for record in read_records():
-                if is_below(record, self.instance):
-                    nursery.start_soon(drop_after, record)
+        await self._at_each_end(lambda: drop(self.starting))
 
     async def attend_bases(self) -> None:
         """Drop the bases of forks that an earlier daemon of this workspace made, when these forks have ended."""
-        if not self._kept:
-            return
-        self._drop_bases()
+
+        async def drop() -> None:
+            self._drop_bases()
+
+        if self._kept:
+            await drop()
+            await self._at_each_end(drop)
+
+    async def _at_each_end(self, act: Callable[[], Awaitable[None]]) -> None:
+        """Call `act` when a fork ends that runs now; return when all have ended."""
+
+        async def act_after(record: WorkspaceRecord) -> None:
+            await wait_ended(record, self.instance)
+            await act()
+
         async with trio.open_nursery() as nursery:
             for record in read_records():
                 if is_below(record, self.instance):
-                    nursery.start_soon(self._drop_bases_after, record)
-
-    async def _drop_bases_after(self, record: WorkspaceRecord) -> None:
-        await wait_ended(record, self.instance)
-        self._drop_bases()
+                    nursery.start_soon(act_after, record)
 
     def _drop_bases(self) -> None:
         """Drop the bases that no fork has any more, and no fork of such a fork."""
@@ -396,10 +398,6 @@ def _instance(name: str, backend: Backend) -> str:
         except OSError as error:
             log_failure(_logger, "recording what identifies the workspace", error, level=logging.WARNING)
     return instance
-
-
-START_TIMEOUT_S: Final = 60.0
-_REPORT_BYTES: Final = 1 << 20
 
 
 # -- the start --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import msgspec
 
 from protocol.diff.tree_diff import PathScope
 from protocol.errors import SnapshotNotFoundError
-from vfsd.daemon.audit.entries import Entry, time_text
+from vfsd.daemon.audit.log import Entry, time_text
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.calls import CallContext, tree_paths
 from vfsd.daemon.control.handlers.changes import OutputPieces
