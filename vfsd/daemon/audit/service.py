@@ -36,7 +36,6 @@ from vfsd.operations.workspace import MissingLine, Overflow
 
 if TYPE_CHECKING:
     from protocol.volume import Volume
-    from vfsd.daemon.audit.log import AuditLog
     from vfsd.daemon.audit.processes import GivenLabel, Process
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions

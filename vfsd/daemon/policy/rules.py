@@ -4,7 +4,7 @@ A path is protected or hidden if a pattern matches it or a directory above it (`
 file with several names is protected, or hidden, under all of them if one of them is.  The volume may not know all names
 of a file, so the first time that it matters one walk collects the files that have a matching name.  That stays true
 until `names_changed`: no program can make, move or remove a matching name, and the daemon does so only with what it
-checks (`service.check_changes`).
+checks (`Policy.check`).
 
 Invariants:
 

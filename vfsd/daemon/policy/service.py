@@ -1,6 +1,6 @@
 """Policy: the policy of one mount while it is served; `tighten` adds patterns at run time.
 
-`HiddenTree` is a state without what the policy hides; `check_changes` refuses a change by the daemon itself.
+`HiddenTree` is a state without what the policy hides; `check` refuses a change by the daemon itself.
 
 A policy can only be tightened, because every program of the same user can reach the control socket.  The steps of
 `tighten`, which holds the workspace's `change_lock`:
@@ -45,15 +45,15 @@ from vfsd.machine.logs import log_failure
 from vfsd.wire.options import PolicyOptions
 
 if TYPE_CHECKING:
-    from protocol.diff.tree_diff import Change
     from vfsd.daemon.mounted_volume import MountedVolume
-    from vfsd.daemon.policy.rules import PolicyRules
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
 _NOTE: Final = "policy"
 _ROUND_S: Final = 1.0
+_PATHS_SHOWN: Final = 3
+_ADVICE: Final = "; nothing was changed; name other paths only, or change these below the mount"
 
 
 class Policy:
@@ -89,11 +89,38 @@ class Policy:
 
     def left_out_of(self, tree: Tree) -> int:
         """Return how many hidden names a walk of a result of `shown` has left out."""
-        return left_out_of(tree)
+        return len(tree.left_out) if isinstance(tree, HiddenTree) else 0
 
     def check(self, found: Iterable[Change], attempt: str) -> None:
-        """Raise DeniedByPolicyError if the daemon must not make one of these changes."""
-        check_changes(self.rules, found, attempt)
+        """Raise DeniedByPolicyError if the policy refuses one of these changes, with the paths that it protects.
+
+        A hidden path is counted and not named.
+        """
+        protected: list[bytes] = []
+        hidden = 0
+        for change in found:
+            before, after = (
+                None if entry is None else _reason(self.rules, entry) for entry in (change.old, change.new)
+            )
+            if "hidden" in {before, after}:
+                hidden += 1
+            elif "protected" in {before, after} or after == "symlink":
+                protected.append(change.path)
+        if not protected and not hidden:
+            return
+        parts = []
+        only = protected[0] if len(protected) == 1 and not hidden else None  # the error names it
+        if only is not None:
+            parts.append("a protected path")
+        elif protected:
+            listed = ", ".join(map(shown, protected[:_PATHS_SHOWN])) + (
+                ", ..." if len(protected) > _PATHS_SHOWN else ""
+            )
+            parts.append(f"{len(protected):,} protected path{'s' * (len(protected) > 1)} ({listed})")
+        if hidden:
+            parts.append(f"{hidden:,} hidden path{'s' * (hidden > 1)}")
+        reason = f"the policy of this workspace refuses it, because it would change {' and '.join(parts)}"
+        raise DeniedByPolicyError(attempt, only, reason + _ADVICE)
 
     def check_trees(
         self,
@@ -104,8 +131,25 @@ class Policy:
         paths: Sequence[bytes] = (),
         keep_going: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raise DeniedByPolicyError if the daemon must not make `new` of `old`, below `paths`.  Neither is filtered."""
-        self.check(guarded_changes(self.rules, old, new, paths=paths, keep_going=keep_going), attempt)
+        """Raise DeniedByPolicyError if the daemon must not make `new` of `old`, below `paths`.  Neither is filtered.
+
+        The content of what the policy may refuse is compared: an archive may have a file of the same size and mtime.
+        """
+        rules = self.rules
+
+        def is_guarded(pair: Pair) -> bool:
+            keep_going()
+            return any(entry is not None and _reason(rules, entry) is not None for entry in pair)
+
+        def changes() -> Iterator[Change]:
+            pairs = filter(is_guarded, candidate_pairs(old, new, paths=paths, keep_going=keep_going))
+            for one in compare_pairs(old, new, pairs):
+                if one.new is not None and one.new.nlink > 1 and not one.new.is_dir:
+                    rules.has_linked = True
+                if one.kind is not None:
+                    yield Change(one.path, one.kind, one.old, one.new)
+
+        self.check(changes(), attempt)
 
     # -- tightening --------------------------------------------------------------------------------------
     async def tighten(
@@ -234,9 +278,6 @@ def _dropped(before: PolicyOptions, now: PolicyOptions) -> str | None:
     return f"the last mount of this workspace had a policy that this one does not have: {' '.join(gone)}"
 
 
-_PATHS_SHOWN: Final = 3
-
-
 class HiddenTree(FilteredTree):
     """`tree` without what `rules` hide, by any of a file's names."""
 
@@ -279,11 +320,6 @@ class HiddenTree(FilteredTree):
         return found
 
 
-def left_out_of(tree: Tree) -> int:
-    """Return how many names a walk of a filtered tree has left out because the policy hides them."""
-    return len(tree.left_out) if isinstance(tree, HiddenTree) else 0
-
-
 def _walk(tree: Tree) -> Iterable[TreeEntry]:
     """Walk a state, by `entry` and `children`: it may have no other methods."""
     waiting = [b""]
@@ -295,32 +331,6 @@ def _walk(tree: Tree) -> Iterable[TreeEntry]:
             waiting += (at + b"/" + name if at else name for name in tree.children(at))
 
 
-def guarded_changes(
-    rules: PolicyRules,
-    old: Tree,
-    new: Tree,
-    *,
-    paths: Sequence[bytes] = (),
-    keep_going: Callable[[], None] = lambda: None,
-) -> Iterator[Change]:
-    """Yield the changes from `old` to `new` that the policy may refuse.
-
-    Their content is compared, because an archive may have a file of the same size and mtime.
-    """
-
-    def is_guarded(pair: Pair) -> bool:
-        keep_going()
-        return any(entry is not None and _reason(rules, entry) is not None for entry in pair)
-
-    for one in compare_pairs(
-        old, new, filter(is_guarded, candidate_pairs(old, new, paths=paths, keep_going=keep_going))
-    ):
-        if one.new is not None and one.new.nlink > 1 and not one.new.is_dir:
-            rules.has_linked = True
-        if one.kind is not None:
-            yield Change(one.path, one.kind, one.old, one.new)
-
-
 def _reason(rules: PolicyRules, entry: TreeEntry) -> str | None:
     """Return why the policy refuses a change that makes `entry`; None if it does not."""
     if rules.hides(entry.path, is_directory=entry.is_dir):
@@ -328,34 +338,3 @@ def _reason(rules: PolicyRules, entry: TreeEntry) -> str | None:
     if rules.protects(entry.path, is_directory=entry.is_dir):
         return "protected"
     return "symlink" if stat.S_ISLNK(entry.mode) and rules.refuses_symlink(entry.path) else None
-
-
-def check_changes(rules: PolicyRules, changes: Iterable[Change], attempt: str) -> None:
-    """Raise DeniedByPolicyError if the policy refuses one of `changes`, with the paths that it protects.
-
-    A hidden path is counted and not named.
-    """
-    protected: list[bytes] = []
-    hidden = 0
-    for change in changes:
-        before, after = (None if entry is None else _reason(rules, entry) for entry in (change.old, change.new))
-        if "hidden" in {before, after}:
-            hidden += 1
-        elif "protected" in {before, after} or after == "symlink":
-            protected.append(change.path)
-    if not protected and not hidden:
-        return
-    parts = []
-    only = protected[0] if len(protected) == 1 and not hidden else None  # the error names it
-    if only is not None:
-        parts.append("a protected path")
-    elif protected:
-        listed = ", ".join(map(shown, protected[:_PATHS_SHOWN])) + (", ..." if len(protected) > _PATHS_SHOWN else "")
-        parts.append(f"{len(protected):,} protected path{'s' * (len(protected) > 1)} ({listed})")
-    if hidden:
-        parts.append(f"{hidden:,} hidden path{'s' * (hidden > 1)}")
-    reason = f"the policy of this workspace refuses it, because it would change {' and '.join(parts)}"
-    raise DeniedByPolicyError(attempt, only, reason + _ADVICE)
-
-
-_ADVICE: Final = "; nothing was changed; name other paths only, or change these below the mount"

@@ -75,7 +75,7 @@ class PolicyVolume:
         self._rules = rules
         self._path_of = rules.path_of
         capabilities = volume.capabilities
-        # A caller that wants snapshots and the like asks the volume itself, and checks what it does: `check_changes`.
+        # A caller that wants snapshots and the like asks the volume itself, and checks what it does: `Policy.check`.
         self.capabilities: Final = VolumeCapabilities(
             acls=capabilities.acls,
             appends=capabilities.appends,

@@ -44,7 +44,6 @@ from vfsd.machine.logs import log_failure
 
 if TYPE_CHECKING:
     from protocol.store import MountedSnapshot
-    from protocol.tree import Tree
     from vfsd.daemon.policy.service import Policy
     from vfsd.daemon.snapshots.store_restore import Stored
 
