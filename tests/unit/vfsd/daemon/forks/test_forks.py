@@ -1,4 +1,4 @@
-"""A fork that is refused leaves nothing: no process, no table of shared memory, and the base can be dropped."""
+"""A fork is refused before the process is copied, and leaves nothing: no table of shared memory, and no base."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import trio
 
 from protocol.backends.memory import MemoryVolume
 from vfsd.daemon.backends.registry import Backend
+from vfsd.daemon.forks import process
 from vfsd.daemon.forks.forks import Forks, Steps
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.history import UndoHistory
@@ -46,3 +47,12 @@ def test_a_fork_that_the_memory_could_not_hold_is_refused_before_it_is_made(monk
             nursery.cancel_scope.cancel()
 
     trio.run(main)
+
+
+def test_a_fork_that_the_memory_could_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    process.check_memory()
+    real = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 40 if name == "SC_PAGE_SIZE" else real(name))
+    with pytest.raises(OSError, match="as much memory as its source") as raised:
+        process.check_memory()
+    assert raised.value.errno == errno.ENOMEM
