@@ -1,9 +1,9 @@
 """Delta: the differences between two states of one workspace, as a stream of bytes.
 
 A stream is a sequence of frames: four bytes with the length, and a message in msgpack.  It begins with an `Entry` for
-each path that the newer state has and a `Gone` for each path that it lacks, in the order of `Tree.walk`.  The `Data` of
-a file follow its `Entry`, each with its bytes after the frame; what no `Data` covers is a hole.  `End` has the SHA-256
-of everything before it.
+each path that the newer state has and a `Gone` for each path that it lacks, as `differences` yields them.  The `Data`
+of a file follow its `Entry`, each with its bytes after the frame; what no `Data` covers is a hole.  `End` has the
+SHA-256 of everything before it.
 
 This is not the ZIP format of `protocol.archive`: an archive is a whole tree, has limits on paths and attributes that a
 file system does not have, and takes twice as long to write and to read.  Content that the receiver has is not sent: an
@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from protocol.diff.tree_diff import Comparison, compare, comparer, is_below
+from protocol.diff.tree_diff import Comparison, compare, comparer, has_links, is_below, linked_changes
 from protocol.errors import shown
 from protocol.tree import Hole, Tree, TreeEntry
 from protocol.volume import Volume
@@ -106,16 +106,18 @@ def write_delta(old: Tree, new: Tree, write: Callable[[bytes], object], keep_goi
 
 
 def differences(old: Tree, new: Tree, keep_going: Callable[[], None]) -> Iterator[Comparison]:
-    """Compare two trees.  A file whose only difference is its set of hard links counts as changed."""
+    """Compare two trees.  A file whose only difference is its set of hard links counts as changed, and comes last."""
+    linked = {}
     for one in compare(old, new, keep_going=keep_going):
         left, right = one.old, one.new
-        if one.kind is not None or (
-            left is not None
-            and right is not None
-            and not right.is_dir
-            and (left.inode, left.nlink) != (right.inode, right.nlink)
-        ):
+        if one.kind is not None:
             yield one
+        elif left is not None and right is not None and not right.is_dir:
+            if (left.inode, left.nlink) != (right.inode, right.nlink):
+                yield one
+            elif has_links(right):
+                linked[one.path] = one
+    yield from (linked[change.path] for change in linked_changes(old, new, linked.values(), keep_going))
 
 
 def _has_same_content(old: Tree, new: Tree, one: Comparison, origin: bytes | None) -> bool:

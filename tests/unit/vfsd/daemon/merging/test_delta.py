@@ -6,7 +6,7 @@ import errno
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protocol import tree as trees
@@ -198,6 +198,7 @@ def apply(files: Files, calls: list[tuple[str, ...]]) -> None:
             continue  # there is no such path, or something else is there
 
 
+@example([("rename", "a", "x/y"), ("write", "a", b"q")], [], 1)  # x/a2 is a link to x/y, and was one to a
 @given(CALLS, CALLS, st.integers(1, 500))
 def test_any_changes_arrive(first: list[tuple[str, ...]], second: list[tuple[str, ...]], piece: int) -> None:
     files = filled()
