@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 # Module and function of each built-in kind, and what the function imports when it is called: a daemon imports only the
 # backend that it serves.
 _STORED: Final = "vfsd.daemon.backends.stored"
-_CONTAINER: Final = "protocol.backends.container.workspace"
-_EXEC: Final = ("protocol.backends.container.snapshot_files", "protocol.backends.remote.transport")
 _BUILT_IN: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
     "memory": (__name__, "open_memory", ("protocol.backends.memory", "vfsd.daemon.snapshots.archives")),
     "overlay": ("vfsd.daemon.backends.overlay", "open_overlay", ()),
     "host": (_STORED, "open_host", ("protocol.backends.host",)),
-    "container": (_STORED, "open_container", (_CONTAINER,)),
-    "image": (_STORED, "open_container", (_CONTAINER,)),
+    "container": (_STORED, "open_container", ()),
+    "image": (_STORED, "open_container", ()),
     "exec": (
         _STORED,
         "open_exec",
         ("protocol.backends.container.snapshot_files", "protocol.backends.remote.transport"),
     ),
 }
+# Podman's client takes more memory and time than everything else together.
+_DEFERRED: Final = dict.fromkeys(("container", "image"), "protocol.backends.container.workspace")
 
 
 def modules_of(kind: str) -> tuple[str, ...]:
-    """Return the modules that opening a built-in backend of `kind` imports."""
+    """Return the modules that opening a built-in backend of `kind` imports, without Podman's client."""
     module, _, later = _BUILT_IN[kind]
     return module, *later
 
@@ -65,6 +65,8 @@ def import_backend(kind: str) -> None:
         load_opener(kind)
         for module in modules_of(kind) if kind in _BUILT_IN else ():
             import_module(module)
+        if kind in _DEFERRED:
+            import_module(_DEFERRED[kind])
 
 
 def read_sources(kind: str) -> None:
