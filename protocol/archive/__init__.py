@@ -28,7 +28,7 @@ Archives are hostile input: `open_archive` checks everything, each entry's conte
 returns a tree.
 """
 
-from protocol.archive.limits import ArchiveLimits
+from protocol.archive.manifest import ArchiveLimits
 from protocol.archive.mounted import MountedArchive
 from protocol.archive.read import ArchiveTree, open_archive
 from protocol.archive.write import ArchiveSummary, export_archive, write_archive

@@ -1,17 +1,18 @@
-"""The manifest of an archive: its JSON format, and the checks that need only the manifest."""
+"""The manifest of an archive and the names in it: the formats, the limits, and the checks that need nothing else."""
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
-from protocol.archive.names import unescape
-from protocol.errors import ArchiveError
+from protocol.errors import ArchiveError, shown
 from protocol.linux import posix_acl
 from protocol.volume import NAME_MAX
 
@@ -142,3 +143,91 @@ def _is_acl_if_named_so(name: bytes, value: bytes) -> bool:
         except OSError:
             return False
     return True
+
+
+# -- limits ----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class ArchiveLimits:
+    """Bounds on the archives that `open_archive` accepts; all are checked before anything is decompressed.
+
+    Deflate expands by at most 1,032 (zlib's technical notes), and a file of zeros, such as a sparse one, comes close.
+    The default ratio lies just above that: it refuses archives that lie about their sizes, and accepts every archive
+    that vfsd wrote.  Against bombs set `total_bytes` to the available space; for archives from strangers also a lower
+    `ratio`.
+    """
+
+    entries: int = 2_000_000  # files, directories (named or implied by a path), symlinks and special files
+    total_bytes: int = 64 << 30  # sum of all entries, decompressed
+    ratio: int = 1_100  # size of an entry to its compressed size,
+    ratio_from_bytes: int = 64 << 20  # for entries larger than this
+    manifest_bytes: int = 512 << 20  # the manifest is held in memory as a whole
+    names_bytes: int = 512 << 20  # sum of all paths: deep paths imply directories, each with a long path
+
+
+# -- names: how paths become names, and which names are refused ------------------------------------
+MANIFEST: Final = b"manifest.json"
+FILES: Final = b"files/"
+# A ZIP has 16 bits for the length of a name (APPNOTE 4.4.10).  The kernel takes at most PATH_MAX (4,096) bytes in one
+# call, but a program that changes directory step by step can make paths of any length.
+NAME_BYTES_MAX: Final = 0xFFFF
+PATH_BYTES_MAX: Final = NAME_BYTES_MAX - len(FILES) - 1  # with the slash after a directory's
+
+# Nearly every name and path matches these; they take a fifth of the time of the separate checks.
+_PLAIN_NAME: Final = re.compile(b"files/[^\\0]*+$")
+_PLAIN_PATH: Final = re.compile(rb"[^/.\0][^/\0]{0,254}+(?:/[^/.\0][^/\0]{0,254}+){0,30}+")
+_ESCAPED: Final = re.compile(b"%(..)", re.DOTALL)
+# By the characters that "surrogateescape" makes of bytes that are not UTF-8.
+_ESCAPES: Final = {0xDC00 + byte: f"%{byte:02X}" for byte in range(0x80, 0x100)}
+
+
+def is_utf8(name: bytes) -> bool:
+    """Whether `name` may be in a ZIP with flag bit 11."""
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def escape(name: bytes) -> str:
+    """`name` as text, one-to-one: "%XX" for each byte that is not UTF-8, "%25" for "%"."""
+    text = name.replace(b"%", b"%25").decode("utf-8", "surrogateescape")
+    return text if text.isascii() else text.translate(_ESCAPES)
+
+
+def unescape(text: str) -> bytes:
+    """The inverse of `escape`.  ValueError for text that `escape` does not give (so never a "/" or NUL)."""
+    raw = text.encode()
+    name = _ESCAPED.sub(lambda match: bytes((int(match[1], 16),)), raw)
+    if escape(name) != text:
+        raise ValueError("not the escaped form of any name")
+    return name
+
+
+def check_name(name: bytes) -> None:
+    """Refuse a ZIP name that leads outside, with a message for each reason."""
+    if _PLAIN_NAME.match(name) and b".." not in name:
+        return
+    if b"\0" in name:
+        raise ArchiveError("the name has a NUL byte", shown(name))
+    if name.startswith(b"/"):
+        raise ArchiveError("the name is absolute", shown(name))
+    if b".." in name.split(b"/"):
+        raise ArchiveError('the name has a ".." component', shown(name))
+
+
+def check_path(path: bytes, name: bytes) -> None:
+    """Refuse the path of entry `name` if no kernel would return it."""
+    if not path or _PLAIN_PATH.fullmatch(path):
+        return
+    if len(path) > PATH_BYTES_MAX:
+        raise ArchiveError(f"the path is longer than {PATH_BYTES_MAX} bytes", shown(name))
+    for part in path.split(b"/"):
+        if not part:
+            raise ArchiveError("the name has an empty component", shown(name))
+        if part in (b".", b".."):
+            raise ArchiveError(f'the name has a "{part.decode()}" component', shown(name))
+        if len(part) > NAME_MAX:
+            raise ArchiveError(f"the name has a component longer than {NAME_MAX} bytes", shown(name))
+    if b"\0" in path:
+        raise ArchiveError("the name has a NUL byte", shown(name))

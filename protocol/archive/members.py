@@ -14,8 +14,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from protocol.archive import records as zr
-from protocol.archive.limits import ArchiveLimits
-from protocol.archive.names import check_name, is_utf8
+from protocol.archive.manifest import ArchiveLimits, check_name, is_utf8
 from protocol.errors import ArchiveError, shown
 
 _COMMENT_MAX: Final = 0xFFFF

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any, BinaryIO, Final, NamedTuple, cast
 
-from protocol.archive.check import Contents, read_outline
-from protocol.archive.limits import ArchiveLimits
+from protocol.archive.content import RandomAccess
+from protocol.archive.manifest import ArchiveLimits
 from protocol.archive.members import Member, data_start
-from protocol.archive.random_access import RandomAccess
+from protocol.archive.read import Contents, read_outline
 from protocol.errors import ArchiveError, os_error, shown
 from protocol.linux.regular_file import open_regular
 from protocol.tree import TYPE_MASK, TreeEntry

@@ -22,8 +22,7 @@ import msgspec
 
 from protocol.diff.tree_diff import LinkedFiles, entry_or_none, has_links, is_at_or_below
 from protocol.merge.merged_tree import Node, foreign
-from protocol.merge.outcome import Conflict, Policy, names_shown
-from protocol.merge.sides import Trees, metadata_of, type_of
+from protocol.merge.sides import Conflict, Policy, Trees, metadata_of, names_shown, type_of
 from protocol.tree import Tree, TreeEntry
 from protocol.values import Value
 

@@ -34,13 +34,23 @@ from protocol.diff.tree_diff import (
     walk_order,
 )
 from protocol.errors import os_error
-from protocol.merge.contents import Contents
+from protocol.merge.git import TextMerge, git_text_merge
 from protocol.merge.links import merge_links
-from protocol.merge.merged_tree import MergedTree, Node, foreign, joined
-from protocol.merge.outcome import KEPT_SUFFIX, Conflict, ConflictReason, Merge, Policy
+from protocol.merge.merged_tree import Contents, MergedTree, Node, foreign, joined
 from protocol.merge.repositories import Decided, Repositories
-from protocol.merge.sides import Side, Sides, Trees, merged_metadata, metadata_of, type_of
-from protocol.merge.text import TextMerge, git_text_merge
+from protocol.merge.sides import (
+    KEPT_SUFFIX,
+    Conflict,
+    ConflictReason,
+    Merge,
+    Policy,
+    Side,
+    Sides,
+    Trees,
+    merged_metadata,
+    metadata_of,
+    type_of,
+)
 from protocol.tree import Tree, TreeEntry
 
 __all__ = ["Conflict", "ConflictReason", "Merge", "Policy", "merge"]

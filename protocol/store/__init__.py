@@ -4,10 +4,9 @@ from protocol.store.directory.source import DirectorySource, Source, TreeSource
 from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarget
 from protocol.store.format.layout import STORE_VARIABLE, default_directory
 from protocol.store.format.packs import DamagedError
-from protocol.store.intent_log import InterruptedRestore
-from protocol.store.mounted import MountedSnapshot
-from protocol.store.restore import Problem, RestoredChanges, RestoreRequest
+from protocol.store.restore import InterruptedRestore, Problem, RestoredChanges, RestoreRequest
 from protocol.store.store import Store
+from protocol.store.trees import MountedSnapshot
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 
 __all__ = [

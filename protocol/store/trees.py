@@ -1,28 +1,51 @@
-"""MerkleTree: a snapshot, or the scanned live state, as a tree.
+"""Trees of a store: a snapshot, or the scanned live state, as a `MerkleTree`; snapshots that are in use.
 
 A comparison of two such trees skips subtrees whose listings have the same digest.
 
 Threading: as for `protocol.tree`, one thread at a time.
+
+A `MountedSnapshot` stays readable while it is open, whatever is dropped or collected meanwhile: a lease makes garbage
+collections keep the contents.  A collection may move them to another pack, so a content that is gone is looked for
+again in the packs that exist then.
+
+A lease is a file in leases/, with the digest of the snapshot's root listing, the row of the root, and its inode row if
+there is one.  Its owner holds a shared flock(2) on it.  The lock ends with the last process that has the descriptor: a
+crashed daemon leaves no lock, a forked one shares it, and a keeper holds it until the next daemon has a lease of its
+own.  A garbage collection keeps what the locked leases need, and removes the others.  A lease is made and read under
+the store's lock, shared and exclusive, so that a collection sees it complete or not at all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import functools
+import logging
+import os
+import secrets
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Final, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
 from protocol.errors import os_error, shown
-from protocol.store.format.blobs import Blobs
+from protocol.linux.regular_file import open_regular, read_regular
+from protocol.store.format.blobs import LARGE_BYTES, Blobs
+from protocol.store.format.digests import CHUNK_BYTES as DIGEST_CHUNK_BYTES
+from protocol.store.format.digests import chunk_ranges
 from protocol.store.format.packs import DamagedError
-from protocol.store.format.rows import UNREADABLE, Row, entry_of
+from protocol.store.format.rows import UNREADABLE, Row, decode_listing, encode_listing, entry_of, inodes_lost
 from protocol.tree import CHUNK_BYTES, Chunk, Tree, TreeEntry
 
 if TYPE_CHECKING:
     from protocol.store.directory.source import Source
+    from protocol.store.format.blobs import Blobs
+    from protocol.store.format.layout import Layout
+    from protocol.store.format.rows import Row
+    from protocol.tree import TreeEntry
 
 _LISTINGS_KEPT: Final = 64
 _ROWS_KEPT: Final = 32_768  # in several listings: some MiB
@@ -198,3 +221,229 @@ def differing_rows(
     prefix = path + b"/" if path else b""
     names = sorted({**before, **after})
     return [(prefix + name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+_ATTEMPTS: Final = 3
+_CACHES_BYTES: Final = 24 << 20  # listings and chunks that were read last
+_INDEX_FACTOR: Final = 4  # memory of the lookup tables, to the size of the packs' indexes
+
+
+# -- snapshots in use ------------------------------------------------------------------------------
+def fingerprint_of(root: Row) -> str:
+    """Return the identity of a snapshot's content."""
+    return f"snapshot {root.content.hex()}"
+
+
+def root_of(fingerprint: str) -> bytes | None:
+    """Return the digest of the root listing from a `fingerprint_of`; None for that of something else."""
+    kind, _, digest = fingerprint.partition(" ")
+    return bytes.fromhex(digest) if kind == "snapshot" else None
+
+
+class MountedSnapshot:
+    """The snapshot whose root is `root`.  Implements `protocol.backends.overlay.tree_lower.LowerTree`.
+
+    `inodes` is the inode row of the root; None if the snapshot has none.  Make it while the store's lock is held
+    shared, and close it.
+    """
+
+    def __init__(self, layout: Layout, blobs: Blobs, root: Row, inodes: Row | None) -> None:
+        self._layout = layout
+        self._blobs = blobs
+        self._tree = MerkleTree(root, blobs.listing, blobs)
+        self._inodes = None if inodes is None else MerkleTree(inodes, blobs.listing, blobs)
+        self._lease = Lease(layout, root, inodes)
+        self.inode_failure: str | None = None
+
+    @property
+    def lease_descriptor(self) -> int:
+        """The descriptor that holds the lease: with a duplicate of it, another process keeps the contents."""
+        return self._lease.descriptor
+
+    @property
+    def fingerprint(self) -> str:
+        """The identity of the snapshot's content."""
+        return fingerprint_of(self._tree.root)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that the store's index and the caches take."""
+        return _CACHES_BYTES + _INDEX_FACTOR * sum(len(pack.index) for pack in self._blobs.packs.all())
+
+    def entry(self, path: bytes) -> TreeEntry:
+        return self._reading(self._tree.entry, path)
+
+    def rows(self, path: bytes) -> list[tuple[bytes, int, int]]:
+        return self._reading(self._tree.name_rows, path)
+
+    def inode_row(self, path: bytes) -> Row | None:
+        return self._from_inodes(MerkleTree.row, path)
+
+    def inode_rows(self, path: bytes) -> Mapping[bytes, Row]:
+        return self._from_inodes(MerkleTree.names, path) or {}
+
+    def _from_inodes(self, read: Callable[[MerkleTree, bytes], T], path: bytes) -> T | None:
+        """Read from the inode listings; None without them.  Logs the first damage: the mount does without them."""
+        if self._inodes is None:
+            return None
+        try:
+            return self._reading(read, self._inodes, path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except DamagedError as error:
+            if self.inode_failure is None:
+                self.inode_failure = inodes_lost(path, error.damage)
+                text = "the snapshot below the overlay: %s; `vfsd store check` says how to mend it"
+                _logger.warning(text, self.inode_failure)
+            return None
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        return self._reading(self._tree.read, path, offset, size)
+
+    def ranges(self, path: bytes, start: int, end: int) -> Iterable[tuple[int, int]]:
+        row = self._reading(self._tree.row, path)
+        if row.size <= DIGEST_CHUNK_BYTES or not self._blobs.large.is_ready(row.content, row.size):
+            return [(start, end)]
+        return chunk_ranges(self._reading(self._blobs.large.chunk_digests, row.content), start, end)
+
+    def sectors(self, path: bytes) -> int | None:
+        row = self._reading(self._tree.row, path)
+        return self._blobs.objects.sectors(row.content) if row.size > LARGE_BYTES else None
+
+    def preparation(self, path: bytes) -> Callable[[], object] | None:
+        row = self._reading(self._tree.row, path)
+        if self._blobs.large.is_ready(row.content, row.size):
+            return None
+        return functools.partial(self._blobs.large.prepare, row.content)
+
+    def stop(self) -> None:
+        """Nothing: `close` does not affect a preparation."""
+
+    def _reading(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        for attempt in range(_ATTEMPTS):
+            try:
+                return read(*args, **kwargs)
+            except DamagedError:
+                # A collection may have moved the content; or, during this very call, may be moving it.
+                if attempt == _ATTEMPTS - 1 or not os.path.isdir(self._layout.packs):
+                    raise
+                self._blobs.packs.refresh()
+        raise AssertionError
+
+    def close_lease(self) -> None:
+        """End the lease only; the store's files are used by another mounted snapshot."""
+        self._lease.close()
+
+    def close(self) -> None:
+        """End the lease and close the store's files."""
+        self._lease.close()
+        self._blobs.close()
+
+
+# -- leases ----------------------------------------------------------------------------------------
+_LEASES: Final = "leases"
+_LEASE_MAX_BYTES: Final = 1 << 20
+_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL
+
+
+class Lease:
+    """A lease on the snapshot with this root.  Make it while the store's lock is held shared.  OSError.
+
+    Another process that has a duplicate of `descriptor` holds the lease, too.
+    """
+
+    def __init__(self, layout: Layout, root: Row, inodes: Row | None) -> None:
+        directory = os.path.join(layout.directory, _LEASES)
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        self._path = os.path.join(directory, secrets.token_hex(12))
+        self._fd = open_regular(self._path, _NEW)
+        rows = [root] if inodes is None else [root, inodes]
+        content = f"{root.content.hex()}\n{encode_listing(rows).hex()}\n".encode()
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.write(self._fd, content)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor that holds the lease."""
+        return self._fd
+
+    def close(self) -> None:
+        """End the lease, unless a forked process still has it."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)  # not LOCK_UN, which would end it for a forked process, too
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            _remove_if_dead(self._path)
+
+
+def leased(layout: Layout) -> Iterator[bytes]:
+    """Yield the digests of the root listings with a live lease; remove dead leases.
+
+    Call it with the store's lock held exclusively.  DamagedError if a live lease cannot be read.
+    """
+    directory = os.path.join(layout.directory, _LEASES)
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return
+    for name in names:
+        path = os.path.join(directory, name)
+        if _remove_if_dead(path):
+            continue
+        try:
+            first, *rest = read_regular(path, _LEASE_MAX_BYTES).split(b"\n")
+            yield bytes.fromhex(first.decode("ascii"))
+            if len(rest) > 1:  # none in the leases of older versions
+                yield from (row.content for row in _rows(rest[0])[1:])
+        except FileNotFoundError:
+            continue  # it ended meanwhile
+        except ValueError:
+            raise DamagedError("the lease of a mounted snapshot is damaged: unmount the workspaces", path) from None
+
+
+def leased_roots(layout: Layout, digest: bytes) -> tuple[Row, Row | None] | None:
+    """Return the root of the snapshot with the listing `digest`, and its inode row, if a live lease has them.
+
+    Its name may be dropped.
+
+    Call it with the store's lock held shared.
+    """
+    directory = os.path.join(layout.directory, _LEASES)
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            if _remove_if_dead(path):
+                continue
+            with contextlib.suppress(FileNotFoundError, ValueError):  # it ended meanwhile, or is damaged
+                first, second, *_ = read_regular(path, _LEASE_MAX_BYTES).split(b"\n")
+                if bytes.fromhex(first.decode("ascii")) == digest:
+                    root, *inodes = _rows(second)
+                    return root, inodes[0] if inodes else None
+    return None
+
+
+def _rows(line: bytes) -> list[Row]:
+    return decode_listing(bytes.fromhex(line.decode("ascii")))
+
+
+def _remove_if_dead(path: str) -> bool:
+    try:
+        descriptor = open_regular(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

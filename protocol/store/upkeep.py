@@ -22,10 +22,9 @@ from protocol.linux.regular_file import read_regular, sync_directory
 from protocol.store.format.digests import digest_of
 from protocol.store.format.layout import NO_SPACE
 from protocol.store.format.packs import DamagedError, PackWriter, damaged_blob
-from protocol.store.format.records import Record, read_record, workspace_and_serial
-from protocol.store.format.rows import Row
-from protocol.store.intent_log import RestoreIntentLog
-from protocol.store.leases import leased
+from protocol.store.format.rows import Record, Row, read_record, workspace_and_serial
+from protocol.store.restore import RestoreIntentLog
+from protocol.store.trees import leased
 
 if TYPE_CHECKING:
     from protocol.store.format.blobs import Blobs

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from protocol.backends.memory import MemoryVolume
 from protocol.diff.tree_diff import is_below
+from protocol.merge.git import TextCase, TextResult
 from protocol.merge.merged_tree import joined
-from protocol.merge.outcome import Merge
-from protocol.merge.text import TextCase, TextResult
+from protocol.merge.sides import Merge
 from protocol.merge.three_way import merge
 from protocol.tree import Tree, TreeEntry
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges

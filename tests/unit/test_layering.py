@@ -65,7 +65,7 @@ BACKEND_IMPORTERS: Mapping[str, tuple[str, ...]] = {
 OWNERS: Mapping[str, tuple[str, ...]] = {
     "pyfuse3": ("vfsd.kernel.engines.pyfuse3",),
     "re2": ("protocol.search",),
-    "obstore": ("protocol.store.object_store.failures", "protocol.store.object_store.storage"),
+    "obstore": ("protocol.store.object_store.storage",),
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
     "anyio": ("vfsd.client", "vfsd.integrations", "vfsd.cli.servers", "vfsd.web"),

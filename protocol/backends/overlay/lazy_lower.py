@@ -3,7 +3,7 @@
 In the thread that serves the mount, a call that needs something from the network raises NotReadyError, and the engine
 repeats it later.  In other threads the call waits.  No lock is held while a thread waits.
 
-Inode numbers and ctimes are those that were pushed (`inode_rows`), so an index of git that was made before the push is
+Inode numbers and ctimes are those that were pushed (`format.rows`), so an index of git that was made before the push is
 still valid; else those of `TreeLower`.  So they are the same at every mount, on every machine.  The link count of a
 directory that was not listed yet is 1, which means "not counted" as on btrfs, because counting its subdirectories would
 fetch its listing; its size is a constant.
@@ -29,9 +29,8 @@ from protocol.backends.overlay.lower import Lower, LowerEntry, LowerFile, LowerS
 from protocol.backends.overlay.tree_lower import shown_number, tree_entry, tree_stat
 from protocol.errors import NotReadyError, os_error, shown
 from protocol.store.format.digests import CHUNK_BYTES, chunk_ranges
-from protocol.store.format.inode_rows import inodes_lost
 from protocol.store.format.packs import DamagedError
-from protocol.store.format.rows import UNREADABLE, Row
+from protocol.store.format.rows import UNREADABLE, Row, inodes_lost
 from protocol.store.object_store.lazy.contents import BLOBS_BYTES, ROWS_BYTES
 from protocol.volume_extensions import VolumeUsage
 

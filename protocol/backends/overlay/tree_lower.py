@@ -1,6 +1,6 @@
 """TreeLower: an immutable tree as the lower layer of an overlay, such as an archive or a stored snapshot.
 
-Inode numbers and ctimes are those of the snapshot, if it has them (`protocol.store.format.inode_rows`).  Else numbers
+Inode numbers and ctimes are those of the snapshot, if it has them (`protocol.store.format.rows`).  Else numbers
 come from a hash of the path, or of the link group for a file with several names, and the ctime is the mtime.  So they
 are the same at every mount.  The atime is the mtime, because trees have no other.
 

@@ -16,9 +16,8 @@ from protocol.linux.beneath import DirectoryReference, RootDirectory
 from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, scan
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Sink
-from protocol.store.format.inode_rows import inode_row
 from protocol.store.format.objects import data_ranges
-from protocol.store.format.rows import More, Row, TreeCounts, counts_of, encode_listing, sum_counts
+from protocol.store.format.rows import More, Row, TreeCounts, counts_of, encode_listing, inode_row, sum_counts
 from protocol.tree import Chunk, Hole, no_progress
 
 if TYPE_CHECKING:

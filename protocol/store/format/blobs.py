@@ -11,10 +11,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from protocol.store.format.digests import ContentDigest, digest_of
-from protocol.store.format.objects import Done, NewObjects, Objects, fed_from_file, put_sparse
+from protocol.store.format.objects import Done, NewObjects, Objects, VerifiedObjects, fed_from_file, put_sparse
 from protocol.store.format.packs import Packs, PackWriter, damaged_blob
 from protocol.store.format.rows import Row, decode_listing
-from protocol.store.format.verified import VerifiedObjects
 from protocol.tree import Chunk, filled, sparse
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import msgspec
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.store.format.packs import DamagedError
-from protocol.store.format.records import Record, info_of
-from protocol.store.object_store.layout import (
+from protocol.store.format.rows import Record, info_of
+from protocol.store.object_store.packs import (
     FORMAT,
     GRACE_S,
     LARGEST_RECORD_BYTES,
@@ -28,11 +28,12 @@ from protocol.store.object_store.layout import (
     NAMES,
     FormatObject,
     Generation,
+    IndexCache,
+    RemotePacks,
     decode_named,
     encoded_name,
     generation_of,
 )
-from protocol.store.object_store.packs import IndexCache, RemotePacks
 from protocol.tree import no_progress
 
 if TYPE_CHECKING:
@@ -305,7 +306,7 @@ class RemoteStore:
         progress: ByteProgress = no_progress,
     ) -> SnapshotInfo:  # fmt: skip
         """Download a snapshot into `local`, as snapshot `name` of `workspace`: see `pull.RemoteSource`."""
-        from protocol.store.object_store.pull import RemoteSource  # noqa: PLC0415 start-up: only pull needs it
+        from protocol.store.object_store.push import RemoteSource  # noqa: PLC0415 start-up: only pull needs it
 
         source = RemoteSource(self.packs, found.record, local.blobs, progress)
         with self._advice():
@@ -316,7 +317,7 @@ class RemoteStore:
     # -- upkeep --------------------------------------------------------------------------------
     def check(self, progress: ByteProgress | None = None) -> CheckReport:
         """Read everything; report what is damaged and which snapshots need it."""
-        from protocol.store.object_store.check import check  # noqa: PLC0415 it imports this module
+        from protocol.store.object_store.collect import check  # noqa: PLC0415 it imports this module
 
         return check(self, progress or no_progress)
 

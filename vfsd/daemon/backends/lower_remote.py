@@ -18,18 +18,16 @@ import msgspec
 from protocol.backends.overlay.lazy_lower import LazyLower
 from protocol.store.format.digests import DIGEST_BYTES
 from protocol.store.format.packs import DamagedError
-from protocol.store.mounted import fingerprint_of, root_of
-from protocol.store.object_store.layout import decode_named
-from protocol.store.object_store.lazy.blob_cache import BlobCache
-from protocol.store.object_store.lazy.client import FetchClient
-from protocol.store.object_store.lazy.contents import RemoteContents
-from protocol.store.object_store.lazy.messages import Start
+from protocol.store.object_store.lazy.client import FetchClient, Start
+from protocol.store.object_store.lazy.contents import BlobCache, RemoteContents
+from protocol.store.object_store.packs import decode_named
+from protocol.store.trees import fingerprint_of, root_of
 from vfsd.daemon.backends.persistence import recorded_below
 from vfsd.machine.directories import cache_directory
 from vfsd.machine.interpreter import missing_package
 
 if TYPE_CHECKING:
-    from protocol.store.object_store.lazy.messages import Opened
+    from protocol.store.object_store.lazy.client import Opened
     from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)

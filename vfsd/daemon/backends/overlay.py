@@ -23,7 +23,7 @@ from vfsd.machine.resources import default_max_memory
 
 if TYPE_CHECKING:
     from protocol.backends.overlay.lower import Lower
-    from protocol.store.mounted import MountedSnapshot
+    from protocol.store.trees import MountedSnapshot
     from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Forks of a workspace whose snapshots are in a store: overlays over a stored snapshot, in daemons of their own.
 
 The source's daemon starts the fork's daemon in a new interpreter.  That daemon takes a lease on the snapshot
-(`protocol.store.leases`), so it stays readable whatever is dropped.  Until then the source holds a lease.
+(`protocol.store.trees`), so it stays readable whatever is dropped.  Until then the source holds a lease.
 
 Invariant: a snapshot that was taken for a fork is in the store as long as a fork is mounted over it.  It is dropped by
 the daemon of the last such fork when that ends, or, if that was killed, by a daemon of the source: when it reaps the

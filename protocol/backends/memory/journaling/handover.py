@@ -18,7 +18,7 @@ import msgspec
 
 from protocol.backends.memory.journaling.changes import write_image
 from protocol.journal.directory import Journal
-from protocol.journal.handover import LogFollower, image_writer, read_image
+from protocol.journal.log import LogFollower, image_writer, read_image
 from protocol.values import Value
 
 if TYPE_CHECKING:

@@ -6,6 +6,10 @@ not answered within the timeout fails with EIO; when the helper can fetch again,
 Invariant: each request's future is done once, by the thread that removed it from `_pending`.
 
 Threading: any thread; a thread of its own receives.  `forking` holds the lock that a forked process would find held.
+
+The messages are MessagePack with a length in front.  The first message of the daemon is `Start`, and the helper answers
+`Opened` or `Failed` with number 0.  After that the daemon sends `Fetch`, and gets one `Blobs` or `Failed` for each, in
+any order; and `Progress` now and then.  The helper ends with the connection.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import errno
 import logging
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,17 +27,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final, Literal, TypeAlias
 
+import msgspec
 from msgspec.structs import replace
 
 from protocol.linux import credentials
 from protocol.store.format.packs import DamagedError
-from protocol.store.object_store.lazy import messages
-from protocol.store.object_store.lazy.messages import Blobs, Failed, Fetch, Opened, Progress, Reply, Start
-
-if TYPE_CHECKING:
-    from protocol.store.object_store.lazy.messages import BlobKind
 
 _logger = logging.getLogger(__name__)
 _COMMAND: Final = (sys.executable, "-P", "-m", "protocol.store.object_store.lazy.helper")
@@ -83,7 +84,7 @@ class FetchClient:
         helper = self._started()
         helper.connection.settimeout(max(_LEAST_START_S, 2 * self._start.timeout_s))
         try:
-            reply = messages.replies.decode(next(messages.received(helper.connection), b""))
+            reply = replies.decode(next(received(helper.connection), b""))
         except (OSError, ValueError) as error:
             self._end(helper)
             raise OSError(
@@ -129,7 +130,7 @@ class FetchClient:
             return  # sends what is pending
         # If the helper died, the receiver starts another one, which gets everything that is pending.
         with contextlib.suppress(OSError):
-            messages.send(helper.connection, request)
+            send(helper.connection, request)
 
     # -- the process -------------------------------------------------------------------------------
     def _started(self) -> _Helper:
@@ -147,7 +148,7 @@ class FetchClient:
             except BaseException:
                 ours.close()
                 raise
-        messages.send(ours, self._start)
+        send(ours, self._start)
         return _Helper(process, ours)
 
     def _restart(self) -> None:
@@ -159,7 +160,7 @@ class FetchClient:
         self._starts.append(now)
         helper = self._started()
         for pending in self._pending.values():
-            messages.send(helper.connection, pending.request)
+            send(helper.connection, pending.request)
         self._receive_from(helper)
 
     def _receive_from(self, helper: _Helper) -> None:
@@ -169,7 +170,7 @@ class FetchClient:
 
     def _receive(self, helper: _Helper) -> None:
         """Receive until the helper ends; then start another one if requests are pending."""
-        received = messages.received(helper.connection)
+        arriving = received(helper.connection)
         poll = select.poll()
         poll.register(helper.connection, select.POLLIN)
         with contextlib.suppress(OSError, ValueError):
@@ -177,10 +178,10 @@ class FetchClient:
                 if not poll.poll(_TICK_S * 1000):
                     self._expire()
                     continue
-                data = next(received, None)
+                data = next(arriving, None)
                 if data is None:
                     break
-                self._take(messages.replies.decode(data))
+                self._take(replies.decode(data))
                 self._expire()
         self._end(helper)
         with self._lock:
@@ -294,3 +295,113 @@ class FetchClient:
             self._fail(each, OSError(errno.EIO, "the workspace is being unmounted"))
         if helper is not None:
             self._end(helper)
+
+
+# -- messages --------------------------------------------------------------------------------------
+_LENGTH: Final = struct.Struct("<I")
+_MOST_BYTES: Final = 1 << 30
+BlobKind = Literal["tree", "data"]
+
+
+class Start(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Open the snapshot `name` of the store at `url`; None: the only one.
+
+    With `root`, the digest of a root listing, an older generation of `name` that has it is preferred.  `record` is that
+    of the snapshot if it was opened before: then `name` is not looked up again.
+    """
+
+    url: str
+    options: dict[str, str]
+    name: str | None
+    root: bytes | None
+    record: bytes | None
+    created_s: float  # the store's time of the record, or 0.0
+    timeout_s: float
+    cache_directory: str | None
+    index_directory: str | None
+    cache_bytes: int
+    prefetch: bool
+
+
+class Opened(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The snapshot: its name, its record as it is stored, and the store's time of that."""
+
+    name: str
+    record: bytes
+    created_s: float
+
+
+class Fetch(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Fetch blobs, and then those in `ahead`, which the daemon will probably need next."""
+
+    number: int
+    kind: BlobKind
+    digests: list[bytes]
+    ahead: list[bytes]
+
+
+class Blobs(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The blobs of a `Fetch`. Each has been compared with its digest."""
+
+    number: int
+    blobs: list[bytes]
+
+
+class Failed(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The error of a `Fetch`, or of `Start`.  `is_damage`: the store answered, and what it has is wrong or gone."""
+
+    number: int
+    code: int
+    text: str
+    is_damage: bool
+
+
+class Progress(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """What was transferred so far, and what the prefetch has done of all it has to do.
+
+    `prefetch`: its state.  `cache_failure`: why the cache cannot be written, or "".
+    """
+
+    transferred_bytes: int
+    done_bytes: int
+    total_bytes: int
+    prefetch: str
+    cache_failure: str = ""
+
+
+Request: TypeAlias = Start | Fetch
+Reply: TypeAlias = Opened | Blobs | Failed | Progress
+_encoder: Final = msgspec.msgpack.Encoder()
+requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
+replies: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)
+
+
+def send(connection: socket.socket, message: Request | Reply) -> None:
+    """Send a message.  OSError."""
+    data = _encoder.encode(message)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def received(connection: socket.socket) -> Iterator[bytes]:
+    """Yield the encoded messages that arrive, until the other end closes the connection.  OSError."""
+    while True:
+        head = _exactly(connection, _LENGTH.size)
+        if head is None:
+            return
+        (length,) = _LENGTH.unpack(head)
+        body = _exactly(connection, length) if length <= _MOST_BYTES else None
+        if body is None:
+            return
+        yield body
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes | None:
+    """Receive `length` bytes; None if the connection ends before."""
+    data = bytearray(length)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            return None
+        view = view[count:]
+    return bytes(data)

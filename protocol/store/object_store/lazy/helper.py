@@ -4,6 +4,10 @@ Standard input is a socket to the daemon (`messages`).  The helper has the crede
 when the daemon closes the connection.
 
 Threading: the main thread receives; a pool answers; `obstore` has threads of its own, and nothing here forks.
+
+A prefetch fetches all of a snapshot into the cache, first the listings, then the contents.  It stops when the cache is
+full: more would remove what it has just fetched.  It also stops when the cache does not have what was fetched, because
+the disk is full, for example.  So "done" means that the cache had everything.  While the network fails it waits.
 """
 
 from __future__ import annotations
@@ -18,25 +22,35 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from protocol.linux import credentials
+from protocol.store.format.digests import CHUNK_BYTES
 from protocol.store.format.packs import DamagedError
-from protocol.store.object_store.layout import decode_named, encode_named
-from protocol.store.object_store.lazy import messages
-from protocol.store.object_store.lazy.blob_cache import BlobCache
-from protocol.store.object_store.lazy.fetcher import Fetcher
-from protocol.store.object_store.lazy.index import LazyIndex
-from protocol.store.object_store.lazy.messages import Blobs, Failed, Fetch, Opened, Progress, Start
-from protocol.store.object_store.lazy.prefetch import Prefetch
-from protocol.store.object_store.packs import IndexCache, RemotePacks
+from protocol.store.format.rows import Row, decode_listing
+from protocol.store.object_store.lazy.client import (
+    Blobs,
+    Failed,
+    Fetch,
+    Opened,
+    Progress,
+    Start,
+    received,
+    requests,
+    send,
+)
+from protocol.store.object_store.lazy.contents import BlobCache
+from protocol.store.object_store.lazy.fetcher import Fetcher, LazyIndex
+from protocol.store.object_store.packs import IndexCache, RemotePacks, decode_chunk_map, decode_named, encode_named
 from protocol.store.object_store.remote import RemoteStore
 from protocol.store.object_store.storage import open_storage
 
 if TYPE_CHECKING:
-    from protocol.store.format.records import Record
+    from protocol.store.format.rows import Record
+    from protocol.store.object_store.lazy.contents import BlobCache
+    from protocol.store.object_store.lazy.fetcher import Fetcher, LazyIndex
     from protocol.store.object_store.storage import Objects, Storage
 
 _THREADS: Final = 16
@@ -129,8 +143,8 @@ class Helper:
 
     def run(self) -> None:
         """Serve until the connection ends."""
-        received = messages.received(self._connection)
-        start = messages.requests.decode(next(received, b""))
+        arriving = received(self._connection)
+        start = requests.decode(next(arriving, b""))
         assert isinstance(start, Start)
         try:
             record = self._open(start)
@@ -141,8 +155,8 @@ class Helper:
             self._begin_prefetch(start, record)
         for digest in record.roots:
             self._pool.submit(self._fetch_root, digest)
-        for data in received:
-            request = messages.requests.decode(data)
+        for data in arriving:
+            request = requests.decode(data)
             assert isinstance(request, Fetch)
             self._pool.submit(self._answer, request, time.monotonic() + start.timeout_s)
 
@@ -234,7 +248,7 @@ class Helper:
     def _send(self, message: Any) -> None:
         with self._sending:
             try:
-                messages.send(self._connection, message)
+                send(self._connection, message)
             except OSError:
                 os._exit(0)  # the daemon is gone
 
@@ -244,6 +258,152 @@ def _failed(number: int, error: OSError) -> Failed:
     if isinstance(error, DamagedError):
         return Failed(number, errno.EIO, error.damage, True)
     return Failed(number, error.errno or errno.EIO, text, False)
+
+
+# -- prefetch --------------------------------------------------------------------------------------
+T = TypeVar("T")
+_AT_ONCE: Final = 4  # of the requests that the store allows; programs that wait use the others
+_GROUP_BYTES: Final = 4 << 20
+_LISTINGS: Final = 256  # in one request of the fetcher
+_CACHE_SHARE: Final = 0.8  # of the bound
+_RETRY_S: Final = 5.0
+_FULL: Final = "the cache is full; a larger --cache-bytes holds more"
+
+
+class _StoppedError(Exception):
+    """The cache holds no more.  The text says why."""
+
+
+class Prefetch:
+    """A prefetch of the snapshot whose root is `root`.  `report` is called with its state when that changes."""
+
+    def __init__(
+        self, fetcher: Fetcher, index: LazyIndex, cache: BlobCache, cache_bytes: int, report: Callable[[], object]
+    ) -> None:
+        self._fetcher = fetcher
+        self._index = index
+        self._cache = cache
+        self._most_bytes = int(cache_bytes * _CACHE_SHARE)
+        self._report = report
+        self._lock = threading.Lock()
+        self.done_bytes = 0
+        self.total_bytes = 0
+        self._waits_for = ""
+        self._end = ""
+
+    @property
+    def state(self) -> str:
+        """What it does: "running", "waiting: CAUSE", "done", or "stopped: CAUSE"."""
+        return self._end or self._waits_for or "running"
+
+    def run(self, root: Row, inodes: Row | None = None) -> None:
+        """Fetch everything.  `inodes`: the inode row of the root."""
+        try:
+            contents = self._contents(root)
+            if inodes is not None:
+                with contextlib.suppress(DamagedError):  # the mount does without them
+                    self._contents(inodes)
+            self.total_bytes += sum(contents.values())
+            self._fetch_contents(contents)
+            self._check_cached(contents)
+            self._end = "done"
+        except _StoppedError as error:
+            self._end = f"stopped: {error}"
+        except DamagedError as error:
+            self._end = f"stopped: {error.damage}"
+        self._report()
+
+    def _contents(self, root: Row) -> dict[bytes, int]:
+        """Fetch all listings and chunk maps; return the size of each content and chunk, in the order of a walk."""
+        sizes: dict[bytes, int] = {}
+        maps: dict[bytes, int] = {}
+        seen: set[bytes] = set()
+        level = [root.content]
+        while level:
+            below: list[bytes] = []
+            for data in self._trees(level):
+                for row in decode_listing(data):
+                    if row.is_dir and row.content not in seen:
+                        seen.add(row.content)
+                        below.append(row.content)
+                    elif row.is_file and row.content:
+                        (maps if row.size > CHUNK_BYTES else sizes)[row.content] = row.size
+            level = below
+        for digest, data in zip(maps, self._trees(list(maps)), strict=True):
+            found = decode_chunk_map(digest, data)
+            for number, chunk in found.chunks.items():
+                sizes[chunk] = min(CHUNK_BYTES, found.size - number * CHUNK_BYTES)
+        return sizes
+
+    def _trees(self, digests: Sequence[bytes]) -> Iterator[bytes]:
+        for at in range(0, len(digests), _LISTINGS):
+            group = digests[at : at + _LISTINGS]
+            blobs = self._patiently(lambda group=group: self._fetcher.fetch("tree", group))  # type: ignore[misc]
+            self._check_cached(group)
+            self._count(sum(map(len, blobs)), is_more=True)
+            yield from blobs
+
+    def _fetch_contents(self, contents: dict[bytes, int]) -> None:
+        missing = []
+        for digest, size in contents.items():
+            if self._cache.has(digest):
+                self._count(size)
+            else:
+                missing.append(digest)
+        with ThreadPoolExecutor(_AT_ONCE, "vfsd-prefetch") as pool:
+            running: list[Future[None]] = []
+            for group in _groups(missing, contents):
+                if self._cache.size_bytes() > self._most_bytes:
+                    raise _StoppedError(_FULL)
+                running = [each for each in running if not each.done()]
+                while len(running) >= _AT_ONCE:
+                    running.pop(0).result()
+                running.append(pool.submit(self._fetch_group, group, sum(contents[digest] for digest in group)))
+            for each in running:
+                each.result()
+
+    def _fetch_group(self, group: Sequence[bytes], size: int) -> None:
+        self._patiently(lambda: self._fetcher.fetch("data", group, reads_ahead=False))
+        self._check_cached(group)
+        self._count(size)
+
+    def _check_cached(self, digests: Iterable[bytes]) -> None:
+        """_StoppedError unless the cache has the blobs, which were fetched."""
+        if not all(map(self._cache.has, digests)):
+            cause = self._cache.failure
+            raise _StoppedError(_FULL if cause is None else f"the cache cannot be written ({cause})")
+
+    def _patiently(self, fetch: Callable[[], T]) -> T:
+        while True:
+            try:
+                return fetch()
+            except DamagedError:
+                raise
+            except OSError as error:
+                self._waits_for = f"waiting: {error.strerror}"
+                self._report()
+                threading.Event().wait(_RETRY_S)
+                self._waits_for = ""
+
+    def _count(self, size: int, *, is_more: bool = False) -> None:
+        with self._lock:
+            self.done_bytes += size
+            self.total_bytes += size if is_more else 0
+        self._report()
+
+
+def _groups(digests: Iterable[bytes], sizes: dict[bytes, int]) -> Iterator[list[bytes]]:
+    """Groups of about `_GROUP_BYTES`."""
+    group: list[bytes] = []
+    total = 0
+    for digest in digests:
+        group.append(digest)
+        total += sizes[digest]
+        if total >= _GROUP_BYTES:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 def main() -> None:

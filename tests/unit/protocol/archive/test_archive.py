@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from protocol.archive import ArchiveSummary, export_archive, open_archive, write_archive, zipwriter
-from protocol.archive.selection import select
+from protocol.archive.write import select
 from protocol.archive.zipwriter import STREAM_BYTES
 from protocol.errors import ArchiveError
 from protocol.tree import CHUNK_BYTES, Chunk, Hole, Tree, TreeEntry, filled, sparse

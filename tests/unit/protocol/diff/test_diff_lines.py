@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.diff.line_diff import Edit, edits
+from protocol.diff.patch import Edit, edits
 
 
 def applied(old: Sequence[bytes], new: Sequence[bytes], found: Sequence[Edit]) -> list[bytes]:

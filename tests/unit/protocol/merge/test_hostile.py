@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 from msgspec.structs import replace
 
-from protocol.merge.contents import ALL_TEXTS_LIMIT_BYTES, TEXT_LIMIT_BYTES
-from protocol.merge.text import TextCase, TextResult
+from protocol.merge.git import TextCase, TextResult
+from protocol.merge.merged_tree import ALL_TEXTS_LIMIT_BYTES, TEXT_LIMIT_BYTES
 from protocol.merge.three_way import merge
 from protocol.tree import TreeEntry
 from tests.support.trees import DictTree

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.merge.text import TextCase, TextResult, git_text_merge
+from protocol.merge.git import TextCase, TextResult, git_text_merge
 from protocol.merge.three_way import merge
 from tests.support.trees import DictTree
 

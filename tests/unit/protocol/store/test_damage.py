@@ -16,7 +16,7 @@ from protocol.archive import open_archive, write_archive
 from protocol.backends.memory import MemoryVolume
 from protocol.diff.tree_diff import changes
 from protocol.store import DamagedError, DirectorySource, DirectoryTarget, RestoreRequest, Store
-from protocol.store.format import verified as verified_module
+from protocol.store.format import objects as objects_module
 from protocol.store.format.blobs import LARGE_BYTES
 from protocol.store.format.digests import CHUNK_BYTES
 from protocol.tree import Tree, filled
@@ -289,7 +289,7 @@ def test_a_damaged_large_file_is_named_and_the_file_there_stays_as_it_is(
             cloned.append(os.sendfile(target, source, 0, os.fstat(source).st_size))
         return cloning
 
-    monkeypatch.setattr(verified_module, "clone", clone)
+    monkeypatch.setattr(objects_module, "clone", clone)
     path = object_of(scene, scene.early.files[b"larger"][5])
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16

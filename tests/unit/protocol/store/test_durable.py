@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
-from protocol.store import durable as durable_module
 from protocol.store.directory import target as target_module
 from protocol.store.format.blobs import LARGE_BYTES
 from tests.unit.protocol.store.states import state_of
@@ -102,8 +101,8 @@ def disk(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
         disk.renamed(at(name, source), at(new_name, target))
 
     monkeypatch.setattr(target_module, "renameat2", renameat2)
-    syncfs = durable_module.syncfs
-    monkeypatch.setattr(durable_module, "syncfs", lambda descriptor: (syncfs(descriptor), disk.all_synced()))
+    syncfs = target_module.syncfs
+    monkeypatch.setattr(target_module, "syncfs", lambda descriptor: (syncfs(descriptor), disk.all_synced()))
     return disk
 
 
@@ -167,7 +166,7 @@ def test_a_restore_whose_changes_cannot_be_synced_keeps_its_intent_log(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
-        patched.setattr(durable_module, "syncfs", syncfs)
+        patched.setattr(target_module, "syncfs", syncfs)
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
             store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="safe"))
 

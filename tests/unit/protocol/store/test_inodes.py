@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.store import DirectorySource, Store, TreeSource
-from protocol.store.format.records import decode_record, encode_record
+from protocol.store.format.rows import decode_record, encode_record
 from protocol.store.trees import MerkleTree
 from protocol.tree import TreeEntry
 from tests.support.trees import DictTree

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from protocol.linux.statx import StatxResult, result_at, statx_names
-from protocol.store.directory.leaves import LeafReader, VanishedError
-from protocol.store.directory.scan import scan
+from protocol.store.directory.scan import LeafReader, VanishedError, scan
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Blobs, DigestSink
 from protocol.store.format.digests import CHUNK_BYTES, ContentDigest

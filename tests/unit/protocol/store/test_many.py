@@ -16,8 +16,7 @@ import pytest
 from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
 from protocol.store.format import packs as packs_module
 from protocol.store.format.packs import Pack, Packs, PackWriter
-from protocol.store.format.records import Record, encode_record, pack_name
-from protocol.store.format.rows import Row
+from protocol.store.format.rows import Record, Row, encode_record, pack_name
 from tests.unit.protocol.store.states import state_of
 
 MANY = 300

@@ -25,7 +25,7 @@ import trio
 
 from protocol.diff.tree_diff import Change, changes, count, entry_or_none, has_links, is_at_or_below, outermost
 from protocol.errors import SnapshotNotFoundError, shown
-from protocol.merge.outcome import Conflict
+from protocol.merge.sides import Conflict
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.values import Value

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from protocol.backends.memory import MemoryVolume
-from protocol.journal.handover import image_writer, read_image
+from protocol.journal.log import image_writer, read_image
 from protocol.journal.records import JournalDamagedError
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges
 from tests.support.journals import assert_same_volume

@@ -24,11 +24,11 @@ from protocol.backends.overlay.lower import FIRST_NEW_NUMBER
 from protocol.errors import NotReadyError
 from protocol.store import DirectorySource, Store, TreeSource
 from protocol.store.format.packs import damaged_blob
-from protocol.store.format.records import Record
+from protocol.store.format.rows import Record
 from protocol.store.object_store import RemoteStore, open_storage
 from protocol.store.object_store.lazy import contents
-from protocol.store.object_store.lazy.blob_cache import BlobCache
-from protocol.store.object_store.lazy.messages import BlobKind, Progress
+from protocol.store.object_store.lazy.client import BlobKind, Progress
+from protocol.store.object_store.lazy.contents import BlobCache
 from protocol.tree import Tree, TreeEntry
 from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges
 from tests.support.lower_layers import NAME, make, opened

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.store.object_store.lazy.blob_cache import BlobCache
+from protocol.store.object_store.lazy.contents import BlobCache
 
 MOST_BYTES = 4 << 20
 

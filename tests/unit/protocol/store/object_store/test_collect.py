@@ -16,8 +16,7 @@ import pytest
 from protocol.store import DirectorySource, Store
 from protocol.store.format.packs import DamagedError
 from protocol.store.object_store import RemoteStore, collect, open_storage
-from protocol.store.object_store.collect import Collection
-from protocol.store.object_store.needed import needed_blobs
+from protocol.store.object_store.collect import Collection, needed_blobs
 from protocol.store.object_store.push import Push
 from tests.support.lower_layers import damage_inodes
 from tests.unit.protocol.store.object_store import worker

@@ -13,7 +13,7 @@ from protocol.store import DamagedError, DirectorySource, Store
 from protocol.store.format.digests import CHUNK_BYTES, digest_of
 from protocol.store.format.rows import Row, encode_listing
 from protocol.store.object_store import RemoteStore, open_storage
-from protocol.store.object_store.layout import Generation, encode_named
+from protocol.store.object_store.packs import Generation, encode_named
 from protocol.store.object_store.push import Uploads
 
 KEY = "host:/w"

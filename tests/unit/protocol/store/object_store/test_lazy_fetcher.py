@@ -16,11 +16,10 @@ from protocol.store import DirectorySource, Store
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import Row, decode_listing
 from protocol.store.object_store import RemoteStore, open_storage
-from protocol.store.object_store.lazy import blob_cache
-from protocol.store.object_store.lazy.blob_cache import BlobCache
-from protocol.store.object_store.lazy.fetcher import Fetcher
-from protocol.store.object_store.lazy.index import LazyIndex
-from protocol.store.object_store.lazy.prefetch import Prefetch
+from protocol.store.object_store.lazy import contents as contents_module
+from protocol.store.object_store.lazy.contents import BlobCache
+from protocol.store.object_store.lazy.fetcher import Fetcher, LazyIndex
+from protocol.store.object_store.lazy.helper import Prefetch
 from protocol.store.object_store.packs import IndexCache, RemotePacks
 from protocol.store.object_store.storage import ObstoreStorage
 from tests.unit.protocol.store.object_store import worker
@@ -147,7 +146,7 @@ def test_a_prefetch_is_done_only_if_the_cache_has_everything(
     def full_disk(_path: str, data: bytes, *, durable: bool) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(blob_cache, "write_atomically", full_disk)
+    monkeypatch.setattr(contents_module, "write_atomically", full_disk)
     full = BlobCache(str(tmp_path / "full"), CACHE_BYTES)
     assert prefetched(url, top, full) == "stopped: the cache cannot be written (No space left on device)"
 

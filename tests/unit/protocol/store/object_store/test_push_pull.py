@@ -12,7 +12,7 @@ import pytest
 from protocol.store import DirectorySource, Store
 from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of_chunks
 from protocol.store.object_store import open_storage
-from protocol.store.object_store.layout import decoded_name, encoded_name
+from protocol.store.object_store.packs import decoded_name, encoded_name
 from protocol.tree import filled
 from tests.unit.protocol.store.object_store.conftest import Open, taken
 
