@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +21,7 @@ from protocol.linux.regular_file import read_regular, sync_directory
 from protocol.store.format.digests import digest_of
 from protocol.store.format.layout import NO_SPACE
 from protocol.store.format.packs import DamagedError, PackWriter, damaged_blob
-from protocol.store.format.rows import Record, Row, read_record, workspace_and_serial
+from protocol.store.format.rows import Record, Row, needed_by, read_record, workspace_and_serial
 from protocol.store.restore import RestoreIntentLog
 from protocol.store.trees import leased
 
@@ -55,19 +54,27 @@ GONE: Final = "contents are gone from the store"  # what `Damage.what` says afte
 
 
 class Losses:
-    """What snapshots have lost, by the reason."""
+    """What snapshots have lost, by the reason.
 
-    def __init__(self) -> None:
+    `damage` returns why the content or listing of a row cannot be read, None if it can; `listing` the rows of a
+    listing, or DamagedError.
+    """
+
+    def __init__(self, listing: Callable[[bytes], list[Row]], damage: Callable[[Row], str | None]) -> None:
+        self._listing = listing
+        self._damage = damage
         self._found: dict[str, tuple[dict[tuple[str, str], None], dict[bytes, None], dict[bytes, None]]] = {}
+        self._whole: set[bytes] = set()  # listings below which nothing is damaged
 
-    def add(self, snapshot: tuple[str, str], lost: Iterable[tuple[bytes, str]], *, only_inodes: bool = False) -> None:
-        """Add paths that a snapshot has lost, each with the reason; or directories whose inode listing is lost."""
-        for path, why in lost:
-            snapshots, paths, without_inodes = self._found.setdefault(why, ({}, {}, {}))
-            snapshots[snapshot] = None
-            shown = without_inodes if only_inodes else paths
-            if len(shown) < LOST_PATHS_SHOWN:
-                shown[path] = None
+    def add(self, name: str, record: Record) -> None:
+        """Walk the snapshot `name`, and add what it has lost."""
+        for root in (record.root, record.inodes):
+            for path, why in () if root is None else self._damaged_paths(root):
+                snapshots, paths, without_inodes = self._found.setdefault(why, ({}, {}, {}))
+                snapshots[record.workspace, name] = None
+                shown = paths if root is record.root else without_inodes
+                if len(shown) < LOST_PATHS_SHOWN:
+                    shown[path] = None
 
     def damages(self) -> list[Damage]:
         """One `Damage` for each reason."""
@@ -75,6 +82,36 @@ class Losses:
             Damage(why, tuple(snapshots), tuple(paths), tuple(without_inodes))
             for why, (snapshots, paths, without_inodes) in self._found.items()
         ]
+
+    def _damaged_paths(self, root: Row) -> list[tuple[bytes, str]]:
+        """The damaged paths below a directory, with the reason; depth first."""
+        wrong: list[tuple[bytes, str]] = []
+        opened: list[tuple[bytes, int]] = []  # listings above, and the number of damaged paths before each
+        pending: list[tuple[bytes, Row] | None] = [(b"", root)]
+        while pending:
+            item = pending.pop()
+            if item is None:
+                digest, before = opened.pop()
+                if len(wrong) == before:
+                    self._whole.add(digest)
+                continue
+            path, row = item
+            if not row.content or row.is_symlink or row.content in self._whole:
+                continue
+            why = self._damage(row)
+            if why is None and row.is_dir:
+                try:
+                    rows = self._listing(row.content)
+                except DamagedError as error:
+                    why = error.damage
+                else:
+                    opened.append((row.content, len(wrong)))
+                    pending.append(None)
+                    prefix = path + b"/" if path else b""
+                    pending += [(prefix + below.name, below) for below in reversed(rows)]
+            if why is not None:
+                wrong.append((path, why))
+        return wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +170,15 @@ def check(layout: Layout, blobs: Blobs, progress: ByteProgress) -> CheckReport:
                     records.append(read_record(pack))
                 except DamagedError as error:
                     damages.append(Damage(error.damage, _snapshot_of(layout, pack.name)))
-        damages += _lost(blobs, records, found)
+
+        def damage(row: Row) -> str | None:
+            is_gone = row.is_file and row.content not in found.bad and not blobs.has(row.content)
+            return GONE if is_gone else found.bad.get(row.content)
+
+        losses = Losses(blobs.listing, damage)
+        for record in records:
+            losses.add(record.name, record)
+        damages += losses.damages()
         interrupted = _interrupted(layout, damages)
         return CheckReport(
             len(records), found.contents, found.size_bytes, tuple(damages), tuple(interrupted),
@@ -189,53 +234,6 @@ def _check_contents(blobs: Blobs, progress: ByteProgress) -> _Found:
     return found
 
 
-def _lost(blobs: Blobs, records: list[Record], found: _Found) -> list[Damage]:
-    """The contents that snapshots need and that are missing or damaged; one `Damage` for each reason."""
-    losses = Losses()
-    whole: set[bytes] = set()  # listings below which nothing is damaged
-    for record in records:
-        key = (record.workspace, record.name)
-        losses.add(key, _damaged_paths(blobs, record.root, found, whole))
-        if record.inodes is not None:
-            losses.add(key, _damaged_paths(blobs, record.inodes, found, whole), only_inodes=True)
-    return losses.damages()
-
-
-def _damaged_paths(blobs: Blobs, root: Row, found: _Found, whole: set[bytes]) -> list[tuple[bytes, str]]:
-    """The damaged paths below a directory, with the reason; depth first.  Skips listings in `whole`, and adds to it."""
-    wrong: list[tuple[bytes, str]] = []
-    opened: list[tuple[bytes, int]] = []  # listings above, and the number of damaged paths before each
-    pending: list[tuple[bytes, Row] | None] = [(b"", root)]
-    while pending:
-        item = pending.pop()
-        if item is None:
-            digest, before = opened.pop()
-            if len(wrong) == before:
-                whole.add(digest)
-            continue
-        path, row = item
-        digest = row.content
-        if stat.S_ISREG(row.mode):
-            if digest and (digest in found.bad or not blobs.has(digest)):
-                wrong.append((path, found.bad.get(digest, GONE)))
-            continue
-        if not stat.S_ISDIR(row.mode) or digest in whole:
-            continue
-        if digest in found.bad:
-            wrong.append((path, found.bad[digest]))
-            continue
-        try:
-            rows = blobs.listing(digest)
-        except DamagedError as error:
-            wrong.append((path, error.damage))
-            continue
-        opened.append((digest, len(wrong)))
-        pending.append(None)
-        prefix = path + b"/" if path else b""
-        pending += [(prefix + below.name, below) for below in reversed(rows)]
-    return wrong
-
-
 def _interrupted(layout: Layout, damages: list[Damage]) -> list[str]:
     """The workspaces with an incomplete restore; a damaged record of one is added to `damages`."""
     found = []
@@ -274,8 +272,12 @@ def collect_garbage(
         packs = blobs.packs.all()
         snapshots = [pack for pack in packs if workspace_and_serial(pack.name) is not None]
         roots = [digest for pack in snapshots for digest in read_record(pack).roots]
-        needed = _needed(blobs, [*roots, *leased(layout)], tolerant=repair)
-        run = _Collection(layout, blobs, needed, progress)
+
+        def read(level: Collection[bytes]) -> Iterator[list[Row]]:
+            return (blobs.listing(digest) for digest in level if not repair or blobs.has(digest))
+
+        listings, contents = needed_by([*roots, *leased(layout)], read)
+        run = _Collection(layout, blobs, {*listings, *contents}, progress)
         # First the steps that need no space, because the disk may be full.
         run.remove_temporaries()
         run.remove_objects()
@@ -317,25 +319,6 @@ def _remove_damage(layout: Layout, blobs: Blobs, progress: ByteProgress) -> tupl
     sync_directory(layout.packs)
     blobs.packs.reread()
     return sum(sizes), len(sizes)
-
-
-def _needed(blobs: Blobs, roots: Iterable[bytes], *, tolerant: bool) -> set[bytes]:
-    """The digests of everything that the listings `roots` need; `tolerant` skips missing listings."""
-    needed: set[bytes] = set()
-    pending = list(roots)
-    while pending:
-        digest = pending.pop()
-        if digest in needed:
-            continue
-        needed.add(digest)
-        if tolerant and not blobs.has(digest):
-            continue
-        for row in blobs.listing(digest):
-            if stat.S_ISDIR(row.mode):
-                pending.append(row.content)
-            elif stat.S_ISREG(row.mode) and row.content:
-                needed.add(row.content)
-    return needed
 
 
 class _Collection:

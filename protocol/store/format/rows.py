@@ -33,7 +33,7 @@ from protocol.tree import HasMode, TreeEntry
 from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from protocol.store.directory.statcache import CachedDirectory
     from protocol.store.format.blobs import Sink
@@ -138,6 +138,29 @@ def sum_counts(several: Iterable[tuple[int, int, int]]) -> TreeCounts:
         directories += more_directories
         size_bytes += more_bytes
     return TreeCounts(files, directories, size_bytes)
+
+
+def needed_by(
+    roots: Iterable[bytes], read: Callable[[Collection[bytes]], Iterable[list[Row]]]
+) -> tuple[Collection[bytes], dict[bytes, int]]:
+    """The digests of the listings `roots` and of all below them; and the size of each content that they name.
+
+    `read` returns the rows of some listings: those of one level of the tree, of which it may leave some out.
+    """
+    listings: dict[bytes, None] = {}
+    contents: dict[bytes, int] = {}
+    level = dict.fromkeys(roots)
+    while level:
+        listings |= level
+        below: dict[bytes, None] = {}
+        for rows in read(level):
+            for row in rows:
+                if stat.S_ISDIR(row.mode):
+                    below[row.content] = None
+                elif stat.S_ISREG(row.mode) and row.content:
+                    contents[row.content] = row.size
+        level = {digest: None for digest in below if digest not in listings}
+    return listings, contents
 
 
 def directory_number(path: bytes) -> int:

@@ -19,14 +19,14 @@ import contextlib
 import secrets
 import stat
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from protocol.store.format.digests import CHUNK_BYTES
 from protocol.store.format.packs import BlobLocation, DamagedError, Pack
-from protocol.store.format.rows import Row
+from protocol.store.format.rows import Row, needed_by
 from protocol.store.object_store.packs import (
     CLOCK,
     CLOCK_ERROR_S,
@@ -258,24 +258,16 @@ def needed_blobs(packs: RemotePacks, view: PackView, roots: Iterable[bytes], *, 
     DamagedError if a listing is damaged, or is gone and `tolerant` is not set.
     """
 
-    def located(digests: set[bytes]) -> Iterable[tuple[bytes, BlobLocation]]:
+    def located(digests: Iterable[bytes]) -> list[tuple[bytes, BlobLocation]]:
         return [view.located(digest) for digest in digests if not tolerant or view.find(digest) is not None]
 
-    found: set[bytes] = set()
-    listings, maps = set(roots), set[bytes]()
-    while listings or maps:
-        found |= listings | maps
-        below: set[bytes] = set()
-        long: set[bytes] = set()
-        for digest, data in packs.blobs(located(maps)):
-            found.update(decode_chunk_map(digest, data).chunks.values())
-        for digest, data in packs.blobs(located(listings)):
-            for row in decode_listing_of(digest, data):
-                if stat.S_ISDIR(row.mode):
-                    below.add(row.content)
-                elif stat.S_ISREG(row.mode) and row.content:
-                    (long if row.size > CHUNK_BYTES else found).add(row.content)
-        listings, maps = below - found, long - found
+    def read(level: Iterable[bytes]) -> Iterator[list[Row]]:
+        return (decode_listing_of(digest, data) for digest, data in packs.blobs(located(level)))
+
+    listings, contents = needed_by(roots, read)
+    found = {*listings, *contents}
+    for digest, data in packs.blobs(located(digest for digest, size in contents.items() if size > CHUNK_BYTES)):
+        found.update(decode_chunk_map(digest, data).chunks.values())
     return found
 
 
@@ -317,12 +309,9 @@ class _Check:
         view = self._remote.packs.view()
         damages = [Damage(f"{name}: {error.damage}") for name, error in view.damaged.items()]
         self._read(view)
-        losses = Losses()
+        losses = Losses(lambda digest: decode_listing_of(digest, self._metadata.get(digest, b"")), self._damage_of)
         for one in snapshots:
-            record = one.record
-            losses.add((record.workspace, one.name), self._lost(record.root))
-            if record.inodes is not None:
-                losses.add((record.workspace, one.name), self._lost(record.inodes), only_inodes=True)
+            losses.add(one.name, one.record)
         lost = losses.damages()
         needed = {damage.what for damage in lost}
         damages += [Damage(why) for why in dict.fromkeys(self._bad.values()) if why not in needed]
@@ -358,30 +347,6 @@ class _Check:
         self.contents += pack.entries
         self.size_bytes += pack.size_bytes
         self._progress(self.size_bytes, total)
-
-    def _lost(self, root: Row) -> list[tuple[bytes, str]]:
-        """The damaged paths of a snapshot, with the reason."""
-        wrong = []
-        pending = [(b"", root)]
-        seen: set[bytes] = set()
-        while pending:
-            path, row = pending.pop()
-            if not row.content or row.is_symlink or row.content in seen:
-                continue
-            why = self._damage_of(row)
-            if why is not None:
-                wrong.append((path, why))
-                continue
-            if stat.S_ISDIR(row.mode):
-                seen.add(row.content)
-                prefix = path + b"/" if path else b""
-                try:
-                    rows = decode_listing_of(row.content, self._metadata.get(row.content, b""))
-                except DamagedError as error:
-                    wrong.append((path, error.damage))
-                    continue
-                pending += [(prefix + below.name, below) for below in reversed(rows)]
-        return wrong
 
     def _damage_of(self, row: Row) -> str | None:
         """Why an entry cannot be read; None if it can."""

@@ -21,7 +21,7 @@ import errno
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, ParamSpec, TypeVar
@@ -33,7 +33,7 @@ from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Blobs, Sink
 from protocol.store.format.digests import CHUNK_BYTES
 from protocol.store.format.packs import DamagedError, MemoryPack, damaged_blob
-from protocol.store.format.rows import Record, Row, TreeCounts
+from protocol.store.format.rows import Record, Row, TreeCounts, needed_by
 from protocol.store.object_store.packs import (
     CLOCK_ERROR_S,
     CONDEMNED,
@@ -409,19 +409,24 @@ class RemoteSource:
         """Give the snapshot to `sink`.  DamagedError."""
         del cache, unreadable, progress
         view = self._packs.view()
-        missing = self._take_listings(view, sink)
-        self._total = sum(row.size for row in missing)
-        short = {row.content: row for row in missing if row.size <= LARGE_BYTES}
+
+        def read(level: Collection[bytes]) -> Iterator[list[Row]]:
+            for digest, data in self._listings(view, level):
+                sink.listing(data)
+                yield decode_listing_of(digest, data)
+
+        _, contents = needed_by(self._record.roots, read)
+        missing = {digest: size for digest, size in contents.items() if not sink.has(digest)}
+        self._total = sum(missing.values())
+        short = [digest for digest, size in missing.items() if size <= LARGE_BYTES]
         for digest, data in self._packs.blobs(map(view.located, short)):
-            if len(data) != short[digest].size:
+            if len(data) != missing[digest]:
                 raise damaged_blob(digest, "has another size than its file")
             sink.small(data)
-            self._count(len(data), digest)
-        for row in missing:
-            if row.size > LARGE_BYTES:
-                digest, _ = sink.stream(self._content(view, row), self._count)
-                if digest != row.content:
-                    raise damaged_blob(row.content)
+            self._count(len(data))
+        for digest, size in missing.items():
+            if size > LARGE_BYTES and sink.stream(self._content(view, digest, size), self._count)[0] != digest:
+                raise damaged_blob(digest)
         record = self._record
         counts = TreeCounts(record.files, record.directories, record.size_bytes)
         return Scanned(record.root, counts, record.unstable, record.unreadable, inodes=record.inodes)
@@ -434,29 +439,11 @@ class RemoteSource:
         """Not used, as `read`."""
         raise NotImplementedError
 
-    def _count(self, size: int, _digest: bytes = b"") -> None:
+    def _count(self, size: int) -> None:
         self._done += size
         self._progress(self._done, self._total)
 
-    def _take_listings(self, view: PackView, sink: Sink) -> list[Row]:
-        """Give all listings to `sink`, one level of the tree after the other; return the files that it lacks."""
-        missing: dict[bytes, Row] = {}
-        seen: set[bytes] = set()
-        level = set(self._record.roots)
-        while level:
-            seen |= level
-            below: set[bytes] = set()
-            for digest, data in self._listings(view, level):
-                sink.listing(data)
-                for row in decode_listing_of(digest, data):
-                    if row.is_dir:
-                        below.add(row.content)
-                    elif row.is_file and row.content and row.content not in missing and not sink.has(row.content):
-                        missing[row.content] = row
-            level = below - seen
-        return list(missing.values())
-
-    def _listings(self, view: PackView, digests: set[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    def _listings(self, view: PackView, digests: Collection[bytes]) -> Iterator[tuple[bytes, bytes]]:
         remote = []
         for digest in digests:
             data = self._local.small(digest)
@@ -466,12 +453,12 @@ class RemoteSource:
                 yield digest, data
         yield from self._packs.blobs(map(view.located, remote))
 
-    def _content(self, view: PackView, row: Row) -> Iterator[Chunk]:
-        """The content of a file, in pieces."""
-        ((_, data),) = self._packs.blobs([view.located(row.content)])
-        found = None if row.size <= CHUNK_BYTES else decode_chunk_map(row.content, data)
-        if row.size != (len(data) if found is None else found.size):
-            raise damaged_blob(row.content, "has another size than its file")
+    def _content(self, view: PackView, content: bytes, size: int) -> Iterator[Chunk]:
+        """A content of `size` bytes, in pieces."""
+        ((_, data),) = self._packs.blobs([view.located(content)])
+        found = None if size <= CHUNK_BYTES else decode_chunk_map(content, data)
+        if size != (len(data) if found is None else found.size):
+            raise damaged_blob(content, "has another size than its file")
         if found is None:
             yield data
             return
@@ -483,5 +470,5 @@ class RemoteSource:
             ((_, chunk),) = self._packs.blobs([view.located(digest)])
             yield chunk
             done = start + len(chunk)
-        if done < row.size:
-            yield Hole(row.size - done)
+        if done < size:
+            yield Hole(size - done)

@@ -26,7 +26,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -107,7 +107,7 @@ class Storage(Protocol):
 def open_storage(
     url: str, options: Mapping[str, str] = MappingProxyType({}), *, patience_s: float = _PATIENCE_S,
     refused_s: float = _REFUSED_S, silence_s: float = _SILENCE_S,
-    waiting: Waiting = lambda _cause, _left_s: None, makes_directory: bool = True,
+    waiting: Waiting = lambda _cause, _left_s: None, makes_directory: bool = True, late: bool = False,
 ) -> ObstoreStorage:  # fmt: skip
     """Open the objects below `url`: s3://BUCKET/PREFIX, gs://, az:// or file:///DIRECTORY.
 
@@ -117,9 +117,20 @@ def open_storage(
     has failed for `silence_s`, or the first one has no answer: with the cause, and for how many seconds it will be
     repeated.
     `makes_directory`: make the directory of file:///, if there is none; otherwise FileNotFoundError.
+    `late`: open the store when it is used first, and again as long as that fails; refused connections are then repeated
+    as others are.
 
     ImportError without `obstore`; OSError (EINVAL).
     """
+
+    def opening() -> ObjectStore:
+        return _opened(url, options, makes_directory=makes_directory)
+
+    refused_s = patience_s if late else min(refused_s, patience_s)
+    return ObstoreStorage(url, None if late else opening(), opening, patience_s, refused_s, silence_s, waiting)
+
+
+def _opened(url: str, options: Mapping[str, str], *, makes_directory: bool) -> ObjectStore:
     from obstore.store import from_url  # noqa: PLC0415 an optional dependency
 
     client: dict[str, Any] = {"timeout": _TIMEOUT, "connect_timeout": _CONNECT_TIMEOUT}
@@ -149,10 +160,9 @@ def open_storage(
         arguments["mkdir"] = makes_directory
         _check_directory(url, makes_directory=makes_directory)
     try:
-        store = from_url(url, **arguments)
+        return from_url(url, **arguments)
     except Exception as error:  # noqa: BLE001 (those of `obstore` have no other common base)
         raise OSError(errno.EINVAL, f"cannot open the store: {first_line(error)}", url) from None
-    return ObstoreStorage(url, store, patience_s, min(refused_s, patience_s), silence_s, waiting)
 
 
 def _negated(path_style: str, url: str) -> str:
@@ -203,13 +213,17 @@ def _check_endpoint(url: str, options: Mapping[str, str]) -> None:
 
 
 class ObstoreStorage:
-    """Implements `Storage`."""
+    """Implements `Storage`.  `store`: None opens it later."""
 
     def __init__(
-        self, url: str, store: ObjectStore, patience_s: float, refused_s: float, silence_s: float, waiting: Waiting
-    ) -> None:
+        self, url: str, store: ObjectStore | None, opening: Callable[[], ObjectStore], patience_s: float,
+        refused_s: float, silence_s: float, waiting: Waiting,
+    ) -> None:  # fmt: skip
         self.url = url
-        self._store = store
+        self.received_bytes = 0  # of objects
+        self._opened = store
+        self._opening = opening
+        self._opening_lock = threading.Lock()
         self._patience_s = patience_s
         self._refused_s = refused_s
         self._silence_s = silence_s
@@ -237,73 +251,73 @@ class ObstoreStorage:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _begin(self, key: str, attempt: Callable[[ObjectStore], Awaitable[T]]) -> Future[T]:
+        with self._opening_lock:
+            store = self._opened = self._opened or self._opening()
+        return asyncio.run_coroutine_threadsafe(self._retried(key, lambda: attempt(store)), self._loop)
 
     def create(self, key: str, data: bytes) -> Future[bool]:
-        return self._begin(self._create(key, data))
-
-    def read(self, key: str) -> Future[bytes]:
-        return self._begin(self._retried(key, lambda: self._read(key)))
-
-    def read_range(self, key: str, start: int, length: int) -> Future[bytes]:
-        async def attempt() -> bytes:
-            import obstore  # noqa: PLC0415 an optional dependency
-
-            data = bytes(await obstore.get_range_async(self._store, key, start=start, length=length))
-            if len(data) != length:
-                raise ConnectionError("the answer is shorter than it has to be")
-            return data
-
-        return self._begin(self._retried(key, attempt))
-
-    def list(self, prefix: str) -> Future[Objects]:
-        return self._begin(self._retried(prefix, lambda: self._list(prefix)))
-
-    def delete(self, key: str) -> Future[None]:
-        async def attempt() -> None:
-            import obstore  # noqa: PLC0415 an optional dependency
-
-            with contextlib.suppress(FileNotFoundError):
-                await obstore.delete_async(self._store, key)
-
-        return self._begin(self._retried(key, attempt))
-
-    async def _read(self, key: str) -> bytes:
-        import obstore  # noqa: PLC0415 an optional dependency
-
-        found = await obstore.get_async(self._store, key)
-        data = bytes(await found.bytes_async())
-        if len(data) != found.meta["size"]:
-            raise ConnectionError("the answer is shorter than it has to be")
-        return data
-
-    async def _list(self, prefix: str) -> Objects:
-        import obstore  # noqa: PLC0415 an optional dependency
-
-        found = [
-            ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
-            async for batch in obstore.list(self._store, prefix)
-            for meta in batch
-        ]
-        return sorted(found, key=lambda info: info.key)
-
-    async def _create(self, key: str, data: bytes) -> bool:
         import obstore  # noqa: PLC0415 an optional dependency
         from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
 
-        async def attempt() -> bool:
+        async def attempt(store: ObjectStore) -> bool:
             try:
-                await obstore.put_async(self._store, key, data, mode="create", use_multipart=False)
+                await obstore.put_async(store, key, data, mode="create", use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
                 # Perhaps it was this create, whose first answer was lost.
                 try:
-                    return await self._read(key) == data
+                    return await self._read(store, key) == data
                 except FileNotFoundError:
                     raise ConnectionError("the object is being created or deleted") from None
             return True
 
-        return await self._retried(key, attempt)
+        return self._begin(key, attempt)
+
+    def read(self, key: str) -> Future[bytes]:
+        return self._begin(key, lambda store: self._read(store, key))
+
+    def read_range(self, key: str, start: int, length: int) -> Future[bytes]:
+        import obstore  # noqa: PLC0415 an optional dependency
+
+        async def attempt(store: ObjectStore) -> bytes:
+            data = bytes(await obstore.get_range_async(store, key, start=start, length=length))
+            return self._received(data, length)
+
+        return self._begin(key, attempt)
+
+    async def _read(self, store: ObjectStore, key: str) -> bytes:
+        import obstore  # noqa: PLC0415 an optional dependency
+
+        found = await obstore.get_async(store, key)
+        return self._received(bytes(await found.bytes_async()), found.meta["size"])
+
+    def _received(self, data: bytes, size: int) -> bytes:
+        if len(data) != size:
+            raise ConnectionError("the answer is shorter than it has to be")
+        self.received_bytes += size
+        return data
+
+    def list(self, prefix: str) -> Future[Objects]:
+        import obstore  # noqa: PLC0415 an optional dependency
+
+        async def attempt(store: ObjectStore) -> Objects:
+            found = [
+                ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                async for batch in obstore.list(store, prefix)
+                for meta in batch
+            ]
+            return sorted(found, key=lambda info: info.key)
+
+        return self._begin(prefix, attempt)
+
+    def delete(self, key: str) -> Future[None]:
+        import obstore  # noqa: PLC0415 an optional dependency
+
+        async def attempt(store: ObjectStore) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                await obstore.delete_async(store, key)
+
+        return self._begin(key, attempt)
 
     async def _retried(self, key: str, attempt: Callable[[], Awaitable[T]]) -> T:
         began = time.monotonic()

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from protocol.linux import credentials
 from protocol.store.format.digests import CHUNK_BYTES
 from protocol.store.format.packs import DamagedError
-from protocol.store.format.rows import Row, decode_listing
+from protocol.store.format.rows import Row, decode_listing, needed_by
 from protocol.store.object_store.lazy.client import (
     Blobs,
     Failed,
@@ -51,83 +51,12 @@ if TYPE_CHECKING:
     from protocol.store.format.rows import Record
     from protocol.store.object_store.lazy.contents import BlobCache
     from protocol.store.object_store.lazy.fetcher import Fetcher, LazyIndex
-    from protocol.store.object_store.storage import Objects, Storage
 
 _THREADS: Final = 16
 _REPORT_S: Final = 0.25
 _LEAST_TIMEOUT_S: Final = 5
 _TICK_MS: Final = 100
 _CAUSE_S: Final = 2.0  # the error of a request that was given up in time says more
-
-
-class Counted:
-    """A `Storage` that counts what it receives."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-        self.url = storage.url
-        self.received_bytes = 0
-
-    def _counted(self, answer: Future[bytes]) -> Future[bytes]:
-        answer.add_done_callback(self._count)
-        return answer
-
-    def _count(self, answer: Future[bytes]) -> None:
-        if not answer.cancelled() and answer.exception() is None:
-            self.received_bytes += len(answer.result())
-
-    def create(self, key: str, data: bytes) -> Future[bool]:
-        return self.storage.create(key, data)
-
-    def read(self, key: str) -> Future[bytes]:
-        return self._counted(self.storage.read(key))
-
-    def read_range(self, key: str, start: int, length: int) -> Future[bytes]:
-        return self._counted(self.storage.read_range(key, start, length))
-
-    def list(self, prefix: str) -> Future[Objects]:
-        return self.storage.list(prefix)
-
-    def delete(self, key: str) -> Future[None]:
-        return self.storage.delete(key)
-
-    def close(self) -> None:
-        self.storage.close()
-
-
-class LateStorage:
-    """A `Storage` that is opened when it is used first, and again as long as that fails."""
-
-    def __init__(self, url: str, opening: Callable[[], Storage]) -> None:
-        self.url = url
-        self._opening = opening
-        self._opened: Storage | None = None
-        self._lock = threading.Lock()
-
-    def _storage(self) -> Storage:
-        with self._lock:
-            if self._opened is None:
-                self._opened = self._opening()
-            return self._opened
-
-    def create(self, key: str, data: bytes) -> Future[bool]:
-        return self._storage().create(key, data)
-
-    def read(self, key: str) -> Future[bytes]:
-        return self._storage().read(key)
-
-    def read_range(self, key: str, start: int, length: int) -> Future[bytes]:
-        return self._storage().read_range(key, start, length)
-
-    def list(self, prefix: str) -> Future[Objects]:
-        return self._storage().list(prefix)
-
-    def delete(self, key: str) -> Future[None]:
-        return self._storage().delete(key)
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
 
 
 class Helper:
@@ -163,19 +92,19 @@ class Helper:
     def _open(self, start: Start) -> Record:
         timeout = f"{max(_LEAST_TIMEOUT_S, math.ceil(start.timeout_s))}s"
         options = {"timeout": timeout, "connect_timeout": timeout, **start.options}
-        opening = functools.partial(open_storage, start.url, options, patience_s=start.timeout_s, makes_directory=False)
         name, named = start.name or "", start.record
         # With a record, the snapshot is opened whether the store is there or not.
-        storage = opening() if named is None else LateStorage(start.url, lambda: opening(refused_s=start.timeout_s))
+        self._storage = storage = open_storage(
+            start.url, options, patience_s=start.timeout_s, makes_directory=False, late=named is not None
+        )
         until = time.monotonic() + start.timeout_s + _CAUSE_S
         threading.Thread(target=self._watch_opening, args=(until,), name="vfsd-opening", daemon=True).start()
-        self._storage = counted = Counted(storage)
-        self._index = LazyIndex(counted, RemotePacks(counted, IndexCache(start.index_directory)))
+        self._index = LazyIndex(storage, RemotePacks(storage, IndexCache(start.index_directory)))
         self._index.begin()
         self._cache = BlobCache(start.cache_directory, start.cache_bytes)
-        self._fetcher = Fetcher(counted, self._index, self._cache, self._pool.submit)
+        self._fetcher = Fetcher(storage, self._index, self._cache, self._pool.submit)
         if named is None:
-            remote = RemoteStore(counted)
+            remote = RemoteStore(storage)
             known = None if start.root is None or start.name is None else remote.replaced(start.name, start.root)
             found = known or remote.get(start.name)
             name, record = found.name, found.record
@@ -315,21 +244,10 @@ class Prefetch:
 
     def _contents(self, root: Row) -> dict[bytes, int]:
         """Fetch all listings and chunk maps; return the size of each content and chunk, in the order of a walk."""
-        sizes: dict[bytes, int] = {}
-        maps: dict[bytes, int] = {}
-        seen: set[bytes] = set()
-        level = [root.content]
-        while level:
-            below: list[bytes] = []
-            for data in self._trees(level):
-                for row in decode_listing(data):
-                    if row.is_dir and row.content not in seen:
-                        seen.add(row.content)
-                        below.append(row.content)
-                    elif row.is_file and row.content:
-                        (maps if row.size > CHUNK_BYTES else sizes)[row.content] = row.size
-            level = below
-        for digest, data in zip(maps, self._trees(list(maps)), strict=True):
+        _, contents = needed_by([root.content], lambda level: map(decode_listing, self._trees(list(level))))
+        maps = [digest for digest, size in contents.items() if size > CHUNK_BYTES]
+        sizes = {digest: size for digest, size in contents.items() if size <= CHUNK_BYTES}
+        for digest, data in zip(maps, self._trees(maps), strict=True):
             found = decode_chunk_map(digest, data)
             for number, chunk in found.chunks.items():
                 sizes[chunk] = min(CHUNK_BYTES, found.size - number * CHUNK_BYTES)
