@@ -66,7 +66,7 @@ class Made:
     def entry(self, path: bytes) -> TreeEntry:
         raise NotImplementedError
 
-    def children(self, path: bytes) -> list[bytes]:
+    def entries(self, path: bytes) -> list[TreeEntry]:
         raise NotImplementedError
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:

@@ -26,7 +26,7 @@ if __name__ == "__main__" and not __package__:
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from protocol.backends.memory import MemoryVolume
-from protocol.search import NodeTree, glob_paths, grep_tree
+from protocol.search import glob_paths, grep_tree
 from protocol.tree import Tree
 from protocol.types import GrepMatch
 from tests.support.trees import DictTree
@@ -187,13 +187,12 @@ def main() -> None:
     options = parser.parse_args()
     files = content(options.files)
     with tree_of(options.tree, files) as tree:
-        has_nodes = isinstance(tree, NodeTree)
-        print(f"{len(files)} files of {FILE_BYTES} bytes; tree: {options.tree}{', by nodes' if has_nodes else ''}")
+        print(f"{len(files)} files of {FILE_BYTES} bytes; tree: {options.tree}")
         rows = measure(tree, files, options.rounds)
     show(rows)
     if options.json:
         about = {"python": platform.python_version(), "machine": platform.machine(), "tree": options.tree}
-        options.json.write_text(json.dumps({**about, "files": len(files), "nodes": has_nodes, "rows": rows}, indent=1))
+        options.json.write_text(json.dumps({**about, "files": len(files), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

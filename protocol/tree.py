@@ -8,6 +8,7 @@ Threading: a tree is immutable; one thread at a time may read it.
 
 from __future__ import annotations
 
+import contextlib
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ __all__ = [
     "TreeEntry",
     "filled",
     "losing",
+    "names_in",
     "no_progress",
     "sparse",
     "unfiltered",
@@ -151,8 +153,11 @@ class Tree(Protocol):
         """Return the entry at `path`, without following symlinks.  FileNotFoundError, NotADirectoryError."""
         ...
 
-    def children(self, path: bytes) -> list[bytes]:
-        """Return the names in directory `path`, sorted as bytes.  FileNotFoundError, NotADirectoryError."""
+    def entries(self, path: bytes) -> Iterable[TreeEntry]:
+        """Return the entries in directory `path`, sorted by name as bytes.  FileNotFoundError, NotADirectoryError.
+
+        They may be made one by one, as the caller reads them.
+        """
         ...
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
@@ -180,26 +185,47 @@ class Tree(Protocol):
 
 
 class LookupTree(ABC):
-    """Base of a tree that knows its entries only through `entry` and `children`."""
+    """Base of a tree that knows its entries only through `entry`, and `children` or `entries`."""
 
     @abstractmethod
     def entry(self, path: bytes) -> TreeEntry:
         """See `Tree`, as for all that follow."""
 
-    @abstractmethod
-    def children(self, path: bytes) -> list[bytes]: ...
+    def children(self, path: bytes) -> Iterable[bytes]:
+        """Return the names in directory `path`, sorted as bytes; errors as for `entries`, which this is for."""
+        raise NotImplementedError
+
+    def entries(self, path: bytes) -> Iterable[TreeEntry]:
+        prefix = path + b"/" if path else b""
+        return self._existing(prefix + name for name in self.children(path))
+
+    def _existing(self, paths: Iterable[bytes]) -> Iterator[TreeEntry]:
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # of a live tree: removed meanwhile
+                yield self.entry(path)
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        waiting = [path]
+        waiting: list[Iterator[TreeEntry]] = [iter((self.entry(path),))]
         while waiting:
-            at = waiting.pop()
-            entry = self.entry(at)
+            entry = next(waiting[-1], None)
+            if entry is None:
+                waiting.pop()
+                continue
             yield entry
             if entry.is_dir:
-                waiting.extend(at + b"/" + name if at else name for name in reversed(self.children(at)))
+                try:
+                    waiting.append(iter(self.entries(entry.path)))
+                except (FileNotFoundError, NotADirectoryError):  # as above
+                    if entry.path == path:
+                        raise
 
     def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002
         return None
+
+
+def names_in(tree: Tree, path: bytes) -> list[bytes]:
+    """Return the names in directory `path`, sorted as bytes."""
+    return [entry.name for entry in tree.entries(path)]
 
 
 @runtime_checkable

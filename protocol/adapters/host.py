@@ -155,8 +155,7 @@ def _chosen(host: PathFilesTree, start: bytes, mount: HostMount) -> Iterator[Tre
         above = [each for each in above if not each.path or path.startswith(each.path + b"/")]
         if entry.is_dir:
             above.append(entry)
-            prefix = path + b"/" if path else b""
-            waiting.extend(prefix + name for name in reversed(host.children(path)))
+            waiting.extend(below.path for below in reversed(host.entries(path)))
             if mount.include and not is_start:
                 continue
         elif not (entry.is_file or entry.is_symlink) or (mount.include and not _matches(relative, mount.include)):

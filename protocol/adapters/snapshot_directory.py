@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 from protocol.errors import SnapshotNotFoundError, os_error, shown
-from protocol.tree import TreeEntry
+from protocol.tree import Tree, TreeEntry, names_in
 from protocol.volume import (
     COOKIE_END,
     NAME_MAX,
@@ -46,19 +46,11 @@ from protocol.volume import (
 )
 from protocol.volume_extensions import SnapshotInfo
 
-__all__ = ["NAME", "ReadableState", "SnapshotDirectoryVolume", "SnapshotStates", "shown_name"]
+__all__ = ["NAME", "SnapshotDirectoryVolume", "SnapshotStates", "shown_name"]
 
 T = TypeVar("T")
 NAME: Final = b".snapshots"
 _BATCH: Final = 1024  # entries that one request lists at most
-
-
-class ReadableState(Protocol):
-    """One state: the part of `protocol.tree.Tree` that is needed here.  Any thread, one at a time."""
-
-    def entry(self, path: bytes) -> TreeEntry: ...
-    def children(self, path: bytes) -> list[bytes]: ...
-    def read(self, path: bytes, offset: int, size: int) -> bytes: ...
 
 
 class SnapshotStates(Protocol):
@@ -68,7 +60,7 @@ class SnapshotStates(Protocol):
         """Return the snapshots, oldest first."""
         ...
 
-    def using(self, info: SnapshotInfo, read: Callable[[ReadableState], T]) -> Answer[T]:
+    def using(self, info: SnapshotInfo, read: Callable[[Tree], T]) -> Answer[T]:
         """Return what `read` returns for the state of a snapshot.  SnapshotNotFoundError if it was dropped."""
         ...
 
@@ -234,7 +226,7 @@ class SnapshotDirectoryVolume:
         node = self._inodes.node(inode)
         return self._using(node.info, lambda state: state.entry(node.path))
 
-    def _using(self, info: SnapshotInfo, read: Callable[[ReadableState], T]) -> Answer[T]:
+    def _using(self, info: SnapshotInfo, read: Callable[[Tree], T]) -> Answer[T]:
         return catching(SnapshotNotFoundError, lambda: self._states.using(info, read), _stale)
 
     def setattr(self, inode: int, changes: AttributeChanges) -> Answer[Attributes]:
@@ -337,8 +329,8 @@ class SnapshotDirectoryVolume:
         names = self._listing[1] if self._listing is not None and self._listing[0] == inode else None
         prefix = node.path + b"/" if node.path else b""
 
-        def read(state: ReadableState) -> tuple[list[bytes], list[tuple[int, bytes, TreeEntry | None]]]:
-            all_names = state.children(node.path) if names is None else names
+        def read(state: Tree) -> tuple[list[bytes], list[tuple[int, bytes, TreeEntry | None]]]:
+            all_names = names_in(state, node.path) if names is None else names
             batch = list(enumerate((b".", b".."), 1))[cookie:]
             start = max(0, cookie - 2)
             batch += enumerate(all_names[start : start + _BATCH], start + 3)

@@ -30,7 +30,7 @@ Hides = Callable[[bytes, bool], bool]
 """Called with (path, whether it is a directory) where nothing above the path is hidden: whether the path is."""
 
 
-class FilteredTree:
+class FilteredTree(LookupTree):
     """`tree` without the paths that `hides` hides and everything below them; hidden directories are not walked."""
 
     def __init__(self, tree: Tree, hides: Hides) -> None:
@@ -50,22 +50,13 @@ class FilteredTree:
             raise os_error(errno.ENOENT, path.decode("utf-8", "backslashreplace"))
         return entry
 
-    def _shown_below(self, directory: bytes) -> list[TreeEntry]:
-        prefix = directory + b"/" if directory else b""
-        entries = (self._tree.entry(prefix + name) for name in self._tree.children(directory))
-        return [entry for entry in entries if not self._hides(entry.path, entry.is_dir)]
-
-    def children(self, path: bytes) -> list[bytes]:
+    def entries(self, path: bytes) -> Iterator[TreeEntry]:
         self.entry(path)
-        return [entry.name for entry in self._shown_below(path)]
+        return filter(self._shows, self._tree.entries(path))
 
-    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        todo = [self.entry(path)]
-        while todo:
-            entry = todo.pop()
-            yield entry
-            if entry.is_dir:
-                todo += reversed(self._shown_below(entry.path))
+    def _shows(self, entry: TreeEntry) -> bool:
+        """Whether an entry of a directory that is shown is shown, too."""
+        return not self._hides(entry.path, entry.is_dir)
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         self.entry(path)
@@ -188,8 +179,7 @@ class TreeFiles:
         return entry.target
 
     def names(self, node: int) -> list[tuple[bytes, int]]:
-        names = self.tree.children(self._paths[node])
-        return [(name, self.tree.entry(self._below(node, name)).mode & TYPE_MASK) for name in names]
+        return [(entry.name, entry.mode & TYPE_MASK) for entry in self.tree.entries(self._paths[node])]
 
     def xattrs(self, node: int) -> Mapping[bytes, bytes]:
         return self.tree.entry(self._paths[node]).xattrs

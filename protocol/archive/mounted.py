@@ -16,9 +16,11 @@ import io
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, BinaryIO, Final, NamedTuple, cast
+
+from msgspec.structs import replace
 
 from protocol.archive.content import RandomAccess
 from protocol.archive.manifest import ArchiveLimits
@@ -26,7 +28,7 @@ from protocol.archive.members import Member, data_start
 from protocol.archive.read import Contents, read_outline
 from protocol.errors import ArchiveError, os_error, shown
 from protocol.linux.regular_file import open_regular
-from protocol.tree import TYPE_MASK, TreeEntry
+from protocol.tree import CHUNK_BYTES, TYPE_MASK, Chunk, LookupTree, TreeEntry, sparse
 
 _BUFFER_BYTES: Final = 128 * 1024
 _ENTRY_BYTES: Final = 320  # memory of an entry, without its path
@@ -71,7 +73,7 @@ class _PositionedFile(io.RawIOBase):
         return count
 
 
-class MountedArchive:
+class MountedArchive(LookupTree):
     """The archive at `path`.  Implements `protocol.backends.overlay.tree_lower.LowerTree`.
 
     ArchiveError if the archive is refused; OSError.  `reserve` is called with each number of bytes that reading the
@@ -155,39 +157,40 @@ class MountedArchive:
     # -- LowerTree ---------------------------------------------------------------------------------
     def entry(self, path: bytes) -> TreeEntry:
         number = self._number(path)
-        mode = self._modes[number]
-        rare = self._rare.get(number) or _Rare(1, 0, 0, _NO_XATTRS)
-        entry = TreeEntry(
-            path, mode, self._sizes[number], self._mtimes[number], self._uids[number], self._gids[number],
-            rare.nlink, rare.inode, rare.rdev, b"", rare.xattrs,
-        )  # fmt: skip
-        if entry.is_symlink:
-            target = self._content.read(self._member(number), 0, entry.size, self._locate)
-            if b"\0" in target:
-                raise ArchiveError("the symlink's target has a NUL byte", shown(path))
-            return TreeEntry(
-                path, mode, len(target), entry.mtime_ns, entry.uid, entry.gid, rare.nlink, rare.inode, rare.rdev,
-                target, rare.xattrs,
-            )  # fmt: skip
-        return entry
+        entry = self._entry(number)
+        if not entry.is_symlink:
+            return entry
+        target = self._content.read(self._member(number), 0, entry.size, self._locate)
+        if b"\0" in target:
+            raise ArchiveError("the symlink's target has a NUL byte", shown(path))
+        return replace(entry, size=len(target), target=target)
 
-    def rows(self, path: bytes) -> list[tuple[bytes, int, int]]:
+    def _entry(self, number: int) -> TreeEntry:
+        rare = self._rare.get(number) or _Rare(1, 0, 0, _NO_XATTRS)
+        return TreeEntry(
+            self._paths[number], self._modes[number], self._sizes[number], self._mtimes[number], self._uids[number],
+            self._gids[number], rare.nlink, rare.inode, rare.rdev, b"", rare.xattrs,
+        )  # fmt: skip
+
+    def entries(self, path: bytes) -> list[TreeEntry]:
+        """The entries in directory `path`, sorted.  Symlinks are without their target, which `entry` reads."""
         numbers = self._children.get(path)
         if numbers is None:
             self._number(path)
             raise os_error(errno.ENOTDIR, shown(path))
-        cut = len(path) + 1 if path else 0
-        rare = self._rare
-        return [
-            (self._paths[number][cut:], self._modes[number], _link(rare.get(number)) if rare else 0)
-            for number in numbers
-        ]
+        return [self._entry(number) for number in numbers]
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         number = self._number(path)
         if self._modes[number] & TYPE_MASK != 0o100000:
             raise os_error(errno.EINVAL, shown(path))
         return self._content.read(self._member(number), offset, size, self._locate)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+        at = 0
+        while piece := self.read(path, at, size):
+            yield from sparse(piece)
+            at += len(piece)
 
     def ranges(self, path: bytes, start: int, end: int) -> list[tuple[int, int]]:  # noqa: ARG002
         """The whole: an archive does not say where a file has holes."""
@@ -205,14 +208,7 @@ class MountedArchive:
 
     @property
     def inode_failure(self) -> None:
-        """None: see `inode_row`."""
-
-    def inode_row(self, path: bytes) -> None:  # noqa: ARG002
         """None: an archive has neither inode numbers nor ctimes."""
-        return
-
-    def inode_rows(self, path: bytes) -> Mapping[bytes, Any]:  # noqa: ARG002
-        return {}
 
     def stop(self) -> None:
         self._content.stop()
@@ -262,7 +258,3 @@ class MountedArchive:
 
 def _member_name(path: bytes) -> bytes:
     return b"files/" + path
-
-
-def _link(rare: _Rare | None) -> int:
-    return rare.inode if rare is not None and rare.nlink > 1 else 0

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -33,7 +33,7 @@ from protocol.archive.manifest import (
 )
 from protocol.archive.members import Member, data_start, read_directory, read_members
 from protocol.errors import ArchiveError, os_error, shown
-from protocol.tree import CHUNK_BYTES, TYPE_MASK, ByteProgress, Chunk, Tree, TreeEntry, no_progress, sparse
+from protocol.tree import CHUNK_BYTES, TYPE_MASK, ByteProgress, Chunk, LookupTree, TreeEntry, no_progress, sparse
 from protocol.volume import ROOT_INODE
 
 # Local headers and small entries are adjacent: one read(2) gets many.
@@ -88,7 +88,7 @@ def _open_at_once(name: str | bytes, flags: int) -> int:
     return os.open(name, flags | os.O_NONBLOCK)
 
 
-class ArchiveTree:
+class ArchiveTree(LookupTree):
     """The tree of an archive, made by `open_archive`; for one thread at a time.
 
     Inode numbers only identify hard links.
@@ -99,13 +99,12 @@ class ArchiveTree:
         self._reader = ContentReader(file)
         self._entries = contents.entries
         self._members = contents.members
-        self._children: dict[bytes, list[bytes]] = {path: [] for path, entry in self._entries.items() if entry.is_dir}
-        for path in self._entries:
+        self._children: dict[bytes, list[TreeEntry]] = {
+            path: [] for path, entry in self._entries.items() if entry.is_dir
+        }
+        for path, entry in sorted(self._entries.items()):
             if path:
-                cut = path.rfind(b"/")
-                self._children[path[:cut] if cut >= 0 else b""].append(path[cut + 1 :])
-        for names in self._children.values():
-            names.sort()
+                self._children[path.rpartition(b"/")[0]].append(entry)
         self.file_count = contents.manifest.file_count
         self.total_bytes = contents.manifest.total_bytes
         self.created_at = _utc(contents.manifest.created_at)
@@ -120,24 +119,11 @@ class ArchiveTree:
             parent = parent.rpartition(b"/")[0]
         raise os_error(errno.ENOENT if self._entries[parent].is_dir else errno.ENOTDIR, shown(path))
 
-    def children(self, path: bytes) -> list[bytes]:
-        """The names in directory `path`, sorted.  FileNotFoundError, NotADirectoryError."""
+    def entries(self, path: bytes) -> list[TreeEntry]:
+        """The entries in directory `path`, sorted.  FileNotFoundError, NotADirectoryError."""
         if not self.entry(path).is_dir:
             raise os_error(errno.ENOTDIR, shown(path))
-        return list(self._children[path])
-
-    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        """Yield `path` and everything below it, parents first, siblings sorted."""
-        self.entry(path)
-        # A stack instead of recursion: paths may be 2,048 deep.
-        waiting = [path]
-        while waiting:
-            path = waiting.pop()
-            yield self._entries[path]
-            names = self._children.get(path)
-            if names:
-                prefix = path + b"/" if path else b""
-                waiting.extend(prefix + name for name in reversed(names))
+        return self._children[path]
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         """Read up to `size` bytes of a file; fewer only at its end.  IsADirectoryError; EINVAL for a special file.
@@ -149,10 +135,6 @@ class ArchiveTree:
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         """Yield the content of a regular file in chunks of at most `size` bytes, and holes; errors as for `read`."""
         return chain.from_iterable(map(sparse, decompressed(self._file, self._file_member(path), size)))
-
-    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 -- the contract's
-        """Unknown without a walk."""
-        return None
 
     def _file_member(self, path: bytes) -> Member:
         entry = self.entry(path)

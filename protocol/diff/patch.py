@@ -133,7 +133,7 @@ def _side(tree: Tree, entry: TreeEntry | None) -> _Side:
     if entry.is_symlink:
         return _Content(tree, entry, stat.S_IFLNK, entry.target)
     if entry.is_dir:
-        return _Directory(is_empty=not unfiltered(tree).children(entry.path))
+        return _Directory(is_empty=not unfiltered(tree).entries(entry.path))
     if not entry.is_file:
         return _Refused("a special file")
     if entry.size > BINARY_LIMIT_BYTES:
@@ -344,7 +344,7 @@ class _Writer:
         above = removed.rpartition(b"/")[0]
         while above and entry_or_none(tree, above) is None:
             above = above.rpartition(b"/")[0]
-        if above and above != self._emptied and tree.entry(above).is_dir and not tree.children(above):
+        if above and above != self._emptied and tree.entry(above).is_dir and not tree.entries(above):
             self._emptied = above
             self._report(above, "a directory that is empty now", is_usual=True)
 

@@ -23,7 +23,7 @@ from protocol.diff.tree_diff import comparer
 from protocol.errors import os_error, shown
 from protocol.merge.git import TextCase, TextMerge, TextResult
 from protocol.merge.sides import ConflictReason, Sides, Trees, type_of
-from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, Tree, TreeEntry, names_in
 from protocol.values import Value
 
 _UNCHANGED: Final = object()
@@ -110,8 +110,8 @@ class MergedTree(LookupTree):
         if node is not None and not node.entry.is_dir:
             raise os_error(errno.ENOTDIR, os.fsdecode(path))
         if node is not None and node.below == "tree":
-            return node.tree.children(node.source)
-        names = [] if node is not None and node.below == "nodes" else self._ours.children(path)
+            return names_in(node.tree, node.source)
+        names = [] if node is not None and node.below == "nodes" else names_in(self._ours, path)
         changed = self._names.get(path)
         if not changed:
             return names

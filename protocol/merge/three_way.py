@@ -237,8 +237,7 @@ class _Merger:
 
     def _left(self, path: bytes) -> list[bytes]:
         """The paths in a directory of `ours` that are not removed."""
-        children = (joined(path, name) for name in self._trees.ours.children(path))
-        return [child for child in children if child not in self._removed]
+        return [child.path for child in self._trees.ours.entries(path) if child.path not in self._removed]
 
     def _removal(self, path: bytes) -> _Decision:
         self._removed.add(path)

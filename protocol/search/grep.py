@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import errno
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -16,18 +15,15 @@ from protocol.search.patterns import ALL_FILES, GlobPattern
 from protocol.search.walk import (
     SKIP_NOTHING,
     CancelCheck,
-    NodeTree,
     SkipRules,
     UnreadablePaths,
-    WalkEntry,
     is_binary,
     is_gone,
     is_unreadable,
     matching_files,
     never_cancelled,
-    nodes_of,
 )
-from protocol.tree import Tree
+from protocol.tree import Tree, TreeEntry
 from protocol.types import GrepMatch
 
 __all__ = ["BLOCK_BYTES", "GrepResult", "grep_tree"]
@@ -81,14 +77,13 @@ def grep_tree(
         raise ValueError("max_matches must not be negative, and max_line_characters not below 1")
     search = _Search(Expression(pattern, ignore_case=ignore_case), max_matches, max_line_characters)
     compiled = GlobPattern(glob) if glob is not None else ALL_FILES
-    nodes = nodes_of(tree)
-    for file, node in _files(nodes, path, compiled, skip, keep_going, search.unreadable):
+    for file in _files(tree, path, compiled, skip, keep_going, search.unreadable):
         try:
-            search.run(nodes, file, node, keep_going)
+            search.run(tree, file, keep_going)
         except OSError as error:
             if is_unreadable(error):
-                nodes.node(path)
-                search.unreadable.add(file, error)
+                tree.entry(path)
+                search.unreadable.add(file.path, error)
             elif not is_gone(error):
                 raise
         if search.is_truncated:
@@ -97,24 +92,24 @@ def grep_tree(
 
 
 def _files(
-    nodes: NodeTree,
+    tree: Tree,
     path: bytes,
     pattern: GlobPattern,
     skip: SkipRules,
     keep_going: CancelCheck,
     unreadable: UnreadablePaths,
-) -> Iterator[tuple[bytes, WalkEntry]]:
-    node: WalkEntry = nodes.node(path)
-    if stat.S_ISDIR(node.mode):
-        yield from matching_files(nodes, path, pattern.start(path), skip, keep_going, unreadable)
-    elif not stat.S_ISREG(node.mode):
+) -> Iterator[TreeEntry]:
+    entry = tree.entry(path)
+    if entry.is_dir:
+        yield from matching_files(tree, path, pattern.start(path), skip, keep_going, unreadable)
+    elif not entry.is_file:
         raise os_error(errno.ENOTDIR, decode(path))
     else:
         above, _, name = path.rpartition(b"/")
         state = pattern.start(above)
         if state is not None and state.accepts(name):
             keep_going()
-            yield path, node
+            yield entry
 
 
 @dataclass(slots=True)
@@ -128,21 +123,21 @@ class _Search:
     is_truncated: bool = False
     unreadable: UnreadablePaths = field(default_factory=UnreadablePaths)
 
-    def run(self, nodes: NodeTree, path: bytes, node: WalkEntry, keep_going: CancelCheck) -> None:
+    def run(self, tree: Tree, file: TreeEntry, keep_going: CancelCheck) -> None:
         """Search one file."""
-        if node.size > BLOCK_BYTES:
-            self._stream(nodes, path, node, keep_going)
+        if file.size > BLOCK_BYTES:
+            self._stream(tree, file, keep_going)
             return
-        text = nodes.read_node(node, 0, node.size)
+        text = tree.read(file.path, 0, file.size)
         if not is_binary(text) and _is_utf8(text) and self.expression.may_match(text):
-            self._add(path, text, self.expression.hits(text), 1)
+            self._add(file.path, text, self.expression.hits(text), 1)
 
-    def _stream(self, nodes: NodeTree, path: bytes, node: WalkEntry, keep_going: CancelCheck) -> None:
+    def _stream(self, tree: Tree, file: TreeEntry, keep_going: CancelCheck) -> None:
         known = len(self.matches)
         try:
-            for block in _blocks(nodes, node, keep_going):
+            for block in _blocks(tree, file, keep_going):
                 if self.expression.may_match(block.text):
-                    self._add(path, block.text, self.expression.hits(block.text, block.end), block.line_number)
+                    self._add(file.path, block.text, self.expression.hits(block.text, block.end), block.line_number)
                 if self.is_truncated:
                     break
         except (UnicodeDecodeError, _BinaryError):
@@ -205,7 +200,7 @@ class _Block:
     end: int | None = None
 
 
-def _blocks(nodes: NodeTree, node: WalkEntry, keep_going: CancelCheck) -> Iterator[_Block]:
+def _blocks(tree: Tree, file: TreeEntry, keep_going: CancelCheck) -> Iterator[_Block]:
     """Yield a file in blocks of whole lines; of a line longer than a block, its start.
 
     Raises _BinaryError, and UnicodeDecodeError at the first bytes that are not UTF-8.
@@ -213,7 +208,7 @@ def _blocks(nodes: NodeTree, node: WalkEntry, keep_going: CancelCheck) -> Iterat
     rest = b""
     line_number = 1
     is_inside_long_line = False
-    for chunk in _text_chunks(nodes, node, keep_going):
+    for chunk in _text_chunks(tree, file, keep_going):
         text = chunk
         if is_inside_long_line:
             line_end = text.find(b"\n") + 1
@@ -236,11 +231,11 @@ def _blocks(nodes: NodeTree, node: WalkEntry, keep_going: CancelCheck) -> Iterat
         yield _Block(rest, line_number)
 
 
-def _text_chunks(nodes: NodeTree, node: WalkEntry, keep_going: CancelCheck) -> Iterator[bytes]:
+def _text_chunks(tree: Tree, file: TreeEntry, keep_going: CancelCheck) -> Iterator[bytes]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    for offset in range(0, node.size, BLOCK_BYTES):
+    for offset in range(0, file.size, BLOCK_BYTES):
         keep_going()
-        chunk = nodes.read_node(node, offset, BLOCK_BYTES)
+        chunk = tree.read(file.path, offset, BLOCK_BYTES)
         if offset == 0 and is_binary(chunk):
             raise _BinaryError
         decoder.decode(chunk)

@@ -1,17 +1,13 @@
-"""Walk the files of a tree that a pattern can match, in the order of their paths; `glob_paths` returns these paths.
-
-A `Tree` is addressed by paths.  A `NodeTree` also hands out its own nodes, which saves two path lookups for each file:
-most of the time of a search over small files.
-"""
+"""Walk the files of a tree that a pattern can match, in the order of their paths; `glob_paths` returns these paths."""
 
 from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Final, TypeAlias
 
 from protocol.errors import os_error
 from protocol.paths import decode
@@ -24,18 +20,15 @@ __all__ = [
     "USUAL_SKIPS",
     "CancelCheck",
     "GlobResult",
-    "NodeTree",
     "SkipRules",
     "Unreadable",
     "UnreadablePaths",
-    "WalkEntry",
     "glob_paths",
     "is_binary",
     "is_gone",
     "is_unreadable",
     "matching_files",
     "never_cancelled",
-    "nodes_of",
 ]
 
 CancelCheck: TypeAlias = Callable[[], None]
@@ -88,61 +81,6 @@ USUAL_SKIPS: Final = SkipRules()
 SKIP_NOTHING: Final = SkipRules(hidden_directories=False, directories=frozenset(), binary_files=False)
 
 
-class WalkEntry(Protocol):
-    """A file or directory, as its tree represents it."""
-
-    @property
-    def mode(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-
-@runtime_checkable
-class NodeTree(Protocol):
-    """Optional methods of a tree that make searches faster.  `Any`: each tree has nodes of its own."""
-
-    def node(self, path: bytes) -> Any:
-        """The node at `path` (no symlink is followed).  FileNotFoundError, NotADirectoryError."""
-        ...
-
-    def child_nodes(self, node: Any, names: Collection[bytes] | None = None) -> Iterable[tuple[bytes, Any]]:
-        """The entries of directory `node`, in any order; with `names`, only the existing ones of these."""
-        ...
-
-    def read_node(self, node: Any, offset: int, size: int) -> bytes:
-        """See `Tree.read`."""
-        ...
-
-
-class _PathNodes:
-    """Any tree as a `NodeTree`, whose nodes are its entries."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
-
-    def node(self, path: bytes) -> TreeEntry:
-        return self._tree.entry(path)
-
-    def child_nodes(self, node: TreeEntry, names: Collection[bytes] | None = None) -> Iterator[tuple[bytes, TreeEntry]]:
-        prefix = node.path + b"/" if node.path else b""
-        for name in self._tree.children(node.path) if names is None else names:
-            try:
-                yield name, self._tree.entry(prefix + name)
-            except OSError as error:
-                if not is_gone(error):
-                    raise
-
-    def read_node(self, node: TreeEntry, offset: int, size: int) -> bytes:
-        return self._tree.read(node.path, offset, size)
-
-
-def nodes_of(tree: Tree) -> NodeTree:
-    """Return `tree` itself if it is a `NodeTree`."""
-    # Two steps, because no type expresses a Tree that is also a NodeTree.
-    return cast("NodeTree", tree) if isinstance(tree, NodeTree) else _PathNodes(tree)
-
-
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ESTALE})
 
 
@@ -168,60 +106,71 @@ _by_path = itemgetter(0)
 
 
 def matching_files(
-    nodes: NodeTree,
+    tree: Tree,
     path: bytes,
     state: PatternState | None,
     skip: SkipRules,
     keep_going: CancelCheck,
     unreadable: UnreadablePaths,
-) -> Iterator[tuple[bytes, WalkEntry]]:
-    """Yield (path, node) of the regular files below directory `path` that `state` can match, sorted by path as bytes.
+) -> Iterator[TreeEntry]:
+    """Yield the regular files below directory `path` that `state` can match, sorted by path as bytes.
 
     Lists only directories that can contain one.  Symlinks are not followed.  Directories that
     cannot be listed are added to `unreadable`.
     """
     # A directory sorts as its name with a slash, so that a depth-first walk has the order of whole paths.
-    stack: list[tuple[bytes, WalkEntry, PatternState | None]] = []
+    stack: list[tuple[bytes, TreeEntry, PatternState | None]] = []
     if state is not None:
-        stack.append((path + b"/" if path else b"", nodes.node(path), state))
+        stack.append((path + b"/" if path else b"", tree.entry(path), state))
     while stack:
-        at, node, state = stack.pop()
+        _, entry, state = stack.pop()
         keep_going()
         if state is None:
-            yield at, node
+            yield entry
             continue
-        files, directories = _children(nodes, node, at, state, skip, unreadable)
+        files, directories = _below(tree, entry.path, state, skip, unreadable)
         if directories:
             stack.extend(sorted([*files, *directories], key=_by_path, reverse=True))
             continue
-        for file, child, _ in sorted(files, key=_by_path):
+        for _, file, _ in files:
             keep_going()
-            yield file, child
+            yield file
 
 
-def _children(
-    nodes: NodeTree, node: WalkEntry, prefix: bytes, state: PatternState, skip: SkipRules, unreadable: UnreadablePaths
-) -> tuple[list[tuple[bytes, WalkEntry, None]], list[tuple[bytes, WalkEntry, PatternState]]]:
-    """The matching files of a directory, and the directories below which files can match."""
-    files: list[tuple[bytes, WalkEntry, None]] = []
-    directories: list[tuple[bytes, WalkEntry, PatternState]] = []
+def _below(
+    tree: Tree, path: bytes, state: PatternState, skip: SkipRules, unreadable: UnreadablePaths
+) -> tuple[list[tuple[bytes, TreeEntry, None]], list[tuple[bytes, TreeEntry, PatternState]]]:
+    """The matching files of a directory, sorted, and the directories below which files can match."""
+    files: list[tuple[bytes, TreeEntry, None]] = []
+    directories: list[tuple[bytes, TreeEntry, PatternState]] = []
     accepts = state.accepts
     try:
-        for name, child in nodes.child_nodes(node, state.names):
-            kind = child.mode & TYPE_MASK  # inlined, because this runs for every file
+        for entry in tree.entries(path) if state.names is None else _named(tree, path, state.names):
+            kind = entry.mode & TYPE_MASK  # inlined, because this runs for every file
             if kind == stat.S_IFREG:
-                if accepts(name):
-                    files.append((prefix + name, child, None))
+                if accepts(entry.name):
+                    files.append((entry.path, entry, None))
             elif kind == stat.S_IFDIR:
+                name = entry.name
                 inner = state.enter(name)
                 if inner is not None and (not skip.skips_directory(name) or state.names_directory(name)):
-                    directories.append((prefix + name + b"/", child, inner))
+                    directories.append((entry.path + b"/", entry, inner))
     except OSError as error:
         if is_unreadable(error):
-            unreadable.add(prefix.rstrip(b"/"), error)
+            unreadable.add(path, error)
         elif not is_gone(error):
             raise
     return files, directories
+
+
+def _named(tree: Tree, path: bytes, names: Collection[bytes]) -> Iterator[TreeEntry]:
+    """Yield the entries of a directory that have one of `names`."""
+    for name in sorted(names):
+        try:
+            yield tree.entry(path + b"/" + name if path else name)
+        except OSError as error:
+            if not is_gone(error):
+                raise
 
 
 # -- glob ------------------------------------------------------------------------------------------
@@ -251,25 +200,24 @@ def glob_paths(
     if limit is not None and limit < 0:
         raise ValueError(f"limit must not be negative: {limit}")
     compiled = GlobPattern(pattern)
-    nodes = nodes_of(tree)
-    if not stat.S_ISDIR(nodes.node(path).mode):
+    if not tree.entry(path).is_dir:
         raise os_error(errno.ENOTDIR, decode(path))
     found: list[bytes] = []
     unreadable = UnreadablePaths()
     truncated = False
-    for file, node in matching_files(nodes, path, compiled.start(path), skip, keep_going, unreadable):
-        if skip.binary_files and _starts_binary(nodes, node):
+    for file in matching_files(tree, path, compiled.start(path), skip, keep_going, unreadable):
+        if skip.binary_files and _starts_binary(tree, file):
             continue
         if len(found) == limit:
             truncated = True
             break
-        found.append(file)
+        found.append(file.path)
     return GlobResult(tuple(found), truncated, unreadable)
 
 
-def _starts_binary(nodes: NodeTree, node: WalkEntry) -> bool:
+def _starts_binary(tree: Tree, file: TreeEntry) -> bool:
     try:
-        return is_binary(nodes.read_node(node, 0, BINARY_SNIFF_BYTES))
+        return is_binary(tree.read(file.path, 0, BINARY_SNIFF_BYTES))
     except OSError as error:
         if is_gone(error):
             return False  # its name has matched already

@@ -27,7 +27,7 @@ import secrets
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Final, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -42,7 +42,6 @@ from protocol.tree import CHUNK_BYTES, Chunk, Tree, TreeEntry
 
 if TYPE_CHECKING:
     from protocol.store.directory.source import Source
-    from protocol.store.format.blobs import Blobs
     from protocol.store.format.layout import Layout
     from protocol.store.format.rows import Row
     from protocol.tree import TreeEntry
@@ -99,8 +98,9 @@ class MerkleTree:
     def entry(self, path: bytes) -> TreeEntry:
         return entry_of(self.row(path), path)
 
-    def children(self, path: bytes) -> list[bytes]:
-        return list(self.names(path))
+    def entries(self, path: bytes) -> list[TreeEntry]:
+        prefix = path + b"/" if path else b""
+        return [entry_of(row, prefix + name) for name, row in self.names(path).items()]
 
     def names(self, path: bytes) -> Mapping[bytes, Row]:
         """The rows in the directory at `path`, by name."""
@@ -108,10 +108,6 @@ class MerkleTree:
         if not row.is_dir:
             raise os_error(errno.ENOTDIR, shown(path))
         return self._names(path, row)
-
-    def name_rows(self, path: bytes) -> list[tuple[bytes, int, int]]:
-        """The name, mode and link number of each entry of a directory: `protocol.backends.overlay.tree_lower`."""
-        return [(name, below.mode, below.more.link) for name, below in self.names(path).items()]
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
         pending = [(path, self.row(path))]
@@ -174,22 +170,36 @@ class NumberedTree(MerkleTree):
     def __init__(self, root: Row, inodes: Row | None, blobs: Blobs) -> None:
         super().__init__(root, blobs.listing, blobs)
         self._inodes = None if inodes is None else MerkleTree(inodes, blobs.listing, blobs)
+        self.inode_failure: str | None = None  # the first damage of the inode listings that was found
 
     def entry(self, path: bytes) -> TreeEntry:
-        return self._numbered(super().entry(path))
+        return self._numbered(super().entry(path), self._inode_row(path))
+
+    def entries(self, path: bytes) -> list[TreeEntry]:
+        found = super().entries(path)
+        rows = self._from_inodes(MerkleTree.names, path) or {}
+        return [self._numbered(entry, rows.get(entry.name)) for entry in found]
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        return map(self._numbered, super().walk(path))
+        return (self._numbered(entry, self._inode_row(entry.path)) for entry in super().walk(path))
 
-    def _numbered(self, entry: TreeEntry) -> TreeEntry:
-        if self._inodes is None:
-            return entry
+    def _inode_row(self, path: bytes) -> Row | None:
+        return self._from_inodes(MerkleTree.row, path)
+
+    def _from_inodes(self, read: Callable[[MerkleTree, bytes], T], path: bytes) -> T | None:
+        """Read from the inode listings; None without them, or if they are damaged."""
         try:
-            row = self._inodes.row(entry.path)
-        except (DamagedError, FileNotFoundError, NotADirectoryError):
-            return entry
+            return None if self._inodes is None else read(self._inodes, path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except DamagedError as error:
+            self.inode_failure = self.inode_failure or inodes_lost(path, error.damage)
+            return None
+
+    @staticmethod
+    def _numbered(entry: TreeEntry, row: Row | None) -> TreeEntry:
         # An unknown number (0) must not come with a ctime.  Names of one file keep the number that they share.
-        if not entry.is_dir and (not row.size or entry.inode not in {0, row.size}):
+        if row is None or (not entry.is_dir and (not row.size or entry.inode not in {0, row.size})):
             return entry
         return replace(entry, inode=row.size, ctime_ns=row.mtime_ns)
 
@@ -223,10 +233,8 @@ def differing_rows(
     return [(prefix + name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]
 
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-_ATTEMPTS: Final = 3
 _CACHES_BYTES: Final = 24 << 20  # listings and chunks that were read last
 _INDEX_FACTOR: Final = 4  # memory of the lookup tables, to the size of the packs' indexes
 
@@ -243,7 +251,7 @@ def root_of(fingerprint: str) -> bytes | None:
     return bytes.fromhex(digest) if kind == "snapshot" else None
 
 
-class MountedSnapshot:
+class MountedSnapshot(NumberedTree):
     """The snapshot whose root is `root`.  Implements `protocol.backends.overlay.tree_lower.LowerTree`.
 
     `inodes` is the inode row of the root; None if the snapshot has none.  Make it while the store's lock is held
@@ -251,12 +259,9 @@ class MountedSnapshot:
     """
 
     def __init__(self, layout: Layout, blobs: Blobs, root: Row, inodes: Row | None) -> None:
-        self._layout = layout
+        super().__init__(root, inodes, blobs)
         self._blobs = blobs
-        self._tree = MerkleTree(root, blobs.listing, blobs)
-        self._inodes = None if inodes is None else MerkleTree(inodes, blobs.listing, blobs)
         self._lease = Lease(layout, root, inodes)
-        self.inode_failure: str | None = None
 
     @property
     def lease_descriptor(self) -> int:
@@ -266,72 +271,40 @@ class MountedSnapshot:
     @property
     def fingerprint(self) -> str:
         """The identity of the snapshot's content."""
-        return fingerprint_of(self._tree.root)
+        return fingerprint_of(self.root)
 
     @property
     def memory_bytes(self) -> int:
         """The memory that the store's index and the caches take."""
         return _CACHES_BYTES + _INDEX_FACTOR * sum(len(pack.index) for pack in self._blobs.packs.all())
 
-    def entry(self, path: bytes) -> TreeEntry:
-        return self._reading(self._tree.entry, path)
-
-    def rows(self, path: bytes) -> list[tuple[bytes, int, int]]:
-        return self._reading(self._tree.name_rows, path)
-
-    def inode_row(self, path: bytes) -> Row | None:
-        return self._from_inodes(MerkleTree.row, path)
-
-    def inode_rows(self, path: bytes) -> Mapping[bytes, Row]:
-        return self._from_inodes(MerkleTree.names, path) or {}
-
     def _from_inodes(self, read: Callable[[MerkleTree, bytes], T], path: bytes) -> T | None:
-        """Read from the inode listings; None without them.  Logs the first damage: the mount does without them."""
-        if self._inodes is None:
-            return None
-        try:
-            return self._reading(read, self._inodes, path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except DamagedError as error:
-            if self.inode_failure is None:
-                self.inode_failure = inodes_lost(path, error.damage)
-                text = "the snapshot below the overlay: %s; `vfsd store check` says how to mend it"
-                _logger.warning(text, self.inode_failure)
-            return None
-
-    def read(self, path: bytes, offset: int, size: int) -> bytes:
-        return self._reading(self._tree.read, path, offset, size)
+        """Logs the first damage: the mount does without them."""
+        before = self.inode_failure
+        found = super()._from_inodes(read, path)
+        if self.inode_failure != before:
+            text = "the snapshot below the overlay: %s; `vfsd store check` says how to mend it"
+            _logger.warning(text, self.inode_failure)
+        return found
 
     def ranges(self, path: bytes, start: int, end: int) -> Iterable[tuple[int, int]]:
-        row = self._reading(self._tree.row, path)
+        row = self.row(path)
         if row.size <= DIGEST_CHUNK_BYTES or not self._blobs.large.is_ready(row.content, row.size):
             return [(start, end)]
-        return chunk_ranges(self._reading(self._blobs.large.chunk_digests, row.content), start, end)
+        return chunk_ranges(self._blobs.large.chunk_digests(row.content), start, end)
 
     def sectors(self, path: bytes) -> int | None:
-        row = self._reading(self._tree.row, path)
+        row = self.row(path)
         return self._blobs.objects.sectors(row.content) if row.size > LARGE_BYTES else None
 
     def preparation(self, path: bytes) -> Callable[[], object] | None:
-        row = self._reading(self._tree.row, path)
+        row = self.row(path)
         if self._blobs.large.is_ready(row.content, row.size):
             return None
         return functools.partial(self._blobs.large.prepare, row.content)
 
     def stop(self) -> None:
         """Nothing: `close` does not affect a preparation."""
-
-    def _reading(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        for attempt in range(_ATTEMPTS):
-            try:
-                return read(*args, **kwargs)
-            except DamagedError:
-                # A collection may have moved the content; or, during this very call, may be moving it.
-                if attempt == _ATTEMPTS - 1 or not os.path.isdir(self._layout.packs):
-                    raise
-                self._blobs.packs.refresh()
-        raise AssertionError
 
     def close_lease(self) -> None:
         """End the lease only; the store's files are used by another mounted snapshot."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import stat
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -116,10 +115,10 @@ def _entries(directory: str, context: ToolContext, after: bytes) -> Iterator[Ent
 def _tree_entries(asked: str, context: ToolContext, after: bytes) -> Iterator[Entry]:
     """`_entries` on the context's tree: one lookup for each entry, where a path needs one for each of its parts."""
     with below(asked, context) as (tree, directory, shown):
-        names = tree.children(directory)
-        for name in islice(names, bisect_right(names, after), None):
+        for found in tree.entries(directory):
             context.keep_going()
-            found = tree.entry(directory + b"/" + name if directory else name)
+            if found.name <= after:
+                continue
             path = shown(found.path)
             yield _entry(path, context, is_symlink=True) if found.is_symlink else _tree_entry(path, found)
 

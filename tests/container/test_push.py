@@ -40,9 +40,9 @@ def test_snapshots_have_the_inode_numbers_and_ctimes(
     with Store(workdir / "store") as store:
         (key,) = store.workspaces()
         mounted = store.mounted(key, "one")
-        rows = {**mounted.inode_rows(b""), **mounted.inode_rows(b"directory")}
+        entries = [*mounted.entries(b""), *mounted.entries(b"directory")]
         mounted.close_lease()
-    assert {name.decode(): (row.size, row.mtime_ns) for name, row in rows.items()} == expected
+    assert {entry.name.decode(): (entry.inode, entry.ctime_ns) for entry in entries} == expected
 
 
 @pytest.mark.extended

@@ -11,9 +11,10 @@ from typing import TypeVar, cast
 
 import pytest
 
-from protocol.adapters.snapshot_directory import FIRST_INODE, ReadableState, SnapshotDirectoryVolume, shown_name
+from protocol.adapters.snapshot_directory import FIRST_INODE, SnapshotDirectoryVolume, shown_name
 from protocol.backends.memory import MemoryVolume
 from protocol.testing import MakeVolume, VolumeContract
+from protocol.tree import Tree
 from protocol.volume import ROOT_INODE, SUPERUSER, Attributes, Volume
 from protocol.volume_extensions import SnapshotInfo
 
@@ -29,7 +30,7 @@ class States:
     def infos(self) -> Sequence[SnapshotInfo]:
         return self._volume.snapshots()
 
-    def using(self, info: SnapshotInfo, read: Callable[[ReadableState], T]) -> T:
+    def using(self, info: SnapshotInfo, read: Callable[[Tree], T]) -> T:
         with self._volume.tree(info.name) as tree:
             return read(tree)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from protocol.errors import os_error
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ def directory() -> File:
     return File(stat.S_IFDIR | 0o755)
 
 
-class PlainTree:
+class PlainTree(LookupTree):
     """A `Tree` over {path: File}.  Inode numbers start at `first_inode`."""
 
     def __init__(self, files: dict[bytes, File], first_inode: int = 1, known: PlainTree | None = None) -> None:
@@ -69,13 +69,6 @@ class PlainTree:
         if not self.entry(path).is_dir:
             raise os_error(20, repr(path))
         return sorted(each.rpartition(b"/")[2] for each in self.files if each and each.rpartition(b"/")[0] == path)
-
-    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        entry = self.entry(path)
-        yield entry
-        if entry.is_dir:
-            for name in self.children(path):
-                yield from self.walk(path + b"/" + name if path else name)
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         assert self.entry(path).is_file

@@ -11,7 +11,7 @@ import copy
 import errno
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
@@ -51,8 +51,8 @@ class Walked:
     def entry(self, path: bytes) -> TreeEntry:
         return self._tree.entry(path)
 
-    def children(self, path: bytes) -> list[bytes]:
-        return self._tree.children(path)
+    def entries(self, path: bytes) -> Iterable[TreeEntry]:
+        return self._tree.entries(path)
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
         return self._tree.walk(path)

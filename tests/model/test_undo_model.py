@@ -20,7 +20,7 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.diff.tree_diff import Change
 from protocol.store import DirectorySource, DirectoryTarget, Store
-from protocol.tree import Tree
+from protocol.tree import Tree, names_in
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 from protocol.volume_extensions import CacheInvalidation, SnapshotInfo
 from vfsd.daemon.snapshots.base import UNOBSERVED, Outcome, SnapshotService
@@ -99,7 +99,7 @@ class InVolume:
 
     def content(self) -> Content:
         with self.volume.tree() as tree:
-            return {name.decode(): tree.read(name, 0, 100) for name in tree.children(b"")}
+            return {name.decode(): tree.read(name, 0, 100) for name in names_in(tree, b"")}
 
     def prune(self, count: int) -> list[SnapshotInfo]:
         """What the volume does where memory is short: drop the oldest snapshots that no user named."""
@@ -310,7 +310,7 @@ class UndoMachine(RuleBasedStateMachine):
     def content_of(self, name: str) -> Content:
         async def read() -> Content:
             async with self.subject.snapshots.tree(name, UNOBSERVED) as tree:
-                return {each.decode(): tree.read(each, 0, 100) for each in tree.children(b"")}
+                return {each.decode(): tree.read(each, 0, 100) for each in names_in(tree, b"")}
 
         return trio.run(read)
 

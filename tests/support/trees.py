@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
 from protocol.errors import os_error
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, LookupTree, TreeEntry
 
 
-class DictTree:
+class DictTree(LookupTree):
     """A tree from {path: content}: bytes is a file, None a directory, str a symlink; or (TreeEntry, content)."""
 
     def __init__(self, items: dict[bytes, bytes | str | tuple[TreeEntry, bytes] | None] | None = None) -> None:
@@ -53,13 +53,6 @@ class DictTree:
             p[len(prefix) :] for p in self.entries if p and p.startswith(prefix) and b"/" not in p[len(prefix) :]
         )
 
-    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        entry = self.entry(path)
-        yield entry
-        if entry.is_dir:
-            for name in self.children(path):
-                yield from self.walk(path + b"/" + name if path else name)
-
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         self.entry(path)
         return self.content[path][offset : offset + size]
@@ -68,6 +61,3 @@ class DictTree:
         data = self.content[path]
         for start in range(0, len(data), size):
             yield data[start : start + size]
-
-    def touched(self, other: Tree) -> Collection[bytes] | None:
-        return None

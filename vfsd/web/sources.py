@@ -13,7 +13,7 @@ import errno
 import functools
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Final, NamedTuple, Protocol, TypeVar
 
@@ -25,7 +25,6 @@ from protocol.adapters.path_filesystem.filesystem import PathFilesystem
 from protocol.adapters.trees import TreeFiles
 from protocol.archive.mounted import MountedArchive
 from protocol.tools import ToolContext
-from protocol.tree import CHUNK_BYTES, LookupTree, TreeEntry
 from vfsd.client.async_connection import AsyncControlClient, finish
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.client.results import Policy, Snapshot, Status
@@ -168,7 +167,7 @@ class ArchiveSource:
         self.title = os.path.basename(path)
         self.path: Final = path
         self._mounted: Final = MountedArchive(path, reserve=functools.partial(_check_index, path))
-        tree = _ArchiveTree(self._mounted)
+        tree = self._mounted
         self._context: Final = ToolContext(PathFilesystem(TreeFiles(tree)), tree=lambda: nullcontext(tree))
         self._turn: Final = anyio.CapacityLimiter(1)
 
@@ -264,28 +263,6 @@ def archive_path(path: str) -> str:
     """Return the archive that `path` means: `<id>.fs.zip` for the `<id>.jsonl` of a session dump, else `path`."""
     stem, ending = os.path.splitext(path)
     return os.path.abspath(stem + ".fs.zip" if ending == ".jsonl" else path)
-
-
-class _ArchiveTree(LookupTree):
-    """The tree of a `MountedArchive`.  One thread at a time."""
-
-    def __init__(self, mounted: MountedArchive) -> None:
-        self._mounted = mounted
-
-    def entry(self, path: bytes) -> TreeEntry:
-        return self._mounted.entry(path)
-
-    def children(self, path: bytes) -> list[bytes]:
-        return [name for name, _, _ in self._mounted.rows(path)]
-
-    def read(self, path: bytes, offset: int, size: int) -> bytes:
-        return self._mounted.read(path, offset, size)
-
-    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        at = 0
-        while piece := self.read(path, at, size):
-            yield piece
-            at += len(piece)
 
 
 def _manifest(created_at: str | None, files: int | None, size_bytes: int | None) -> dict[str, object]:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Protocol, Self
@@ -310,14 +310,6 @@ def _outside() -> PermissionError:
 
 
 # -- the files as a tree ---------------------------------------------------------------------------
-class _Found(NamedTuple):
-    """A file found by a search, with the attributes that the search needs."""
-
-    path: bytes
-    mode: int
-    size: int
-
-
 class PathFilesTree(LookupTree):
     """Implements `protocol.tree.Tree`.  `with_xattrs=False` omits xattrs from entries, for a search."""
 
@@ -330,22 +322,21 @@ class PathFilesTree(LookupTree):
         with held(self._store, self._node(path)) as node, located(decode(path)):
             return self._entry(path, node, self._store.status(node))
 
-    def children(self, path: bytes) -> list[bytes]:
-        return sorted(name for name, _ in self._names(path))
+    def entries(self, path: bytes) -> list[TreeEntry]:
+        prefix = path + b"/" if path else b""
+        found = []
+        with held(self._store, self._node(path)) as directory, located(decode(path)):
+            for name, _ in sorted(self._store.names(directory)):
+                with suppress(FileNotFoundError):  # removed since the directory was read
+                    found.append(self._entry_in(directory, name, prefix + name))
+        return found
 
-    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        waiting = [path]
-        while waiting:
-            at = waiting.pop()
-            try:
-                entry = self.entry(at)
-                names = self.children(at) if entry.is_dir else []
-            except (FileNotFoundError, NotADirectoryError):
-                if at == path:
-                    raise
-                continue  # removed since its directory was read
-            yield entry
-            waiting.extend(at + b"/" + name if at else name for name in reversed(names))
+    def _entry_in(self, directory: int, name: bytes, path: bytes) -> TreeEntry:
+        seen = self._store.status_of(directory, name)
+        if not self._with_xattrs and not stat.S_ISLNK(seen.mode):
+            return self._entry(path, 0, seen)
+        with held(self._store, self._store.child(directory, name)) as node:
+            return self._entry(path, node, self._store.status(node))
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         with located(decode(path)), closing(self._open(path)) as file:
@@ -357,26 +348,6 @@ class PathFilesTree(LookupTree):
             while chunk := file.read(offset, size):
                 yield from sparse(chunk)
                 offset += len(chunk)
-
-    # -- `protocol.search.NodeTree`: one status for each entry, and no path looked up for it -------
-    def node(self, path: bytes) -> _Found:
-        entry = self.entry(path)
-        return _Found(path, entry.mode, entry.size)
-
-    def child_nodes(self, node: _Found, names: Collection[bytes] | None = None) -> list[tuple[bytes, _Found]]:
-        prefix = node.path + b"/" if node.path else b""
-        found: list[tuple[bytes, _Found]] = []
-        with held(self._store, self._node(node.path)) as directory:
-            for name in [name for name, _ in self._store.names(directory)] if names is None else names:
-                try:
-                    seen = self._store.status_of(directory, name)
-                except FileNotFoundError:
-                    continue  # removed since the directory was read, or a name that a pattern guessed
-                found.append((name, _Found(prefix + name, seen.mode, seen.size)))
-        return found
-
-    def read_node(self, node: _Found, offset: int, size: int) -> bytes:
-        return self.read(node.path, offset, size)
 
     def _node(self, path: bytes) -> int:
         with located(decode(path)):
@@ -390,10 +361,6 @@ class PathFilesTree(LookupTree):
         except BaseException:
             self._store.release(node)
             raise
-
-    def _names(self, path: bytes) -> list[tuple[bytes, int]]:
-        with held(self._store, self._node(path)) as node, located(decode(path)):
-            return self._store.names(node)
 
     def _entry(self, path: bytes, node: int, seen: Status) -> TreeEntry:
         return TreeEntry(

@@ -84,9 +84,9 @@ class _ServedTree(PathFilesTree):
     def entry(self, path: bytes) -> TreeEntry:
         return trio.from_thread.run_sync(super().entry, path)
 
-    def children(self, path: bytes) -> list[bytes]:
+    def entries(self, path: bytes) -> list[TreeEntry]:
         try:
-            return trio.from_thread.run_sync(super().children, path)
+            return trio.from_thread.run_sync(super().entries, path)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise

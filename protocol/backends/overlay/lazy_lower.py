@@ -190,8 +190,10 @@ class LazyLower(Lower):
             counts = more.counts
             nlink = 2 if counts is not None and not counts.directories else 1
             size, link = DIRECTORY_BASE_BYTES, 0
-        number = shown_number(path, link if nlink > 1 else 0, inode)
-        return tree_stat(row, number, nlink, size, more.rdev, inode)
+        number = inode.size if inode is not None else 0
+        ctime_ns = inode.mtime_ns if inode is not None and number else 0
+        shown = shown_number(path, link if nlink > 1 else 0, number)
+        return tree_stat(row, shown, nlink, size, more.rdev, ctime_ns)
 
     def readlink(self, path: bytes) -> bytes:
         return self.row(path).content
@@ -202,8 +204,9 @@ class LazyLower(Lower):
     def scan(self, path: bytes) -> list[LowerEntry]:
         rows, inodes = self.waited(self._listings, path)
         prefix = path + b"/" if path else b""
+        numbers = {name: inode.size for name, inode in inodes.items()}
         return [
-            tree_entry(prefix, name, row.mode, 0 if row.is_dir else row.more.link, inodes.get(name))
+            tree_entry(prefix + name, row.mode, 0 if row.is_dir else row.more.link, numbers.get(name, 0))
             for name, row in rows.items()
         ]
 

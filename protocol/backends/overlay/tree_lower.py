@@ -15,10 +15,10 @@ import errno
 import logging
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
 
@@ -41,35 +41,26 @@ _SECTOR_BYTES: Final = 512
 _ALWAYS_READY_BYTES: Final = 1 << 20  # reading and verifying so much takes some milliseconds
 # Of this process and not of the tree, or no damage: an entry that was not readable when the snapshot was taken.
 _PASSED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EACCES, errno.ECANCELED})
-NameRow: TypeAlias = tuple[bytes, int, int]
-"""Name, mode, and a number that only the names of one file have in common (0: the file has one name)."""
 
 
 class LowerTree(Protocol):
     """A tree over which an overlay can be mounted.  Each method reads what it needs, when it is called.
 
-    OSError; ENOENT and ENOTDIR as for `protocol.tree.Tree`.
+    OSError; ENOENT and ENOTDIR as for `protocol.tree.Tree`.  The inode number of an entry that has no ctime only tells
+    which names are names of one file.
     """
 
     def entry(self, path: bytes) -> TreeEntry:
         """Return the entry at `path`, without following symlinks."""
         ...
 
-    def rows(self, path: bytes) -> Iterable[NameRow]:
-        """Return the entries of a directory, whose attributes and content are not read."""
+    def entries(self, path: bytes) -> Iterable[TreeEntry]:
+        """Return the entries in a directory; symlinks need not have their target."""
         ...
 
     @property
     def inode_failure(self) -> str | None:
         """The first damage of inode rows that was found; None if none was."""
-        ...
-
-    def inode_row(self, path: bytes) -> Row | None:
-        """Return the inode row of an entry; None if the tree has none."""
-        ...
-
-    def inode_rows(self, path: bytes) -> Mapping[bytes, Row]:
-        """Return the inode rows in a directory, by name; empty if the tree has none."""
         ...
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
@@ -100,11 +91,14 @@ class LowerTree(Protocol):
 
 
 def tree_stat(
-    entry: TreeEntry | Row, number: int, nlink: int, size: int, rdev: int, inode: Row | None, sectors: int | None = None
+    entry: TreeEntry | Row, number: int, nlink: int, size: int, rdev: int, ctime_ns: int, sectors: int | None = None
 ) -> RecordedStat:
-    """Return the attributes of an entry of a tree.  `sectors`: None for those of a file without holes."""
+    """Return the attributes of an entry of a tree.
+
+    `ctime_ns`: 0 if it is unknown.  `sectors`: None for those of a file without holes.
+    """
     mtime_ns = entry.mtime_ns
-    ctime_ns = inode.mtime_ns if inode is not None and inode.size else mtime_ns
+    ctime_ns = ctime_ns or mtime_ns
     blocks = -(-size // _SECTOR_BYTES) if sectors is None else sectors
     owner = entry.uid, entry.gid
     return RecordedStat(entry.mode, number, 0, nlink, *owner, size, mtime_ns, mtime_ns, ctime_ns, blocks, rdev)
@@ -173,16 +167,16 @@ class TreeLower(Lower):
         if entry.is_dir:
             nlink, size = self._counted(path)
         with self._lock:
-            inode = self._tree.inode_row(path)
             sectors = self._tree.sectors(path) if entry.is_file else None
-        number = shown_number(path, entry.inode if nlink > 1 and not entry.is_dir else 0, inode)
-        return tree_stat(entry, number, nlink, size, entry.rdev, inode, sectors)
+        number = _number(entry)
+        shown = shown_number(path, _link(entry), number)
+        return tree_stat(entry, shown, nlink, size, entry.rdev, entry.ctime_ns if number else 0, sectors)
 
     def _counted(self, path: bytes) -> tuple[int, int]:
         """The link count and the size of a directory."""
         try:
             with self._reading(path):
-                modes = [mode for _, mode, _ in self._tree.rows(path)]
+                modes = [entry.mode for entry in self._tree.entries(path)]
         except OSError:  # its directory can be listed all the same
             return 1, DIRECTORY_BASE_BYTES
         return 2 + sum(map(stat.S_ISDIR, modes)), DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(modes)
@@ -198,10 +192,9 @@ class TreeLower(Lower):
 
     def scan(self, path: bytes) -> list[LowerEntry]:
         with self._reading(path):
-            rows = list(self._tree.rows(path))
-            inodes = self._tree.inode_rows(path)
-        prefix = path + b"/" if path else b""
-        return [tree_entry(prefix, name, mode, link, inodes.get(name)) for name, mode, link in rows]
+            return [
+                tree_entry(entry.path, entry.mode, _link(entry), _number(entry)) for entry in self._tree.entries(path)
+            ]
 
     def is_ready(self, path: bytes) -> bool:
         """Whether the file can be read without a preparation."""
@@ -282,22 +275,29 @@ def inode_number(path: bytes, link: int) -> int:
     return int.from_bytes(blake2b(hashed, digest_size=_NUMBER_BYTES).digest(), "little")
 
 
-def tree_entry(prefix: bytes, name: bytes, mode: int, link: int, inode: Row | None) -> LowerEntry:
-    """Return an entry of the directory `prefix`, which ends in "/".  `link` is as in `NameRow`."""
+def tree_entry(path: bytes, mode: int, link: int, number: int) -> LowerEntry:
+    """Return an entry of a directory.  `link`, `number`: as `_link` and `_number` return them."""
     # Two files may have been given one number.
-    key = (1, link) if link else (0, inode_number(prefix + name, 0))
-    return LowerEntry(name, mode & TYPE_MASK, key, shown_number(prefix + name, link, inode))
+    key = (1, link) if link else (0, inode_number(path, 0))
+    return LowerEntry(path.rpartition(b"/")[2], mode & TYPE_MASK, key, shown_number(path, link, number))
 
 
-def shown_number(path: bytes, link: int, inode: Row | None) -> int:
-    """The inode number of an entry, below FIRST_NEW_NUMBER.
+def _link(entry: TreeEntry) -> int:
+    """A number that only the names of one file have in common; 0: the file has one name."""
+    return entry.inode if entry.nlink > 1 and not entry.is_dir else 0
 
-    That of the inode row, if it fits.  Of a larger one the lower 32 bits stay, which are what git compares.
+
+def _number(entry: TreeEntry) -> int:
+    """The inode number of an entry; 0: it is unknown."""
+    return entry.inode if entry.ctime_ns else 0
+
+
+def shown_number(path: bytes, link: int, number: int) -> int:
+    """The inode number of an entry, below FIRST_NEW_NUMBER: `number` if that is known, and fits.
+
+    Of a larger one the lower 32 bits stay, which are what git compares.
     """
     computed = inode_number(path, link)
-    if inode is None or not inode.size:
-        return computed
-    number = inode.size
     if number >= FIRST_NEW_NUMBER:
         number = (computed << _GIT_BITS | number & ((1 << _GIT_BITS) - 1)) % FIRST_NEW_NUMBER
     return number if number > ROOT_INODE else computed

@@ -126,18 +126,16 @@ class OverlayTree(SnapshotTree):
     # -- content -------------------------------------------------------------------------------
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
-        return self.read_node(self._file(path), offset, size)
-
-    def read_node(self, node: Inode, offset: int, size: int) -> bytes:
+        node = self._file(path)
         self._check(node)
         try:
-            return super().read_node(node, offset, size)
+            return super().read(path, offset, size)
         except ChangedBelowError as error:
             follows, _ = self._recheck(node.inode, error.path)
             self._check(node)
             if not follows:
                 raise
-            return super().read_node(node, offset, size)
+            return super().read(path, offset, size)
 
     def _check(self, node: Inode) -> None:
         """Raise ChangedBelowError if the content of a file is lost."""
@@ -145,5 +143,5 @@ class OverlayTree(SnapshotTree):
             raise ChangedBelowError(cast(OverlayInode, node).lower.path, LOST)
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
-        self.read_node(self._file(path), 0, 1)
+        self.read(path, 0, 1)
         return super().chunks(path, size)

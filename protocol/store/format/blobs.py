@@ -5,27 +5,48 @@ A blob is a file's content or a listing.  Every byte is verified against the blo
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
 from protocol.store.format.digests import ContentDigest, digest_of
 from protocol.store.format.objects import Done, NewObjects, Objects, VerifiedObjects, fed_from_file, put_sparse
-from protocol.store.format.packs import Packs, PackWriter, damaged_blob
+from protocol.store.format.packs import DamagedError, Packs, PackWriter, damaged_blob
 from protocol.store.format.rows import Row, decode_listing
 from protocol.tree import Chunk, filled, sparse
 
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
 
+P = ParamSpec("P")
+T = TypeVar("T")
+_ATTEMPTS: Final = 3
 LARGE_BYTES: Final = 256 << 10  # larger contents are files of their own, smaller ones are in packs
+
+
+def _again(read: Callable[Concatenate[Blobs, P], T]) -> Callable[Concatenate[Blobs, P], T]:
+    """A method that reads again if that fails: a garbage collection may have moved the blob to another pack."""
+
+    @functools.wraps(read)
+    def reading(blobs: Blobs, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return read(blobs, *args, **kwargs)
+            except DamagedError:
+                if not blobs.refresh():
+                    raise
+        return read(blobs, *args, **kwargs)
+
+    return reading
 
 
 class Blobs:
     """The blobs of a store.  Any thread."""
 
     def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self.packs = Packs(layout)
         self.objects = Objects(layout)
         self.large = VerifiedObjects(self.objects)
@@ -41,8 +62,14 @@ class Blobs:
         """Whether the store has a blob."""
         return self.packs.find(digest) is not None or self.objects.has(digest)
 
-    def small(self, digest: bytes) -> bytes | None:
-        """A blob that is in a pack, else None.  DamagedError."""
+    def refresh(self) -> bool:
+        """Read which packs other processes added and removed; False if all packs are gone."""
+        if not os.path.isdir(self._layout.packs):
+            return False
+        self.packs.refresh()
+        return True
+
+    def _small(self, digest: bytes) -> bytes | None:
         place = self.packs.find(digest)
         if place is None:
             return None
@@ -51,9 +78,15 @@ class Blobs:
             raise damaged_blob(digest)
         return data
 
+    @_again
+    def small(self, digest: bytes) -> bytes | None:
+        """A blob that is in a pack, else None.  DamagedError."""
+        return self._small(digest)
+
+    @_again
     def listing(self, digest: bytes) -> list[Row]:
         """The rows of a listing.  DamagedError."""
-        data = self.small(digest)
+        data = self._small(digest)
         if data is None:
             raise damaged_blob(digest, "is gone from the store")
         try:
@@ -61,13 +94,14 @@ class Blobs:
         except ValueError:
             raise damaged_blob(digest, "is not a listing") from None
 
+    @_again
     def read(self, digest: bytes, offset: int, size: int) -> bytes:
         """Up to `size` bytes of a content.  DamagedError."""
         if not digest:
             return b""
         recent, data = self._recent
         if recent != digest:
-            small = self.small(digest)
+            small = self._small(digest)
             if small is None:
                 return self.large.read(digest, offset, size)
             self._recent = digest, small

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import structs
 
@@ -59,12 +59,9 @@ if TYPE_CHECKING:
     from protocol.store.object_store.storage import Objects, Storage
     from protocol.tree import ByteProgress
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _UPLOADS: Final = 4  # at once: as many packs are in memory
 _BASES_TRIED: Final = 4
 _ROUNDS: Final = 10  # of uploads, while collections condemn what the push relies on
-_ATTEMPTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +250,7 @@ class Push:
                 if old is not None and stat.S_ISDIR(old.mode):
                     with contextlib.suppress(DamagedError):  # then all of it is compared
                         before = {below.name: below for below in self._blobs.listing(old.content)}
-                rows = self._local(self._blobs.listing, row.content)
+                rows = self._blobs.listing(row.content)
                 pending += [(below, before.get(below.name)) for below in reversed(rows)]
 
     def _add_content(self, items: dict[bytes, _Item], row: Row) -> None:
@@ -263,7 +260,7 @@ class Push:
         if row.size <= CHUNK_BYTES:
             items[digest] = _Item("data", row.size, digest)
             return
-        chunks = self._local(self._blobs.large.chunk_digests, digest)
+        chunks = self._blobs.large.chunk_digests(digest)
         items[digest] = _Item("tree", len(encode_chunk_map(row.size, chunks)), digest, is_map=True)
         for number, chunk in chunks.items():
             length = min(CHUNK_BYTES, row.size - number * CHUNK_BYTES)
@@ -272,14 +269,6 @@ class Push:
     def _listing_bytes(self, digest: bytes) -> int:
         place = self._blobs.packs.find(digest)
         return place.length if place is not None else 0
-
-    def _local(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Read from the local store, whose garbage collection may move a blob meanwhile."""
-        for _ in range(_ATTEMPTS - 1):
-            with contextlib.suppress(DamagedError):
-                return read(*args, **kwargs)
-            self._blobs.packs.refresh()
-        return read(*args, **kwargs)
 
     # -- uploading -----------------------------------------------------------------------------
     def _upload(self, view: PackView) -> bool:
@@ -299,15 +288,15 @@ class Push:
 
     def _content(self, item: _Item, digest: bytes) -> bytes:
         if item.is_map:
-            size = self._local(self._blobs.large.size, digest)
-            return encode_chunk_map(size, self._local(self._blobs.large.chunk_digests, digest))
+            size = self._blobs.large.size(digest)
+            return encode_chunk_map(size, self._blobs.large.chunk_digests(digest))
         if item.kind == "tree":
-            data = self._local(self._blobs.small, digest)
+            data = self._blobs.small(digest)
             if data is None:
                 raise DamagedError(f"the stored content {digest.hex()[:16]} is gone from the store")
             return data
         at = 0 if item.chunk is None else item.chunk * CHUNK_BYTES
-        return self._local(self._blobs.read, item.content, at, item.size)
+        return self._blobs.read(item.content, at, item.size)
 
     def _is_complete(self) -> bool:
         """Whether every blob is in a usable pack now; else upload those that are not."""

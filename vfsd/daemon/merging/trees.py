@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from protocol.diff.tree_diff import comparer, is_at_or_below
 from protocol.errors import os_error, shown
-from protocol.tree import CHUNK_BYTES, Chunk, Hole, LookupTree, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, Hole, LookupTree, Tree, TreeEntry, names_in
 from protocol.volume import Volume
 from vfsd.daemon.merging.delta import Buffer, Delta, DeltaReader, Entry, Extent, buffer_in_memory, write_delta
 from vfsd.daemon.snapshots.base import in_answer_thread, in_thread
@@ -105,10 +105,10 @@ class LayeredTree(LookupTree):
         changed = self._names.get(path)
         if own is None:
             self._check_reaches(path)
-            names = self._below.children(path)
+            names = names_in(self._below, path)
         else:
             try:
-                names = self._below.children(path)
+                names = names_in(self._below, path)
             except (FileNotFoundError, NotADirectoryError):  # a new directory
                 names = []
         if not changed:
@@ -278,7 +278,7 @@ class PartialTree(LookupTree):
 
     def children(self, path: bytes) -> list[bytes]:
         if self._is_whole(path):
-            return self._tree.children(path)
+            return names_in(self._tree, path)
         if path not in self._names:
             raise os_error(errno.ENOENT, os.fsdecode(path))
         existing = []

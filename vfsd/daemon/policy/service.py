@@ -296,7 +296,7 @@ class HiddenTree(FilteredTree):
         version = self._rules.version
         if self._linked is None or self._linked[0] != version:
             found = set()
-            for entry in _walk(self._tree):
+            for entry in self._tree.walk():
                 if entry.nlink > 1 and not entry.is_dir and self._rules.hides(entry.path, is_directory=False):
                     found.add(entry.inode)
             self._linked = version, frozenset(found)
@@ -308,27 +308,11 @@ class HiddenTree(FilteredTree):
             raise os_error(errno.ENOENT, shown(path))
         return entry
 
-    def _shown_below(self, directory: bytes) -> list[TreeEntry]:
-        prefix = directory + b"/" if directory else b""
-        found = []
-        for name in self._tree.children(directory):
-            entry = self._tree.entry(prefix + name)
-            if self._hides(entry.path, entry.is_dir) or not self._is_shown(entry):
-                self.left_out.add(entry.path)
-            else:
-                found.append(entry)
-        return found
-
-
-def _walk(tree: Tree) -> Iterable[TreeEntry]:
-    """Walk a state, by `entry` and `children`: it may have no other methods."""
-    waiting = [b""]
-    while waiting:
-        at = waiting.pop()
-        entry = tree.entry(at)
-        yield entry
-        if entry.is_dir:
-            waiting += (at + b"/" + name if at else name for name in tree.children(at))
+    def _shows(self, entry: TreeEntry) -> bool:
+        shows = super()._shows(entry) and self._is_shown(entry)
+        if not shows:
+            self.left_out.add(entry.path)
+        return shows
 
 
 def _reason(rules: PolicyRules, entry: TreeEntry) -> str | None:

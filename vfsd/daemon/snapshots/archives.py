@@ -12,7 +12,7 @@ import errno
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -104,7 +104,7 @@ def unpack(
                 # Content is checked while it is read: if it is damaged, the caller discards the stage.
                 tree = opened.enter_context(origin.opened(no_progress, False, reserve))
             counted = CountedTree(tree, progress)
-            stage.fill(counted, reserve_inodes(counted.entries))
+            stage.fill(counted, reserve_inodes(counted.count))
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -114,26 +114,26 @@ def unpack(
 class CountedTree:
     """A tree that reports how much of it was read.  It is walked and read once, in chunks.
 
-    `report` is called with (bytes done, bytes in total).  `entries` is the number of entries in the tree.
+    `report` is called with (bytes done, bytes in total).  `count` is the number of entries in the tree.
     """
 
     def __init__(self, tree: Tree, report: Callable[[int, int], None]) -> None:
         self._tree = tree
         self._report = report
         self._done = self._last_reported = 0
-        self.entries = 0
+        self.count = 0
         size = 0
         for entry in tree.walk():
-            self.entries += 1
+            self.count += 1
             size += entry.size if entry.is_file else 0
-        self._total = size + _ENTRY_BYTES * self.entries
+        self._total = size + _ENTRY_BYTES * self.count
 
     def entry(self, path: bytes) -> TreeEntry:
         """See `protocol.tree.Tree`, as for the other methods."""
         return self._tree.entry(path)
 
-    def children(self, path: bytes) -> list[bytes]:
-        return self._tree.children(path)
+    def entries(self, path: bytes) -> Iterable[TreeEntry]:
+        return self._tree.entries(path)
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
         for entry in self._tree.walk(path):

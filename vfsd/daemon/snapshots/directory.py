@@ -14,20 +14,19 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import trio
 from msgspec.structs import replace
 
 from protocol.adapters.snapshot_directory import (
     FIRST_INODE,
-    ReadableState,
     SnapshotDirectoryVolume,
     SnapshotStates,
     shown_name,
 )
 from protocol.errors import SnapshotNotFoundError
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import Tree
 from protocol.volume import Volume, VolumeCapabilities
 from protocol.volume_extensions import (
     CacheInvalidation,
@@ -43,7 +42,7 @@ from vfsd.kernel.invalidation import invalidate_kernel_caches
 from vfsd.machine.logs import log_failure
 
 if TYPE_CHECKING:
-    from protocol.store import MountedSnapshot
+    from protocol.tree import Tree
     from vfsd.daemon.policy.service import Policy
     from vfsd.daemon.snapshots.store_restore import Stored
 
@@ -175,7 +174,7 @@ class States(SnapshotStates, Protocol):
 class OpenState:
     """A state that is open."""
 
-    def __init__(self, state: ReadableState, close: Callable[[], object]) -> None:
+    def __init__(self, state: Tree, close: Callable[[], object]) -> None:
         self.state = state
         self.close = close
         self.is_used = True
@@ -193,7 +192,7 @@ class VolumeStates:
     def infos(self) -> Sequence[SnapshotInfo]:
         return self._volume.snapshots()
 
-    def using(self, info: SnapshotInfo, read: Callable[[ReadableState], T]) -> T:
+    def using(self, info: SnapshotInfo, read: Callable[[Tree], T]) -> T:
         if self._volume.snapshot(info.name).serial != info.serial:
             raise SnapshotNotFoundError(info.name)
         opened = self._open.get(info.serial)
@@ -215,23 +214,9 @@ class VolumeStates:
 
 
 class _LockedState(OpenState):
-    def __init__(self, state: ReadableState, close: Callable[[], object]) -> None:
+    def __init__(self, state: Tree, close: Callable[[], object]) -> None:
         super().__init__(state, close)
         self.lock = trio.Lock()
-
-
-class _StoredState:
-    """A stored snapshot as a `ReadableState`."""
-
-    def __init__(self, mounted: MountedSnapshot) -> None:
-        self._mounted = mounted
-        self.read = mounted.read
-
-    def entry(self, path: bytes) -> TreeEntry:
-        return self._mounted.entry(path)
-
-    def children(self, path: bytes) -> list[bytes]:
-        return [name for name, _, _ in self._mounted.rows(path)]
 
 
 class StoreStates:
@@ -249,7 +234,7 @@ class StoreStates:
         found = await in_thread(self._store.snapshots, self._key)
         return [info for info in found if not is_staged(info.name)]
 
-    async def using(self, info: SnapshotInfo, read: Callable[[ReadableState], T]) -> T:
+    async def using(self, info: SnapshotInfo, read: Callable[[Tree], T]) -> T:
         while True:
             async with self._opening:
                 opened = self._open.get(info.serial)
@@ -270,8 +255,7 @@ class StoreStates:
         if store.snapshot(self._key, info.name).serial != info.serial:
             mounted.close()
             raise SnapshotNotFoundError(info.name)
-        # Of a tree, a filter of states uses only what a `ReadableState` has.
-        return _LockedState(self._shown(cast("Tree", _StoredState(mounted))), mounted.close)
+        return _LockedState(self._shown(mounted), mounted.close)
 
     async def _close(self, serial: int) -> None:
         opened = self._open[serial]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import stat
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -27,7 +27,7 @@ from protocol.backends.container.inode_map import IDENTITY, IdMap
 from protocol.backends.host.files import MAX_FILE_BYTES
 from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES as TREE_CHUNK_BYTES
-from protocol.tree import Chunk, Hole, Tree, TreeEntry, sparse
+from protocol.tree import Chunk, Hole, LookupTree, TreeEntry, sparse
 
 _PAGE_BYTES: Final = 256 * 1024
 _ENTRY_BYTES: Final = 512 * 1024  # the largest entry with its xattrs, which may be longer than a page
@@ -39,7 +39,7 @@ _LISTED_BYTES: Final = 512 * 1024 * 1024
 _EACH_BYTES: Final = 64  # per entry, without its name
 
 
-class AgentTree:
+class AgentTree(LookupTree):
     """Implements `protocol.tree.Tree`.  `token` belongs to the loop that serves `link`."""
 
     def __init__(
@@ -213,9 +213,6 @@ class AgentTree:
         for (path, size), pending in zip(wanted, posted, strict=True):
             self._ahead[path] = pending, size
         self._ahead_bytes = total
-
-    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 (unknown without a walk)
-        return None
 
 
 class _Order:

@@ -25,6 +25,7 @@ from protocol.backends.memory.history.undo import SnapshotTree
 from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
 from protocol.diff.tree_diff import PathScope, entry_or_none, same_bytes
 from protocol.errors import os_error
+from protocol.tree import names_in
 from protocol.values import Value
 from protocol.volume import NAME_MAX
 
@@ -168,7 +169,7 @@ class Converger:
             node = found
         if self._replace:
             assert node.children is not None
-            for name in sorted(node.children.keys() - set(self._tree.children(entry.path))):
+            for name in sorted(node.children.keys() - set(names_in(self._tree, entry.path))):
                 self._remove(self._state.inodes[node.inode], name)
         return self._state.inodes[node.inode]
 

@@ -35,6 +35,7 @@ from protocol.backends.memory.history.converge import Converger, Extent, metadat
 from protocol.backends.memory.ledger import RECORD_BYTES, SLACK_BYTES, live_bytes, xattrs_bytes
 from protocol.diff.tree_diff import entry_or_none
 from protocol.errors import os_error
+from protocol.tree import names_in
 from protocol.volume import NAME_MAX
 
 if TYPE_CHECKING:
@@ -153,13 +154,11 @@ class Preparation(Converger):
         waiting = [(scope, top.inode)] if entry.is_dir and top is not None else []
         while waiting:
             at, number = waiting.pop()
-            prefix = at + b"/" if at else b""
-            for name in self._tree.children(at):
+            for below in self._tree.entries(at):
                 live = self._state.inodes.get(number)  # anew at each step: the loop does other work between them
                 if live is None or live.children is None:
                     break
-                found = self._child(live, name)
-                below = self._tree.entry(prefix + name)
+                found = self._child(live, below.name)
                 if found is None:
                     yield below
                     continue
@@ -197,7 +196,7 @@ class Preparation(Converger):
                 continue
             directory = self._directories[at]
             prefix = at + b"/" if at else b""
-            for name in reversed(self._tree.children(at)):
+            for name in reversed(names_in(self._tree, at) if self._view is None else self._view.children(at)):
                 below = prefix + name
                 same = self._same.get(below)
                 # The first change after a view was opened puts another version in its place.

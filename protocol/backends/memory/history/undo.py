@@ -214,7 +214,7 @@ def merged(epochs: Iterable[Epoch]) -> tuple[PreInodes, PreNames]:
 
 
 class SnapshotTree:
-    """The state at the beginning of `epoch`.  Implements `Tree`, `protocol.search.NodeTree` and `tree_diff.Counted`.
+    """The state at the beginning of `epoch`.  Implements `Tree` and `tree_diff.Counted`.
 
     It reads the live inode table through the pre-images of its epoch and of all epochs after it.  A version never
     changes once it is a pre-image, so the values that a view returns stay valid.
@@ -370,25 +370,44 @@ class SnapshotTree:
             ctime_ns=inode.ctime_ns,
         )
 
+    def entries(self, path: bytes) -> Iterator[TreeEntry]:
+        prefix = path + b"/" if path else b""
+        return (self._entry(prefix + name, child) for name, child in self._below(self._directory(path)))
+
     def children(self, path: bytes) -> list[bytes]:
+        """Return the names in directory `path`, sorted: faster than `entries`."""
+        return sorted(self.names(self._directory(path)))
+
+    def _directory(self, path: bytes) -> Inode:
         inode = self.find(path)
         if inode.children is None:
             raise os_error(errno.ENOTDIR, os.fsdecode(path))
-        return sorted(self.names(inode))
+        return inode
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
         stack = [(path, self.find(path))]
         while stack:
             at, inode = stack.pop()
             yield self._entry(at, inode)
-            if inode.children is None:
-                continue
-            prefix = at + b"/" if at else b""
-            entries = self.names(inode)
-            for name in sorted(entries, reverse=True):
-                child = self.version(entries[name])
-                if child is not None:
-                    stack.append((prefix + name, child))
+            if inode.children is not None:
+                prefix = at + b"/" if at else b""
+                stack += [(prefix + name, child) for name, child in reversed(self._below(inode))]
+
+    def _below(self, directory: Inode) -> list[tuple[bytes, Inode]]:
+        """The names in a directory, sorted, and their versions."""
+        live = self._state.inodes.get
+        children = [(name, number, live(number)) for name, number in sorted(self.names(directory).items())]
+        # As in `version`, all live versions are read before any pre-image.
+        layers = [layer for layer in (self._inodes, *(each.inodes for each in self._pinned.chain())) if layer]
+        found = []
+        for name, number, child in children:
+            for layer in layers:
+                if number in layer:
+                    child = layer[number]  # noqa: PLW2901 -- the pre-image takes its place
+                    break
+            if child is not None:
+                found.append((name, child))
+        return found
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return _read(self._file(path), offset, size)
@@ -399,27 +418,6 @@ class SnapshotTree:
             return inode.content.chunks(inode.size, size)
         return iter([Hole(inode.size)] if inode.size else ())
 
-    # -- protocol.search.NodeTree: a node is a version of an inode ---------------------------------
-    def node(self, path: bytes) -> Inode:
-        return self.find(path)
-
-    def child_nodes(self, node: Inode, names: Collection[bytes] | None = None) -> Iterator[tuple[bytes, Inode]]:
-        found = {name: self.name(node, name) for name in names} if names is not None else self.names(node)
-        live = self._state.inodes.get
-        children = [(name, number, live(number)) for name, number in found.items()]
-        # As in `version`, all live versions are read before any pre-image.
-        layers = [layer for layer in (self._inodes, *(each.inodes for each in self._pinned.chain())) if layer]
-        for name, number, child in children:
-            for layer in layers:
-                if number in layer:
-                    child = layer[number]  # noqa: PLW2901 -- the pre-image takes its place
-                    break
-            if child is not None:
-                yield name, child
-
-    def read_node(self, node: Inode, offset: int, size: int) -> bytes:
-        return _read(node, offset, size)
-
     def count_below(self, path: bytes) -> int:
         total = 0
         waiting = [self.find(path)]
@@ -427,7 +425,7 @@ class SnapshotTree:
             node = waiting.pop()
             total += 1
             if node.children is not None:
-                for _, child in self.child_nodes(node):
+                for _, child in self._below(node):
                     if child.children is None:
                         total += 1
                     else:

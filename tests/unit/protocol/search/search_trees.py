@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-
 from protocol.tree import TreeEntry
 from tests.support.trees import DictTree
 
-__all__ = ["DeepTree", "FadingTree", "TreeOfNodes", "WatchedTree"]
+__all__ = ["DeepTree", "FadingTree", "WatchedTree"]
 
 
 class WatchedTree(DictTree):
@@ -25,27 +23,6 @@ class WatchedTree(DictTree):
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         self.was_read.append(path)
         return super().read(path, offset, size)
-
-
-class TreeOfNodes(DictTree):
-    """A tree that can be searched by node only: asking it by path is an error once it is built."""
-
-    def node(self, path: bytes) -> TreeEntry:
-        return super().entry(path)
-
-    def child_nodes(self, node: TreeEntry, names: Collection[bytes] | None = None) -> Iterator[tuple[bytes, TreeEntry]]:
-        prefix = node.path + b"/" if node.path else b""
-        for name in reversed(super().children(node.path)):
-            if names is None or name in names:
-                yield name, self.entries[prefix + name]
-
-    def read_node(self, node: TreeEntry, offset: int, size: int) -> bytes:
-        return super().read(node.path, offset, size)
-
-    def children(self, path: bytes) -> list[bytes]:
-        raise AssertionError(f"asked by path: {path!r}")
-
-    read = walk = children  # type: ignore[assignment]
 
 
 class DeepTree(DictTree):

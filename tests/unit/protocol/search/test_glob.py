@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from protocol.search import USUAL_SKIPS, NodeTree, SkipRules, glob_paths
+from protocol.search import USUAL_SKIPS, SkipRules, glob_paths
 from protocol.search.patterns import MAX_ALTERNATIVES, expand
 from protocol.tree import Tree, TreeEntry
 from tests.support.trees import DictTree
-from tests.unit.protocol.search.search_trees import DeepTree, FadingTree, TreeOfNodes, WatchedTree
+from tests.unit.protocol.search.search_trees import DeepTree, FadingTree, WatchedTree
 
 
 def tree_of(*paths: bytes) -> DictTree:
@@ -92,7 +91,6 @@ def test_a_path_is_found_where_the_pattern_matches_it_and_nowhere_else(paths: se
     wanted = sorted(path for path in items if path_matches(pattern, path))
 
     assert found(DictTree(items), pattern) == wanted
-    assert found(TreeOfNodes(items), pattern) == wanted
 
 
 @given(st.sets(PATHS, max_size=12), PATTERNS, NAMES)
@@ -263,9 +261,8 @@ def test_a_path_that_is_no_directory_is_refused() -> None:
         glob_paths(tree, "*", limit=-1)
 
 
-@pytest.mark.parametrize("kind", [DictTree, TreeOfNodes])
-def test_at_the_limit_the_first_paths_are_given_and_that_there_are_more(kind: Callable[..., Tree]) -> None:
-    tree = kind(dict.fromkeys([b"b", b"a/z", b"a.c", b"c/d"], b""))
+def test_at_the_limit_the_first_paths_are_given_and_that_there_are_more() -> None:
+    tree = DictTree(dict.fromkeys([b"b", b"a/z", b"a.c", b"c/d"], b""))
 
     assert glob_paths(tree, "**", limit=2).paths == (b"a.c", b"a/z")
     assert glob_paths(tree, "**", limit=2).truncated
@@ -376,8 +373,3 @@ def test_a_tree_that_is_deep_is_searched() -> None:
 
 def test_what_vanishes_during_a_search_is_not_found_and_ends_nothing() -> None:
     assert found(FadingTree(b"b", {b"a": b"", b"b/c": b"", b"d": b""}), "**") == [b"a", b"d"]
-
-
-def test_a_tree_offers_nodes_by_having_the_methods() -> None:
-    assert isinstance(TreeOfNodes({}), NodeTree)
-    assert not isinstance(DictTree({}), NodeTree)

@@ -19,7 +19,7 @@ from protocol.search.grep import BLOCK_BYTES
 from protocol.tree import TreeEntry
 from protocol.types import GrepMatch
 from tests.support.trees import DictTree
-from tests.unit.protocol.search.search_trees import TreeOfNodes, WatchedTree
+from tests.unit.protocol.search.search_trees import WatchedTree
 
 Place = tuple[int, str, int, int]
 
@@ -85,7 +85,6 @@ def test_the_first_match_of_each_line_is_what_re_finds_in_it(text: str, pattern:
     wanted = expected(text, pattern)
 
     assert found(text, pattern) == wanted
-    assert places(grep_tree(TreeOfNodes({b"f": text.encode()}), pattern)) == wanted
 
 
 @given(TEXTS, st.text("ab+*?.{}|()^$é,1", max_size=6))

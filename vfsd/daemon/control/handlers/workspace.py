@@ -38,7 +38,7 @@ from protocol.diff.tree_diff import Change, changes, count
 from protocol.errors import SnapshotNotFoundError
 from protocol.journal.directory import remove_files
 from protocol.store import Store, TreeSource
-from protocol.tree import Tree, unfiltered
+from protocol.tree import Tree, names_in, unfiltered
 from protocol.types import ChangeCounts
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import SnapshotableVolume, SnapshotInfo, overlaid, snapshotable
@@ -369,7 +369,7 @@ class UnmountMethods:
                 found.append(UnsavedResult(True, "", None, None, counts, is_more, saved_at=taken, since=info.name))
             if not found:
                 async with snapshots.tree(None, call) as live:
-                    is_empty = not await trio.to_thread.run_sync(unfiltered(live).children, b"")
+                    is_empty = not await trio.to_thread.run_sync(names_in, unfiltered(live), b"")
                 return saved if is_empty else UnsavedResult(unsaved=True, token="")
         except OSError as error:  # such as EIO: the container does not run
             _logger.info("the container cannot be compared with its snapshots: %s", error)

@@ -12,7 +12,7 @@ import trio
 from protocol.backends.memory import MemoryVolume
 from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.testing.volume.driver import Driver
-from protocol.tree import Tree
+from protocol.tree import Tree, names_in
 from vfsd.daemon.snapshots.directory import OPEN_STATES, StoreStates, VolumeStates
 from vfsd.daemon.snapshots.store_restore import Stored
 
@@ -39,7 +39,7 @@ def test_few_snapshots_of_a_volume_are_open_at_a_time_and_each_is_read() -> None
     states = VolumeStates(volume)
     for _ in range(2):
         for number, info in enumerate(states.infos(), 1):
-            assert len(states.using(info, lambda state: state.children(b""))) == number
+            assert len(states.using(info, lambda state: names_in(state, b""))) == number
             assert 0 < len(open_names) <= OPEN_STATES
     trio.run(states.close_unused, ())
     assert open_names == []
@@ -58,7 +58,7 @@ def test_few_snapshots_of_a_store_are_open_at_a_time_and_each_is_read(tmp_path: 
         async def read() -> None:
             open_files = []
             for number, info in enumerate(await states.infos(), 1):
-                assert len(await states.using(info, lambda state: state.children(b""))) == number
+                assert len(await states.using(info, lambda state: names_in(state, b""))) == number
                 open_files.append(len(os.listdir("/proc/self/fd")))
             assert max(open_files) < open_files[OPEN_STATES - 1] + OPEN_STATES  # each one that is open has some
             await states.close_unused(())
