@@ -17,17 +17,12 @@ import threading
 import zlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, Final
 
 from protocol.archive import records as zr
 from protocol.archive.members import Member
 from protocol.errors import ArchiveError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from protocol.archive.members import Member
 
 _CHUNK_BYTES: Final = 256 * 1024
 _SMALL_BYTES: Final = 64 * 1024  # read and decompressed in one call, which halves the time of an entry of 1 KB
@@ -45,15 +40,27 @@ def decompressed(file: BinaryIO, member: Member, size: int = _CHUNK_BYTES) -> It
             if data:
                 yield data
             return
+    yield from _verified(_Decompressor.of(file, member, _CHUNK_BYTES), member, size)
+
+
+def _verified(source: _Decompressor, member: Member, size: int) -> Iterator[bytes]:
+    """Yield what `source` reads in pieces of `size` bytes; the last may be shorter.  Errors as for `decompressed`."""
     done = crc = 0
-    for chunk in _raw(file, member, size) if member.method == zr.STORED else _inflated(file, member, size):
-        done += len(chunk)
-        if done > member.size:
-            raise ArchiveError("the entry is larger than it declares", member.shown)
-        crc = zlib.crc32(chunk, crc)
-        yield chunk
+    while done < member.size:
+        piece = source.read(min(size, member.size - done))
+        if not piece:
+            break
+        done += len(piece)
+        crc = zlib.crc32(piece, crc)
+        yield piece
+    if source.read(1):
+        raise ArchiveError("the entry is larger than it declares", member.shown)
+    if source.is_truncated:
+        raise ArchiveError("the entry is truncated", member.shown)
     if done != member.size:
         raise ArchiveError("the entry is smaller than it declares", member.shown)
+    if not source.is_at_end:
+        raise ArchiveError("the entry has bytes after its compressed data", member.shown)
     if crc != member.crc:
         raise ArchiveError("the entry has a bad CRC", member.shown)
 
@@ -71,72 +78,6 @@ def _small(file: BinaryIO, member: Member) -> bytes | None:
         if not inflate.eof or inflate.unused_data or inflate.unconsumed_tail:
             return None
     return data if len(data) == member.size and zlib.crc32(data) == member.crc else None
-
-
-def _raw(file: BinaryIO, member: Member, size: int) -> Iterator[bytes]:
-    at, end = member.data, member.data + member.compressed
-    while at < end:
-        file.seek(at)
-        chunk = file.read(min(size, end - at))
-        if not chunk:
-            raise ArchiveError("the entry is truncated", member.shown)
-        at += len(chunk)
-        yield chunk
-
-
-def _inflated(file: BinaryIO, member: Member, size: int) -> Iterator[bytes]:
-    inflate = zlib.decompressobj(-zlib.MAX_WBITS)
-    source = _raw(file, member, _CHUNK_BYTES)
-    try:
-        while not inflate.eof:
-            data = inflate.unconsumed_tail or next(source, b"")
-            chunk = inflate.decompress(data, size)
-            if chunk:
-                yield chunk
-            elif not data and not inflate.eof:
-                # all input is consumed and gives no more output
-                raise ArchiveError("the entry is truncated", member.shown)
-    except zlib.error as error:
-        raise ArchiveError(f"the entry is damaged: {error}", member.shown) from None
-    if inflate.unused_data or inflate.unconsumed_tail or next(source, b""):
-        raise ArchiveError("the entry has bytes after its compressed data", member.shown)
-
-
-class ContentReader:
-    """Random access to the content of entries, fast for reads that go forward.
-
-    Keeps the position in the entry that was read last, because a deflated entry can only be read from its start.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._member: Member | None = None
-        self._chunks: Iterator[bytes] = iter(())
-        self._chunk = b""
-        self._chunk_start = 0
-
-    def read(self, member: Member, offset: int, size: int) -> bytes:
-        """Read up to `size` bytes from `offset`; fewer only at the end."""
-        if member.method == zr.STORED:
-            self._file.seek(member.data + min(offset, member.size))
-            return self._file.read(max(0, min(size, member.size - offset)))
-        if member is not self._member or offset < self._chunk_start:
-            self._member, self._chunks = member, decompressed(self._file, member)
-            self._chunk, self._chunk_start = b"", 0
-        return b"".join(self._parts(member, offset, min(offset + size, member.size)))
-
-    def _parts(self, member: Member, at: int, end: int) -> Iterator[bytes]:
-        while at < end:
-            chunk_end = self._chunk_start + len(self._chunk)
-            if at >= chunk_end:
-                self._chunk_start = chunk_end
-                self._chunk = next(self._chunks, b"")
-                if not self._chunk:  # an earlier read failed at this point
-                    raise ArchiveError("the entry is damaged", member.shown)
-                continue
-            part = self._chunk[at - self._chunk_start : end - self._chunk_start]
-            at += len(part)
-            yield part
 
 
 # -- random access ---------------------------------------------------------------------------------
@@ -165,7 +106,7 @@ class RandomAccess:
         self._states_left = max(2, cache_bytes // 2 // _STATE_BYTES)
         self._most_states = min(_MOST_STATES, self._states_left // 2)
 
-    def read(self, member: Member, offset: int, size: int, locate: Callable[[Member], None]) -> bytes:
+    def read(self, member: Member, offset: int, size: int, locate: Callable[[Member], None] = lambda _: None) -> bytes:
         """Return `size` bytes of an entry from `offset`, fewer at its end.  ArchiveError, OSError.
 
         `locate` sets `member.data`; it is called before the first read of an entry.
@@ -233,23 +174,13 @@ class LargeEntry:
         self.states: list[_Decompressor] = []
         self._crcs = array("I")
         self._recent: OrderedDict[int, bytes] = OrderedDict()
-        crc = 0
-        source = _Decompressor.of(file, member)
-        for number in range(pieces):
+        source = _Decompressor.of(file, member, _INPUT_BYTES)
+        self.states.append(source.copy())
+        for number, piece in enumerate(_verified(source, member, PIECE_BYTES), 1):
             keep_going()
-            if not number % self._every:
-                self.states.append(source.copy())
-            piece = source.read(self._length(number))
-            if len(piece) < self._length(number):
-                raise ArchiveError("the entry is smaller than it declares", member.shown)
-            crc = zlib.crc32(piece, crc)
             self._crcs.append(zlib.crc32(piece))
-        if crc != member.crc:
-            raise ArchiveError("the entry has a bad CRC", member.shown)
-        if source.read(1):
-            raise ArchiveError("the entry is larger than it declares", member.shown)
-        if not source.is_at_end:
-            raise ArchiveError("the entry has bytes after its compressed data", member.shown)
+            if not number % self._every and number < pieces:
+                self.states.append(source.copy())
         self._next = 0  # the piece that `_source` returns next
         self._source = self.states[0].copy()
 
@@ -296,25 +227,30 @@ class LargeEntry:
 class _Decompressor:
     """Reads the content of an entry from its beginning; can be copied at any place."""
 
-    __slots__ = ("_at", "_end", "_file", "_inflate", "_member")
+    __slots__ = ("_at", "_end", "_file", "_inflate", "_input_bytes", "_member")
 
-    def __init__(self, file: BinaryIO, member: Member, at: int, inflate: Any) -> None:
+    def __init__(self, file: BinaryIO, member: Member, at: int, inflate: Any, input_bytes: int) -> None:
         self._file = file
         self._member = member
         self._at = at
         self._end = member.data + member.compressed
         self._inflate = inflate
+        self._input_bytes = input_bytes
 
     @classmethod
-    def of(cls, file: BinaryIO, member: Member) -> _Decompressor:
-        """One at the beginning of `member`."""
+    def of(cls, file: BinaryIO, member: Member, input_bytes: int) -> _Decompressor:
+        """One at the beginning of `member`, which reads `input_bytes` at once."""
         inflate = None if member.method == zr.STORED else zlib.decompressobj(-zlib.MAX_WBITS)
-        return cls(file, member, member.data, inflate)
+        return cls(file, member, member.data, inflate, input_bytes)
 
     def copy(self) -> _Decompressor:
-        return _Decompressor(
-            self._file, self._member, self._at, None if self._inflate is None else self._inflate.copy()
-        )
+        inflate = None if self._inflate is None else self._inflate.copy()
+        return _Decompressor(self._file, self._member, self._at, inflate, self._input_bytes)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the compressed data ended early, as seen by a read that returned less than it was asked for."""
+        return self._at < self._end if self._inflate is None else not self._inflate.eof
 
     @property
     def is_at_end(self) -> bool:
@@ -332,7 +268,7 @@ class _Decompressor:
         parts = []
         try:
             while size and not self._inflate.eof:
-                data = self._inflate.unconsumed_tail or self._input(_INPUT_BYTES)
+                data = self._inflate.unconsumed_tail or self._input(self._input_bytes)
                 part = self._inflate.decompress(data, size)
                 if not data and not part:
                     break  # truncated

@@ -17,7 +17,7 @@ from typing import BinaryIO, Final, TypeAlias
 from msgspec.structs import replace
 from msgspec.structs import replace as replace_struct
 
-from protocol.archive.content import ContentReader, decompressed
+from protocol.archive.content import RandomAccess, decompressed
 from protocol.archive.manifest import (
     FILES,
     MANIFEST,
@@ -38,6 +38,7 @@ from protocol.volume import ROOT_INODE
 
 # Local headers and small entries are adjacent: one read(2) gets many.
 _BUFFER_BYTES: Final = 128 * 1024
+_CACHE_BYTES: Final = 4 << 20
 Source: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | BinaryIO
 
 
@@ -96,7 +97,7 @@ class ArchiveTree(LookupTree):
 
     def __init__(self, file: BinaryIO, contents: Contents) -> None:
         self._file = file
-        self._reader = ContentReader(file)
+        self._reader = RandomAccess(file, lambda: file, _CACHE_BYTES)
         self._entries = contents.entries
         self._members = contents.members
         self._children: dict[bytes, list[TreeEntry]] = {
@@ -128,7 +129,7 @@ class ArchiveTree(LookupTree):
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         """Read up to `size` bytes of a file; fewer only at its end.  IsADirectoryError; EINVAL for a special file.
 
-        Fast for reads that go forward; a read further back decompresses from the start.
+        The first read of an entry decompresses all of it.
         """
         return self._reader.read(self._file_member(path), offset, size)
 
