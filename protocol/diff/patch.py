@@ -47,7 +47,7 @@ from difflib import SequenceMatcher
 from typing import BinaryIO, Final, NamedTuple
 
 from protocol.diff.tree_diff import Change, entry_or_none, is_below
-from protocol.tree import Tree, TreeEntry, filled, unfiltered
+from protocol.tree import Tree, TreeEntry, filled, names_in, unfiltered
 
 TEXT_LIMIT_BYTES: Final = 32 * 1024 * 1024  # both sides of a text file are held in memory; over it, as binary
 TEXT_LIMIT_LINES: Final = 1_000_000  # a line costs some 50 bytes in addition to its content
@@ -133,7 +133,7 @@ def _side(tree: Tree, entry: TreeEntry | None) -> _Side:
     if entry.is_symlink:
         return _Content(tree, entry, stat.S_IFLNK, entry.target)
     if entry.is_dir:
-        return _Directory(is_empty=not unfiltered(tree).entries(entry.path))
+        return _Directory(is_empty=not names_in(unfiltered(tree), entry.path))
     if not entry.is_file:
         return _Refused("a special file")
     if entry.size > BINARY_LIMIT_BYTES:
@@ -344,7 +344,7 @@ class _Writer:
         above = removed.rpartition(b"/")[0]
         while above and entry_or_none(tree, above) is None:
             above = above.rpartition(b"/")[0]
-        if above and above != self._emptied and tree.entry(above).is_dir and not tree.entries(above):
+        if above and above != self._emptied and tree.entry(above).is_dir and not names_in(tree, above):
             self._emptied = above
             self._report(above, "a directory that is empty now", is_usual=True)
 

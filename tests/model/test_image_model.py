@@ -223,12 +223,12 @@ class ImageMachine(RuleBasedStateMachine):
         archive = DictTree()
         with self.volume.tree(found[at % len(found)]) as tree:
             for entry in tree.walk():
-                archive.entries[entry.path] = entry
+                archive.by_path[entry.path] = entry
                 if entry.is_file:
                     archive.content[entry.path] = b"".join(filled(tree.chunks(entry.path)))
         stage = self.volume.new_stage()
         try:
-            stage.fill(archive, self.volume.reserve_inodes(len(archive.entries)))
+            stage.fill(archive, self.volume.reserve_inodes(len(archive.by_path)))
         except OSError:
             stage.give_back()
             return

@@ -104,7 +104,7 @@ def ancestors(path: bytes) -> list[bytes]:
 def as_tree(root: Node) -> DictTree:
     tree = DictTree()
     for entry, data in tree_entries(root):
-        tree.entries[entry.path] = entry
+        tree.by_path[entry.path] = entry
         if entry.is_file:
             tree.content[entry.path] = data
     return tree

@@ -15,7 +15,7 @@ class DictTree(LookupTree):
     """A tree from {path: content}: bytes is a file, None a directory, str a symlink; or (TreeEntry, content)."""
 
     def __init__(self, items: dict[bytes, bytes | str | tuple[TreeEntry, bytes] | None] | None = None) -> None:
-        self.entries: dict[bytes, TreeEntry] = {b"": TreeEntry(b"", stat.S_IFDIR | 0o755)}
+        self.by_path: dict[bytes, TreeEntry] = {b"": TreeEntry(b"", stat.S_IFDIR | 0o755)}
         self.content: dict[bytes, bytes] = {}
         for number, (path, item) in enumerate(sorted((items or {}).items()), 2):
             self._add_parents(path)
@@ -31,17 +31,17 @@ class DictTree(LookupTree):
             else:
                 entry = TreeEntry(path, stat.S_IFREG | 0o644, len(item), inode=number)
                 self.content[path] = item
-            self.entries[path] = entry
+            self.by_path[path] = entry
 
     def _add_parents(self, path: bytes) -> None:
         parts = path.split(b"/")[:-1]
         for end in range(1, len(parts) + 1):
             parent = b"/".join(parts[:end])
-            self.entries.setdefault(parent, TreeEntry(parent, stat.S_IFDIR | 0o755))
+            self.by_path.setdefault(parent, TreeEntry(parent, stat.S_IFDIR | 0o755))
 
     def entry(self, path: bytes) -> TreeEntry:
         try:
-            return self.entries[path]
+            return self.by_path[path]
         except KeyError:
             raise os_error(2, repr(path)) from None
 
@@ -50,7 +50,7 @@ class DictTree(LookupTree):
             raise os_error(20, repr(path))
         prefix = path + b"/" if path else b""
         return sorted(
-            p[len(prefix) :] for p in self.entries if p and p.startswith(prefix) and b"/" not in p[len(prefix) :]
+            p[len(prefix) :] for p in self.by_path if p and p.startswith(prefix) and b"/" not in p[len(prefix) :]
         )
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:

@@ -78,11 +78,11 @@ def rich_tree(*, reverse: bool = False) -> DictTree:
     }
     pairs = sorted(items.items(), reverse=reverse)
     tree = DictTree(dict(pairs))  # type: ignore[arg-type]
-    tree.entries[b""] = replace(
-        tree.entries[b""], mode=stat.S_IFDIR | 0o2750, mtime_ns=77, uid=5, xattrs={b"user.r": b"1"}
+    tree.by_path[b""] = replace(
+        tree.by_path[b""], mode=stat.S_IFDIR | 0o2750, mtime_ns=77, uid=5, xattrs={b"user.r": b"1"}
     )
     if reverse:
-        tree.entries = dict(reversed(tree.entries.items()))
+        tree.by_path = dict(reversed(tree.by_path.items()))
     return tree
 
 
@@ -113,10 +113,10 @@ def test_an_empty_tree_comes_back() -> None:
 
 def test_the_deepest_and_longest_paths_come_back() -> None:
     tree = DictTree({b"/".join([b"d"] * 2048): b"deep", b"\xff" * 255: b"long", b"n" * 255 + b"/f": b""})
-    assert len(max(tree.entries, key=len)) == 4095
+    assert len(max(tree.by_path, key=len)) == 4095
     # The plain tree's own walk is quadratic at such a depth; its entries are as good.
     with open_archive(io.BytesIO(archive_of(Flat(tree)))) as read:
-        assert {entry.path for entry in read.walk()} == set(tree.entries)
+        assert {entry.path for entry in read.walk()} == set(tree.by_path)
         assert read.read(b"/".join([b"d"] * 2048), 0, 9) == b"deep"
 
 
@@ -130,7 +130,7 @@ class Flat:
         return getattr(self._tree, name)
 
     def walk(self) -> Iterator[TreeEntry]:
-        return iter(self._tree.entries.values())
+        return iter(self._tree.by_path.values())
 
 
 def chain(depth: int, component: bytes = b"d") -> list[TreeEntry]:
@@ -146,10 +146,10 @@ class Listed:
     """A tree without any content."""
 
     def __init__(self, entries: Sequence[TreeEntry]) -> None:
-        self.entries = entries
+        self.by_path = entries
 
     def walk(self) -> Iterator[TreeEntry]:
-        return iter(self.entries)
+        return iter(self.by_path)
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return b""
@@ -431,7 +431,7 @@ def test_a_file_that_takes_only_a_part_of_each_write_gets_everything() -> None:
 @pytest.mark.parametrize("wrong", [-1, 1])
 def test_a_file_that_is_not_as_large_as_its_entry_says_fails_the_archive(size: int, wrong: int) -> None:
     tree = DictTree({b"f": bytes(size)})
-    tree.entries[b"f"] = replace(tree.entries[b"f"], size=size + wrong)
+    tree.by_path[b"f"] = replace(tree.by_path[b"f"], size=size + wrong)
     if (size, wrong) == (10, -1):
         tree.content[b"f"] = b""  # a small file is asked for its size only
     with pytest.raises(OSError, match="changed while"):
@@ -581,12 +581,12 @@ class BigFile(DictTree):
 
     def __init__(self, size: int, pattern: bytes) -> None:
         super().__init__({b"big": b""})
-        self.entries[b"big"] = replace(self.entries[b"big"], size=size)
+        self.by_path[b"big"] = replace(self.by_path[b"big"], size=size)
         self._pattern = pattern
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
         chunk = (self._pattern * (size // len(self._pattern) + 1))[:size]
-        left = self.entries[path].size
+        left = self.by_path[path].size
         while left:
             yield chunk[:left]
             left -= len(chunk[:left])
@@ -614,7 +614,7 @@ def test_a_large_file_of_zeros_is_archived_and_read_in_fixed_memory(tmp_path: Pa
 def test_a_file_past_4_gib_and_what_follows_it_come_back(tmp_path: Path) -> None:
     size = (4 << 30) + 5
     tree = BigFile(size, b"\0")
-    tree.entries[b"last"] = replace(tree.entries[b"big"], path=b"last", size=3, inode=0)
+    tree.by_path[b"last"] = replace(tree.by_path[b"big"], path=b"last", size=3, inode=0)
     tree.content[b"last"] = b"end"
     with (tmp_path / "a.zip").open("wb") as file:
         write_archive(tree, file, level=1)
@@ -637,9 +637,9 @@ def test_many_small_files_are_archived_in_fixed_memory() -> None:
             return os.urandom(size)
 
     tree = Small({b"%d" % n: b"" for n in range(160)})
-    for path, entry in tree.entries.items():
+    for path, entry in tree.by_path.items():
         if entry.is_file:
-            tree.entries[path] = replace(entry, size=256 * 1024)
+            tree.by_path[path] = replace(entry, size=256 * 1024)
     tracemalloc.start()
     try:
         write_archive(tree, Sink())  # type: ignore[arg-type]
@@ -653,7 +653,7 @@ def test_many_small_files_are_archived_in_fixed_memory() -> None:
 def test_more_entries_than_16_bits_can_count_come_back(tmp_path: Path) -> None:
     tree = DictTree()
     for n in range(66_000):
-        tree.entries[b"%05d" % n] = TreeEntry(b"%05d" % n, FILE)
+        tree.by_path[b"%05d" % n] = TreeEntry(b"%05d" % n, FILE)
     (tmp_path / "a.zip").write_bytes(data := archive_of(Flat(tree)))  # type: ignore[arg-type]
     with open_archive(io.BytesIO(data)) as read:
         assert read.file_count == len(names_in(read, b"")) == 66_000

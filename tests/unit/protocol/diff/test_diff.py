@@ -44,7 +44,7 @@ def kinds(found: Iterator[Change]) -> list[tuple[bytes, str]]:
 
 
 def with_entry(tree: DictTree, path: bytes, **fields: object) -> DictTree:
-    tree.entries[path] = replace(tree.entries[path], **fields)  # type: ignore[arg-type]
+    tree.by_path[path] = replace(tree.by_path[path], **fields)  # type: ignore[arg-type]
     return tree
 
 
@@ -239,14 +239,14 @@ def trees(draw: st.DrawFn) -> KnowingTree:
             items.update(dict.fromkeys(above))
             items[path] = item
     tree = KnowingTree(dict(items))
-    for path in tree.entries:  # the same inode for the same path, or another one, as after a rename
+    for path in tree.by_path:  # the same inode for the same path, or another one, as after a rename
         with_entry(tree, path, inode=draw(st.sampled_from([1, 1, 2])))
     return tree
 
 
 @given(trees(), trees(), st.data())
 def test_touched_paths_give_the_same_changes_as_a_walk(old: KnowingTree, new: KnowingTree, data: st.DataObject) -> None:
-    everything = sorted({*old.entries, *new.entries})
+    everything = sorted({*old.by_path, *new.by_path})
     paths = data.draw(st.lists(st.sampled_from(everything), max_size=2))
     walked = list(changes(as_plain(old), as_plain(new), paths=paths))
     # The least that the contract of `touched` lets a tree name: no path below one that is walked anyway.
@@ -260,12 +260,12 @@ def test_touched_paths_give_the_same_changes_as_a_walk(old: KnowingTree, new: Kn
 
 def as_plain(tree: DictTree) -> DictTree:
     plain = DictTree()
-    plain.entries, plain.content = tree.entries, tree.content
+    plain.by_path, plain.content = tree.by_path, tree.content
     return plain
 
 
 def one_side_or_other_inode(old: DictTree, new: DictTree, path: bytes) -> bool:
-    left, right = old.entries.get(path), new.entries.get(path)
+    left, right = old.by_path.get(path), new.by_path.get(path)
     return not (left and right and left.inode == right.inode and left.is_dir == right.is_dir)
 
 

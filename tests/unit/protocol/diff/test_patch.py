@@ -44,7 +44,7 @@ def executable(content: bytes) -> tuple[TreeEntry, bytes]:
 
 def tree_with(tree: DictTree, path: bytes, content: bytes) -> None:
     added = DictTree({path: content})
-    tree.entries |= added.entries
+    tree.by_path |= added.by_path
     tree.content |= added.content
 
 
@@ -362,7 +362,7 @@ def test_a_file_past_the_size_limit_is_named_and_not_read() -> None:
 
     def tree(size: int) -> DictTree:
         made = Huge({b"big": b""})
-        made.entries[b"big"] = replace(made.entries[b"big"], size=size)
+        made.by_path[b"big"] = replace(made.by_path[b"big"], size=size)
         return made
 
     old, new = tree(10**15), tree(10**15 + 1)
@@ -405,7 +405,7 @@ def test_a_binary_file_is_streamed() -> None:
             return itertools.repeat(bytes(1 << 20), 40)
 
     old, new = DictTree(), Wide({b"big": b""})
-    new.entries[b"big"] = replace(new.entries[b"big"], size=40 << 20)
+    new.by_path[b"big"] = replace(new.by_path[b"big"], size=40 << 20)
     size = 0
 
     def count(data: bytes) -> None:
@@ -424,7 +424,7 @@ def test_a_binary_file_is_streamed() -> None:
 def test_nothing_is_written_for_what_a_patch_does_not_know() -> None:
     old = DictTree({b"d/f": (TreeEntry(b"", stat.S_IFREG | 0o644, uid=1, mtime_ns=1), b"x")})
     new = DictTree({b"d/f": (TreeEntry(b"", stat.S_IFREG | 0o600, uid=2, mtime_ns=2), b"x")})
-    new.entries[b"d"] = replace(new.entries[b"d"], mode=stat.S_IFDIR | 0o700)
+    new.by_path[b"d"] = replace(new.by_path[b"d"], mode=stat.S_IFDIR | 0o700)
     assert len(list(changes(old, new))) == 2
     assert patch_of(old, new) == b""
 

@@ -52,10 +52,10 @@ def tree_of(layout: dict[bytes, Version]) -> DictTree:
             entry = replace(entry, target=data + b"t", size=len(data) + 1)
         elif kind == stat.S_IFCHR:
             entry = replace(entry, rdev=len(data))
-        tree.entries[path] = entry
-    counts = Counter(entry.inode for entry in tree.entries.values() if entry.is_file)
-    for path, entry in tree.entries.items():
-        tree.entries[path] = replace(entry, nlink=counts[entry.inode] if entry.is_file else 1)
+        tree.by_path[path] = entry
+    counts = Counter(entry.inode for entry in tree.by_path.values() if entry.is_file)
+    for path, entry in tree.by_path.items():
+        tree.by_path[path] = replace(entry, nlink=counts[entry.inode] if entry.is_file else 1)
     return tree
 
 
@@ -73,7 +73,7 @@ class Model:
         self.writes_in_place = writes_in_place
         inodes: dict[int, Inode] = {}
         self.names: dict[bytes, Inode] = {}
-        for path, entry in tree.entries.items():
+        for path, entry in tree.by_path.items():
             inode = Inode(entry, tree.content.get(path, b""))
             self.names[path] = inodes.setdefault(entry.inode, inode) if entry.inode else inode
 
@@ -164,12 +164,12 @@ def test_without_removal_entries_that_only_the_target_has_stay(
 ) -> None:
     live, wanted = tree_of(before), tree_of(after)
     found = executed(live, wanted, plan(live, wanted, remove=False)).state()
-    replaced = {path for path, entry in live.entries.items() if entry.is_dir and path in wanted.entries}
-    replaced = {path for path in replaced if not wanted.entries[path].is_dir}
-    kept = {path for path in live.entries if not any(is_below(path, top) for top in replaced)}
-    assert found.keys() == kept | wanted.entries.keys()
+    replaced = {path for path, entry in live.by_path.items() if entry.is_dir and path in wanted.by_path}
+    replaced = {path for path in replaced if not wanted.by_path[path].is_dir}
+    kept = {path for path in live.by_path if not any(is_below(path, top) for top in replaced)}
+    assert found.keys() == kept | wanted.by_path.keys()
     expected = Model(wanted, wanted).state()
-    assert all(found[path][:5] == expected[path][:5] for path in wanted.entries)
+    assert all(found[path][:5] == expected[path][:5] for path in wanted.by_path)
 
 
 LINKED = dict.fromkeys((b"a", b"b"), (stat.S_IFREG, 384, b"x", 1, b"one"))
@@ -181,7 +181,7 @@ def test_only_the_named_paths_are_changed(
     before: dict[bytes, Version], after: dict[bytes, Version], named: list[bytes]
 ) -> None:
     live, wanted = tree_of(before), tree_of(after)
-    if any(path not in live.entries and path not in wanted.entries for path in named):
+    if any(path not in live.by_path and path not in wanted.by_path for path in named):
         with pytest.raises(FileNotFoundError):
             plan(live, wanted, paths=named)
         return

@@ -23,7 +23,7 @@ class SparseTree(DictTree):
 
     def __init__(self, mtime_ns: int, size: int = HUGE) -> None:
         super().__init__({b"f": b""})
-        self.entries[b"f"] = replace(self.entries[b"f"], size=size, mtime_ns=mtime_ns)
+        self.by_path[b"f"] = replace(self.by_path[b"f"], size=size, mtime_ns=mtime_ns)
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         assert size <= TEXT_LIMIT_BYTES
@@ -68,8 +68,8 @@ def test_all_texts_of_a_merge_together_are_bounded() -> None:
 
         def __init__(self, content: bytes, mtime_ns: int) -> None:
             super().__init__({b"%02d" % number: content for number in range(20)})
-            for path, entry in self.entries.items():
-                self.entries[path] = replace(entry, size=TEXT_LIMIT_BYTES, mtime_ns=mtime_ns) if path else entry
+            for path, entry in self.by_path.items():
+                self.by_path[path] = replace(entry, size=TEXT_LIMIT_BYTES, mtime_ns=mtime_ns) if path else entry
 
     sizes: list[int] = []
 
@@ -119,8 +119,8 @@ def test_symlinks_are_not_followed() -> None:
 def test_a_deep_tree_is_merged() -> None:
     class Tree(DictTree):
         def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:  # does not recurse
-            below = (each for each in self.entries if not path or each == path or each.startswith(path + b"/"))
-            return iter([self.entries[each] for each in sorted(below)])
+            below = (each for each in self.by_path if not path or each == path or each.startswith(path + b"/"))
+            return iter([self.by_path[each] for each in sorted(below)])
 
     deep = b"/".join([b"d"] * 1500)
     base = Tree({deep + b"/f": b"1\n"})

@@ -502,13 +502,13 @@ class EndlessTree(DictTree):
 
     def __init__(self, size: int, line: bytes) -> None:
         super().__init__({b"big": b""})
-        self.entries[b"big"] = TreeEntry(b"big", stat.S_IFREG | 0o644, size=size)
+        self.by_path[b"big"] = TreeEntry(b"big", stat.S_IFREG | 0o644, size=size)
         self.lines = line * (2 * BLOCK_BYTES // len(line))
         self.read_to = 0
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         self.read_to = offset + size
-        return self.lines[: min(size, self.entries[path].size - offset)]
+        return self.lines[: min(size, self.by_path[path].size - offset)]
 
 
 @pytest.mark.parametrize("line", [b"0123456\n", b"01234567"])

@@ -73,7 +73,7 @@ def test_a_snapshot_has_everything_that_was_there(store: Store, root: Path) -> N
 def test_mtimes_of_any_year_are_kept(store: Store, root: Path, mtime_ns: int) -> None:
     source = DictTree({b"d/a": b"1", b"d/b": b"2"})
     for path in (b"", b"d", b"d/a"):
-        source.entries[path] = replace(source.entries[path], mtime_ns=mtime_ns)
+        source.by_path[path] = replace(source.by_path[path], mtime_ns=mtime_ns)
 
     store.take("w", "s", TreeSource(source))
 

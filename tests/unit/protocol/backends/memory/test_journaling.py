@@ -404,13 +404,13 @@ CHANGES: dict[str, Callable[[MemoryVolume, int], object]] = {
 def big_tree() -> DictTree:
     tree = DictTree()
     with MemoryVolume().tree() as empty:
-        tree.entries.update({entry.path: entry for entry in empty.walk()})
+        tree.by_path.update({entry.path: entry for entry in empty.walk()})
     other = MemoryVolume()
     for at in range(40):
         file(other, b"imported%d" % at, os.urandom(BLOCK))
     with other.tree() as source:
         for entry in source.walk():
-            tree.entries[entry.path] = entry
+            tree.by_path[entry.path] = entry
             if entry.is_file:
                 tree.content[entry.path] = b"".join(filled(source.chunks(entry.path)))
     return tree
