@@ -84,7 +84,6 @@ class MountedArchive(LookupTree):
         self,
         path: str,
         *,
-        limits: ArchiveLimits | None = None,
         reserve: Callable[[int], None] = lambda _: None,
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
@@ -94,7 +93,7 @@ class MountedArchive(LookupTree):
             seen = os.fstat(self._file.descriptor)
             self._version = seen.st_size, seen.st_mtime_ns
             buffered = io.BufferedReader(self._file, _BUFFER_BYTES)
-            contents, self._headers = read_outline(buffered, limits or ArchiveLimits(), reserve)
+            contents, self._headers = read_outline(buffered, ArchiveLimits(), reserve)
             buffered.detach()
             self._index(contents)
         except ArchiveError as error:

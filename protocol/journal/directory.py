@@ -44,7 +44,7 @@ from protocol.journal.records import (
     read_header,
     read_span,
 )
-from protocol.linux.regular_file import open_regular, read_regular, write_atomically
+from protocol.linux.regular_file import open_regular, read_regular, sync_directory, write_atomically
 from protocol.values import Value
 from protocol.volume_durability import JournalEnd
 
@@ -206,7 +206,7 @@ class Journal:
             if below:
                 write_below(directory, below)
             log = _begin_log(directory, header, policy)
-            _sync_directory(os.path.dirname(os.path.abspath(directory)))
+            sync_directory(os.path.dirname(os.path.abspath(directory)))
         except BaseException:
             os.close(lock_fd)
             raise
@@ -358,7 +358,7 @@ class Journal:
         """Give the image that `image_log` began, and that is closed, its name; remove the files that it replaces."""
         path = self._image_path(number)
         os.rename(path + ".new", path)
-        _sync_directory(self.directory)
+        sync_directory(self.directory)
         self._remove_unused(number)
         self._image_bytes, self._older_bytes, self._failed_at_bytes = os.stat(path).st_size, 0, 0
 
@@ -563,18 +563,10 @@ def _begin_file(path: str, header: FileHeader, policy: FsyncPolicy) -> Log:
         os.fsync(descriptor)
         if new != path:
             os.rename(new, path)
-        _sync_directory(os.path.dirname(path))
+        sync_directory(os.path.dirname(path))
     except BaseException:
         os.close(descriptor)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)
         raise
     return Log(DescriptorFile(descriptor), header, Extent(len(encoded), header.first, False, 0), policy)
-
-
-def _sync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -252,20 +252,24 @@ class Store:
         if not self.layout.exists():
             raise SnapshotNotFoundError(name)
 
+    @contextlib.contextmanager
+    def _record(self, workspace: str, name: str) -> Iterator[Record]:
+        """The record of a snapshot; inside the block, the store's lock is held shared.  SnapshotNotFoundError."""
+        self._require(name)
+        with self.layout.shared():
+            yield self._catalog.get(workspace, name)
+
     # -- trees ---------------------------------------------------------------------------------
     @contextlib.contextmanager
     def tree(self, workspace: str, name: str) -> Iterator[MerkleTree]:
         """The state of a snapshot, inside the block.  SnapshotNotFoundError."""
-        self._require(name)
-        with self.layout.shared():
-            yield self._stored_tree(workspace, name)
+        with self._record(workspace, name) as record:
+            yield MerkleTree(record.root, self.blobs.listing, self.blobs)
 
     @contextlib.contextmanager
     def numbered_tree(self, workspace: str, name: str) -> Iterator[NumberedTree]:
         """The state of a snapshot with its inode numbers and ctimes, inside the block.  SnapshotNotFoundError."""
-        self._require(name)
-        with self.layout.shared():
-            record = self._catalog.get(workspace, name)
+        with self._record(workspace, name) as record:
             yield NumberedTree(record.root, record.inodes, self.blobs)
 
     def mounted(self, workspace: str, name: str) -> MountedSnapshot:
@@ -273,9 +277,7 @@ class Store:
 
         It uses the files of this store, and closes them.
         """
-        self._require(name)
-        with self.layout.shared():
-            record = self._catalog.get(workspace, name)
+        with self._record(workspace, name) as record:
             return MountedSnapshot(self.layout, self.blobs, record.root, record.inodes)
 
     def mounted_again(self, fingerprint: str) -> MountedSnapshot | None:
@@ -292,20 +294,16 @@ class Store:
 
         SnapshotNotFoundError.
         """
-        self._require(name)
-        with self.layout.shared():
-            record = self._catalog.get(workspace, name)
+        with self._record(workspace, name) as record:
             return Lease(self.layout, record.root, record.inodes)
 
     @contextlib.contextmanager
     def leased(self, workspace: str, name: str) -> Iterator[tuple[Record, Blobs]]:
         """The record of a snapshot and the blobs, which stay inside the block, also if it is dropped.
 
-        A garbage collection may move a blob meanwhile: `Packs.refresh` finds it.  SnapshotNotFoundError.
+        SnapshotNotFoundError.
         """
-        self._require(name)
-        with self.layout.shared():
-            record = self._catalog.get(workspace, name)
+        with self._record(workspace, name) as record:
             lease = Lease(self.layout, record.root, record.inodes)
         try:
             yield record, self.blobs
@@ -323,12 +321,9 @@ class Store:
             return []
         return sorted(record.workspace for record in self._catalog.all() if record.name == name)
 
-    def _stored_tree(self, workspace: str, name: str) -> MerkleTree:
-        return MerkleTree(self._catalog.get(workspace, name).root, self.blobs.listing, self.blobs)
-
     @contextlib.contextmanager
     def live_tree(
-        self, workspace: str, source: Source, *, unreadable: Unreadable = "skip", progress: FileProgress = no_progress
+        self, workspace: str, source: Source, *, progress: FileProgress = no_progress
     ) -> Iterator[MerkleTree]:
         """The present state of `source`, inside the block.  Only files that changed since the last scan are read.
 
@@ -337,7 +332,7 @@ class Store:
         self.check_apart(source.identity)
         self.layout.create()
         with self.layout.shared():
-            scanned, read = self._scan(workspace, source, unreadable, progress)
+            scanned, read = self._scan(workspace, source, progress)
             yield MerkleTree(scanned.root, read, source)
 
     # -- restoring -----------------------------------------------------------------------------
@@ -365,11 +360,11 @@ class Store:
         self, workspace: str, target: DirectoryTarget, request: RestoreRequest, planned: Callable[[Plan], object],
         progress: FileProgress,
     ) -> RestoredChanges:  # fmt: skip
-        wanted = self._stored_tree(workspace, request.snapshot)
+        wanted = MerkleTree(self._catalog.get(workspace, request.snapshot).root, self.blobs.listing, self.blobs)
         safety: SnapshotInfo | None = None
         read: ReadRows = self.blobs.listing
         if request.safety is None:
-            scanned, read = self._scan(workspace, target.source, "skip", progress)
+            scanned, read = self._scan(workspace, target.source, progress)
         else:
             safety, scanned = self._take(
                 workspace, request.safety, target.source, request.safety_tag, "safety", "skip", progress
@@ -426,13 +421,11 @@ class Store:
         )  # fmt: skip
 
     # -- scanning ------------------------------------------------------------------------------
-    def _scan(
-        self, workspace: str, source: Source, unreadable: Unreadable, progress: FileProgress
-    ) -> tuple[Scanned, ReadRows]:
+    def _scan(self, workspace: str, source: Source, progress: FileProgress) -> tuple[Scanned, ReadRows]:
         """Scan the live state without storing it; and the function that reads its listings."""
         self.blobs.packs.refresh()
         sink = DigestSink(self.blobs)
-        with self._scanned(workspace, source, sink, unreadable, progress) as scanned:
+        with self._scanned(workspace, source, sink, "skip", progress) as scanned:
             return scanned, sink.rows
 
     @contextlib.contextmanager

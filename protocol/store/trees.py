@@ -362,20 +362,11 @@ def leased(layout: Layout) -> Iterator[bytes]:
 
     Call it with the store's lock held exclusively.  DamagedError if a live lease cannot be read.
     """
-    directory = os.path.join(layout.directory, _LEASES)
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return
-    for name in names:
-        path = os.path.join(directory, name)
-        if _remove_if_dead(path):
-            continue
+    for path in _live(layout):
         try:
-            first, *rest = read_regular(path, _LEASE_MAX_BYTES).split(b"\n")
-            yield bytes.fromhex(first.decode("ascii"))
-            if len(rest) > 1:  # none in the leases of older versions
-                yield from (row.content for row in _rows(rest[0])[1:])
+            digest, rows = _read_lease(path)
+            yield digest
+            yield from (row.content for row in rows[1:])
         except FileNotFoundError:
             continue  # it ended meanwhile
         except ValueError:
@@ -389,22 +380,27 @@ def leased_roots(layout: Layout, digest: bytes) -> tuple[Row, Row | None] | None
 
     Call it with the store's lock held shared.
     """
-    directory = os.path.join(layout.directory, _LEASES)
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(directory):
-            path = os.path.join(directory, name)
-            if _remove_if_dead(path):
-                continue
-            with contextlib.suppress(FileNotFoundError, ValueError):  # it ended meanwhile, or is damaged
-                first, second, *_ = read_regular(path, _LEASE_MAX_BYTES).split(b"\n")
-                if bytes.fromhex(first.decode("ascii")) == digest:
-                    root, *inodes = _rows(second)
-                    return root, inodes[0] if inodes else None
+    for path in _live(layout):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # it ended meanwhile, or is damaged
+            found, (root, *inodes) = _read_lease(path)
+            if found == digest:
+                return root, inodes[0] if inodes else None
     return None
 
 
-def _rows(line: bytes) -> list[Row]:
-    return decode_listing(bytes.fromhex(line.decode("ascii")))
+def _live(layout: Layout) -> Iterator[str]:
+    """Yield the paths of the live leases; remove dead ones."""
+    directory = os.path.join(layout.directory, _LEASES)
+    with contextlib.suppress(FileNotFoundError):
+        paths = [os.path.join(directory, name) for name in os.listdir(directory)]
+        yield from (path for path in paths if not _remove_if_dead(path))
+
+
+def _read_lease(path: str) -> tuple[bytes, list[Row]]:
+    """The digest of the root listing, and the root's rows, which older versions did not write.  ValueError."""
+    first, *rest = read_regular(path, _LEASE_MAX_BYTES).split(b"\n")
+    rows = decode_listing(bytes.fromhex(rest[0].decode("ascii"))) if len(rest) > 1 else []
+    return bytes.fromhex(first.decode("ascii")), rows
 
 
 def _remove_if_dead(path: str) -> bool:

@@ -281,10 +281,17 @@ class VerifiedObjects:
         with self._lock:
             self._recent.clear()
 
-    def read(self, digest: bytes, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of a content, from `offset`."""
+    @contextlib.contextmanager
+    def _opened(self, digest: bytes) -> Iterator[int]:
         descriptor = self._objects.open(digest)
         try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def read(self, digest: bytes, offset: int, size: int) -> bytes:
+        """Up to `size` bytes of a content, from `offset`."""
+        with self._opened(digest) as descriptor:
             chunks = self._chunks(digest, descriptor)
             if chunks.size <= CHUNK_BYTES:  # also for a read beyond the end: the object may be truncated
                 return self._recent_chunk(digest, descriptor, chunks, 0)[offset : offset + size]
@@ -296,13 +303,10 @@ class VerifiedObjects:
                 parts.append(part)
                 offset += len(part)
             return b"".join(parts)
-        finally:
-            os.close(descriptor)
 
     def chunks(self, digest: bytes, size: int) -> Iterator[Chunk]:
         """A content, in chunks of at most `size` bytes, and holes."""
-        descriptor = self._objects.open(digest)
-        try:
+        with self._opened(digest) as descriptor:
             chunks = self._chunks(digest, descriptor)
             done = 0
             for number in sorted(chunks.digests):
@@ -315,8 +319,6 @@ class VerifiedObjects:
                 done = start + len(chunk)
             if chunks.size > done:
                 yield Hole(chunks.size - done)
-        finally:
-            os.close(descriptor)
 
     def is_ready(self, digest: bytes, size: int) -> bool:
         """Whether a read of a content of `size` bytes does not have to read all of it first."""
@@ -325,43 +327,30 @@ class VerifiedObjects:
 
     def prepare(self, digest: bytes) -> None:
         """Verify a content, so that it is ready."""
-        descriptor = self._objects.open(digest)
-        try:
+        with self._opened(digest) as descriptor:
             self._chunks(digest, descriptor)
-        finally:
-            os.close(descriptor)
 
     def size(self, digest: bytes) -> int:
         """The size of a content in bytes."""
-        descriptor = self._objects.open(digest)
-        try:
+        with self._opened(digest) as descriptor:
             return os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
 
     def chunk_digests(self, digest: bytes) -> dict[int, bytes]:
         """The digests of the chunks of a content of more than CHUNK_BYTES, without those of chunks of zeros."""
-        descriptor = self._objects.open(digest)
-        try:
+        with self._opened(digest) as descriptor:
             return self._chunks(digest, descriptor).digests
-        finally:
-            os.close(descriptor)
 
     def verify(self, digest: bytes, done: Done = lambda _: None) -> None:
         """Read and compare a whole content.  `done` is called with the bytes of each read."""
-        descriptor = self._objects.open(digest)
-        try:
+        with self._opened(digest) as descriptor:
             self._compare(digest, descriptor, os.fstat(descriptor).st_size, done=done)
-        finally:
-            os.close(descriptor)
 
     def copy(self, digest: bytes, size: int, target: int) -> None:
         """Write a content of `size` bytes to the empty file `target`, open for reading and writing; holes stay holes.
 
         Shares the blocks if the file system supports that.  After DamagedError the content of `target` is undefined.
         """
-        source = self._objects.open(digest)
-        try:
+        with self._opened(digest) as source:
             if os.fstat(source).st_size != size:
                 raise damaged_blob(digest)
             if clone(source, target):
@@ -369,8 +358,6 @@ class VerifiedObjects:
                 return
             self._compare(digest, source, size, target)
             os.ftruncate(target, size)
-        finally:
-            os.close(source)
 
     def _compare(
         self, digest: bytes, descriptor: int, size: int, target: int | None = None, done: Done = lambda _: None
