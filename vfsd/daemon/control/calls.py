@@ -25,7 +25,7 @@ import trio
 
 from protocol.errors import SnapshotNotFoundError, errno_of, only_error, shortened
 from protocol.paths import decode, normalise
-from vfsd.daemon.snapshots.base import in_thread
+from vfsd.daemon.snapshots.base import CallObserver, in_thread
 from vfsd.machine.interpreter import clear_frames
 from vfsd.operations.catalogue import OPERATIONS
 from vfsd.wire.messages import (
@@ -80,7 +80,7 @@ class Encoded(list[bytes]):
     """
 
 
-class CallContext:
+class CallContext(CallObserver):
     """One request while it runs.
 
     When the client disconnects or cancels the call, the handler's cancel scope is cancelled.  A thread cannot be

@@ -138,34 +138,23 @@ class Interrupted(Value):
         return f"{name} was interrupted, and part of it is done: {finish}, {undo}"
 
 
-class CallObserver(Protocol):
-    """The client's side of a running call: a `vfsd.daemon.control.calls.CallContext`.  Any thread."""
+class CallObserver:
+    """The client's side of a running call (`vfsd.daemon.control.calls.CallContext`).  This one: no client waits for it.
+
+    Any thread.
+    """
 
     def raise_if_cancelled(self) -> None:
         """CallCancelledError if the client disconnected or cancelled the call."""
-        ...
 
     def commit(self) -> None:
         """Declare that the call is about to change something: from now on it cannot be cancelled."""
-        ...
 
     def progress_nowait(self, done: int, total: int, unit: Literal["files", "bytes"], /) -> None:
         """Report progress; `total` is 0 if it is not known."""
-        ...
 
 
-class _Unobserved:
-    def raise_if_cancelled(self) -> None:
-        pass
-
-    def commit(self) -> None:
-        pass
-
-    def progress_nowait(self, done: int, total: int, unit: Literal["files", "bytes"], /) -> None:
-        pass
-
-
-UNOBSERVED: Final[CallObserver] = _Unobserved()  # for work that no client waits for
+UNOBSERVED: Final = CallObserver()
 
 
 def in_bytes(observer: CallObserver) -> ByteProgress:

@@ -113,10 +113,13 @@ class VolumeSnapshots(SnapshotService):
         self._journaled = journaled(volume)
         noted = () if self._journaled is None else recorded(self._journaled.notes)
         self._counts: dict[tuple[int, int], ChangeCounts] = {}  # by the serials of two snapshots
-        self._pruned = PrunedSnapshots(self._note_pruned, pruned or noted)
+        self._pruned = PrunedSnapshots(
+            lambda key, value: self._note(key, value, "recording the removal of snapshots", with_next=True),
+            pruned or noted,
+        )
         volume.on_pruned = self._pruned.add
         # After the last step; see `_history` for the drops since.
-        self._history_after_step = history or self._recorded_history() or UndoHistory()
+        self._last_history = history or self._recorded_history() or UndoHistory()
         self.merges = merges or self._recorded_merges()
 
     def _recorded_history(self) -> UndoHistory | None:
@@ -131,18 +134,16 @@ class VolumeSnapshots(SnapshotService):
         history = UndoHistory.decoded(data) or UndoHistory.of_snapshots(infos)
         return history.cut(self._pruned.lost).among({info.serial for info in infos})
 
-    def _note_pruned(self, key: str, value: bytes) -> None:
-        self._note(key, value, "recording the removal of snapshots", with_next=True)
-
     def _recorded_merges(self) -> MergeLog:
         if self._journaled is None:
             return MergeLog()
         # After a compaction and a restart, the serials of the newest snapshots, if they were dropped, are given again.
         newest = max((info.serial for info in self._volume.snapshots()), default=0)
-        return MergeLog(self._journaled.notes.get(_MERGES_NOTE), self._keep_merges, newest)
 
-    def _keep_merges(self, data: bytes, with_next: bool) -> None:
-        self._note(_MERGES_NOTE, data, "recording what was merged", with_next=with_next)
+        def keep(data: bytes, with_next: bool) -> None:
+            self._note(_MERGES_NOTE, data, "recording what was merged", with_next=with_next)
+
+        return MergeLog(self._journaled.notes.get(_MERGES_NOTE), keep, newest)
 
     def _note(self, key: str, value: bytes, operation: str, *, with_next: bool = False) -> None:
         if self._journaled is not None:
@@ -152,16 +153,8 @@ class VolumeSnapshots(SnapshotService):
                 # The step itself is recorded.  After a crash it may not be in the history, or be offered again.
                 log_failure(_logger, operation, error, level=logging.WARNING)
 
-    @property
-    def _last_history(self) -> UndoHistory:
-        return self._history_after_step
-
-    @_last_history.setter
-    def _last_history(self, history: UndoHistory) -> None:
-        self._set_history(history)
-
     def _set_history(self, history: UndoHistory, *, with_next: bool = False) -> None:
-        self._history_after_step = history
+        self._last_history = history
         if self._journaled is not None:
             self._note(_HISTORY_NOTE, history.encoded(), "recording the undo history", with_next=with_next)
 
@@ -355,18 +348,18 @@ class VolumeSnapshots(SnapshotService):
             before, safety, invalidation = await repeated(attempt)
             if not invalidation.entries and not invalidation.inodes:
                 self._drop_if_there(safety.name)
-                self._last_history = before
+                self._set_history(before)
                 return self._outcome(source, None)
             made = await self._invalidate(invalidation, safety, before, observer, made)
             if not (made.counts.total or invalidation.entries):
                 # Only times of directories, or ctimes: `protocol.diff.tree_diff` counts none of them as a change.
-                self._last_history = before
+                self._set_history(before)
                 self._drop_if_there(safety.name)
                 return self._outcome(source, None)
             if touch:
                 made = made._replace(older=0)
             if made.earlier is not None:
-                self._last_history = before.stepped(made.earlier.serial, step)
+                self._set_history(before.stepped(made.earlier.serial, step))
             return self._outcome(source, safety, made)
 
     async def put_merged(
@@ -415,7 +408,7 @@ class VolumeSnapshots(SnapshotService):
             if touch:
                 made = made._replace(older=0)
             if made.earlier is not None:
-                self._last_history = before.moved(to, None)
+                self._set_history(before.moved(to, None))
             problems: Mapping[bytes, str] = {}
             try:
                 problems = await self._lost(source, ())
@@ -546,7 +539,8 @@ class VolumeSnapshots(SnapshotService):
         if made is not None and made.earlier is not None and safety is not None:
             self._drop_if_there(safety.name)
             safety = made.earlier
-        history = self._last_history = self._history()
+        history = self._history()
+        self._set_history(history)
         self._pruned.cut()
         kept = None if safety is None else safety.name
         gone = self._drop_expired({source, kept}) if kept is not None else []
@@ -587,7 +581,7 @@ class VolumeSnapshots(SnapshotService):
             yield run
         finally:
             if run.wrote:
-                self._last_history = before.stepped(safety.serial, step)
+                self._set_history(before.stepped(safety.serial, step))
                 run.safety, run.expired = safety.name, self._outcome("", safety).expired
             else:
                 self._drop_if_there(safety.name)
