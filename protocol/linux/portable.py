@@ -98,7 +98,7 @@ class InodeNumbers:
         return _FURTHER_DEVICES + (position << _DEVICE_BITS) + inode % (1 << _DEVICE_BITS)
 
     def resume(self, key: "tuple[int, int]", number: int) -> None:
-        """Record that another process has given `number` to an inode."""
+        """Record that the predecessor has given `number` to an inode."""
         device, _ = key
         if number >= _FIRST_SPARE:
             self._next_spare = max(self._next_spare, number + 1)

@@ -125,7 +125,7 @@ class SharedLog:
 
 
 def written_records(descriptor: int, start: int, end: int) -> Iterator[bytes]:
-    """Yield the records of a log that another process writes, between two offsets that it has given."""
+    """Yield the records of a log that a predecessor writes, between two offsets that it has given."""
     pending = b""
     for at in range(start, end, _CHUNK_BYTES):
         pending += os.pread(descriptor, min(_CHUNK_BYTES, end - at), at)

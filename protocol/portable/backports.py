@@ -1,7 +1,7 @@
 """Names of newer versions of Python, under which modules of `protocol` run on Python 3.8 in vfsd-fs.pyz.
 
-`protocol.portable.package` rewrites their imports of `typing`, `dataclasses`, `datetime`, `itertools` and `msgspec` to
-imports of this module.
+`protocol.portable.package` rewrites their imports of `typing`, `dataclasses`, `datetime`, `itertools`, `msgspec` and
+`protocol.values` to imports of this module.
 """
 # mypy: ignore-errors
 
@@ -39,6 +39,13 @@ def dataclass(cls=None, **options):
     """`dataclasses.dataclass` without the options that this Python does not have, such as `slots`."""
     known = {name: value for name, value in options.items() if name in _OPTIONS}
     return dataclasses.dataclass(cls, **known)
+
+
+class Value:
+    """`protocol.values.Value` without msgspec: an immutable value, `class Point(Value)` with annotated fields."""
+
+    def __init_subclass__(cls, **_options):
+        dataclasses.dataclass(frozen=True)(cls)
 
 
 def pairwise(values):

@@ -170,7 +170,7 @@ def remove(place: Place, path: str, recursive: bool) -> Any:
 
 _INPUT_BYTES = 512 * 1024
 
-# What Python 3.8 lacks of what the supervisor uses.
+# The functions that the supervisor uses and Python 3.8 lacks.
 _SUPERVISOR = """
 import ctypes, os
 if not hasattr(os, "pidfd_open"):

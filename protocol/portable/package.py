@@ -3,9 +3,9 @@
 The file is a ZIP archive that Python runs (the standard library's module `zipapp` describes the format).  The same
 version of vfsd gives the same bytes.
 
-The modules are those of `protocol` as they are, but for two changes to their text: what Python 3.8 lacks is imported
-from `protocol.portable.backports`, and type aliases, which it could not evaluate, are None.  Two modules are replaced,
-because they import packages that are not in the standard library (_REPLACED).
+The modules are those of `protocol` as they are, but for two changes to their text: what Python 3.8 or its standard
+library lacks is imported from `protocol.portable.backports`, and type aliases, which it could not evaluate, are None.
+One module is replaced, because it imports a package that is not in the standard library (_REPLACED).
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ _MODULES: Final = (
     "protocol.tree",
     "protocol.types",
 )
-_REPLACED: Final = {
-    "protocol.search.expression": "protocol.portable.expression",
-    "protocol.values": "protocol.portable.values",
-}
+_REPLACED: Final = {"protocol.search.expression": "protocol.portable.expression"}
 _KEPT: Final = frozenset(
     {
         "protocol.execution.supervisor",  # runs alone
@@ -140,7 +137,9 @@ def _read(package: str, module: str) -> str:
     return resources.files(package).joinpath(f"{module}.py").read_text("utf-8")
 
 
-_IMPORTS: Final = re.compile(r"^(\s*)from (?:typing|dataclasses|datetime|itertools) import ", re.MULTILINE)
+_IMPORTS: Final = re.compile(
+    r"^(\s*)from (?:typing|dataclasses|datetime|itertools|protocol.values) import ", re.MULTILINE
+)
 _MSGSPEC: Final = re.compile(r"^import msgspec$", re.MULTILINE)
 
 

@@ -212,12 +212,10 @@ class PlainPathFilesystem:
         if mode != "append" or not self.is_file(path):
             yield
             return
-        with (
-            self._place(normalise(path)) as place,
-            held(self._store, enter(self._store, place.names[:-1])) as parent,
-            self._store.locked(parent),
-        ):
-            yield
+        # (The grammar of Python 3.8, for vfsd-fs.pyz.)
+        with self._place(normalise(path)) as place:  # noqa: SIM117
+            with held(self._store, enter(self._store, place.names[:-1])) as parent, self._store.locked(parent):
+                yield
 
     def delete(self, path: str, *, recursive: bool = False) -> int:
         normal = self._changing(path)
@@ -548,7 +546,9 @@ def copy_access(store: PathFiles, node: int, old: Status, xattrs: Mapping[bytes,
     """
     made = store.xattrs(node)
     wanted = {name: value for name, value in made.items() if not name.startswith(_COPIED)}
-    wanted |= {name: value for name, value in xattrs.items() if name.startswith(_COPIED)}
+    wanted.update(
+        (name, value) for name, value in xattrs.items() if name.startswith(_COPIED)
+    )  # `|=`: not in Python 3.8
     if wanted != made:
         store.set_xattrs(node, wanted)
     _copy_ownership(store, node, old)

@@ -40,7 +40,7 @@ _INSPECT_TIMEOUT_S: Final = 10.0
 
 
 class Target(Protocol[S_co]):
-    """What a connection connects to: a container, or a command.  The methods block, for a worker thread."""
+    """The other end of a connection: a container, or a command.  The methods block, for a worker thread."""
 
     @property
     def label(self) -> str:
@@ -149,7 +149,7 @@ class TransportConnection(Generic[S]):
 
     @property
     def was_restarted(self) -> bool:
-        """Whether another process could not continue (`ReconnectingVolume.keep_log`), because of a restart."""
+        """Whether a successor could not continue (`ReconnectingVolume.keep_log`), because of a restart."""
         return self.volume.is_translated
 
     async def describe(self) -> str:
@@ -245,7 +245,7 @@ class Transport(Protocol[S_contra]):
 
     @property
     def run(self) -> str:
-        """Identifies the run of what `open` reached, for another process."""
+        """Identifies the run of what `open` reached, for a successor."""
         ...
 
     @property
@@ -262,17 +262,17 @@ class Transport(Protocol[S_contra]):
         ...
 
     is_left: Callable[[], bool]
-    """Returns whether another process continues with what `open` reached, when the nursery of `open` is cancelled."""
+    """Returns whether a successor continues with what `open` reached, when the nursery of `open` is cancelled."""
 
     def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
-        """Have another process be able to continue, by what is in `log`; call it before `open`.
+        """Enable a successor to continue with the content of `log`; call it before `open`.
 
-        `is_known`: the first `open` continues with what the process before reached.
+        `is_known`: the first `open` continues with what the dead daemon reached.
         """
         ...
 
     def prepare(self, state: S_contra) -> ContinuedVolume:
-        """Make the volume that the next `open` returns, for what another process hands over; blocks.  OSError."""
+        """Make the volume of the next `open`, for the state that a predecessor hands over; blocks.  OSError."""
         ...
 
     async def open(self, state: S_contra, nursery: trio.Nursery) -> ContinuedVolume:
@@ -287,7 +287,7 @@ class Transport(Protocol[S_contra]):
         ...
 
     def begin(self) -> None:
-        """In an upgrade: take what `open` reached from the process before, which does not serve any more."""
+        """In an upgrade: take what `open` reached from the predecessor, which does not serve any more."""
         ...
 
     async def wait_lost(self) -> str:

@@ -1,4 +1,4 @@
-"""What a mount translates between the kernel and a container: inode numbers (`InodeMap`), and ids (`IdMap`).
+"""The translations between the kernel and a container: of inode numbers (`InodeMap`), and of ids (`IdMap`).
 
 `InodeMap` has the inodes that a kernel holds while the mount's volume is replaced, and the names they were seen by.  A
 `File` has a number, which the kernel keeps while it holds the inode, and an `inner` number, which is the present
@@ -9,12 +9,12 @@ exactly the files whose `inner` is not 0, each once, and `_renumbered` those who
 maps a dentry to the file last seen there, and a file's `dentries` are exactly the keys that lead to it.  Every file but
 the root has lookups.
 
-A handover (`ContainerGiving`, `ContainerTaking`) passes the map to another process, under the same kernel and in the
-same run of the container.  Invariants: the old process gives the state of the volume that it serves.  If the container
-stops meanwhile, `files` and `rest` raise OSError, so the old process goes on.  The kernel has numbers of this run only,
+A handover (`ContainerGiving`, `ContainerTaking`) passes the map to a successor, under the same kernel and in the
+same run of the container.  Invariants: the predecessor gives the state of the volume that it serves.  If the container
+stops meanwhile, `files` and `rest` raise OSError, so the predecessor goes on.  The kernel has numbers of this run only,
 so the numbers of the map are those of the volume.
 
-Threading: the serving loop in the old process; the new one uses the volume in one thread at a time.
+Threading: the serving loop in the predecessor; the successor uses the volume in one thread at a time.
 
 Source of the ids: user_namespaces(7), /proc/PID/uid_map.
 """
@@ -107,7 +107,7 @@ class InodeMap:
         return file
 
     def resume(self, number: int, kind: int, lookups: int, held: int) -> File:
-        """The file that the kernel knows by `number` from another process, which the present volume numbers alike."""
+        """The file that the kernel knows by `number` from the predecessor, which the present volume numbers alike."""
         file = self._by_number.get(number)
         if file is None:
             file = self._by_number[number] = self._by_inner[number] = File(number, number, kind)
@@ -246,7 +246,7 @@ class ContainerGiving:
 
 
 class ContainerTaking:
-    """The new process's side, over that of the volume.  See `protocol.volume_durability.TakenState`."""
+    """The successor's side, over that of the volume.  See `protocol.volume_durability.TakenState`."""
 
     def __init__(self, taken: TakenState, run: str, inode_map: InodeMap) -> None:
         self.below = _in_run(run, taken.below)

@@ -11,10 +11,10 @@ Guarantees, whatever the container does:
 - If the new volume has the inodes of the one before (`Transport.helper`), because only the way to them was cut, every
   number means the same inode, also without a name.
 
-With a keeper another process may continue to serve the kernel (`keep_log`).  It connects a volume that continues the
+With a keeper a successor may continue to serve the kernel (`keep_log`).  It connects a volume that continues the
 log of the one before, so numbers mean the same, and no request is executed twice.  That needs the same run of the
 container, or (`keeps_numbers`) that every file which the kernel holds has its own number in this run.  So does an
-upgrade (`handing_over`), in which the new process opens its volume while the old one serves.
+upgrade (`handing_over`), in which the successor opens its volume while the predecessor serves.
 
 Threading: the serving loop.  `disconnect` is one step; `connect` may await the new volume's answers, and meanwhile the
 mount goes on answering EIO.
@@ -132,7 +132,7 @@ class ReconnectingVolume:
         self._taken: ContinuedVolume | None = None  # what `prepare` opened, until it is connected
         self._run_name = ""  # of the connected volume
         self._log: SharedLog | None = None
-        self._is_resumed = False  # another process has served the kernel, and no volume is connected yet
+        self._is_resumed = False  # a dead daemon has served the kernel, and no volume is connected yet
         self._answering: Callable[[int], None] = _ignore
         self._volume: Volume | None = None
         self._next_volume: Volume | None = None  # while `connect` looks up files in it
@@ -145,7 +145,7 @@ class ReconnectingVolume:
 
     @property
     def is_translated(self) -> bool:
-        """Whether another process could not continue, because the kernel has numbers that it cannot know."""
+        """Whether a successor could not continue, because the kernel has numbers that it cannot know."""
         return self._log is not None and bool(self._log.slot[_IS_TRANSLATED])
 
     # -- a kernel that several processes serve -----------------------------------------------
@@ -199,12 +199,12 @@ class ReconnectingVolume:
         return self._map.is_renumbered if self._keeps_numbers else self._run > 1
 
     def _note_numbers(self) -> None:
-        """Say in the log whether the kernel has a number that another process cannot know."""
+        """Say in the log whether the kernel has a number that a successor cannot know."""
         if self._log is not None and self._volume is not None:
             self._log.slot[_IS_TRANSLATED] = self._is_renumbered
 
     def misnumbered(self) -> CacheInvalidation:
-        """What to invalidate so that the kernel asks again for files that can have their own numbers now.
+        """Return the names to invalidate so that the kernel asks again for files that can have their own numbers now.
 
         It forgets those that no program uses.  A directory stays: getcwd(2) fails in one that was invalidated.
         """
@@ -215,7 +215,7 @@ class ReconnectingVolume:
         return CacheInvalidation(entries=entries)
 
     def discard_journal(self) -> None:
-        """There is none; another process has what it was given."""
+        """There is none; the successor has what it was given."""
         if self._volume is not None:
             cast("ContinuedVolume", self._volume).discard_journal()
 
@@ -235,7 +235,7 @@ class ReconnectingVolume:
         self._answering = extended(volume).answering
 
     def _resume(self, volume: ContinuedVolume) -> None:
-        """Enter what the kernel knows from another process."""
+        """Enter the inodes that the kernel knows from a predecessor."""
         for inode, kind, lookups, held, dentries in volume.known_inodes():
             file = self._map.resume(inode, kind, lookups, held)
             for dentry in dentries:

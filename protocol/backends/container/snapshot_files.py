@@ -72,7 +72,7 @@ class ContainerSource:
 class _ServedTree(PathFilesTree):
     """The files of a volume that answers at once, read on the loop that serves it.
 
-    What is mounted on a directory is not entered; the directory is empty.
+    A directory on which something is mounted is not entered; it is empty.
     """
 
     def __init__(self, volume: Volume) -> None:

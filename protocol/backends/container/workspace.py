@@ -61,7 +61,7 @@ class ContainerWorkspace:
 
     @property
     def note(self) -> str | None:
-        """What the user should know of the container."""
+        """A note for the user on the container."""
         return None if self.owned is None else self.owned.note
 
     def keep(self) -> None:

@@ -64,7 +64,9 @@ class ExternalChanges:
                 self.not_held.add(node)
 
     def invalidation_of(self, changes: Iterable[Change]) -> CacheInvalidation:
-        """What the kernel must invalidate after `changes`, which are in the order of `protocol.diff.tree_diff.changes`.
+        """Return the names and inodes that the kernel must invalidate after `changes`.
+
+        `changes` are in the order of `protocol.diff.tree_diff.changes`.
 
         The present state is looked up, because a change may not have been made.
         """

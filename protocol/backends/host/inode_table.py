@@ -142,7 +142,7 @@ class HostInodeTable:
             self.known.record(node)
 
     def resume(self, number: int, key: Key, kind: int) -> HostInode:
-        """Add a node that the kernel knows by `number` from another process; it has no name yet."""
+        """Add a node that the kernel knows by `number` from the predecessor; it has no name yet."""
         self._numbers.resume(key, number)
         node = self._by_number[number] = self._by_key[key] = HostInode(number, key, kind)
         node.lookups = 1

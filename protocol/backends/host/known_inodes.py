@@ -10,11 +10,11 @@ The counts of lookups are not recorded.  An inode from the log has one more than
 
 Invariant: a node is in the log if and only if `is_recorded`; so are the directories above it.
 
-In an upgrade (`HostGiving`, `HostTaking`) the new process reads the log as the old one continues it.  At the end the
-old process gives the counts of lookups, and the descriptors of files that no name leads to.  Invariant of the old
-process: while a handover is in progress, the log only grows.
+In an upgrade (`HostGiving`, `HostTaking`) the successor reads the log as the predecessor continues it.  At the end the
+predecessor gives the counts of lookups, and the descriptors of files that no name leads to.  Invariant of the
+predecessor: while a handover is in progress, the log only grows.
 
-Threading: the serving loop, as the volume; in an upgrade the new process uses the volume in one thread at a time.
+Threading: the serving loop, as the volume; in an upgrade the successor uses the volume in one thread at a time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _Record: TypeAlias = tuple[int, int, msgspec.Raw]
 
 
 class KnownInodes:
-    """Keeps the record of `table` in `log`.  `is_handed_over`: another process reads the log, so it only grows."""
+    """Keeps the record of `table` in `log`.  `is_handed_over`: a successor reads the log, so it only grows."""
 
     def __init__(self, table: HostInodeTable, log: SharedLog) -> None:
         self._table = table
@@ -209,14 +209,14 @@ _NUMBERS: Final = "Q"  # of an array: 64 bits, in the order of bytes of this mac
 
 
 class _Rest(Value):
-    """What the log does not have: the inodes with lookups, and how many."""
+    """The inodes with lookups and their counts, which the log does not have."""
 
     inodes: bytes
     counts: bytes
 
 
 class HostGiving:
-    """The old process's side.  See `protocol.volume_extensions.GivenState`."""
+    """The predecessor's side.  See `protocol.volume_extensions.GivenState`."""
 
     has_image = False
     lock_fd = None
@@ -271,7 +271,7 @@ class HostGiving:
 
 
 class HostTaking:
-    """The new process's side.  See `protocol.volume_extensions.TakenState`."""
+    """The successor's side.  See `protocol.volume_extensions.TakenState`."""
 
     def __init__(self, table: HostInodeTable, listings: Listings) -> None:
         self.below = _identity(table)

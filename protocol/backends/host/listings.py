@@ -8,7 +8,7 @@ through the mount or by the time another reader begins, get lower ones, so a rea
 This module also runs in containers (`protocol.backends.container.helper`), so it is written for Python 3.6.
 
 Invariant (`check_invariants`): a node of the table is in `_read` if and only if it has `entries` that are complete, or
-came from another process; `_read` has at most MOST_READ_DIRECTORIES.  Those of other nodes are what `evict` has left.
+came from a predecessor; `_read` has at most MOST_READ_DIRECTORIES.  Those of other nodes are what `evict` has left.
 
 Threading: every method is called with the table's lock held.
 """
@@ -184,7 +184,7 @@ class Listings:
                 known.listed(directory, entries)
 
     def resume(self, listings: "Iterable[tuple[HostInode, DirectoryEntries]]") -> None:
-        """Continue listings of directories that programs have begun with another process."""
+        """Continue listings of directories that programs have begun with the predecessor."""
         for directory, entries in listings:
             directory.entries = entries
             self._read[directory] = None

@@ -17,7 +17,7 @@ host shows what happened:
 - append: done as far as the bytes are behind the old end of the file.
 - All others are made again: the same bytes at the same offset, the same attributes.
 
-What remains: another program that makes the same name between the facts and the daemon's death, some microseconds.
+One case remains: another program makes the same name between the facts and the daemon's death, some microseconds.
 
 Threading: the serving loop.  No call awaits between facts and result.
 """
@@ -127,7 +127,7 @@ class RepeatableFiles(HostFiles[A]):
     _requests: _Requests | None = None
 
     def begin_requests(self, slot: memoryview, *, is_known: bool) -> None:
-        """Record changes in `slot`; `is_known`: another process has served the kernel before."""
+        """Record changes in `slot`; `is_known`: a dead daemon has served the kernel before."""
         self._requests = _Requests(slot, is_known=is_known)
 
     def answering(self, unique: int) -> None:

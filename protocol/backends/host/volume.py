@@ -120,7 +120,7 @@ class HostVolume(RepeatableFiles[HostAttributes]):
         self.capabilities = replace(self.capabilities, answers_once=True)
 
     def _is_known(self) -> None:
-        """Note that the kernel has numbers from another process."""
+        """Note that the kernel has numbers from a predecessor."""
         self.unknown_errno = errno.ESTALE
 
     def handing_over(self) -> HostGiving:

@@ -64,7 +64,7 @@ class HelperTransport(ABC, Generic[S]):
         self._place = place
         self._read_only = read_only
         self._log: SharedLog | None = None
-        self._is_resumed = False  # the log is of another process, whose helper `open` joins
+        self._is_resumed = False  # the log is of a dead daemon, whose helper `open` joins
         self._taken: tuple[AgentVolume, HeldHelper] | None = None  # in an upgrade: what `open` joins
         self._held: HeldHelper | None = None  # the helper of the last `open`, if it can be joined
         self._rejoins = 0  # how often the next `open` calls may try to join it again
@@ -83,7 +83,7 @@ class HelperTransport(ABC, Generic[S]):
         self._log, self._is_resumed = log, is_known
 
     def prepare(self, state: S) -> AgentVolume:  # noqa: ARG002 (`open` joins the helper)
-        """See `Transport`: the volume has no helper yet, which the other process names."""
+        """See `Transport`: the volume has no helper yet, which the predecessor names."""
         volume = self._volume()
 
         def take(held: HeldHelper) -> None:
@@ -156,7 +156,7 @@ class HelperTransport(ABC, Generic[S]):
         return 0 if self._log is None else HOLD_S
 
     async def _joined(self, state: S, nursery: trio.Nursery, held: HeldHelper) -> AgentLink:
-        """A link to a helper that another process has started, which serves it from the first request on."""
+        """A link to a helper that the predecessor has started, which serves it from the first request on."""
         try:
             return await self._relayed(state, nursery, held)
         except OSError as error:
@@ -264,7 +264,7 @@ class HelperTransport(ABC, Generic[S]):
 
 
 async def _hello(link: AgentLink) -> tuple[int, ...]:
-    """What the helper replies to HELLO, checked."""
+    """Return the helper's reply to HELLO, checked."""
     numbers, _ = await link.call(Op.HELLO)
     if len(numbers) != 6 or numbers[0] != VERSION or min(numbers) < 0:
         raise OSError(errno.EPROTO, f"the helper is not compatible: {numbers}")

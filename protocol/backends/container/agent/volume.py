@@ -8,12 +8,12 @@ Each request of the kernel is one request to the helper; any number may be in fl
 
 The helper's replies are checked (`agent.replies`); an invalid reply ends the link.
 
-Another process can continue with the helper, which owns the state: inodes, open files, listings.  That process needs
-the name and the secret of the helper's socket (`HeldHelper`).  With a keeper they are in the slot of the `SharedLog`;
-an upgrade sends them.  The pages in `_pages` are lost when this process dies: the helper keeps the lookups of these
-entries, at most those of the last second's pages.
+A successor can continue with the helper, which owns the state: inodes, open files, listings.  It needs the name and the
+secret of the helper's socket (`HeldHelper`).  With a keeper they are in the slot of the `SharedLog`; an upgrade sends
+them.  The pages in `_pages` are lost when this process dies: the helper keeps the lookups of these entries, at most
+those of the last second's pages.
 
-Threading: the serving loop; in an upgrade the new process reads in a worker thread.
+Threading: the serving loop; in an upgrade the successor reads in a worker thread.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class AgentVolume:
         self.capabilities: Final = VolumeCapabilities(
             acls=supports_acl, appends=True, recoverable=True, handover=True, answers_once=True
         )
-        self.known: list[KnownInode] = []  # of the process before
+        self.known: list[KnownInode] = []  # of the predecessor
         self.on_taken: Callable[[HeldHelper], None] = lambda _: None
         self._held: HeldHelper | None = None
         if link is not None:
@@ -127,7 +127,7 @@ class AgentVolume:
         self._changes_in_flight = 0
 
     def serve(self, link: AgentLink, ids: IdMap, user: tuple[int, int], held: HeldHelper | None = None) -> None:
-        """Answer with the helper of `link` from now on.  `held`: how another process can reach it."""
+        """Answer with the helper of `link` from now on.  `held`: how a successor can reach it."""
         self._link, self._ids, self._user, self._held = link, ids, user, held
 
     # -- other processes: see `protocol.volume_durability` -----------------------------------------
@@ -166,7 +166,7 @@ class AgentVolume:
         return HelperTaking(self.on_taken)
 
     def discard_journal(self) -> None:
-        """The other process has the helper."""
+        """The successor has the helper."""
         self._link.give(is_given=True)
 
     def tidy(self) -> None:
@@ -554,7 +554,7 @@ def save_helper(log: SharedLog, held: HeldHelper | None) -> None:
 
 
 def load_helper(log: SharedLog) -> HeldHelper:
-    """Read the helper of the process before.  OSError (ESTALE) if there is none."""
+    """Read the helper of the dead daemon.  OSError (ESTALE) if there is none."""
     version, *numbers = log.slot[_WORDS]
     if not version:
         raise OSError(errno.ESTALE, "the daemon before had no helper that waits for another daemon: mount again")
@@ -563,9 +563,9 @@ def load_helper(log: SharedLog) -> HeldHelper:
 
 
 class HelperGiving:
-    """The old process's side.  See `protocol.volume_durability.GivenState`.
+    """The predecessor's side.  See `protocol.volume_durability.GivenState`.
 
-    `give` notes whether the other process may have the helper.
+    `give` notes whether the successor may have the helper.
     """
 
     below = ""
@@ -600,7 +600,7 @@ class HelperGiving:
 
 
 class HelperTaking:
-    """The new process's side.  See `protocol.volume_durability.TakenState`.  `take` gets the helper."""
+    """The successor's side.  See `protocol.volume_durability.TakenState`.  `take` gets the helper."""
 
     def __init__(self, take: Callable[[HeldHelper], None]) -> None:
         self.below = ""

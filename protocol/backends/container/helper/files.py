@@ -7,7 +7,7 @@ Threading: operations may run on several threads.
 
 import os
 import resource
-from typing import NamedTuple, Tuple
+from typing import Any, Callable, NamedTuple, Tuple
 
 from protocol.backends.container.helper.wire import (
     CHUNK_BYTES,
@@ -85,31 +85,48 @@ class Inodes(HostFiles[Numbers]):
         )  # fmt: skip
 
 
+def _nothing(call: "Callable[..., None]") -> Operation:
+    def operation(*arguments: Any) -> Reply:
+        call(*arguments)
+        return _NOTHING
+
+    return operation
+
+
+def _number(call: "Callable[..., int]") -> Operation:
+    return lambda *arguments: ((call(*arguments),), ())
+
+
+def _numbers(call: "Callable[..., Numbers]") -> Operation:
+    return lambda *arguments: (call(*arguments), ())
+
+
+def _string(call: "Callable[..., bytes]") -> Operation:
+    return lambda *arguments: ((), (call(*arguments),))
+
+
 class Files:
     """The operations on the inodes below the directory `root`."""
 
     def __init__(self, root: bytes, descriptors: int = 0) -> None:
         _raise_limit()
-        self.inodes = Inodes(root, descriptors)
+        self.inodes = inodes = Inodes(root, descriptors)
         self.table = self.inodes.table
         self.operations: "dict[int, Operation]" = {
-            Op.HELLO: self.hello, Op.LOOKUP: self.lookup, Op.FORGET: self.forget, Op.GETATTR: self.getattr,
-            Op.SETATTR: self.setattr, Op.READLINK: self.readlink, Op.MKNOD: self.mknod, Op.MKDIR: self.mkdir,
-            Op.SYMLINK: self.symlink, Op.LINK: self.link, Op.UNLINK: self.unlink, Op.RMDIR: self.rmdir,
-            Op.RENAME: self.rename, Op.READDIR: self.readdir, Op.READ: self.read, Op.WRITE: self.write,
-            Op.APPEND: self.append, Op.FALLOCATE: self.fallocate, Op.SEEK: self.seek, Op.COPY: self.copy,
-            Op.FSYNC: self.fsync,
-            Op.STATFS: self.statfs, Op.GETXATTR: self.getxattr, Op.SETXATTR: self.setxattr,
-            Op.LISTXATTR: self.listxattr, Op.REMOVEXATTR: self.removexattr, Op.TMPFILE: self.tmpfile,
-            Op.KNOWN: self.known,
+            Op.HELLO: self.hello, Op.LOOKUP: _numbers(inodes.lookup), Op.FORGET: self.forget,
+            Op.GETATTR: self.getattr, Op.SETATTR: self.setattr, Op.READLINK: _string(inodes.readlink),
+            Op.MKNOD: self.mknod, Op.MKDIR: self.mkdir, Op.SYMLINK: self.symlink, Op.TMPFILE: self.tmpfile,
+            Op.LINK: _numbers(inodes.link), Op.UNLINK: _nothing(inodes.unlink), Op.RMDIR: _nothing(inodes.rmdir),
+            Op.RENAME: self.rename, Op.READDIR: self.readdir, Op.READ: _string(inodes.read), Op.WRITE: self.write,
+            Op.APPEND: self.append, Op.FALLOCATE: _nothing(inodes.fallocate), Op.SEEK: _number(inodes.seek),
+            Op.COPY: _number(inodes.copy_range), Op.FSYNC: self.fsync, Op.STATFS: self.statfs,
+            Op.GETXATTR: _string(inodes.getxattr), Op.SETXATTR: self.setxattr, Op.LISTXATTR: self.listxattr,
+            Op.REMOVEXATTR: _nothing(inodes.removexattr), Op.KNOWN: self.known,
         }  # fmt: skip
 
     # -- inodes --------------------------------------------------------------------------------
     def hello(self) -> Reply:
         return (VERSION, os.geteuid(), os.getegid(), int(self.inodes.has_acls()), *first_process()), ()
-
-    def lookup(self, parent: int, name: bytes) -> Reply:
-        return self.inodes.lookup(parent, name), ()
 
     def look_up_again(self, reply: bytes) -> None:
         """Add a lookup of the inode in the reply of an operation that made one."""
@@ -178,9 +195,6 @@ class Files:
         birth_s, birth_ns = divmod(self.inodes.birth_ns(node), SECOND_NS)
         return (*shown[:11], birth_s, *shown[12:15], birth_ns), ()
 
-    def readlink(self, inode: int) -> Reply:
-        return (), (self.inodes.readlink(inode),)
-
     # -- making, removing and renaming ---------------------------------------------------------
     def mknod(self, parent: int, mode: int, rdev: int, uid: int, gid: int, umask: int, name: bytes) -> Reply:
         return self.inodes.mknod(parent, name, mode, rdev, Caller(uid, gid, umask)), ()
@@ -193,17 +207,6 @@ class Files:
 
     def tmpfile(self, parent: int, mode: int, uid: int, gid: int, umask: int) -> Reply:
         return self.inodes.tmpfile(parent, mode, Caller(uid, gid, umask)), ()
-
-    def link(self, inode: int, parent: int, name: bytes) -> Reply:
-        return self.inodes.link(inode, parent, name), ()
-
-    def unlink(self, parent: int, name: bytes) -> Reply:
-        self.inodes.unlink(parent, name)
-        return _NOTHING
-
-    def rmdir(self, parent: int, name: bytes) -> Reply:
-        self.inodes.rmdir(parent, name)
-        return _NOTHING
 
     def rename(
         self, parent: int, new_parent: int, flags: int, uid: int, gid: int, name: bytes, new_name: bytes
@@ -235,24 +238,11 @@ class Files:
         return (), (b"".join(parts),)
 
     # -- content -------------------------------------------------------------------------------
-    def read(self, inode: int, offset: int, size: int) -> Reply:
-        return (), (self.inodes.read(inode, offset, size),)
-
     def write(self, inode: int, offset: int, kill: int, data: bytes) -> Reply:
         return (self.inodes.write(inode, offset, data, kill_privileges=bool(kill)),), ()
 
     def append(self, inode: int, kill: int, data: bytes) -> Reply:
         return self.inodes.append(inode, data, kill_privileges=bool(kill)), ()
-
-    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> Reply:
-        self.inodes.fallocate(inode, mode, offset, length)
-        return _NOTHING
-
-    def seek(self, inode: int, offset: int, whence: int) -> Reply:
-        return (self.inodes.seek(inode, offset, whence),), ()
-
-    def copy(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> Reply:
-        return (self.inodes.copy_range(source, source_offset, target, target_offset, length),), ()
 
     def fsync(self, inode: int, data_only: int) -> Reply:
         self.inodes.fsync(inode, data_only=bool(data_only))
@@ -264,19 +254,12 @@ class Files:
         counts = (shown.f_frsize, shown.f_blocks, shown.f_bavail, shown.f_files, shown.f_favail, shown.f_namemax)
         return tuple(min(count, _MOST_COUNT) for count in counts), ()  # 2**64 - 1 may stand for "unlimited"
 
-    def getxattr(self, inode: int, name: bytes) -> Reply:
-        return (), (self.inodes.getxattr(inode, name),)
-
     def setxattr(self, inode: int, flags: int, name: bytes, value: bytes) -> Reply:
         self.inodes.setxattr(inode, name, value, flags)
         return _NOTHING
 
     def listxattr(self, inode: int) -> Reply:
         return (), (b"".join(name + b"\0" for name in self.inodes.listxattr(inode)),)
-
-    def removexattr(self, inode: int, name: bytes) -> Reply:
-        self.inodes.removexattr(inode, name)
-        return _NOTHING
 
 
 def first_process() -> "tuple[int, int]":

@@ -39,7 +39,7 @@ XATTR = struct.Struct("<II")  # lengths of name and value, which follow
 # An inode with lookups: number, type bits, lookups, number of its parent (0: no name); length of the name that follows
 KNOWN = struct.Struct("<qqqqH")
 
-# What a relay sends to the helper that it hands its standard streams to (see `sessions`).
+# A relay sends this to the helper that it hands its standard streams to (see `sessions`).
 JOIN = struct.Struct("<16sI")  # the secret of HOLD, and its seconds
 RELAY_MAGIC = b"vfsd-relay 3\n"  # the relay's first bytes: the helper runs, and the relay waits for GO
 NO_HELPER = b"vfsd-ended 3\n"  # ... or the helper has ended, and the relay ends

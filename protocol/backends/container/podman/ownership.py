@@ -11,7 +11,7 @@ over from it.  A container whose owner is certainly dead is an orphan:
   the container: one with another name is the user's own.
 - All others stay; docs/containers.md says how to remove them by hand.
 
-What happens to orphans depends on what is in them:
+The content of an orphan decides what happens to it:
 
 - A sandbox has nothing that outlives its mount.  The next daemon that creates a container on the same Podman removes
   it, unless it runs since a reboot (somebody has started it again).
@@ -264,7 +264,7 @@ def _is_orphan(state: ContainerState, *, is_local: bool, is_removed: bool) -> bo
 
 
 def this_daemon() -> str:
-    """An identifier of this process, for `has_died` in another process."""
+    """An identifier of this process, for `has_died` in another daemon."""
     return f"{_boot()} {os.getpid()}:{_start_ticks(os.getpid())}"
 
 
@@ -357,7 +357,7 @@ class Lease:
 
     @classmethod
     def of(cls, descriptor: int) -> Self:
-        """Duplicate the lease that another process has passed."""
+        """Duplicate the lease that the predecessor has passed."""
         return cls(socket.socket(fileno=os.dup(descriptor)))
 
     @property

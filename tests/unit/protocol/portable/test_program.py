@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,12 @@ def test_its_answers_are_those_of_vfsd_fs(
 
 
 @pytest.mark.extended
+def test_it_is_written_in_the_language_of_python_3_8(program: Path) -> None:
+    with zipfile.ZipFile(program) as packed:
+        for name in packed.namelist():
+            ast.parse(packed.read(name), name, feature_version=(3, 8))
+
+
 def test_it_runs_on_every_python_that_is_installed(program: Path, root: Path) -> None:
     for python in pythons():
         check_runs(python, program, root)
