@@ -12,14 +12,13 @@ private parts of WINK's own section: its host mounts and the arguments with whic
 filesystem    VfsdFilesystem, a subclass of WINK's HostFilesystem, rooted at the mount
 section       VfsdWorkspaceSection: mounts the workspace, and has its files, tools and snapshots; dump_session_tree
 tools         vfsd's tools as WINK's
-archives      FilesystemSnapshotManager: snapshots as archives, with WINK's semantics
-checkpoints   Checkpoints: one id for the session's state and the files
+snapshots     FilesystemSnapshotManager: snapshots as archives, with WINK's semantics; Checkpoints: one id for the
+              session's state and the files
 """
 
-from vfsd.integrations.weakincentives.archives import FilesystemSnapshotManager, SnapshotInfo
-from vfsd.integrations.weakincentives.checkpoints import Checkpoints
 from vfsd.integrations.weakincentives.filesystem import VfsdFilesystem, WorkspaceUnavailableError
 from vfsd.integrations.weakincentives.section import FilesystemSnapshotRef, VfsdWorkspaceSection, dump_session_tree
+from vfsd.integrations.weakincentives.snapshots import Checkpoints, FilesystemSnapshotManager, SnapshotInfo
 
 __all__ = [
     "Checkpoints",

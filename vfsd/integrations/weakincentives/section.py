@@ -36,9 +36,14 @@ from vfsd.client.arguments import FilePath, MountArguments
 from vfsd.client.log import MountEvents
 from vfsd.client.workspace import Workspace, unmounting
 from vfsd.integrations.files import name_of
-from vfsd.integrations.weakincentives.archives import FilesystemSnapshotManager, default_directory, file_count
-from vfsd.integrations.weakincentives.checkpoints import CHECKPOINT_SUFFIX, Checkpoints
 from vfsd.integrations.weakincentives.filesystem import VfsdFilesystem
+from vfsd.integrations.weakincentives.snapshots import (
+    CHECKPOINT_SUFFIX,
+    Checkpoints,
+    FilesystemSnapshotManager,
+    default_directory,
+    file_count,
+)
 from vfsd.integrations.weakincentives.tools import wink_tools
 
 _IN_MEMORY: Final = ("memory", "overlay:")  # backends whose snapshots go with the daemon
