@@ -16,7 +16,7 @@ from uuid import UUID, uuid4
 
 import msgspec
 
-from protocol.adapters.path_filesystem.filesystem import put_archive
+from protocol.adapters.path_filesystem import put_archive
 from protocol.adapters.trees import FilesystemTree
 from protocol.archive import export_archive
 from protocol.diff.plan import execute, plan

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from protocol.adapters.path_filesystem.files import PathFilesTree
-from protocol.adapters.path_filesystem.filesystem import PathFilesystem
-from protocol.adapters.path_filesystem.host_files import HostFiles
+from protocol.adapters.host_files import HostFiles
+from protocol.adapters.path_files import PathFilesTree
+from protocol.adapters.path_filesystem import PathFilesystem
 from protocol.errors import os_error
 from protocol.linux.syscalls import MountId
 from protocol.paths import DEFAULT_LIMITS, CallLimits, decode, encode, normalise

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, Literal, NoReturn
 
-from protocol.adapters.path_filesystem.files import OpenFile, Status
+from protocol.adapters.path_files import OpenFile, Status
 from protocol.diff.tree_diff import ComparesContent, changes
 from protocol.errors import os_error
 from protocol.filesystem import Filesystem

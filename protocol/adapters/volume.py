@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Literal, TypeVar
 from uuid import uuid4
 
-from protocol.adapters.path_filesystem.files import Status
-from protocol.adapters.path_filesystem.filesystem import PathFilesystem
+from protocol.adapters.path_files import Status
+from protocol.adapters.path_filesystem import PathFilesystem
 from protocol.archive import open_archive
 from protocol.errors import SnapshotNotFoundError, check_type, os_error
 from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimits

@@ -26,9 +26,9 @@ _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first that ZIP can express
 # Packages whose `__init__` exports names that the others import; the other packages get an empty one.
 _PACKAGES: Final = ("protocol.search",)
 _MODULES: Final = (
-    "protocol.adapters.path_filesystem.files",
-    "protocol.adapters.path_filesystem.host_files",
-    "protocol.adapters.path_filesystem.plain",
+    "protocol.adapters.path_files",
+    "protocol.adapters.host_files",
+    "protocol.adapters.plain_filesystem",
     "protocol.errors",
     "protocol.execution.supervisor",
     "protocol.filesystem",

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from protocol.adapters.path_filesystem.files import PathFilesTree, resolve
-from protocol.adapters.path_filesystem.host_files import HostFiles
-from protocol.adapters.path_filesystem.plain import PlainPathFilesystem
+from protocol.adapters.host_files import HostFiles
+from protocol.adapters.path_files import PathFilesTree, resolve
+from protocol.adapters.plain_filesystem import PlainPathFilesystem
 from protocol.errors import os_error, shortened
 from protocol.paths import decode, encode, located, normalise
 

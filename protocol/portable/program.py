@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from protocol.adapters.path_filesystem.host_files import HostFiles
-from protocol.adapters.path_filesystem.plain import PlainPathFilesystem
+from protocol.adapters.host_files import HostFiles
+from protocol.adapters.plain_filesystem import PlainPathFilesystem
 from protocol.paths import CallLimitError
 from protocol.portable import file_commands
 from protocol.portable.file_commands import run_command

@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from protocol.adapters.path_filesystem.files import resolve
+from protocol.adapters.path_files import resolve
 from protocol.adapters.trees import FilesystemTree, TreeFiles
 from protocol.filesystem import Filesystem
 from protocol.paths import decode, encode, located, normalise

@@ -29,9 +29,9 @@ from typing import Any, BinaryIO, Final
 
 from fsspec.spec import AbstractFileSystem
 
-from protocol.adapters.path_filesystem.files import ResolvedPath, resolve
-from protocol.adapters.path_filesystem.host_files import HostFiles
-from protocol.adapters.path_filesystem.plain import copy_access
+from protocol.adapters.host_files import HostFiles
+from protocol.adapters.path_files import ResolvedPath, resolve
+from protocol.adapters.plain_filesystem import copy_access
 from protocol.errors import os_error
 from protocol.linux.portable import proc_path
 from protocol.paths import located

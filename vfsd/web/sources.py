@@ -21,7 +21,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from protocol.adapters.path_filesystem.filesystem import PathFilesystem
+from protocol.adapters.path_filesystem import PathFilesystem
 from protocol.adapters.trees import TreeFiles
 from protocol.archive.mounted import MountedArchive
 from protocol.tools import ToolContext

@@ -19,7 +19,7 @@ from typing import Any, Final
 import trio
 from msgspec.structs import replace
 
-from protocol.adapters.path_filesystem.files import PathFilesTree, Status
+from protocol.adapters.path_files import PathFilesTree, Status
 from protocol.adapters.volume import VolumeFiles
 from protocol.backends.container.agent.helper_transport import HelperTransport
 from protocol.backends.container.connection import TransportConnection

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.adapters.path_filesystem.host_files import HostFiles
+from protocol.adapters.host_files import HostFiles
 from protocol.errors import os_error
 from protocol.execution.host import HostExecutor
 from protocol.paths import located

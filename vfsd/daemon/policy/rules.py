@@ -32,7 +32,7 @@ from protocol.volume import ROOT_INODE, Answer, Attributes, DirectoryEntry, Volu
 
 _WALK_AGAIN_S: Final = 1.0
 # vfsd writes files under such a name and renames them, also through the mount; a pattern such as `.*` is not for these.
-# Source: protocol.adapters.path_filesystem.plain, protocol.store.directory.target.
+# Source: protocol.adapters.plain_filesystem, protocol.store.directory.target.
 _OWN: Final = re.compile(rb"(?:^|/)\.vfsd-(?:[0-9a-f]{16}|restore-[0-9a-f]+-[0-9]+)$")
 
 

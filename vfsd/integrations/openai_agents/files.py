@@ -36,9 +36,9 @@ from agents.sandbox.errors import (
 from agents.sandbox.files import EntryKind, FileEntry
 from agents.sandbox.types import ExecResult, Permissions
 
-from protocol.adapters.path_filesystem.files import ResolvedPath, resolve
-from protocol.adapters.path_filesystem.host_files import HostFiles
-from protocol.adapters.path_filesystem.plain import PlainPathFilesystem
+from protocol.adapters.host_files import HostFiles
+from protocol.adapters.path_files import ResolvedPath, resolve
+from protocol.adapters.plain_filesystem import PlainPathFilesystem
 from protocol.linux.portable import proc_path
 from protocol.streams import ByteReader
 from vfsd.client.workspace import Workspace, WorkspaceBase

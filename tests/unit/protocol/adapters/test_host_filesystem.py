@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from protocol import HostFilesystem, HostMount, InMemoryFilesystem
-from protocol.adapters.path_filesystem.host_files import HostFiles
+from protocol.adapters.host_files import HostFiles
 from protocol.testing.filesystem import contents
 
 

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from protocol import HostFilesystem, InMemoryFilesystem, RemoteFilesystem
-from protocol.adapters.path_filesystem.files import resolve
-from protocol.adapters.path_filesystem.filesystem import PathFilesystem
+from protocol.adapters.path_files import resolve
+from protocol.adapters.path_filesystem import PathFilesystem
 from protocol.adapters.trees import TreeFiles
 from protocol.execution.host import HostExecutor
 from protocol.filesystem import Filesystem, SnapshotableFilesystem

@@ -40,8 +40,8 @@ from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 import msgspec
 import trio
 
-from protocol.adapters.path_filesystem.filesystem import PathFilesystem
-from protocol.adapters.path_filesystem.host_files import HostFiles, locked_directory, readable
+from protocol.adapters.host_files import HostFiles, locked_directory, readable
+from protocol.adapters.path_filesystem import PathFilesystem
 from protocol.adapters.trees import TreeFiles
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.execution.executor import Command

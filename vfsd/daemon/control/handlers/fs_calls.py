@@ -18,9 +18,9 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from protocol.adapters.path_filesystem.files import PathFilesTree
-from protocol.adapters.path_filesystem.filesystem import PathFilesystem
-from protocol.adapters.path_filesystem.host_files import HostFiles
+from protocol.adapters.host_files import HostFiles
+from protocol.adapters.path_files import PathFilesTree
+from protocol.adapters.path_filesystem import PathFilesystem
 from protocol.filesystem import Filesystem
 from protocol.paths import DEFAULT_LIMITS, CallLimitError, encode, normalise
 from protocol.search.walk import CancelCheck, never_cancelled

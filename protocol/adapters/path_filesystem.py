@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from typing import Final
 from uuid import uuid4
 
-from protocol.adapters.path_filesystem.files import OpenFile, PathFiles, PathFilesTree, Status, enter, held
-from protocol.adapters.path_filesystem.plain import PlainPathFilesystem, remove, temporary_name
+from protocol.adapters.path_files import OpenFile, PathFiles, PathFilesTree, Status, enter, held
+from protocol.adapters.plain_filesystem import PlainPathFilesystem, remove, temporary_name
 from protocol.archive import ArchiveLimits, export_archive, open_archive, write_archive
 from protocol.diff.plan import Step, execute, plan
 from protocol.errors import SnapshotNotFoundError, check_type

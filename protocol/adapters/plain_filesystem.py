@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final, get_args
 
-from protocol.adapters.path_filesystem.files import (
+from protocol.adapters.path_files import (
     OpenFile,
     PathFiles,
     PathFilesTree,

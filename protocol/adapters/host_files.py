@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Final, Literal
 
-from protocol.adapters.path_filesystem.files import Status
+from protocol.adapters.path_files import Status
 from protocol.linux import posix_acl
 from protocol.linux.beneath import open_beneath
 from protocol.linux.portable import Handle, proc_path
