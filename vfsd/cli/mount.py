@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import click
 from click.shell_completion import CompletionItem
@@ -62,7 +61,162 @@ def _flags(command: click.Command) -> dict[str, str]:
     return {param.name: param.opts[-1] for param in command.params if param.name}
 
 
-_option = functools.partial(click.option, cls=_MountOption)
+# Of each option, by its flat name.
+_HELP: Final = {
+    "name": "The workspace's name; by default made from the mountpoint.",
+    "engine": "The FUSE implementation.",
+    "archive": (
+        "Start with the content of this archive; or with a snapshot that `vfsd push` stored in s3://BUCKET/PREFIX,"
+        " gs://, az:// or file:///DIR, whose content is fetched when it is read (the same as --backend"
+        " overlay:URL#NAME).  Without #NAME it is the newest snapshot."
+    ),
+    "max_bytes": "Limit the size of all files together, such as 512M or 2GiB.  Writes beyond it fail with ENOSPC.",
+    "max_memory": (
+        "Limit the memory of content, metadata and snapshots together.  The oldest automatic snapshots are dropped to"
+        " make room.  It is also the default of --max-bytes.  [default: half of the machine's memory, or of the"
+        " cgroup's limit]"
+    ),
+    "max_inodes": "Limit the number of files, directories and other inodes.",
+    "persist": (
+        "Keep a journal on disk: the next mount with this name continues with content, snapshots and undo history,"
+        " after an unmount and after a crash.  `vfsd persisted` lists and drops journals."
+    ),
+    "journal_dir": (
+        "Keep the journal in this directory, which nothing else uses.  [default: ~/.local/state/vfsd/journals/NAME]"
+    ),
+    "fsync": "When the journal is synced without fsync(2): after every change, every second, or when the kernel does.",
+    "keeper": (
+        "With --persist, or for a host directory, a container or a command: leave a dead mount if the daemon dies.  By"
+        " default a keeper starts another one; programs in the workspace wait meanwhile, and continue with their open"
+        " files and locks."
+    ),
+    "read_only": "Refuse all changes, including restore and import.",
+    "allow_other": "Let other users of this machine use the mount (needs user_allow_other in /etc/fuse.conf).",
+    "cache_timeout_s": (
+        "Show changes that other programs make to the files, without the mount, after at most SECONDS; 1 by default."
+    ),
+    "xattrs": "Mount without extended attributes and ACLs; creating a file is then a little faster.",
+    "wakeups": (
+        "Keep idle CPUs awake during bursts of requests, which makes them faster in many virtual machines.  auto: only"
+        " in virtual machines where measurements show a gain."
+    ),
+    "cache": (
+        "writethrough: a write that has returned is in the workspace.  writeback: the kernel collects writes and sends"
+        " them later, which is faster for databases and other small writes."
+    ),
+    "snapshot_directory": (
+        "Show the snapshots, read-only, as .snapshots/NAME at the root of the mount.  hidden: listings leave it out;"
+        " visible: they show it; off: there is none."
+    ),
+    "store": (
+        "Keep snapshots in this directory, which must be outside of host:DIR.  [default: $VFSD_STORE_DIR,"
+        " ~/.local/state/vfsd/store]"
+    ),
+    "store_options": (
+        "An option of the object store: endpoint, region, path_style, allow_http, ...; may be repeated.  Credentials"
+        " come from the environment."
+    ),
+    "cache_bytes": (
+        "Keep what was fetched in ~/.cache/vfsd/blobs, which all of your workspaces share, up to this size; 0: no"
+        " cache.  [default: 10GiB]"
+    ),
+    "prefetch": "Fetch the whole snapshot into the cache in the background; `vfsd status` shows the progress.",
+    "remote_timeout_s": (
+        "How long the mount, and later a read, waits for the network before it fails, a read with EIO; 30 by default. "
+        " A later read tries again."
+    ),
+    "include": "Show only files of overlay:DIR that match (.gitignore's syntax); may be repeated.",
+    "exclude": "Hide files of overlay:DIR that match; may be repeated.",
+    "protect": "Let no program change files that match (.gitignore's syntax), root included; may be repeated.",
+    "hide": (
+        "Hide files that match from every program, root included, and refuse to make any; may be repeated.  --exclude"
+        " of an overlay hides them, too."
+    ),
+    "exec_on_host": "Let `vfsd exec` and `vfsd fs exec` run commands on this host, in the mount, with your rights.",
+    "sandbox": (
+        "Run commands in a container of that image, which sees the workspace at /workspace and nothing else of this"
+        " machine.  It is removed with the workspace."
+    ),
+    "snapshot_each": "Take a snapshot after each command of `vfsd exec`: exec-1, exec-2, ...",
+    "pids_limit": "Limit the processes and threads in a container that vfsd creates; 2048 by default.",
+    "memory_bytes": "Limit the memory of a container that vfsd creates.",
+    "podman_url": (
+        "The Podman service: unix:///PATH, ssh://[USER@]HOST/PATH or tcp://HOST:PORT; by default $CONTAINER_HOST, or a"
+        " socket of this machine."
+    ),
+    "workdir": "The directory in the container, or at the other end of exec:COMMAND; /workspace by default.",
+    "transport": (
+        "How to access the container's files: rootfs (through /proc, on this machine, as root) or agent (a helper that"
+        " runs in the container, anywhere)."
+    ),
+    "network": "The network of a container that vfsd creates, as for podman run; none by default.",
+    "fork_server": (
+        "Start the daemon as a new process.  By default a server that stays in the background forks it, which is"
+        " faster."
+    ),
+    "foreground": "Run the daemon in the foreground, and log to standard error.",
+    "audit_file": (
+        "Keep the log of all changes in this file, one JSON object per line.  Without it `vfsd log` shows the newest"
+        " changes, which the daemon keeps in memory."
+    ),
+    "audit": "Do not log which process changes what.",
+    "log_level": "How much the daemon writes to its log.",
+    "log_format": "The format of the log; journal is for systemd.",
+}
+_FLAGS: Final = {
+    "archive": "--from",
+    "cache_timeout_s": "--cache-timeout",
+    "snapshot_directory": "--snapshot-dir",
+    "store_options": "--store-option",
+    "remote_timeout_s": "--remote-timeout",
+    "exec_on_host": "--on-host",
+    "memory_bytes": "--memory",
+    "audit_file": "--audit",
+}
+# The type and the metavar, if the default does not tell.
+_TYPES: Final[dict[str, tuple[Any, str | None]]] = {
+    "name": (NAME, None),
+    "engine": (_EngineName(ENGINES), None),
+    "archive": (click.Path(dir_okay=False), "ARCHIVE.zip|URL#NAME"),
+    **dict.fromkeys(("max_bytes", "max_memory", "memory_bytes"), (SIZE, "SIZE")),
+    "cache_bytes": (CACHE_SIZE, "SIZE"),
+    **dict.fromkeys(("max_inodes", "pids_limit"), (click.IntRange(min=1), "N")),
+    **dict.fromkeys(("journal_dir", "store"), (click.Path(), "DIRECTORY")),
+    "fsync": (click.Choice(FSYNCS), None),
+    "cache_timeout_s": (Seconds(min=0), "SECONDS"),
+    "remote_timeout_s": (Seconds(min=0, min_open=True), "SECONDS"),
+    "wakeups": (click.Choice(WAKEUPS), None),
+    "cache": (click.Choice(CACHES), None),
+    "snapshot_directory": (click.Choice(SNAPSHOT_DIRS), None),
+    "store_options": (None, "KEY=VALUE"),
+    **dict.fromkeys(("include", "exclude", "protect", "hide"), (None, "PATTERN")),
+    "sandbox": (None, "image:REF"),
+    "podman_url": (None, "URL"),
+    "workdir": (None, "DIR"),
+    "transport": (click.Choice(TRANSPORTS), None),
+    "network": (None, "NETWORK"),
+    "audit_file": (click.Path(dir_okay=False), "FILE.jsonl"),
+    "log_level": (click.Choice(["debug", "info", "warning", "error"]), None),
+    "log_format": (click.Choice(["text", "json", "journal"]), None),
+}
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options to the command.  `vfsd.wire.options` has their defaults, from which the kind of each follows."""
+    defaults: dict[str, Any] = {"name": None, **DEFAULTS, "fork_server": True, "foreground": False}
+    for name, text in reversed(_HELP.items()):
+        default = defaults[name]
+        flag = _FLAGS.get(name) or f"--{'no-' if default is True else ''}{name.replace('_', '-')}"
+        given, metavar = _TYPES.get(name, (None, None))
+        kind: dict[str, Any] = {"type": given, "metavar": metavar}
+        if isinstance(default, bool):
+            kind = {"flag_value": False, "default": True} if default else {"is_flag": True}
+        elif default == ():
+            kind |= {"multiple": True}
+        elif default is not None:
+            kind |= {"default": default, "show_default": isinstance(given, click.Choice)}
+        command = click.option(flag, name, cls=_MountOption, help=text, **kind)(command)
+    return command
 
 
 @click.command(
@@ -92,261 +246,18 @@ _option = functools.partial(click.option, cls=_MountOption)
     type=click.STRING,
     shell_complete=lambda *_: [CompletionItem("", type="dir")],
 )
-@_option(
+@click.option(
     "--backend",
     type=BACKEND,
     default="memory",
     show_default=True,
+    cls=_MountOption,
     metavar="BACKEND",
     help="Where the content is: memory, host:DIR, overlay:DIR, overlay:FILE.zip, overlay:snapshot:NAME[@DIR] (a"
     " snapshot on disk), container:NAME (a running Podman container), image:REF (a new container of that image, removed"
     " by the unmount), or exec:'COMMAND' (a directory where COMMAND starts a Python, such as 'ssh HOST python3').",
 )
-@_option("--name", type=NAME, help="The workspace's name; by default made from the mountpoint.")
-@_option("--engine", type=_EngineName(ENGINES), default="auto", show_default=True, help="The FUSE implementation.")
-@_option(
-    "--from",
-    "archive",
-    metavar="ARCHIVE.zip|URL#NAME",
-    type=click.Path(dir_okay=False),
-    help="Start with the content of this archive; or with a snapshot that `vfsd push` stored in s3://BUCKET/PREFIX,"
-    " gs://, az:// or file:///DIR, whose content is fetched when it is read (the same as --backend overlay:URL#NAME)."
-    "  Without #NAME it is the newest snapshot.",
-)
-@_option(
-    "--max-bytes",
-    type=SIZE,
-    metavar="SIZE",
-    help="Limit the size of all files together, such as 512M or 2GiB.  Writes beyond it fail with ENOSPC.",
-)
-@_option(
-    "--max-memory",
-    type=SIZE,
-    metavar="SIZE",
-    help="Limit the memory of content, metadata and snapshots together.  The oldest automatic snapshots are dropped to"
-    " make room.  It is also the default of --max-bytes.  [default: half of the machine's memory, or of the cgroup's"
-    " limit]",
-)
-@_option(
-    "--max-inodes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Limit the number of files, directories and other inodes.",
-)
-@_option(
-    "--persist",
-    is_flag=True,
-    help="Keep a journal on disk: the next mount with this name continues with content, snapshots and undo history,"
-    " after an unmount and after a crash.  `vfsd persisted` lists and drops journals.",
-)
-@_option(
-    "--journal-dir",
-    metavar="DIRECTORY",
-    type=click.Path(),
-    help="Keep the journal in this directory, which nothing else uses.  [default: ~/.local/state/vfsd/journals/NAME]",
-)
-@_option(
-    "--fsync",
-    type=click.Choice(FSYNCS),
-    default="everysec",
-    show_default=True,
-    help="When the journal is synced without fsync(2): after every change, every second, or when the kernel does.",
-)
-@_option(
-    "--no-keeper",
-    "keeper",
-    flag_value=False,
-    default=True,
-    help="With --persist, or for a host directory, a container or a command: leave a dead mount if the daemon dies.  By"
-    " default a keeper starts another one; programs in the workspace wait meanwhile, and continue with their open files"
-    " and locks.",
-)
-@_option("--read-only", is_flag=True, help="Refuse all changes, including restore and import.")
-@_option(
-    "--allow-other",
-    is_flag=True,
-    help="Let other users of this machine use the mount (needs user_allow_other in /etc/fuse.conf).",
-)
-@_option(
-    "--cache-timeout",
-    "cache_timeout_s",
-    type=Seconds(min=0),
-    metavar="SECONDS",
-    help="Show changes that other programs make to the files, without the mount, after at most SECONDS; 1 by default.",
-)
-@_option(
-    "--no-xattrs",
-    "xattrs",
-    flag_value=False,
-    default=True,
-    help="Mount without extended attributes and ACLs; creating a file is then a little faster.",
-)
-@_option(
-    "--wakeups",
-    type=click.Choice(WAKEUPS),
-    default="auto",
-    show_default=True,
-    help="Keep idle CPUs awake during bursts of requests, which makes them faster in many virtual machines.  auto: only"
-    " in virtual machines where measurements show a gain.",
-)
-@_option(
-    "--cache",
-    type=click.Choice(CACHES),
-    default="writethrough",
-    show_default=True,
-    help="writethrough: a write that has returned is in the workspace.  writeback: the kernel collects writes and sends"
-    " them later, which is faster for databases and other small writes.",
-)
-@_option(
-    "--snapshot-dir",
-    "snapshot_directory",
-    type=click.Choice(SNAPSHOT_DIRS),
-    default="hidden",
-    show_default=True,
-    help="Show the snapshots, read-only, as .snapshots/NAME at the root of the mount.  hidden: listings leave it out;"
-    " visible: they show it; off: there is none.",
-)
-@_option(
-    "--store",
-    metavar="DIRECTORY",
-    type=click.Path(),
-    help="Keep snapshots in this directory, which must be outside of host:DIR.  [default: $VFSD_STORE_DIR,"
-    " ~/.local/state/vfsd/store]",
-)
-@_option(
-    "--store-option",
-    "store_options",
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="An option of the object store: endpoint, region, path_style, allow_http, ...; may be repeated.  Credentials"
-    " come from the environment.",
-)
-@_option(
-    "--cache-bytes",
-    type=CACHE_SIZE,
-    default=DEFAULTS["cache_bytes"],
-    metavar="SIZE",
-    help="Keep what was fetched in ~/.cache/vfsd/blobs, which all of your workspaces share, up to this size; 0: no"
-    " cache.  [default: 10GiB]",
-)
-@_option(
-    "--prefetch",
-    is_flag=True,
-    help="Fetch the whole snapshot into the cache in the background; `vfsd status` shows the progress.",
-)
-@_option(
-    "--remote-timeout",
-    "remote_timeout_s",
-    type=Seconds(min=0, min_open=True),
-    default=DEFAULTS["remote_timeout_s"],
-    metavar="SECONDS",
-    help="How long the mount, and later a read, waits for the network before it fails, a read with EIO; 30 by default. "
-    " A later read tries again.",
-)
-@_option(
-    "--include",
-    multiple=True,
-    metavar="PATTERN",
-    help="Show only files of overlay:DIR that match (.gitignore's syntax); may be repeated.",
-)
-@_option("--exclude", multiple=True, metavar="PATTERN", help="Hide files of overlay:DIR that match; may be repeated.")
-@_option(
-    "--protect",
-    multiple=True,
-    metavar="PATTERN",
-    help="Let no program change files that match (.gitignore's syntax), root included; may be repeated.",
-)
-@_option(
-    "--hide",
-    multiple=True,
-    metavar="PATTERN",
-    help="Hide files that match from every program, root included, and refuse to make any; may be repeated.  --exclude"
-    " of an overlay hides them, too.",
-)
-@_option(
-    "--on-host",
-    "exec_on_host",
-    is_flag=True,
-    help="Let `vfsd exec` and `vfsd fs exec` run commands on this host, in the mount, with your rights.",
-)
-@_option(
-    "--sandbox",
-    metavar="image:REF",
-    help="Run commands in a container of that image, which sees the workspace at /workspace and nothing else of this"
-    " machine.  It is removed with the workspace.",
-)
-@_option("--snapshot-each", is_flag=True, help="Take a snapshot after each command of `vfsd exec`: exec-1, exec-2, ...")
-@_option(
-    "--pids-limit",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Limit the processes and threads in a container that vfsd creates; 2048 by default.",
-)
-@_option(
-    "--memory", "memory_bytes", type=SIZE, metavar="SIZE", help="Limit the memory of a container that vfsd creates."
-)
-@_option(
-    "--podman-url",
-    metavar="URL",
-    help="The Podman service: unix:///PATH, ssh://[USER@]HOST/PATH or tcp://HOST:PORT; by default $CONTAINER_HOST, or a"
-    " socket of this machine.",
-)
-@_option(
-    "--workdir",
-    metavar="DIR",
-    help="The directory in the container, or at the other end of exec:COMMAND; /workspace by default.",
-)
-@_option(
-    "--transport",
-    type=click.Choice(TRANSPORTS),
-    default="auto",
-    show_default=True,
-    help="How to access the container's files: rootfs (through /proc, on this machine, as root) or agent (a helper that"
-    " runs in the container, anywhere).",
-)
-@_option(
-    "--network",
-    metavar="NETWORK",
-    help="The network of a container that vfsd creates, as for podman run; none by default.",
-)
-@_option(
-    "--no-fork-server",
-    "fork_server",
-    flag_value=False,
-    default=True,
-    help="Start the daemon as a new process.  By default a server that stays in the background forks it, which is"
-    " faster.",
-)
-@_option("--foreground", is_flag=True, help="Run the daemon in the foreground, and log to standard error.")
-@_option(
-    "--audit",
-    "audit_file",
-    metavar="FILE.jsonl",
-    type=click.Path(dir_okay=False),
-    help="Keep the log of all changes in this file, one JSON object per line.  Without it `vfsd log` shows the newest"
-    " changes, which the daemon keeps in memory.",
-)
-@_option(
-    "--no-audit",
-    "audit",
-    flag_value=False,
-    default=True,
-    help="Do not log which process changes what.",
-)
-@_option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="How much the daemon writes to its log.",
-)
-@_option(
-    "--log-format",
-    type=click.Choice(["text", "json", "journal"]),
-    default="text",
-    show_default=True,
-    help="The format of the log; journal is for systemd.",
-)
+@_options
 @click.pass_obj
 def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: bool, **settings: Any) -> None:
     """Make a directory a workspace.
@@ -361,7 +272,7 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: b
         raise click.UsageError("-w selects a running workspace; use --name to name a new one")
     if not mountpoint:
         raise click.UsageError("MOUNTPOINT is an empty string")
-    options = _options(mountpoint, settings)
+    options = _checked(mountpoint, settings)
     if foreground:
         from vfsd.daemon.main import foreground as run_in_foreground  # noqa: PLC0415 (start-up: pulls in the daemon)
 
@@ -398,7 +309,7 @@ def _naming_the_store(options: MountOptions) -> Iterator[None]:
         saying.cancel()
 
 
-def _options(mountpoint: str, settings: dict[str, Any]) -> MountOptions:
+def _checked(mountpoint: str, settings: dict[str, Any]) -> MountOptions:
     """Check the options of the mount.  Errors use the names of the command line."""
     try:
         return mount_options(mountpoint, **settings)
