@@ -162,23 +162,12 @@ def load(path: str) -> SettingsFile:
         text = data.decode()
         content = _parse(text) if text.strip() else {}
         _check(content)
-        json.dumps(content, ensure_ascii=False).encode()  # not with half of a surrogate pair
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()  # what `save` would write
     except (ValueError, RecursionError) as error:
-        reason = _reason(error)
+        is_odd = isinstance(error, UnicodeError | RecursionError)
+        reason = "it is not JSON that could be written back" if is_odd else error
         raise OSError(errno.EINVAL, f"cannot read the settings: {reason}; nothing was changed", path) from None
     return SettingsFile(real, content, text)
-
-
-def _reason(error: ValueError | RecursionError) -> str:
-    """Say what is wrong with the file."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.start:,} is not UTF-8"
-    if isinstance(error, UnicodeEncodeError):
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        return f"it has {half}, which is half of a surrogate pair and no character"
-    if isinstance(error, RecursionError):
-        return "its objects and lists are nested too deeply"
-    return str(error)
 
 
 def _parse(text: str) -> Any:
@@ -187,15 +176,10 @@ def _parse(text: str) -> Any:
             raise ValueError("an object has a name twice")
         return dict(pairs)
 
-    def number(word: str) -> float:
-        if json.dumps(float(word)) != word:
-            raise ValueError(f"rewriting it would change the number {word}")
-        return float(word)
-
     def constant(word: str) -> Any:
         raise ValueError(f"{word} is not JSON")
 
-    return json.loads(text, object_pairs_hook=members, parse_float=number, parse_constant=constant)
+    return json.loads(text, object_pairs_hook=members, parse_constant=constant)
 
 
 def rendered(settings: SettingsFile, content: Mapping[str, Any]) -> str:
