@@ -19,11 +19,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.toy_backend import install_backend
 from vfsd.cli.main import cli
 from vfsd.cli.mount import mount_command
 from vfsd.client.arguments import MountArguments, mount_options
 from vfsd.wire.option_rules import SCOPES, OptionError, is_secret
-from vfsd.wire.options import BACKENDS, MountOptions
+from vfsd.wire.options import BACKENDS, BackendSpec, MountOptions, known_backends, parse_backend
 
 DOCUMENTATION = Path(__file__).parents[4] / "docs" / "mount.md"
 
@@ -276,3 +277,57 @@ def test_the_program_itself_refuses_in_one_line(words: list[str], place: Path) -
 )
 def test_the_names_of_secret_options_of_object_stores(option: str, expected: bool) -> None:
     assert is_secret(option) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("memory", BackendSpec("memory")),
+        ("host:/srv/a:b", BackendSpec("host", "/srv/a:b")),
+        ("overlay:~", BackendSpec("overlay", "~")),
+        ("container:web", BackendSpec("container", "web")),
+        ("image:docker.io/library/python:3.12", BackendSpec("image", "docker.io/library/python:3.12")),
+        ("exec:ssh a:b 'python3'", BackendSpec("exec", "ssh a:b 'python3'")),
+    ],
+)
+def test_a_backend_string_is_a_kind_and_an_argument(text: str, spec: BackendSpec) -> None:
+    assert parse_backend(text) == spec
+    assert str(spec) == text
+
+
+@pytest.mark.parametrize("text", ["", ":", "tape", "tape:x", "memory:", "memory:x", "Memory"])
+def test_an_unknown_kind_is_refused_with_the_known_ones(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"is not one of memory, overlay:DIR, host:DIR, container:NAME, image:REF, exec:COMMAND$"
+    ):
+        parse_backend(text)
+
+
+def test_a_missing_argument_is_named() -> None:
+    with pytest.raises(ValueError, match="'host:' lacks a directory after the colon"):
+        parse_backend("host:")
+    with pytest.raises(ValueError, match="'exec:' lacks a command that starts a Python after the colon"):
+        parse_backend("exec:")
+
+
+def test_a_command_that_cannot_be_split_into_words_is_refused() -> None:
+    with pytest.raises(ValueError, match="No closing quotation"):
+        parse_backend("exec:ssh 'host")
+
+
+def test_an_entry_point_adds_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_backend(tmp_path, monkeypatch, "toy", "toy_backend:open_toy")
+
+    assert parse_backend("toy:a:b") == BackendSpec("toy", "a:b")
+    assert parse_backend("toy") == BackendSpec("toy")
+    assert known_backends()[-1] == "toy:ARG"
+    with pytest.raises(ValueError, match=r"exec:COMMAND, toy:ARG$"):
+        parse_backend("tape:x")
+
+
+def test_an_entry_point_does_not_replace_a_built_in_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_backend(tmp_path, monkeypatch, "host", "toy_backend:open_toy")
+
+    assert known_backends().count("host:DIR") == 1
+    with pytest.raises(ValueError, match="lacks a directory"):
+        parse_backend("host:")
