@@ -110,7 +110,7 @@ class HasAttributes(Protocol):
     generation: int
 
 
-def inode(node: HasAttributes) -> bytes:
+def inode(node: HasAttributes | Attributes) -> bytes:
     """Return the effect that an inode has the attributes of `node`."""
     mtime_ns, ctime_ns = node.mtime_ns, node.ctime_ns
     modified = divmod(mtime_ns, _NS)

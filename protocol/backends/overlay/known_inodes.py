@@ -1,5 +1,8 @@
 """KnownInodes: what an overlay has loaded from its lower layer, for the next process: in a `SharedLog`, or handed over.
 
+A record is one effect (`protocol.journal.effects`): LISTING, with the keys of the files, and later corrections of a
+name (KIND); LISTED_DOWNWARD or COOKIES for its cookies; LOWER for an inode.
+
 A kernel refers to an inode by its number.  The journal has the inodes that changed.  Of the others this log has the
 entries of each directory that was loaded, with their numbers and in their order, and the attributes of each inode that
 was loaded, so a process that continues to serve the kernel has the numbers and the cookies that the kernel has.
@@ -17,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
 from protocol.backends.overlay.inode import OverlayInode, UnfilledChildren
-from protocol.backends.overlay.lower import IdentityRecord, RecordedStat, identity_record, recorded_identity
+from protocol.backends.overlay.lower import FileRecord, RecordedStat
 from protocol.directory_cookies import AscendingCookies, DirectoryCookies, downward
+from protocol.journal import effects
 from protocol.tree import TYPE_MASK
 
 if TYPE_CHECKING:
@@ -32,23 +36,25 @@ if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
 
 Key: TypeAlias = tuple[int, int]
-_NS: Final = 10**9
-# The codes of records. A record is [code, number, value].
-_FILLED: Final = 1  # the entries of a directory: [name, number, type bits, key]
-_LOADED: Final = 2  # the attributes of an inode: `_STAT`
-_CORRECTED: Final = 3  # the type bits that a name has below by now, 0: none
-_LISTED: Final = 4  # written until cookies went down: the entries of a directory got cookies, in their order
-_COOKIES: Final = 5  # they have these cookies: [[name, cookie]], the next cookie, which goes up
-_LISTED_DOWNWARD: Final = 6  # the entries of a directory got cookies in the order of the names, or get lower ones
-_COOKIES_DOWNWARD: Final = 7  # as _COOKIES; the next cookie goes down
-
-# Mode, links, uid, gid, device of a device node, sectors, atime in s and ns, the identity, xattrs, target of a symlink.
-_STAT: Final = tuple[
-    int, int, int, int, int, int, int, int, IdentityRecord, list[tuple[bytes, bytes]] | None, bytes | None
-]
-_Rows: TypeAlias = list[tuple[bytes, int, int, Key | None]]
+_Rows: TypeAlias = list[tuple[bytes, int, int, Key | None]]  # name, number, type bits and key of each entry
 _Cookies: TypeAlias = tuple[list[tuple[bytes, int]], int]
-_Record: TypeAlias = tuple[int, int, msgspec.Raw]
+
+
+class LowerValue(NamedTuple):
+    """The value of a LOWER effect, an inode of the lower layer.  `attributes` is an INODE effect."""
+
+    file: FileRecord
+    attributes: bytes
+    links: list[tuple[int, bytes]]
+    xattrs: list[tuple[bytes, bytes]] | None
+    target: bytes | None
+
+
+def lower_effect(inode: OverlayInode, links: list[tuple[int, bytes]]) -> bytes:
+    """Return the LOWER effect of an inode."""
+    xattrs = None if inode.xattrs is None else list(inode.xattrs.items())
+    value = LowerValue(inode.lower.record, effects.inode(inode), links, xattrs, inode.target)
+    return effects.of_overlay(effects.LOWER, inode.inode, value)
 
 
 class Expected(NamedTuple):
@@ -68,7 +74,7 @@ class KnownInodes:
     def __init__(self, state: OverlayState, log: SharedLog | None) -> None:
         self._state = state
         self._log = log
-        self._expected: dict[int, msgspec.Raw] = {}
+        self._expected: dict[int, bytes] = {}  # the values of LOWER effects
         self._from_log: set[int] = set()  # directories whose entries came from another process
         self.recent: list[bytes] | None = None
 
@@ -85,30 +91,29 @@ class KnownInodes:
 
     def _load(self, record: bytes) -> None:
         state = self._state
-        code, number, value = msgspec.msgpack.decode(record, type=_Record)
-        if code == _LOADED:
+        (effect,) = effects.decoded(record)
+        code, number, *fields = effect
+        if code == effects.LOWER:
             if state.table.loaded(number) is None:
-                self._expected[number] = value
-        elif code == _FILLED:
+                self._expected[number] = fields[0]
+        elif code == effects.LISTING:
             self._from_log.add(number)
             with suppress(OSError):  # requests for what is below it fail
-                state.put_filled(number, msgspec.msgpack.decode(value, type=_Rows))
-        elif code == _CORRECTED:
-            state.correct(number, msgspec.msgpack.decode(value, type=int))
+                state.put_filled(number, msgspec.msgpack.decode(fields[0], type=_Rows))
+        elif code == effects.KIND:
+            state.correct(number, msgspec.msgpack.decode(fields[0], type=int))
         elif number in self._from_log:
-            self._set_cookies(number, code, value)
+            self._set_cookies(number, code, *fields)
 
-    def _set_cookies(self, number: int, code: int, value: msgspec.Raw) -> None:
+    def _set_cookies(self, number: int, code: int, encoded: bytes = b"") -> None:
         directory = self._state.table.loaded(number)
         if directory is None or number in self._state.listed:
             return
-        names = directory.children or ()
-        if code == _LISTED_DOWNWARD:
-            directory.cookies = downward(directory.cookies, names)
+        if code == effects.LISTED_DOWNWARD:
+            directory.cookies = downward(directory.cookies, directory.children or ())
         elif directory.cookies is None:
-            kind = DirectoryCookies if code == _COOKIES_DOWNWARD else AscendingCookies
-            pairs, following = msgspec.msgpack.decode(value, type=_Cookies) if code != _LISTED else (None, 0)
-            directory.cookies = kind(names) if pairs is None else kind.of(pairs, following)
+            kind = DirectoryCookies if code == effects.COOKIES_DOWNWARD else AscendingCookies
+            directory.cookies = kind.of(*msgspec.msgpack.decode(encoded, type=_Cookies))
 
     # -- what the process before had -----------------------------------------------------------------
     @property
@@ -121,21 +126,21 @@ class KnownInodes:
         value = self._expected.get(number)
         if value is None:
             return None
-        mode, nlink, uid, gid, rdev, sectors, atime_s, atime_ns, found, xattrs, target = msgspec.msgpack.decode(
-            value, type=_STAT
-        )
-        device, inode, size, mtime_ns, ctime_ns = recorded_identity(found)
-        atime = atime_s * _NS + atime_ns
-        seen = RecordedStat(mode, inode, device, nlink, uid, gid, size, atime, mtime_ns, ctime_ns, sectors, rdev)
-        return Expected(seen, None if xattrs is None else dict(xattrs), target)
+        decoded = msgspec.msgpack.decode(value, type=LowerValue)
+        found = effects.attributes(decoded.attributes)
+        seen = RecordedStat.of(decoded.file)._replace(
+            st_mode=found.mode, st_nlink=found.nlink, st_uid=found.uid, st_gid=found.gid,
+            st_atime_ns=found.atime_ns, st_rdev=found.rdev,
+        )  # fmt: skip
+        return Expected(seen, None if decoded.xattrs is None else dict(decoded.xattrs), decoded.target)
 
     def set_atime(self, number: int, atime_ns: int) -> None:
         """Set the access time of an inode that is not loaded, if there is such an inode."""
         value = self._expected.get(number)
         if value is not None:
-            *before, _, _, found, xattrs, target = msgspec.msgpack.decode(value, type=_STAT)
-            now = (*before, *divmod(atime_ns, _NS), found, xattrs, target)
-            self._expected[number] = msgspec.Raw(msgspec.msgpack.encode(now))
+            decoded = msgspec.msgpack.decode(value, type=LowerValue)
+            attributes = effects.inode(effects.attributes(decoded.attributes)._replace(atime_ns=atime_ns))
+            self._expected[number] = msgspec.msgpack.encode(decoded._replace(attributes=attributes))
 
     def forget(self, number: int) -> None:
         """Forget an inode that is not loaded, if there is such an inode."""
@@ -145,21 +150,21 @@ class KnownInodes:
     def loaded(self, inode: OverlayInode) -> None:
         """Record an inode that has no changes, as it is."""
         self._expected.pop(inode.inode, None)
-        self._append(_loaded(inode))
+        self._append(lower_effect(inode, []))
 
     def filled(self, number: int, entries: Mapping[bytes, int], keys: Mapping[bytes, Key]) -> None:
         """Record the entries of a directory."""
         kind = self._state.kind
         rows = [(name, child, kind(child) & TYPE_MASK, keys.get(name)) for name, child in entries.items()]
-        self._append(_record(_FILLED, number, rows))
+        self._append(effects.of_overlay(effects.LISTING, number, rows))
 
     def corrected(self, number: int, kind: int) -> None:
         """Record that a name, which is not loaded, has become another type of file, or none."""
-        self._append(_record(_CORRECTED, number, kind))
+        self._append(effects.of_overlay(effects.KIND, number, kind))
 
     def listed(self, number: int) -> None:
         """Record that the entries of a directory get cookies."""
-        self._append(_record(_LISTED_DOWNWARD, number, None))
+        self._append(effects.listed(number))
 
     def _append(self, record: bytes) -> None:
         if self.recent is not None:
@@ -188,26 +193,11 @@ class KnownInodes:
                 continue
             if children is not None:
                 rows = [(name, at, state.kind(at) & TYPE_MASK, keys.get(at)) for name, at in children.items()]
-                yield _record(_FILLED, number, rows)
+                yield effects.of_overlay(effects.LISTING, number, rows)
                 if inode.cookies is not None:
-                    code = _COOKIES if inode.cookies.ascends else _COOKIES_DOWNWARD
-                    yield _record(code, number, (list(inode.cookies.pairs()), inode.cookies.following))
+                    yield effects.cookies(number, inode.cookies)
         for number, inode in list(dict.items(state.table)):
             if isinstance(inode, OverlayInode) and number not in state.recorded:
-                yield _loaded(inode)
+                yield lower_effect(inode, [])
         for number, value in self._expected.items():
-            yield msgspec.msgpack.encode((_LOADED, number, value))
-
-
-def _record(code: int, number: int, value: object) -> bytes:
-    return msgspec.msgpack.encode((code, number, value))
-
-
-def _loaded(inode: OverlayInode) -> bytes:
-    file = inode.lower
-    times = divmod(inode.atime_ns, _NS)
-    value = (
-        inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, file.sectors, *times, identity_record(file.identity),
-        None if inode.xattrs is None else list(inode.xattrs.items()), inode.target,
-    )  # fmt: skip
-    return _record(_LOADED, inode.inode, value)
+            yield effects.of_overlay(effects.LOWER, number, msgspec.Raw(value))

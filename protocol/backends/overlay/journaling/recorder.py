@@ -39,6 +39,7 @@ from protocol.backends.memory.journaling.changes import (
 )
 from protocol.backends.memory.journaling.recorder import Recorder
 from protocol.backends.overlay.inode import LowerContent, OverlayInode
+from protocol.backends.overlay.known_inodes import lower_effect
 from protocol.backends.overlay.lower import FileRecord, IdentityRecord, identity_record
 from protocol.journal import effects
 from protocol.journal.log import Batch
@@ -353,9 +354,7 @@ class Introductions:
             self._recorded.append((inode.inode, state.recorded.get(inode.inode)))
             state.recorded[inode.inode] = inode.lower
             links = [link for link in inode.links if isinstance(self._version(link[0]), OverlayInode)]
-            xattrs = None if inode.xattrs is None else list(inode.xattrs.items())
-            value = LowerValue(inode.lower.record, effects.inode(inode), links, xattrs, inode.target)
-            yield effects.of_overlay(effects.LOWER, inode.inode, value)
+            yield lower_effect(inode, links)
             todo += (directory for directory, _ in links)
         if listing and number not in state.listed:
             yield from self.listing(number)
@@ -435,16 +434,6 @@ Listing: TypeAlias = list[tuple[bytes, int, int]]
 Visible: TypeAlias = tuple[int, tuple[int, ...]]
 Identities: TypeAlias = list[tuple[bytes, IdentityRecord | None]]
 Renewed: TypeAlias = list[tuple[int, int, IdentityRecord]]
-
-
-class LowerValue(NamedTuple):
-    """An inode of the lower layer.  `attributes` is an INODE effect."""
-
-    file: FileRecord
-    attributes: bytes
-    links: list[tuple[int, bytes]]
-    xattrs: list[tuple[bytes, bytes]] | None
-    target: bytes | None
 
 
 class KeptValue(NamedTuple):

@@ -20,8 +20,8 @@ from protocol.backends.memory.journaling.handover import Giving, Taking, sums_of
 from protocol.backends.memory.journaling.replay import Replay
 from protocol.backends.overlay.host_lower import KEPT_BYTES, PrivateCopy
 from protocol.backends.overlay.inode import LowerContent, OverlayInode
-from protocol.backends.overlay.journaling.recorder import Identities, KeptValue, LowerValue, Renewed, Visible
-from protocol.backends.overlay.known_inodes import KnownInodes
+from protocol.backends.overlay.journaling.recorder import Identities, KeptValue, Renewed, Visible
+from protocol.backends.overlay.known_inodes import KnownInodes, LowerValue
 from protocol.backends.overlay.lower import (
     FileRecord,
     Identity,
