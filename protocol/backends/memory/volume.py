@@ -280,12 +280,12 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
 
     def store_content(self, data: bytes) -> Iterator[None]:
         """See `JournaledVolume`."""
-        return iter(()) if self.recorder is None else self.recorder.store_content(data)
+        return iter(()) if self.recorder is None else self.recorder.ahead.store_content(data)
 
     def forget_stored(self) -> None:
         """See `JournaledVolume`."""
         if self.recorder is not None:
-            self.recorder.forget_stored()
+            self.recorder.ahead.clear()
 
     @property
     def answering(self) -> Callable[[int], None]:

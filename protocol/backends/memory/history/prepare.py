@@ -89,9 +89,9 @@ class Preparation(Converger):
                 else:
                     yield from self._built(top)
         if self._recorder is not None:
-            for _ in self._recorder.store(self._new_blocks()):
+            for _ in self._recorder.ahead.store(self._new_blocks()):
                 yield 0
-            for _ in self._recorder.store_inodes(self._complete_inodes(), set(self._tops.values())):
+            for _ in self._recorder.ahead.store_inodes(self._complete_inodes(), set(self._tops.values())):
                 yield 0
 
     def _complete_inodes(self) -> Iterator[Inode]:
@@ -122,7 +122,7 @@ class Preparation(Converger):
     def discard(self) -> Iterator[None]:
         """Remove the islands, in steps.  Until the last step the counters of the state are too high."""
         if self._recorder is not None:
-            self._recorder.forget_stored()
+            self._recorder.ahead.clear()
         if self._moving is not None:
             yield from self._given_back()
             return

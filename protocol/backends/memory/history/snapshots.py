@@ -181,7 +181,7 @@ class SnapshotHistory(VolumePart):
                 return _invalidation(self._state, transaction)
         finally:
             if self.recorder is not None:
-                self.recorder.forget_stored()
+                self.recorder.ahead.clear()
 
     @contextmanager
     def changes(self) -> Iterator[Changes]:

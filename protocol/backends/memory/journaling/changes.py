@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch, PreInodes
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import MemoryState
+    from protocol.journal.directory import Journal
     from protocol.journal.log import Log
     from protocol.journal.records import Buffer
 
@@ -37,7 +38,7 @@ _Sources = Mapping[int, Source] | Callable[[], Mapping[int, Source]]
 _SourcesOf = Callable[[int], _Sources]
 
 
-def changes_since(state: MemoryState, epoch: Epoch, ahead: RecordedAhead) -> Iterator[bytes]:
+def changes_since(state: MemoryState, epoch: Epoch, ahead: RecordedAhead | None) -> Iterator[bytes]:
     """Yield the effects that lead from the beginning of `epoch`, the newest, to the live state, one by one.
 
     `ahead`: what the journal has already.
@@ -206,7 +207,7 @@ _STEP_BLOCKS: Final = 256  # that are not stored
 
 
 class RecordedAhead:
-    """Writes parts of a transaction to the journal before the transaction, in small steps.
+    """Writes parts of a transaction to `journal` before the transaction, in small steps.
 
     A transaction is one step of the serving loop and one batch of the journal.  Without this, all of its content and
     new inodes would be written within that step, and no request answered meanwhile: 2 s for 100,000 small files.  Parts
@@ -222,7 +223,8 @@ class RecordedAhead:
     Other requests may be recorded between two steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._numbers: dict[int, tuple[int, Block]] = {}  # by identity
         self._pieces: dict[int, tuple[int, bytes]] = {}  # of content that no block has yet, by index
         self._count = 0
@@ -232,25 +234,25 @@ class RecordedAhead:
         self._entry_parts: list[int] = []
         self.tops: Collection[int] = ()  # of `inodes_of`: those whose attributes the transaction changes
 
-    def store(self, log: Log, blocks: Iterable[Block]) -> Iterator[None]:
-        """Store blocks, one in each step.  Small ones are left to what refers to them.  OSError."""
+    def store(self, blocks: Iterable[Block]) -> Iterator[None]:
+        """Store blocks, one in each step.  Small ones are left to their references.  Nobody changes them.  OSError."""
         for count, block in enumerate(blocks):
             if not isinstance(block, SparseBlock) and len(block) >= SMALLEST_BYTES and id(block) not in self._numbers:
-                self._numbers[id(block)] = self._append(log, block), block
+                self._numbers[id(block)] = self._append(block), block
                 yield
             elif count % _STEP_BLOCKS == 0:
                 yield
 
-    def store_content(self, log: Log, data: bytes) -> Iterator[None]:
+    def store_content(self, data: bytes) -> Iterator[None]:
         """Store what will be the content of a file.  OSError."""
         view = memoryview(data)
         for start in range(0, len(data), BLOCK_BYTES):
             piece = bytes(view[start : start + BLOCK_BYTES])
             if len(piece) >= SMALLEST_BYTES:
-                self._pieces[start // BLOCK_BYTES] = self._append(log, piece), piece
+                self._pieces[start // BLOCK_BYTES] = self._append(piece), piece
                 yield
 
-    def store_inodes(self, log: Log, nodes: Iterable[Inode], tops: Collection[int]) -> Iterator[None]:
+    def store_inodes(self, nodes: Iterable[Inode], tops: Collection[int]) -> Iterator[None]:
         """Store new inodes, which nothing else leads to and nobody changes; `tops` will get a name.  OSError."""
         stored: set[int] = set()
         directories: list[Inode] = []
@@ -262,7 +264,7 @@ class RecordedAhead:
         cleared = self._cleared
         parts: tuple[list[int], list[int]] = [], []
         for numbers, pieces in zip(parts, (self._described(nodes, stored, directories), entries), strict=True):
-            for number in self._store_effects(log, pieces):
+            for number in self._store_effects(pieces):
                 numbers.append(number)
                 yield
                 if self._cleared != cleared:
@@ -280,7 +282,7 @@ class RecordedAhead:
             yield effects.reset(node.inode)
             yield from inode_details(None, node, {}, self)
 
-    def _store_effects(self, log: Log, pieces: Iterable[bytes]) -> Iterator[int]:
+    def _store_effects(self, pieces: Iterable[bytes]) -> Iterator[int]:
         """Store effects, some in each step; yield the number of each STORE."""
         part: list[bytes] = []
         size = 0
@@ -288,17 +290,17 @@ class RecordedAhead:
             part.append(piece)
             size += len(piece)
             if size >= _STEP_BYTES or len(part) >= _STEP_PIECES:
-                yield self._append(log, b"".join(part))
+                yield self._append(b"".join(part))
                 part, size = [], 0
         if part:
-            yield self._append(log, b"".join(part))
+            yield self._append(b"".join(part))
 
     def inodes_of(self, changed: PreInodes) -> Collection[int]:
         """Return the inodes that are stored, if they belong to the transaction that has `changed` these."""
         return self._inodes if self._inodes <= changed.keys() else ()
 
-    def _append(self, log: Log, data: Buffer) -> int:
-        number = self._count
+    def _append(self, data: Buffer) -> int:
+        log, number = self._journal.log, self._count
         log.require(len(data) + _EFFECT_BYTES)
         # A part: it is not synced, and does not count unless something after it does.
         log.append([effects.store(number, len(data)), data], Kind.PART)

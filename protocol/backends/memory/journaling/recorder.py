@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -39,7 +39,6 @@ from protocol.volume import ROOT_INODE
 from protocol.volume_durability import UNIQUE_RESEND, JournalStatus
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.blocks import Block
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.state import MemoryState
     from protocol.backends.memory.volume import MemoryVolume
@@ -63,7 +62,7 @@ class Recorder:
         self._state = state
         self._inodes = state.inodes
         self._pending: list[bytes] = []
-        self._ahead = RecordedAhead()
+        self.ahead = RecordedAhead(journal)
         self._in_transaction = False
         self.request = 0  # the request of the kernel that is being executed; 0: none
         self._before_request = 0  # the end of the log when it began
@@ -195,7 +194,7 @@ class Recorder:
                 self._in_transaction = False
             self._record_epoch(epoch)
         finally:
-            self._ahead.clear()
+            self.ahead.clear()
 
     def _record_epoch(self, epoch: Epoch) -> None:
         batch = Batch(self._log)
@@ -210,28 +209,7 @@ class Recorder:
 
     def _changes(self, epoch: Epoch) -> Iterator[bytes]:
         """Yield the effects of a transaction."""
-        return changes_since(self._state, epoch, self._ahead)
-
-    # -- what is recorded before its transaction ---------------------------------------------------
-    def store(self, blocks: Iterable[Block]) -> Iterator[None]:
-        """Record blocks of the next transaction ahead of it, in small steps.  Nobody changes them before.  OSError."""
-        return self._ahead.store(self._log, blocks)
-
-    def store_inodes(self, nodes: Iterable[Inode], tops: Collection[int]) -> Iterator[None]:
-        """Record new inodes of the next transaction ahead of it, with their entries, in small steps.  OSError.
-
-        Nothing leads to them yet.  Until the transaction nobody changes them; it gives `tops` a name, and changes the
-        attributes of these only.
-        """
-        return self._ahead.store_inodes(self._log, nodes, tops)
-
-    def store_content(self, data: bytes) -> Iterator[None]:
-        """See `JournaledVolume`."""
-        return self._ahead.store_content(self._log, data)
-
-    def forget_stored(self) -> None:
-        """Forget what was recorded ahead: there will be no transaction."""
-        self._ahead.clear()
+        return changes_since(self._state, epoch, self.ahead)
 
     def note(self, key: str, value: bytes, *, with_next: bool) -> None:
         """Record a value that is replayed with the state; `with_next`: in the record of the next change.  OSError."""

@@ -105,7 +105,7 @@ class ApplyRecord:
         """Add the changes since the beginning of `epoch`, the newest."""
         introductions = Introductions(self._state, epoch.inodes, epoch.names)
         self._introduced.append(introductions)
-        self.add(overlay_changes(self._state, epoch, introductions, RecordedAhead()))
+        self.add(overlay_changes(self._state, epoch, introductions, None))
 
     def base(self, epoch: Epoch) -> None:
         """Add the changes since the beginning of `epoch`, and that the present state is the base: the next epoch."""
@@ -131,7 +131,7 @@ class ApplyRecord:
 
 
 def overlay_changes(
-    state: OverlayState, epoch: Epoch, introductions: Introductions, ahead: RecordedAhead
+    state: OverlayState, epoch: Epoch, introductions: Introductions, ahead: RecordedAhead | None
 ) -> Iterator[bytes]:
     """Yield the effects since the beginning of `epoch`, the newest, after the introductions that they need."""
     for number, before in list(epoch.inodes.items()):
@@ -226,7 +226,7 @@ class OverlayRecorder(Recorder):
 
     def _changes(self, epoch: Epoch) -> Iterator[bytes]:
         yield from self._corrected()
-        yield from overlay_changes(self._overlay, epoch, self._epoch, self._ahead)
+        yield from overlay_changes(self._overlay, epoch, self._epoch, self.ahead)
 
     # -- apply -----------------------------------------------------------------------------------
     @contextmanager
