@@ -14,10 +14,9 @@ Threading: the serving loop only.  No call waits, so each one is atomic.  tmpfs 
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -76,7 +75,6 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
         orphans=True,
     )
 
-    _given_pins: Collection[int] = frozenset()
     _replay: Replay | None = None  # from the replay of a journal until `connect`
 
     def __init__(
@@ -96,6 +94,8 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
         state.read_only = read_only
         limits = MemoryLimits(state, max_bytes, max_inodes, max_memory)
         super().__init__(state, limits)
+        self.notes: dict[str, bytes] = {}  # the values that `note` keeps
+        self.pinned: set[int] = set()  # inodes with one lookup more than is known: see `Recorder.reconnect`
 
     def path_of(self, inode: int) -> bytes | None:
         """See `protocol.volume.ExtendedVolume`."""
@@ -175,11 +175,6 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
         self._state.ledger.give_back()
 
     # -- journal -----------------------------------------------------------------------------------
-    @functools.cached_property
-    def notes(self) -> dict[str, bytes]:
-        """The values that `note` keeps."""
-        return {}
-
     def replay(self, batches: Iterable[Sequence[bytes]]) -> None:
         """Rebuild state, snapshots and notes from the batches of a journal.  The volume is new.
 
@@ -207,16 +202,6 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
     def record_in(self, journal: Journal) -> None:
         """Record every change in `journal` from now on, without what comes with one that is kept."""
         self.recorder = self._new_recorder(journal)
-        self.recorder.pinned.update(self._given_pins)
-
-    @property
-    def pinned(self) -> Collection[int]:
-        """The inodes with one lookup more than is known: see `Recorder`."""
-        return self._given_pins if self.recorder is None else self.recorder.pinned
-
-    def pin(self, inodes: Collection[int]) -> None:
-        """Take over from another process which inodes are pinned."""
-        self._given_pins = frozenset(inodes)
 
     def discard_journal(self) -> None:
         """Record nothing any more, and close the journal as it is."""
@@ -397,6 +382,7 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
         state.ledger.forked()
         self.close_views()
         state.drop_lookups()
+        self.pinned.clear()
 
     # -- calls that use another call of the volume -----------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Inode:

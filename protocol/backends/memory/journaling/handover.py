@@ -190,7 +190,7 @@ class Taking:
         inodes, counts = array(_INODES, found.inodes), array(_INODES, found.counts)
         state.lookups.clear()
         state.lookups.update(zip(inodes, counts, strict=True))
-        self._volume.pin(array(_INODES, found.pinned))
+        self._volume.pinned.update(array(_INODES, found.pinned))
         for number, seconds, nanoseconds in found.read:
             self.set_atime(number, seconds * 10**9 + nanoseconds)
         if found.serial > state.log.serial:  # of a snapshot that was dropped: it is not given again

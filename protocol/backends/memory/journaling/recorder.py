@@ -67,7 +67,6 @@ class Recorder:
         self.request = 0  # the request of the kernel that is being executed; 0: none
         self._before_request = 0  # the end of the log when it began
         self.wait_synced: WaitSynced | None = None
-        self.pinned: set[int] = set()  # inodes with one lookup more than is known
         # The first inode of the call, before it: extended attributes and size.
         self._xattrs: dict[bytes, bytes] | None = None
         self._size = 0
@@ -110,16 +109,16 @@ class Recorder:
         An inode that exists now is kept until the kernel's next FORGET of it.
         """
         self._volume.repeats = requests
-        self.pinned = set(self._inodes)
-        self.pinned.discard(ROOT_INODE)
+        self._volume.pinned = pinned = set(self._inodes)
+        pinned.discard(ROOT_INODE)
         lookups = self._state.lookups
-        for number in self.pinned:
+        for number in pinned:
             lookups[number] = lookups.get(number, 0) + 1
 
     def check_invariants(self) -> None:
         """Check that no request is being executed, and that each inode with a pin has a lookup."""
         assert not self.request
-        assert self.pinned <= self._state.lookups.keys(), "a pinned inode without lookups"
+        assert self._volume.pinned <= self._state.lookups.keys(), "a pinned inode without lookups"
 
     def invalidated(self) -> None:
         """See `JournaledVolume.invalidated`."""
@@ -280,9 +279,9 @@ class Recorder:
 
     def forgotten(self, inode: int, count: int) -> int:
         """Return how many lookups a FORGET with `count` takes from an inode: also the one of a pin."""
-        if inode not in self.pinned:
+        if inode not in self._volume.pinned:
             return count
-        self.pinned.remove(inode)
+        self._volume.pinned.remove(inode)
         return min(count + 1, self._state.lookups.get(inode, 0))
 
     def freed(self, inode: int) -> None:

@@ -186,7 +186,7 @@ class OverlayRecorder(Recorder):
         super().reconnect(requests)
         known = self._overlay.known
         for number in () if known is None else known.expected_numbers:
-            self.pinned.add(number)
+            self._volume.pinned.add(number)
             self._state.lookups[number] = self._state.lookups.get(number, 0) + 1
 
     def record_listing(self, directory: Inode) -> None:
