@@ -179,6 +179,28 @@ class MemoryState:
                 if inode.children is not None:
                     self.log.forget_names(newest, number)
 
+    # -- handover ----------------------------------------------------------------------------------
+    def sums(self) -> dict[str, int]:
+        """Return numbers that are equal in two processes that have the same state."""
+        return {
+            "inodes": len(self.inodes),
+            "files": self.files,
+            "directories": self.directories,
+            "bytes": self.size_bytes,
+            "pages": self.pages,
+            "open files without a name": len(self.orphans),
+            "snapshots": len(self.log.infos()),
+            # Without the records of inodes that did not exist: those of inodes made and freed while a view was open
+            # stay.
+            "changes of snapshots": sum(
+                version is not None for epoch in self.log.epochs() for version in epoch.inodes.values()
+            ),
+        }
+
+    def set_atime(self, number: int, atime_ns: int) -> None:
+        """Set the access time of an inode."""
+        self.inodes[number].atime_ns = atime_ns
+
     # -- versions ------------------------------------------------------------------------------
     def own(self, inode: Inode) -> Inode:
         """Return the version of `inode` that may be changed now; keep its pre-image if a snapshot needs it."""

@@ -468,6 +468,25 @@ class OverlayState(MemoryState):
         else:
             self._vanished(number, links)
 
+    # -- handover ----------------------------------------------------------------------------------
+    def sums(self) -> dict[str, int]:
+        """See `MemoryState.sums`.  Without the inodes of the lower layer: the processes have not loaded the same."""
+        own = [inode for inode in dict.values(self.table) if not isinstance(inode, OverlayInode)]
+        return {
+            **super().sums(),
+            "files": sum(not inode.is_dir for inode in own),
+            "directories": sum(inode.is_dir for inode in own),
+            "bytes": sum(inode.size for inode in own if inode.is_file and inode.nlink),
+        }
+
+    def set_atime(self, number: int, atime_ns: int) -> None:
+        """See `MemoryState.set_atime`."""
+        inode = self.table.loaded(number)
+        if inode is not None:
+            inode.atime_ns = atime_ns
+        elif self.known is not None:
+            self.known.set_atime(number, atime_ns)
+
     # -- changes of the lower directory ----------------------------------------------------------
     def refresh(self, number: int) -> tuple[bool, bool]:
         """Compare a file with the lower directory, and follow it if it changed there.

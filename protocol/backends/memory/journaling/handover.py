@@ -34,7 +34,7 @@ _INODES: Final = "Q"  # of an array: 64 bits, in the order of bytes of this mach
 
 
 class _Rest(Value):
-    """What no journal records.  `sums`: see `sums_of`.  `read`: inode and access time of what was read meanwhile.
+    """What no journal records.  `sums`: see `MemoryState.sums`.  `read`: inode and access time of each inode that was read.
 
     Of overlays, `known`: what the old process has loaded of the lower layer since the image, as records of
     `KnownInodes`; `outdated`: inodes that changed below, which the kernel was not told.
@@ -116,7 +116,7 @@ class Giving:
                 state.next_inode,
                 volume.is_saved,
                 volume.saved_ns,
-                self.sums(),
+                state.sums(),
                 *self.known(),
             )
         )
@@ -129,10 +129,6 @@ class Giving:
     def image(self) -> Image:
         """Return the image that the forked process writes."""
         return self._new_image()
-
-    def sums(self) -> dict[str, int]:
-        """Return numbers that are equal in both processes."""
-        return sums_of(self._state)
 
     def known(self) -> tuple[list[bytes], list[int]]:
         """Return `known` and `outdated` of `_Rest`."""
@@ -183,7 +179,7 @@ class Taking:
         self.know(found.known, found.outdated)
         self._replay.finish()
         self._replayed(self._replay)
-        sums = self.sums()
+        sums = state.sums()
         if sums != found.sums:
             differing = [name for name, value in found.sums.items() if sums.get(name) != value]
             raise ValueError(f"the state was not transferred completely ({', '.join(differing)})")
@@ -192,37 +188,12 @@ class Taking:
         state.lookups.update(zip(inodes, counts, strict=True))
         self._volume.pinned.update(array(_INODES, found.pinned))
         for number, seconds, nanoseconds in found.read:
-            self.set_atime(number, seconds * 10**9 + nanoseconds)
+            state.set_atime(number, seconds * 10**9 + nanoseconds)
         if found.serial > state.log.serial:  # of a snapshot that was dropped: it is not given again
             state.log.serial = found.serial - 1
             state.moment()
         state.next_inode = found.next_inode
         self._volume.restore_saved(found.saved_ns, is_saved=found.is_saved)
 
-    def sums(self) -> dict[str, int]:
-        """See `Giving.sums`."""
-        return sums_of(self._state)
-
     def know(self, known: list[bytes], outdated: list[int]) -> None:
         """Take over `Giving.known`."""
-
-    def set_atime(self, number: int, atime_ns: int) -> None:
-        """Set the access time of an inode."""
-        self._state.inodes[number].atime_ns = atime_ns
-
-
-def sums_of(state: MemoryState) -> dict[str, int]:
-    """Return numbers that are equal in both processes, of a state without a lower layer."""
-    return {
-        "inodes": len(state.inodes),
-        "files": state.files,
-        "directories": state.directories,
-        "bytes": state.size_bytes,
-        "pages": state.pages,
-        "open files without a name": len(state.orphans),
-        "snapshots": len(state.log.infos()),
-        # Without the records of inodes that did not exist: those of inodes made and freed while a view was open stay.
-        "changes of snapshots": sum(
-            version is not None for epoch in state.log.epochs() for version in epoch.inodes.values()
-        ),
-    }

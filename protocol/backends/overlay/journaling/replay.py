@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from protocol.backends.memory.content import Content
-from protocol.backends.memory.journaling.handover import Giving, Taking, sums_of
+from protocol.backends.memory.journaling.handover import Giving, Taking
 from protocol.backends.memory.journaling.replay import Replay
 from protocol.backends.overlay.host_lower import KEPT_BYTES, PrivateCopy
 from protocol.backends.overlay.inode import LowerContent, OverlayInode
@@ -217,9 +217,6 @@ class OverlayGiving(Giving):
         image.known = self._known
         return image
 
-    def sums(self) -> dict[str, int]:
-        return _sums(self._overlay)
-
     def known(self) -> tuple[list[bytes], list[int]]:
         return self._known.recent or [], list(self._overlay_volume.outdated)
 
@@ -245,27 +242,7 @@ class OverlayTaking(Taking):
         self._overlay = state
         self._known = state.known = state.known or KnownInodes(state, None)
 
-    def sums(self) -> dict[str, int]:
-        return _sums(self._overlay)
-
     def know(self, known: list[bytes], outdated: list[int]) -> None:
         for record in known:
             self._known.take(record)
         self._overlay_volume.outdated.update(outdated)
-
-    def set_atime(self, number: int, atime_ns: int) -> None:
-        inode = self._overlay.table.loaded(number)
-        if inode is not None:
-            inode.atime_ns = atime_ns
-        else:
-            self._known.set_atime(number, atime_ns)
-
-
-def _sums(state: OverlayState) -> dict[str, int]:
-    """Return numbers that are equal in both processes, although they have not loaded the same inodes."""
-    own = [inode for inode in dict.values(state.table) if not isinstance(inode, OverlayInode)]
-    found = sums_of(state)
-    found["files"] = sum(not inode.is_dir for inode in own)
-    found["directories"] = sum(inode.is_dir for inode in own)
-    found["bytes"] = sum(inode.size for inode in own if inode.is_file and inode.nlink)
-    return found
