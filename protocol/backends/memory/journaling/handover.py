@@ -34,7 +34,8 @@ _INODES: Final = "Q"  # of an array: 64 bits, in the order of bytes of this mach
 
 
 class _Rest(Value):
-    """What no journal records.  `sums`: see `MemoryState.sums`.  `read`: inode and access time of each inode that was read.
+    """What no journal records.  `sums`: see `MemoryState.sums`.  `read`: inode and access time of those that
+    were read meanwhile.
 
     Of overlays, `known`: what the old process has loaded of the lower layer since the image, as records of
     `KnownInodes`; `outdated`: inodes that changed below, which the kernel was not told.
