@@ -488,7 +488,7 @@ class OverlayState(MemoryState):
             self.known.set_atime(number, atime_ns)
 
     # -- changes of the lower directory ----------------------------------------------------------
-    def refresh(self, number: int) -> tuple[bool, bool]:
+    def refresh(self, number: int, *, notices_removal: bool = True) -> tuple[bool, bool]:
         """Compare a file with the lower directory, and follow it if it changed there.
 
         Return whether the live version follows the lower file, and whether the file differs from the loaded one.  A
@@ -496,6 +496,7 @@ class OverlayState(MemoryState):
         Then no other version follows either, in particular not the base's: its identity is the one that the workspace
         showed when it first changed the file, and `apply` compares with that.  Nor does any version follow if the file
         was removed, or replaced by something other than a file.  A file that only snapshots have is checked, too.
+        Without `notices_removal`, a file that was removed is left as it is.
         """
         with self.lock:
             live = self.table.loaded(number)
@@ -506,8 +507,11 @@ class OverlayState(MemoryState):
             if old.kept is not None or not self.lower.can_change:
                 return True, False  # with `kept`, an apply replaced the file below, and this version keeps its content
             seen = self.stat(old.path)
+            if seen is None and not notices_removal:
+                return False, False
             if seen is not None and self.lower.is_same(identity(seen), old.identity):
-                self._note_gone(number)
+                if number in self.gone:
+                    self._note_gone(number)
                 return True, False
             if (
                 seen is None

@@ -48,7 +48,7 @@ from protocol.backends.overlay.apply import Applied, OverlayApply
 from protocol.backends.overlay.host_lower import HostLower
 from protocol.backends.overlay.inode import LowerContent, OverlayInode, UnfilledChildren
 from protocol.backends.overlay.intent_log import is_interrupted
-from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, identity
+from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
 from protocol.diff.tree_diff import entry_or_none, outermost
@@ -411,23 +411,24 @@ class OverlayVolume(MemoryVolume):
         if not follows or (changed and self.on_change is not None):
             raise error
 
-    def recheck(self, inode: int, path: bytes) -> tuple[bool, bool]:
+    def recheck(self, inode: int, path: bytes, *, notices_removal: bool = True) -> tuple[bool, bool]:
         """Check a file that a read found changed at `path`.  Any thread.
 
         Return whether the file follows, and whether anything changed now, which is then logged and reported.
         """
-        follows, changed = self._overlay.refresh(inode)
+        follows, changed = self._overlay.refresh(inode, notices_removal=notices_removal)
+        if follows:
+            self._lost.discard(inode)
         if changed and (follows or inode not in self._lost):
             self.changed_below += 1
             live = self._overlay.table.loaded(inode)
             if follows:
                 effect = "the workspace shows the new content"
-                self._lost.discard(inode)
             elif isinstance(live, OverlayInode) and live.follows(live.lower.identity):
                 effect = "it was removed or replaced there, so it cannot be read until it is there again"
-                self._lost.add(inode)
             else:
                 effect = "the workspace changed it too, so reading its other parts fails until it is discarded"
+            if not follows:
                 self._lost.add(inode)
             _logger.warning("another program changed a file below the overlay; %s", effect, extra={"path": path})
         if follows and changed and self.on_change is not None:
@@ -456,34 +457,16 @@ class OverlayVolume(MemoryVolume):
 
     def _check_lower(self, number: int, *, is_known: bool = False) -> None:
         """Check a file that the kernel has looked up, or, if it `is_known`, that was loaded."""
-        overlay = self._overlay
-        inode = overlay.table.loaded(number)
-        known = overlay.known
-        if inode is None and known is not None and known.expected(number) is not None:
-            with suppress(OSError):  # no memory, or no right to read it any more
+        overlay, known = self._overlay, self._overlay.known
+        with suppress(OSError):  # no memory, or no right to read it any more: the next read reports it
+            inode = overlay.table.loaded(number)
+            if inode is None and known is not None and known.expected(number) is not None:
                 inode = overlay.table.get(number)
-        if inode is None and is_known:
-            with suppress(OSError):
+            if isinstance(inode, OverlayInode):
+                if inode.content is not None and (is_known or number in overlay.lookups):
+                    self.recheck(number, inode.lower.path, notices_removal=is_known)
+            elif inode is None and is_known:
                 overlay.refresh(number)  # only snapshots have it
-        if not isinstance(inode, OverlayInode) or inode.content is None:
-            return
-        if not is_known and number not in overlay.lookups:
-            return
-        file = inode.lower
-        if file.kept is not None:
-            return
-        try:
-            seen = overlay.stat(file.path)
-        except OSError:
-            return  # the next read reports it
-        if seen is None and not is_known:
-            return  # the same, unless it comes back before
-        if seen is not None and self.lower.is_same(identity(seen), file.identity):
-            self._lost.discard(number)
-            if number in overlay.gone:
-                overlay.refresh(number)
-        elif number not in self._lost or (seen is not None and inode.follows(file.identity)):
-            self.recheck(number, file.path)
 
     def _invalidation_of(self, number: int) -> CacheInvalidation:
         node = self._overlay.inodes[number]
