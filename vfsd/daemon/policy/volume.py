@@ -137,6 +137,8 @@ class PolicyVolume:
 
         def decide(is_protected: bool) -> Answer[T]:
             if is_protected:
+                if attempt == "write":
+                    self.on_refused_write(inode)
                 raise DeniedByPolicyError(attempt, self._path_of(inode), "the policy of this workspace protects it")
             return self._shown(inode, act)
 
@@ -440,20 +442,12 @@ class PolicyVolume:
         return self._shown(inode, lambda: volume.read_pieces(inode, offset, size))
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[int]:
-        return self._written(inode, lambda: self._volume.write(inode, offset, data, kill_privileges=kill_privileges))
+        write = lambda: self._volume.write(inode, offset, data, kill_privileges=kill_privileges)  # noqa: E731
+        return self._changing("write", inode, write)
 
     def append(self, inode: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[tuple[int, int]]:
         volume = self._volume
-        return self._written(inode, lambda: volume.append(inode, data, kill_privileges=kill_privileges))
-
-    def _written(self, inode: int, write: Callable[[], Answer[T]]) -> Answer[T]:
-        def decide(is_protected: bool) -> Answer[T]:
-            if is_protected:
-                self.on_refused_write(inode)
-                raise DeniedByPolicyError("write", self._path_of(inode), "the policy of this workspace protects it")
-            return self._shown(inode, write)
-
-        return then(self._rules.protects_inode(inode), decide)
+        return self._changing("write", inode, lambda: volume.append(inode, data, kill_privileges=kill_privileges))
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> Answer[None]:
         return self._changing("allocate", inode, lambda: self._volume.fallocate(inode, mode, offset, length))
