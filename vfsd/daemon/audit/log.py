@@ -123,7 +123,7 @@ class AuditLog:
 
     # -- the engine's reports --------------------------------------------------------------------------
     def identify(self, thread: int) -> object:
-        """See `vfsd.kernel.engines.base.ChangeObserver`, as for all of these methods."""
+        """Return what `written` takes as `opener`: see `vfsd.kernel.engines.base.ChangeObserver`."""
         return self.processes.find(thread)
 
     def written(self, thread: int, inode: int, size_bytes: int, opener: object = None) -> None:

@@ -1,7 +1,7 @@
 """Find the process of a request: its command line, its ancestors, its container, and the work that it belongs to.
 
 A request's header names a thread.  `Processes.find` looks its process up before the request is answered, because the
-program may end right after.  What was found is kept by the thread's id, and is checked each time with one system call
+program may end right after.  The process is kept by the thread's id, and is checked each time with one system call
 that takes no lock: pread(2) of one byte of an open /proc/PID/pagemap fails with EINVAL, and returns nothing once the
 process has executed another program or has ended (pagemap_read, fs/proc/task_mmu.c).
 
@@ -115,7 +115,7 @@ class Process:
 
 
 class _Facts(NamedTuple):
-    """What /proc tells about a thread."""
+    """The facts that /proc has about a thread."""
 
     session: int
     pid: int
@@ -304,7 +304,7 @@ class Processes:
         return [(pid, process_start_ticks(pid) or 0, label) for pid, label in running.items()]
 
     def give_again(self, labels: Iterable[GivenLabel]) -> None:
-        """Give processes that still run the labels that another daemon returned as `given_labels`."""
+        """Give processes that still run the labels that the predecessor returned as `given_labels`."""
         for pid, start_ticks, label in labels:
             with contextlib.suppress(OSError):
                 self.set_label(pid, label)
@@ -325,7 +325,7 @@ class Processes:
             return None
         if not _has_ended(given[0]):
             return given[1]
-        self._remove_label(process.pid)  # another process may get the id
+        self._remove_label(process.pid)  # a later process may get the id
         return None
 
     def _label_above(self, process: Process) -> str | None:

@@ -167,8 +167,8 @@ def _open_snapshot(options: MountOptions) -> tuple[TreeLower, int]:
 def _mounted(options: MountOptions, store: Store, name: str, directory: str | None) -> tuple[MountedSnapshot, str]:
     """Return the snapshot, and what has it.
 
-    If it was dropped, or another one has got its name, while a daemon had it mounted that this one replaces, then
-    the lease of that daemon still has it.
+    If it was dropped while the predecessor had it mounted, or a later snapshot has its name, then the lease of the
+    predecessor still has it.
     """
     recorded = recorded_below(options).fingerprint
     try:

@@ -128,7 +128,7 @@ def check_continued(options: MountOptions) -> None:
 
 
 class Recorded(NamedTuple):
-    """What an overlay that continues has of its lower layer.
+    """The record that an overlay which continues has of its lower layer.
 
     `argument` is that of the backend, and `reopening` that of the `Lower`.
     """
@@ -216,7 +216,7 @@ def _describe(volume: MemoryVolume, report: JournalReport, *, has_archive: bool)
 
 
 def continue_journal(options: MountOptions, volume: Volume, directory: str, end: JournalEnd) -> ContinuedJournal:
-    """Have `volume`, which has the state at `end`, continue a journal that another daemon hands over.  OSError."""
+    """Have `volume`, which has the state at `end`, continue a journal that the predecessor hands over.  OSError."""
     journaled = cast("MemoryVolume", volume)
     journal = Journal.continued(directory, end, options.journal.fsync)
     journaled.keep_journal(journal, is_new=False)
@@ -225,7 +225,7 @@ def continue_journal(options: MountOptions, volume: Volume, directory: str, end:
 
 
 class ContinuedJournal:
-    """A journal that another daemon hands over.  Until `begin` nothing is written to it."""
+    """A journal that the predecessor hands over.  Until `begin` nothing is written to it."""
 
     def __init__(self, volume: MemoryVolume, journal: Journal) -> None:
         self._volume = volume

@@ -120,9 +120,9 @@ class Backend(Value):
     `container`: the container that holds the volume, in which commands run.
     `recovered`: one sentence on what an interrupted apply or restore left in the directory, for the user.
     `held`: descriptors whose duplicates keep what the volume needs while no daemon runs, such as a lease.
-    `anchor`: a descriptor by which another daemon that continues the workspace finds the same content again: of the
+    `anchor`: a descriptor by which a successor of this daemon finds the same content again: of the
     directory that the volume shows or that is below it, wherever it was moved; or a container's lease.
-    `reopening`: how another daemon opens the layer below: see `protocol.backends.overlay.lower.Lower`.
+    `reopening`: how a successor opens the layer below: see `protocol.backends.overlay.lower.Lower`.
     `stored`: the snapshots of a volume that does not keep them in memory; they are in a store.
     """
 

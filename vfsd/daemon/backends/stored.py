@@ -116,7 +116,7 @@ async def pull_missing(options: MountOptions) -> None:
 async def wait_for_service(url: str | None) -> None:
     """Wait for up to half a minute until a Podman service of this machine listens: it may be restarting.
 
-    For a mount that goes on, whose programs wait meanwhile.  What else is wrong with the service, opening reports.
+    For a mount that goes on, whose programs wait meanwhile.  Opening reports other problems of the service.
     """
     from protocol.backends.container.podman.service import PodmanService  # noqa: PLC0415 (as above)
 
@@ -229,7 +229,7 @@ def _key(directory: str, root: int) -> str:
     """Return the path that names the directory `root` in the store: the real one when it was mounted."""
     real = os.path.realpath(directory)
     if real == os.path.abspath(directory):
-        return real  # also if another daemon has `root` from before it was moved
+        return real  # also if the predecessor opened `root` before it was moved
     try:
         is_same = os.path.samestat(os.stat(real), os.fstat(root))
     except OSError:
@@ -253,7 +253,7 @@ def allow_open_files() -> None:
 
 
 def directory_of(options: MountOptions) -> DirectoryReference:
-    """Return the directory that the backend names: its path, or the descriptor that another daemon had of it."""
+    """Return the directory that the backend names: its path, or the descriptor that the predecessor had of it."""
     argument = os.fsencode(options.workspace.backend.argument)
     return argument if options.anchor is None else options.anchor
 
@@ -295,7 +295,7 @@ def describe_interrupted(stored: Stored) -> str | None:
 def recover_apply(options: MountOptions) -> str | None:
     """Finish or undo a killed `apply` into the backend's directory; return a sentence about it, if there was one.
 
-    A daemon that takes over from another one leaves that to the user, because the other one may go on.
+    A successor leaves that to the user, because its predecessor may go on.
     """
     if options.below is not None:
         return None

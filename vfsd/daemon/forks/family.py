@@ -14,7 +14,7 @@ it raises the PSS of others, too: only the sums are right.
 
 Invariants:
 
-- What the family takes, apart from what `slack_bytes` names, is at most `bound`.
+- The family takes at most `bound`, apart from the memory that `slack_bytes` names.
 - A process whose memory would exceed the limit with that sum measures the family again.  If there is still no room, its
   volume refuses what needs memory (`has_room`), and `check_fork` refuses a fork.
 - A process that has ended counts until the next measurement, which comes before any refusal.
@@ -55,7 +55,7 @@ _NUMBER_BYTES: Final = 8
 _SLOTS: Final = 4096
 _WRITER: Final = _SLOTS  # the slot of the process that writes an image
 _WRITER_END_S: Final = 5.0  # a killed process frees its memory
-# What the process that writes an image copies: the objects of each inode, and a page of each block of content.
+# The process that writes an image copies the objects of each inode, and a page of each block of content.
 _WRITER_BYTES_OF_INODE: Final = 1024
 _WRITER_SHARE: Final = 32
 _MEASURED_BELOW: Final = 4  # statfs(2) measures if less than this part of the limit seems to be free
@@ -87,7 +87,7 @@ class ForkFamily:
     """One process's access to the table of its family, as the `SharedLimit` of its volume.
 
     `limit`: in bytes, None for no limit.  `total`: what the volume of this process accounts for.  A new process of the
-    family calls `join`.  `table`: a descriptor of the table of another process; None to make one.  The attribute
+    family calls `join`.  `table`: a descriptor of the table of a relative; None to make one.  The attribute
     `table` is a descriptor of it in this process.
     """
 
@@ -103,7 +103,7 @@ class ForkFamily:
         self._slot = -1
         self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         self._total = total  # as published
-        # What all members share of the interpreter and its modules.
+        # The part of the interpreter and its modules that all members share.
         self._interpreter = min(max(0, _proportional_bytes(os.getpid()) - total), INTERPRETER_BYTES)
         self._written = 0  # since the last step
         self._is_full = False
@@ -242,7 +242,7 @@ class ForkFamily:
             return None
         with self._lock:
             self.publish(total)
-            # What came since the last measurement counts twice, so it may look full long before it is.
+            # Memory that came since the last measurement counts twice, so it may look full long before it is.
             if limit - self.bound() < limit // _MEASURED_BELOW and self._may_measure():
                 self.measure()
             return max(0, limit - self.bound())

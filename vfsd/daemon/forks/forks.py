@@ -2,7 +2,7 @@
 
 Threading: the serving loop.  `Forks.start` blocks it until the new process exists (`vfsd.daemon.forks.process`).
 
-A fork that is upgraded has not ended: another daemon serves it, under the same name and with the same ancestors.
+A fork that is upgraded has not ended: a successor serves it, under the same name and with the same ancestors.
 
 The new process runs a trio loop of its own, without the variables of systemd: the old process's unit is not its own.
 """
@@ -57,7 +57,7 @@ _REPORT_BYTES: Final = 1 << 20
 
 
 class Origin(Value):
-    """What a fork starts with.
+    """The state that a fork starts with.
 
     `resume`: what its source hands on.  `restores_base`: the source changed since the base, or that is an older
     snapshot.  `family`: None for a fork over a stored snapshot, which shares no memory.
@@ -109,7 +109,7 @@ class Forks:
         given: Resume | None = None,
         family: ForkFamily | None = None,
     ) -> None:
-        """`given` and `family`: of a workspace that another daemon hands over."""
+        """`given` and `family`: of a workspace that the predecessor hands over."""
         self.source_options = options
         self._backend = backend
         self._engine = engine
@@ -375,7 +375,7 @@ class Forks:
 
 
 def has_state(volume: Volume, state: StateId) -> bool:
-    """Whether a snapshot of the volume is `state`, and not another one of this name."""
+    """Whether a snapshot of the volume is `state`, and not only has its name."""
     snapshots = snapshotable(volume)
     return snapshots is not None and any(StateId.of(info) == state for info in snapshots.snapshots())
 
@@ -497,7 +497,7 @@ async def _wait_daemon_ended(record: WorkspaceRecord) -> None:
     except ProcessLookupError:
         return
     try:
-        if record.alive:  # it is not another process with the same number
+        if record.alive:  # and the number is still its own
             await trio.lowlevel.wait_readable(pidfd)
     finally:
         os.close(pidfd)

@@ -4,7 +4,7 @@ Threading: `fork_process` runs on the serving loop and blocks it while another t
 changes the state meanwhile.  That thread first takes the locks that threads of views and imports hold for moments
 (`ForkableVolume.forking`).  It is the only thread of the new process.
 
-What the new process has of the old one:
+The new process has these things of the old one:
 
 - Descriptors.  Devices, sockets, pipes and the log are replaced by /dev/null, not closed: an object of the old process
   then closes that, and not a new descriptor of the same number.  That leaves about 13 more in each generation of
@@ -47,7 +47,7 @@ _old_tasks: list[object] = []  # of the processes that this one was forked from
 
 
 def check_memory(what: str = "a fork may come to need as much memory as its source") -> None:
-    """OSError (ENOMEM) if there is no memory for another process of this size.  `what` needs it: a clause."""
+    """OSError (ENOMEM) if there is no memory for a second process of this size.  `what` needs it: a clause."""
     with open("/proc/self/statm", encoding="ascii") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     free = free_memory()

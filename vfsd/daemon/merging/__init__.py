@@ -1,1 +1,1 @@
-"""What a merge needs of two daemons: the changes of one workspace, sent to another one that has a state in common."""
+"""The two daemons of a merge: the changes of one workspace, sent to a workspace that has a state in common with it."""

@@ -18,8 +18,8 @@ A fork over a stored snapshot has the fork point as its first snapshot, which ha
 A workspace with a journal keeps its identity, its snapshots and its `MergeLog` there, so it has the same lineage when
 it is mounted again.
 
-`MergeLog` records the second and the third kind.  What was merged is a property of a state: after `restore --undo` of a
-merge, or of what followed a state of the third kind, these states do not count any more.
+`MergeLog` records the second and the third kind.  The merged changes are a property of a state: after `restore --undo`
+of a merge, or of what followed a state of the third kind, these states do not count any more.
 """
 
 from __future__ import annotations
@@ -163,15 +163,15 @@ class MergeLog:
 
     @property
     def now(self) -> tuple[MergedState, ...]:
-        """What was merged into the live state."""
+        """The states that were merged into the live state."""
         return self._events[-1][1]
 
     def at(self, serial: int) -> tuple[MergedState, ...]:
-        """What was merged into the snapshot `serial`."""
+        """The states that were merged into the snapshot `serial`."""
         return next(merged for since, merged in reversed(self._events) if since < serial or since == 0)
 
     def record(self, serial: int, merged: Sequence[MergedState], *, with_next: bool = False) -> None:
-        """Record what is in the live state now; `serial` is that of the last snapshot taken before.
+        """Record the merged states that the live state has now; `serial` is that of the last snapshot taken before.
 
         `with_next`: it is so only after the change that the caller makes next.
         """

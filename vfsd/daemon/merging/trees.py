@@ -247,7 +247,7 @@ class EmptyTree(LookupTree):
 
 
 class PartialTree(LookupTree):
-    """What `tree` has at and below `paths`, and `directories` and the directories above, without the rest in them.
+    """The part of `tree` at and below `paths`, with `directories` and the directories above, without the rest in them.
 
     Takes as long as `paths` are many, however many names the directories above have.
     """

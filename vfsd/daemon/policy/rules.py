@@ -122,7 +122,7 @@ class PolicyRules:
         if not answer(None):
             return False
         if self._can_change_outside and time.monotonic() > self._walked_s + _WALK_AGAIN_S:
-            # Another program may have renamed the file, or given its inode number to another one.
+            # A program may have renamed the file, or the inode number may be that of a later file.
             return then(self.collect(), answer)
         return True
 

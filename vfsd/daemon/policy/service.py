@@ -198,7 +198,7 @@ class Policy:
             return walk(self._own, ROOT_INODE, visit)
 
         await repeated(find)
-        # What is in a directory before the directory, whose name leads to it.
+        # The names in a directory before the directory, whose name leads to them.
         entries.reverse()
         return CacheInvalidation(entries, [InodeChange(entry.old, content=True) for entry in entries])
 

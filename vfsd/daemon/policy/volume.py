@@ -3,7 +3,7 @@
 An engine serves it in place of the volume itself, so every program meets it, root included, and so do `vfsd fs` and the
 agent's tools.  Set-id bits, ACLs and times are not decided here: `vfsd.kernel.engines.policy`.
 
-What each call asks:
+The questions of each call:
 
 - a call on a file asks whether the file is protected under one of its names;
 - a call on a name asks whether the name is protected or hidden, whether anything is there or not: making a hidden name
@@ -57,7 +57,7 @@ _ABSENT: Final = 2  # ENOENT
 
 
 class _Seen:
-    """What an entry leads to, taken from attributes that may change with the next call."""
+    """The file that an entry leads to, taken from attributes that may change with the next call."""
 
     __slots__ = ("inode", "is_directory", "is_symlink")
 
@@ -252,7 +252,7 @@ class PolicyVolume:
 
     # -- inodes ------------------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Answer[Attributes]:
-        """See `Volume`, as for all that follow."""
+        """See `Volume`: this and all methods below implement it."""
         found = self._volume.lookup(parent, name)
         return then(found, lambda seen: self._checked(parent, name, seen, self._gone))
 

@@ -278,7 +278,7 @@ class SnapshotService(Protocol):
         return ()
 
     def pruned_records(self) -> Sequence[PrunedRecord]:
-        """Return what another daemon, which takes the workspace over, needs of them."""
+        """Return the records that a successor of this daemon needs of them."""
         return ()
 
     async def restore(

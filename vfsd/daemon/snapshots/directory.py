@@ -143,7 +143,7 @@ def open_directory(
 ) -> SnapshotDirectory | None:
     """Return the directory of a workspace; None if its backend has no snapshots.
 
-    `is_continued`: another daemon has served the mount.
+    `is_continued`: a predecessor has served the mount.
     """
     seed = os.urandom(_SEED_BYTES) if is_continued else b""
     own = snapshotable(volume)

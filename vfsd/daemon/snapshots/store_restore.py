@@ -42,7 +42,7 @@ _PATHS_AT_ONCE: Final = 500  # given to the volume in one call: the mount waits 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """What a restore becomes in the history: a new step `name`, or a move to the state at position `to`.
+    """The place of a restore in the history: a new step `name`, or a move to the state at position `to`.
 
     Without `remove`, files that the snapshot lacks stay.
     """
@@ -128,7 +128,7 @@ class Step:
     def begin(self) -> int:
         """Write the history, and return the serial of the safety snapshot; nothing is changed yet.
 
-        EBUSY if another daemon wrote it.
+        EBUSY if the daemon of a second mount of the directory wrote it.
         """
         if self._file.raw() != self._raw:
             reason = "another workspace of the same directory was restored meanwhile: try again"
@@ -276,7 +276,7 @@ def drop_unused_bases(store: Store, key: str, keep: Collection[str] = (), only: 
     """Drop the snapshots of workspace `key` that were kept for forks, or merges into them, that have ended.
 
     Of the states that were forked, those in `keep` stay, and with `only` all but that one.  Return their names.
-    What cannot be dropped now is left for the next call.
+    Snapshots that cannot be dropped now are left for the next call.
     """
     dropped: list[str] = []
     try:

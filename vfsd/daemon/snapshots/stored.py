@@ -283,7 +283,7 @@ class StoreSnapshots(SnapshotService):
     ) -> Outcome:
         """Restore snapshot `name`; `merged` is what is merged into the state after it, None: what was before.
 
-        What is merged is recorded before the first change: if the daemon dies, the restore is completed or undone.
+        The merged states are recorded before the first change: if the daemon dies, the restore is completed or undone.
         """
         merged_before = self.merges.now
         await self._mounted.write_back()

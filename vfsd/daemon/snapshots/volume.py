@@ -2,7 +2,7 @@
 
 So the mount shows a change whole or not at all, and a call that is cancelled before that step has changed nothing.  The
 list of changes is computed in a worker thread from two trees that are opened in that same step: the state before it and
-the state after it.  What programs write later is in neither.
+the state after it.  Later writes of programs are in neither.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class AppliedStep:
 
 
 class _Change(NamedTuple):
-    """What a change did; `earlier` is a snapshot that already held the state before it."""
+    """The effect of a change; `earlier` is a snapshot that already held the state before it."""
 
     counts: ChangeCounts
     changes: Sequence[Change]
