@@ -50,6 +50,14 @@ class Node:
     def size(self) -> int:
         return len(self.data) if self.is_file else len(self.target)
 
+    @property
+    def is_met(self) -> bool:
+        """Whether the number is known."""
+        return True
+
+    def renumber(self, number: int) -> None:
+        self.number = number
+
     def __deepcopy__(self, memo: dict[int, Node]) -> Node:
         twin = copy.copy(self)
         memo[id(self)] = twin

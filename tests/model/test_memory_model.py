@@ -397,28 +397,29 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         kernel = self.kernel()
         coherence = self.volume.restore_snapshot(tag)
-        root = copy.deepcopy(self.model.snapshots[tag])
-        self.renumber_removed(root)
-        self.model.become(root)
+        self.become(self.model.snapshots[tag])
         self.check_kernel(kernel, coherence)
         self.tick()
 
-    def renumber_removed(self, root: Node) -> None:
-        """Give the directories of a former state that were removed since the numbers with which they came back.
+    def become(self, source: Node) -> None:
+        """Put a copy of a former state in place, with the numbers that its directories have got.
 
         A number that the kernel holds as that of a removed directory is not used again; a copy that an earlier restore
         made in the same place keeps its number.
         """
-        live = {path: node for path, node in walk(self.model.root) if node.is_dir}
+        root = copy.deepcopy(source)
+        taken = {node.number for node in self.model.every() if node.is_met}
+        live = {path: node for path, node in walk(self.model.root) if node.is_dir and node.is_met}
         linked = {node.number for node in live.values()}
-        taken = {node.number for node in self.model.every()}
         for path, node in walk(root):
-            if node.is_dir and node.number not in linked:
+            if node.is_dir and node.is_met and node.number not in linked:
                 number = self.locate(self.volume, path)
                 assert number not in self.model.orphans
                 copied = path in live and live[path].number == number
-                assert copied or number == node.number or (node.number in self.model.orphans and number not in taken)
-                node.number = number
+                anew = node.number in self.model.orphans and number not in taken
+                assert copied or anew or number == node.number
+                node.renumber(number)
+        self.model.become(root)
 
     @rule(tag=tags, paths=scopes)
     @precondition(lambda self: self.model.snapshots)

@@ -59,6 +59,9 @@ class Met(Node):
     def is_met(self) -> bool:
         return bool(self.cell[0])
 
+    def renumber(self, number: int) -> None:
+        self.cell = [number]  # its other versions keep theirs
+
 
 def fill(root: Path, spec: tuple[tuple[bytes, Any], ...]) -> None:
     for number, (name, what) in enumerate(spec, 1):
@@ -201,7 +204,7 @@ class OverlayMachine(MemoryMachine):
     def discard(self) -> None:
         kernel = self.kernel()
         coherence = self.volume.discard()
-        self.model.become(copy.deepcopy(self.base))
+        self.become(self.base)
         self.check_kernel(kernel, coherence)
         self.tick()
 

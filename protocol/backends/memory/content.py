@@ -585,9 +585,14 @@ class Content(SharedBlocks):
             self._replace_block(index, block)
             self._count_block(index, block)
 
-    def share_block(self, index: int, block: Block) -> None:
-        """Replace block `index` by one that an old version holds."""
+    def share_block(self, index: int, source: Content, source_index: int) -> None:
+        """Replace block `index` by one that another version has, live or old; neither changes it in place then."""
         assert self.ledger is not None
+        block = source.blocks[source_index]
+        if source.owned is None or source_index in source.owned:
+            if self.ledger.hold(block):
+                self.ledger.kept -= block_bytes(block)  # as in `_share_with`
+            source.owned = set(source.blocks if source.owned is None else source.owned) - {source_index}
         self.ledger.hold(block)
         self.ledger.kept -= block_bytes(block)
         if index in self.blocks:

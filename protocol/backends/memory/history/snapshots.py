@@ -20,7 +20,7 @@ import msgspec
 from protocol.backends.memory.history.converge import Converger, Extent
 from protocol.backends.memory.history.prepare import Filler, Preparation
 from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, SnapshotTree, merged
-from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
+from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES
 from protocol.backends.memory.ledger import VERSION_BYTES
 from protocol.backends.memory.limits import VolumePart
 from protocol.values import Value
@@ -383,9 +383,7 @@ def _become(state: MemoryState, copy: Inode, version: Inode, links: Links) -> No
     copy = state.own(copy)
     if not copy.nlink:
         state.count(copy, +1)
-    copy.mode, copy.uid, copy.gid, copy.nlink, copy.size = (
-        version.mode, version.uid, version.gid, version.nlink, version.size,
-    )  # fmt: skip
+    copy.mode, copy.uid, copy.gid, copy.nlink = version.mode, version.uid, version.gid, version.nlink
     copy.mtime_ns, copy.ctime_ns = version.mtime_ns, version.ctime_ns
     if (copy.xattrs or {}) != (version.xattrs or {}):
         state.ledger.set_xattrs(copy, dict(version.xattrs or {}) or None)
@@ -405,6 +403,8 @@ def _put_back_names(state: MemoryState, inodes: PreInodes, names: PreNames, copi
         for name, child in wanted.items():
             if directory.children.get(name, 0) != child:
                 state.set_name(directory, name, child)
+        if number in copies:  # that of a directory below an overlay has another size
+            directory.size = DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(directory.children)
 
 
 _UNCHANGED = object()

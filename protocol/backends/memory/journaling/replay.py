@@ -414,9 +414,9 @@ class Replay:
     def _shared_block(self, number: int, index: int, serial: int, source: int, source_index: int) -> None:
         version = self._shown(serial, source)
         assert version is not None
-        assert version.content is not None
-        block = version.content.blocks[source_index]
-        self._change(number, lambda content: content.share_block(index, block))
+        lender = version.content
+        assert lender is not None
+        self._change(number, lambda content: content.share_block(index, lender, source_index))
 
     def _shown(self, serial: int, number: int) -> Inode | None:
         """Return the version of an inode that the snapshot `serial` shows."""
