@@ -281,6 +281,7 @@ class _Message(msgspec.Struct):
 
 
 _messages = msgspec.json.Decoder(_Message)
+_BINARY: Final = frozenset({"content", "data", "stdin"})  # the parameters that are bytes
 
 
 class Exchange:
@@ -303,6 +304,9 @@ class Exchange:
             raise ValueError(f"no such method: {method!r}")
         if params is not None and not issubclass(operation.params, type(params)):
             raise TypeError(f"{method} takes {operation.params.__name__}, not {type(params).__name__}")
+        for name in () if params is None else params.__struct_fields__:
+            if name not in _BINARY and isinstance(getattr(params, name), bytes):  # JSON would have it in base64
+                raise TypeError(f"{name} must be a str, not bytes: decode it")
         self.operation = operation
         self.method = method
         self._id = request_id

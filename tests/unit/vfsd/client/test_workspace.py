@@ -154,6 +154,14 @@ def test_a_fork_of_the_wrong_type_is_answered_with_the_right_ones(call: Driver) 
                 call(verb, wrong)
 
 
+def test_bytes_are_no_name_of_a_snapshot(call: Driver) -> None:
+    with pytest.raises(TypeError, match="name must be a str, not bytes: decode it"):
+        call("snapshot", b"base")
+    with pytest.raises(TypeError, match="tag must be a str, not bytes: decode it"):
+        call("snapshot", tag=b"x")
+    assert call("snapshots") == []
+
+
 def test_status(call: Driver, daemon: FakeDaemon) -> None:
     status = call("status")
     assert (status.name, status.mountpoint, status.files) == ("demo", daemon.mountpoint, 2)
