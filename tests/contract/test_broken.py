@@ -1,10 +1,10 @@
-"""A filesystem that breaks its contract fails the suite."""
+"""A filesystem and a volume that break their contract fail the suite."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.contract.broken import BROKEN
+from tests.contract.broken import BROKEN, BROKEN_VOLUMES
 
 pytest_plugins = ["pytester"]
 
@@ -39,6 +39,26 @@ for kind in [InMemoryFilesystem, *broken.BROKEN[{suite!r}]]:
 """
 
 
+VOLUME_SOURCE = """
+import time
+import pytest
+from protocol.testing import VolumeContract
+from tests.contract import broken
+
+
+class TestBroken(VolumeContract):
+    @pytest.fixture
+    def volume(self):
+        def make(*, max_bytes=None, max_inodes=None, clock=None):
+            return broken.{kind}(max_bytes, max_inodes, clock=clock or time.time_ns, uid=0, gid=0)
+
+        return make
+
+    # It takes seconds, and finds nothing here that the others do not.
+    test_rm_rf_removes_each_file_while_listing = None
+"""
+
+
 class EndsWithTheFirstFailure:
     """Skips the rest of a filesystem's suite once the suite has noticed that it is broken."""
 
@@ -69,3 +89,15 @@ def test_every_broken_filesystem_fails_its_suite_and_a_sound_one_passes(pytester
     pytester.inline_run("-p", "no:cacheprovider", "--assert=plain", plugins=[ended])
 
     assert ended.failed == {kind.__name__ for kind in BROKEN[suite]}  # type: ignore[attr-defined]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in BROKEN_VOLUMES])
+def test_a_broken_volume_fails_the_suite(pytester: pytest.Pytester, kind: str) -> None:
+    pytester.makepyfile(VOLUME_SOURCE.format(kind=kind))
+
+    # Plain: nobody reads these failures, and in CI pytest would explain each difference of long contents whole.
+    result = pytester.inline_run("-p", "no:cacheprovider", "--assert=plain", "-x")
+
+    _, _, failed = result.listoutcomes()
+    assert len(failed) == 1
