@@ -23,8 +23,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter, neg
 from typing import Final, Self, cast
 
-__all__ = ["ALL", "FIRST_COOKIE", "AscendingCookies", "DirectoryCookies", "downward"]
-
 FIRST_COOKIE: Final = 3  # 1 and 2 are "." and ".."
 _END: Final = 1 << 31
 ALL: Final = 1 << 62  # larger than any cookie

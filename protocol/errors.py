@@ -17,21 +17,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = [
-    "ArchiveError",
-    "DeniedByPolicyError",
-    "NotMountedError",
-    "NotReadyError",
-    "SnapshotExistsError",
-    "SnapshotNotFoundError",
-    "check_type",
-    "errno_of",
-    "only_error",
-    "os_error",
-    "shortened",
-    "shown",
-]
-
 _PATH_END_SHOWN: Final = 100  # characters
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from protocol.volume import Volume
     from protocol.volume_extensions import CacheInvalidation
 
-__all__ = ["ComparingFilesystem", "Filesystem", "MountableFilesystem", "SnapshotableFilesystem"]
-
 
 @runtime_checkable
 class Filesystem(Protocol):

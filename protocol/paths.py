@@ -15,8 +15,6 @@ from typing import Final
 
 from protocol.errors import check_type, shortened
 
-__all__ = ["DEFAULT_LIMITS", "ROOT", "CallLimitError", "CallLimits", "decode", "encode", "located", "normalise"]
-
 ROOT: Final = "."
 _NAME_MAX_BYTES: Final = 255  # NAME_MAX, linux/limits.h
 

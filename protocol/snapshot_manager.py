@@ -27,8 +27,6 @@ from protocol.paths import decode
 from protocol.tree import Tree, TreeEntry, filled
 from protocol.types import FilesystemSnapshot
 
-__all__ = ["SnapshotManager"]
-
 _ARCHIVE: Final = ".fs.zip"
 _RECORD: Final = ".fs.json"
 _ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")

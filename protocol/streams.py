@@ -19,21 +19,6 @@ from typing import Final, Protocol, Self, TypeAlias, runtime_checkable
 
 from protocol.paths import located
 
-__all__ = [
-    "STREAM_CHUNK_BYTES",
-    "ByteReader",
-    "ByteWriter",
-    "Data",
-    "FileReader",
-    "FileTextReader",
-    "FileWriter",
-    "PositionedDecoder",
-    "SeekableContent",
-    "Stream",
-    "TextReader",
-    "check_encoding",
-]
-
 STREAM_CHUNK_BYTES: Final = 64 * 1024
 _WRITE_BYTES: Final = 1 << 20
 Data: TypeAlias = bytes | bytearray | memoryview

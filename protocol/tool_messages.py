@@ -12,24 +12,6 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-__all__ = [
-    "DEFAULT_MATCHES",
-    "DEFAULT_PATHS",
-    "Edit",
-    "EditFileParams",
-    "EditFileResult",
-    "GlobParams",
-    "GlobResult",
-    "GrepHit",
-    "GrepParams",
-    "GrepResult",
-    "Params",
-    "Result",
-    "RmParams",
-    "RmResult",
-    "UnreadablePath",
-]
-
 DEFAULT_PATHS: Final = 100
 DEFAULT_MATCHES: Final = 200
 

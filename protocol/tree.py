@@ -18,27 +18,6 @@ import msgspec
 
 from protocol.values import Value
 
-__all__ = [
-    "CHUNK_BYTES",
-    "LOST",
-    "TYPE_MASK",
-    "ByteProgress",
-    "Chunk",
-    "Filtered",
-    "HasMode",
-    "Hole",
-    "LookupTree",
-    "LosingTree",
-    "Tree",
-    "TreeEntry",
-    "filled",
-    "losing",
-    "names_in",
-    "no_progress",
-    "sparse",
-    "unfiltered",
-]
-
 CHUNK_BYTES: Final = 64 * 1024  # of a stream
 # The file type in a mode.  A call of stat.S_IFMT takes longer than most of the checks that need it.
 TYPE_MASK: Final = 0o170000

@@ -11,22 +11,6 @@ from typing import Final, Literal, TypeAlias
 
 from protocol.values import Value
 
-__all__ = [
-    "DEFAULT_READ_LINES",
-    "READ_ENTIRE_FILE",
-    "ChangeCounts",
-    "FileEntry",
-    "FileStat",
-    "FilesystemSnapshot",
-    "GlobMatch",
-    "GrepMatch",
-    "ReadBytesResult",
-    "ReadResult",
-    "WriteMode",
-    "WriteResult",
-    "utc_time",
-]
-
 DEFAULT_READ_LINES: Final = 2_000  # the default limit of `read`
 READ_ENTIRE_FILE: Final = -1  # as the limit of `read`: all lines
 

@@ -13,8 +13,6 @@ from typing import dataclass_transform
 
 import msgspec
 
-__all__ = ["Value"]
-
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Value(msgspec.Struct, frozen=True):

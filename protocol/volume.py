@@ -34,30 +34,6 @@ from protocol.values import Value
 if TYPE_CHECKING:
     pass
 
-__all__ = [
-    "COOKIE_END",
-    "NAME_MAX",
-    "RENAME_EXCHANGE",
-    "RENAME_NOREPLACE",
-    "RENAME_WHITEOUT",
-    "ROOT_INODE",
-    "SUPERUSER",
-    "AttributeChanges",
-    "Attributes",
-    "Buffer",
-    "Caller",
-    "DirectoryEntry",
-    "ExtendedVolume",
-    "PlainAttributes",
-    "PlainEntry",
-    "StatFs",
-    "Volume",
-    "VolumeCapabilities",
-    "catching",
-    "extended",
-    "then",
-]
-
 ROOT_INODE: Final = 1  # FUSE_ROOT_ID, linux/fuse.h
 NAME_MAX: Final = 255  # bytes; linux/limits.h
 COOKIE_END: Final = 1 << 62  # the cookies of a volume's entries are less; `.snapshots` comes after them

@@ -18,22 +18,6 @@ from protocol.volume_extensions import CacheInvalidation, SnapshotableVolume
 if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
 
-__all__ = [
-    "UNIQUE_RESEND",
-    "GivenState",
-    "HandedOverVolume",
-    "JournalEnd",
-    "JournalStatus",
-    "JournaledVolume",
-    "KernelRequest",
-    "RecoverableVolume",
-    "TakenState",
-    "current_request",
-    "handed_over",
-    "journaled",
-    "recoverable",
-]
-
 
 class JournalStatus(Value):
     """The journal of a volume.

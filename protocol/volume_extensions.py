@@ -31,36 +31,6 @@ if TYPE_CHECKING:
     from protocol.diff.tree_diff import Change
     from protocol.tree import Tree
 
-__all__ = [
-    "TAG_MAX_BYTES",
-    "ApplyConflict",
-    "ApplyResult",
-    "ApplyRun",
-    "CacheInvalidation",
-    "CheckableVolume",
-    "EntryChange",
-    "ExternallyChangedVolume",
-    "ForkableVolume",
-    "ImportPreparation",
-    "ImportStage",
-    "InodeChange",
-    "OverlaidVolume",
-    "PreparingVolume",
-    "SnapshotInfo",
-    "SnapshotKind",
-    "SnapshotableVolume",
-    "StagingVolume",
-    "VolumeChanges",
-    "VolumeUsage",
-    "checkable",
-    "externally_changed",
-    "forkable",
-    "overlaid",
-    "preparing",
-    "snapshotable",
-    "staging",
-]
-
 SnapshotKind: TypeAlias = Literal["user", "safety", "automatic"]
 TAG_MAX_BYTES: Final = 1024  # of a snapshot's tag in UTF-8
 

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from protocol.types import FileStat
     from protocol.volume import Buffer
 
-__all__ = ["FilesystemVolume"]
-
 _PAGE: Final = 4096
 _FILE_MODE: Final = 0o644
 _DIRECTORY_MODE: Final = 0o755

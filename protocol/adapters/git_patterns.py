@@ -21,8 +21,6 @@ from typing import Final, NamedTuple
 
 from protocol.errors import check_type
 
-__all__ = ["GitPatterns", "PathFilter"]
-
 _CACHED_BYTES: Final = 2 << 20
 _ENTRY_BYTES: Final = 150  # of a cached answer, without its path
 _CLASSES: Final = {

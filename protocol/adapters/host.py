@@ -23,8 +23,6 @@ from protocol.paths import DEFAULT_LIMITS, CallLimits, decode, encode, normalise
 from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, TreeEntry
 from protocol.volume_extensions import SnapshotableVolume
 
-__all__ = ["HostFilesystem", "HostMount", "hydrate"]
-
 
 class HostFilesystem(PathFilesystem):
     """Implements `protocol.filesystem.SnapshotableFilesystem` over the directory `root`.

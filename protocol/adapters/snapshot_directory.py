@@ -46,8 +46,6 @@ from protocol.volume import (
 )
 from protocol.volume_extensions import SnapshotInfo
 
-__all__ = ["NAME", "SnapshotDirectoryVolume", "SnapshotStates", "shown_name"]
-
 T = TypeVar("T")
 NAME: Final = b".snapshots"
 _BATCH: Final = 1024  # entries that one request lists at most

@@ -23,9 +23,6 @@ from protocol.filesystem import Filesystem
 from protocol.paths import decode, encode
 from protocol.tree import CHUNK_BYTES, TYPE_MASK, Chunk, LookupTree, Tree, TreeEntry, unfiltered
 
-__all__ = ["FilesystemTree", "FilteredTree", "Hides", "changed_tree"]
-
-
 Hides = Callable[[bytes, bool], bool]
 """Called with (path, whether it is a directory) where nothing above the path is hidden: whether the path is."""
 

@@ -33,8 +33,6 @@ from protocol.volume import (
 )
 from protocol.volume_extensions import CacheInvalidation, SnapshotableVolume, SnapshotInfo, snapshotable
 
-__all__ = ["SharedVolume", "VolumeFilesystem"]
-
 
 class VolumeFilesystem(PathFilesystem):
     """Implements `protocol.filesystem.SnapshotableFilesystem` over a volume, on the volume's thread.

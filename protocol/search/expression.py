@@ -28,9 +28,6 @@ import re2  # type: ignore[import-untyped]
 
 from protocol.errors import check_type
 
-__all__ = ["Expression", "Hit", "Token", "required_literal", "tokens_of"]
-
-
 # The first match in a line: the number of newlines before the line, and byte offsets in the text: start and end of the
 # line, start and end of the match.  A plain tuple: there may be one for each line of all files.
 Hit: TypeAlias = tuple[int, int, int, int, int]

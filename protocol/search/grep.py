@@ -26,8 +26,6 @@ from protocol.search.walk import (
 from protocol.tree import Tree, TreeEntry
 from protocol.types import GrepMatch
 
-__all__ = ["BLOCK_BYTES", "GrepResult", "grep_tree"]
-
 BLOCK_BYTES: Final = 1 << 20  # of a file in memory at a time; at least this much of a line is searched
 _MAX_UTF8_BYTES: Final = 4
 

@@ -29,8 +29,6 @@ from typing import Final, TypeAlias
 
 from protocol.errors import check_type
 
-__all__ = ["ALL_FILES", "MAX_ALTERNATIVES", "GlobPattern", "PatternState", "expand"]
-
 MAX_ALTERNATIVES: Final = 1_000  # twenty groups "{a,b}" would give a million patterns
 
 NameTest: TypeAlias = Callable[[bytes], bool]

@@ -14,23 +14,6 @@ from protocol.paths import decode
 from protocol.search.patterns import GlobPattern, PatternState
 from protocol.tree import TYPE_MASK, Tree, TreeEntry
 
-__all__ = [
-    "BINARY_SNIFF_BYTES",
-    "SKIP_NOTHING",
-    "USUAL_SKIPS",
-    "CancelCheck",
-    "GlobResult",
-    "SkipRules",
-    "Unreadable",
-    "UnreadablePaths",
-    "glob_paths",
-    "is_binary",
-    "is_gone",
-    "is_unreadable",
-    "matching_files",
-    "never_cancelled",
-]
-
 CancelCheck: TypeAlias = Callable[[], None]
 BINARY_SNIFF_BYTES: Final = 8 * 1024  # a NUL in this many bytes at a file's start makes it binary (as for git and grep)
 UNREADABLE_NAMED: Final = 1_000  # unreadable files and directories that are named; all are counted

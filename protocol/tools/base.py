@@ -25,28 +25,6 @@ from protocol.search.walk import CancelCheck, never_cancelled
 from protocol.tool_messages import Params, Result
 from protocol.tree import Tree
 
-__all__ = [
-    "PYTHON",
-    "SHELL",
-    "CommandResult",
-    "DirectoryCreated",
-    "EventHook",
-    "FileDeleted",
-    "FileEdited",
-    "FileEvent",
-    "FileWritten",
-    "PythonParams",
-    "ShellParams",
-    "Subscriber",
-    "Tool",
-    "ToolContext",
-    "command_of",
-    "command_result",
-    "deliver",
-    "json_schema",
-    "printable",
-]
-
 P = TypeVar("P", bound=Params)
 R = TypeVar("R")  # a `Result`, or a dataclass of `protocol.types`
 

@@ -31,23 +31,6 @@ from protocol.tools.edits import edit_file
 from protocol.tree import Tree, TreeEntry
 from protocol.types import DEFAULT_READ_LINES, FileStat, ReadResult, WriteMode, WriteResult, utc_time
 
-__all__ = [
-    "EDIT_FILE",
-    "LS",
-    "READ_FILE",
-    "RM",
-    "WRITE_FILE",
-    "Entry",
-    "LsParams",
-    "LsResult",
-    "ReadFileParams",
-    "Shown",
-    "WriteFileParams",
-    "below",
-    "entries_of",
-    "entry_of",
-]
-
 _SHOWN_LINE_CHARACTERS: Final = 2_000  # of one line, for a model
 DEFAULT_ENTRIES: Final = 1_000
 

@@ -10,8 +10,6 @@ from protocol.tool_messages import GlobParams, GlobResult, GrepHit, GrepParams, 
 from protocol.tools.base import Tool, ToolContext
 from protocol.tools.files import Shown, below
 
-__all__ = ["GLOB", "GREP"]
-
 LINE_CHARACTERS: Final = 1_000  # of a matching line
 UNREADABLE_SHOWN: Final = 10  # unreadable paths that the text for a model names
 

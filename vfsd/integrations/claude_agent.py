@@ -24,8 +24,6 @@ from vfsd.client.agent_points import AgentPoint, point_of, snapshot_name
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.workspace import Workspace
 
-__all__ = ["hooks"]
-
 TIMEOUT_S: Final = 20.0  # a snapshot of a large host directory takes seconds
 _MARGIN_S: Final = 20.0  # a cancelled call waits for the daemon for a while
 _EVENTS: Final = ("PostToolUse", "PostToolUseFailure", "UserPromptSubmit", "Stop")

@@ -32,8 +32,6 @@ from vfsd.operations.fs import FsReadParams, FsReadResult
 from vfsd.operations.workspace import StatusResult, nameless
 from vfsd.wire.messages import wire_path
 
-__all__ = ["SERVED_TOOLS", "Hints", "ServedTool", "describe_error", "served_for"]
-
 PATCH_BYTES: Final = 256 * 1024  # of a patch, for a model: as much as the shell tool shows of a stream
 _LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 _PATHS_SHOWN: Final = 100
