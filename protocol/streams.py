@@ -25,7 +25,7 @@ Data: TypeAlias = bytes | bytearray | memoryview
 
 
 class Stream(Protocol):
-    """What every stream has: a path, and closing.  It is a context manager, which closes it."""
+    """The common part of all streams: a path, and closing.  A stream is a context manager, which closes it."""
 
     @property
     def path(self) -> str:

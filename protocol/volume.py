@@ -151,7 +151,7 @@ class StatFs(Value):
 
 
 class VolumeCapabilities(Value):
-    """What a volume can do beyond `Volume`.  Engines and the daemon read this; they never test for a class.
+    """The abilities of a volume beyond `Volume`.  Engines and the daemon read this; they never test for a class.
 
     A capability that names a protocol promises its methods; others promise methods of `ExtendedVolume`.  The defaults
     are those of a plain volume that may store its data somewhere durable.
@@ -165,9 +165,9 @@ class VolumeCapabilities(Value):
     self_check: bool = False  # CheckableVolume: it can verify its own state
     forkable: bool = False  # ForkableVolume: a process that fork(2) copied can serve its copy
     journal: bool = False  # JournaledVolume: a journal on disk records the state, which survives the process
-    handover: bool = False  # HandedOverVolume: another process can continue with the state, beneath the same kernel
-    answers_once: bool = False  # recognises a request that another process has executed
-    recoverable: bool = False  # RecoverableVolume: another process can continue to serve its kernel
+    handover: bool = False  # HandedOverVolume: a successor can continue with the state, beneath the same kernel
+    answers_once: bool = False  # recognises a request that its predecessor has executed
+    recoverable: bool = False  # RecoverableVolume: a successor can continue to serve its kernel
     acls: bool = False  # stores POSIX ACLs and applies them, and the umask, to modes and to new entries
     flush: bool = False  # wants a request for each close(2)
     appends: bool = False  # finds the end of a file for an append itself
@@ -180,11 +180,11 @@ class VolumeCapabilities(Value):
 
 @runtime_checkable
 class Volume(Protocol):
-    """What every volume implements.  See the module's docstring for lifetime and threading."""
+    """The contract of every volume.  See the module's docstring for lifetime and threading."""
 
     @property
     def capabilities(self) -> VolumeCapabilities:
-        """What this volume can do; the same for as long as it is served."""
+        """The abilities of this volume; the same for as long as it is served."""
         ...
 
     @property

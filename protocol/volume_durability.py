@@ -1,4 +1,6 @@
-"""What a volume may offer so that its state outlives the process: journals, recovery, handover.
+"""Journals, recovery and handover: optional parts of a volume, with which its state outlives the process.
+
+The successor is the process that continues with the state of its predecessor.
 
 Each protocol belongs to a capability, as in `protocol.volume_extensions`; the functions that ask for it are here, too.
 
@@ -117,7 +119,7 @@ class JournalEnd(Value):
 
 
 class GivenState(Protocol):
-    """A state that another process takes over, while this one serves it: see `HandedOverVolume.handing_over`.
+    """A state that a successor takes over, while this process serves it: see `HandedOverVolume.handing_over`.
 
     `below` identifies what is below the volume, a lower layer or a directory, and is the same in both processes; ""
     without one.  `has_image`: the log is not enough, so a process is forked that writes an image.
@@ -137,7 +139,7 @@ class GivenState(Protocol):
         ...
 
     def position(self) -> JournalEnd:
-        """Return the end of the log, to which the other process can follow.  OSError."""
+        """Return the end of the log, to which the successor can follow.  OSError."""
         ...
 
     def write_image(self, descriptor: int) -> None:
@@ -153,7 +155,7 @@ class GivenState(Protocol):
         ...
 
     def end(self) -> None:
-        """Go on in this process, without the other one."""
+        """Go on in this process, without the successor."""
         ...
 
 
@@ -178,12 +180,12 @@ class TakenState(Protocol):
         ...
 
     def complete(self, rest: bytes) -> None:
-        """Take over `GivenState.rest`.  ValueError if the state is not that of the other process."""
+        """Take over `GivenState.rest`.  ValueError if the state is not that of the predecessor."""
         ...
 
 
 class HandedOverVolume(Volume, Protocol):
-    """A volume with which another process can continue under the same kernel (capability `handover`).
+    """A volume with which a successor can continue under the same kernel (capability `handover`).
 
     If its state `has_image`, it is a `ForkableVolume`.
     """
@@ -193,7 +195,7 @@ class HandedOverVolume(Volume, Protocol):
         ...
 
     def taking_over(self) -> TakenState:
-        """Begin to take over a state from another process.  This volume is empty, and is served afterwards.
+        """Begin to take over the state of the predecessor.  This volume is empty, and is served afterwards.
 
         A volume that is to `keep_log` does so from before this call.
         """
@@ -230,15 +232,15 @@ current_request: Final[ContextVar[KernelRequest | None]] = ContextVar("current_r
 
 
 class RecoverableVolume(Volume, Protocol):
-    """A volume that another process can serve to the same kernel (capability `recoverable`).
+    """A volume that a successor can serve to the same kernel (capability `recoverable`).
 
     A volume in memory that has a journal needs nothing else, unless a part of what the kernel knows is not in it.
     """
 
     def keep_log(self, log: SharedLog, *, is_known: bool) -> None:
-        """Record in `log` from now on what another process needs; call it once, before `connect` and the first request.
+        """Record in `log` from now on what a successor needs; call it once, before `connect` and the first request.
 
-        `is_known`: begin with what the process before, which served the same kernel, has recorded there.
+        `is_known`: begin with what the predecessor, which served the same kernel, has recorded there.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a volume may offer beyond inodes: snapshots, imports, a lower layer, forks, changes from outside.
+"""Optional parts of a volume, beyond inodes: snapshots, imports, a lower layer, forks, changes from outside.
 
 Each protocol belongs to a capability (`protocol.volume.VolumeCapabilities`).  A caller asks with the functions at the
 end of this module, never with isinstance: a volume that wraps another one has all methods, and declares what works.
@@ -114,7 +114,7 @@ class VolumeChanges(Protocol):
 
     @property
     def invalidation(self) -> CacheInvalidation:
-        """What the block changed; empty until the block ends."""
+        """The changes of the block; empty until the block ends."""
         ...
 
 
@@ -309,7 +309,7 @@ class ApplyConflict(Value):
 
 
 class ApplyResult(Protocol):
-    """What an apply wrote to the lower layer, or would write."""
+    """The changes that an apply wrote to the lower layer, or would write, and those that it left out."""
 
     changes: list[Change]
     conflicts: list[ApplyConflict]
@@ -450,7 +450,7 @@ class SharedLimit(Protocol):
         ...
 
     def forked(self) -> None:
-        """In the new process: it has nothing to do with what the old one has taken."""
+        """In the forked process: begin without what its parent has taken."""
         ...
 
 
@@ -460,9 +460,7 @@ class ForkableVolume(SnapshotableVolume, Protocol):
     def share_limit(self, limit: SharedLimit | None) -> None:
         """From now on refuse with ENOSPC what needs memory that `limit` has no room for; also in copies of the process.
 
-        None: there are no other processes any more.
-
-        Removing, shortening, dropping and restoring are never refused.
+        None: no copy of the process is left.  Removing, shortening, dropping and restoring are never refused.
         """
         ...
 

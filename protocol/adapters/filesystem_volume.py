@@ -108,7 +108,6 @@ class FilesystemVolume:
 
     # -- inodes --------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> PlainAttributes:
-        """See `protocol.volume.Volume`, as for all that follow."""
         directory = self._directory(parent)
         if name in (b".", b".."):
             node = directory if name == b"." else self._parent(directory)

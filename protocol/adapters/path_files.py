@@ -318,7 +318,6 @@ class PathFilesTree(LookupTree):
         self._with_xattrs = with_xattrs
 
     def entry(self, path: bytes) -> TreeEntry:
-        """See `protocol.tree.Tree`, as for all that follow."""
         with held(self._store, self._node(path)) as node, located(decode(path)):
             return self._entry(path, node, self._store.status(node))
 

@@ -40,7 +40,6 @@ class PathFilesystem(PlainPathFilesystem):
         self._snapshots = ArchiveSnapshots(store.root)
 
     def snapshot(self, *, tag: str | None = None) -> FilesystemSnapshot:
-        """See `protocol.filesystem.SnapshotableFilesystem`, as for all that follow."""
         with self._state() as state:
             return self._snapshots.take(state, tag)
 

@@ -75,7 +75,6 @@ class PlainPathFilesystem:
 
     @property
     def root(self) -> str:
-        """See `protocol.filesystem.Filesystem`, as for all that follow."""
         return self._store.root
 
     @property

@@ -153,7 +153,6 @@ class SnapshotDirectoryVolume:
 
     # -- inodes --------------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Answer[Attributes]:
-        """See `Volume`, as for all that follow."""
         if parent >= FIRST_INODE:
             return self._lookup(parent, name)
         if parent != ROOT_INODE or name != NAME:

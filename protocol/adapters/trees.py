@@ -40,7 +40,6 @@ class FilteredTree(LookupTree):
         return self._tree
 
     def entry(self, path: bytes) -> TreeEntry:
-        """See `protocol.tree.Tree`, as for all that follow."""
         entry = self._tree.entry(path)
         ends = [at for at in range(len(path)) if path[at : at + 1] == b"/"]
         if path and (any(self._hides(path[:end], True) for end in ends) or self._hides(path, entry.is_dir)):
@@ -103,7 +102,6 @@ class FilesystemTree(LookupTree):
         self._for_search = for_search
 
     def entry(self, path: bytes) -> TreeEntry:
-        """See `protocol.tree.Tree`, as for all that follow."""
         found = self._filesystem.stat(decode(path))
         if not (found.is_file or found.is_directory or self._for_search):
             raise OSError(errno.EINVAL, "neither a file nor a directory", found.path)

@@ -16,7 +16,7 @@ _BARE_NEWLINE = re.compile(rb"(?<!\r)\n")
 
 
 class Edited(NamedTuple):
-    """What an edit did."""
+    """The result of an edit."""
 
     path: str
     replacements: int

@@ -1,4 +1,4 @@
-"""What the adapters of agent frameworks share."""
+"""Helpers of the adapters of agent frameworks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from protocol.volume import (
 
 
 class EntriesContract(VolumeSuite):
-    """What a volume does with names."""
+    """The contract of names."""
 
     removed_files: ClassVar = 20_000  # in one directory, by `rm -rf`
 

@@ -61,7 +61,7 @@ class FilesystemSnapshotRef:
 
 @dataclass(slots=True)
 class _Shared:
-    """What a section and its clones have in common.
+    """The state that a section and its clones have in common.
 
     `sections` counts those that were not cleaned up; `subscriptions` has the way to end each session's subscription,
     and the number of sections that need it.  Invariant: the workspace is released exactly when `sections` becomes 0.
