@@ -26,7 +26,8 @@ if __name__ == "__main__" and not __package__:
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from protocol.backends.memory import MemoryVolume
-from protocol.search import glob_paths, grep_tree
+from protocol.search.grep import grep_tree
+from protocol.search.walk import glob_paths
 from protocol.tree import Tree
 from protocol.types import GrepMatch
 from tests.support.trees import DictTree

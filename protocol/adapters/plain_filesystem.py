@@ -39,7 +39,8 @@ from protocol.paths import (
     located,
     normalise,
 )
-from protocol.search import glob_paths, grep_tree
+from protocol.search.grep import grep_tree
+from protocol.search.walk import glob_paths
 from protocol.streams import (
     ByteReader,
     ByteWriter,

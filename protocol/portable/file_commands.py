@@ -19,7 +19,8 @@ from protocol.errors import os_error
 from protocol.execution import supervisor
 from protocol.paths import DEFAULT_LIMITS, CallLimitError, encode, located, normalise
 from protocol.portable.place import Place, UsageError, base64_text, described
-from protocol.search import SKIP_NOTHING, USUAL_SKIPS, UnreadablePaths, glob_paths, grep_tree
+from protocol.search.grep import grep_tree
+from protocol.search.walk import SKIP_NOTHING, USUAL_SKIPS, UnreadablePaths, glob_paths
 from protocol.tools.edits import edit_file
 from protocol.types import DEFAULT_READ_LINES, FileStat
 

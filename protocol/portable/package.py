@@ -23,8 +23,6 @@ from typing import Final
 
 _SHEBANG: Final = b"#!/usr/bin/env python3\n"
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first that ZIP can express
-# Packages whose `__init__` exports names that the others import; the other packages get an empty one.
-_PACKAGES: Final = ("protocol.search",)
 _MODULES: Final = (
     "protocol.adapters.path_files",
     "protocol.adapters.host_files",
@@ -79,18 +77,12 @@ sys.exit(main(sys.argv[1:]))
 def build_program() -> bytes:
     """Return the content of vfsd-fs.pyz."""
     files = {"__main__.py": _MAIN}
-    sources = {name: name for name in (*_MODULES, *_PACKAGES)} | _REPLACED
+    sources = {name: name for name in _MODULES} | _REPLACED
     for name, source in sources.items():
         package, _, module = source.rpartition(".")
-        path = name.replace(".", "/")
-        if name in _PACKAGES:
-            files[f"{path}/__init__.py"] = _converted(source, _read(source, "__init__"))
-        else:
-            files[f"{path}.py"] = _converted(source, _read(package, module))
+        files[name.replace(".", "/") + ".py"] = _converted(source, _read(package, module))
         for end in range(1, name.count(".") + 1):
             files.setdefault("/".join(name.split(".")[:end]) + "/__init__.py", "")
-    for name in _PACKAGES:  # an empty one may have come first
-        files[name.replace(".", "/") + "/__init__.py"] = _converted(name, _read(name, "__init__"))
     content = io.BytesIO(_SHEBANG)
     content.seek(0, io.SEEK_END)
     with zipfile.ZipFile(content, "w") as archive:

@@ -3,26 +3,3 @@
 Threading: runs in a worker thread, on a tree of its own.  `keep_going` is called at every directory, file and block; an
 exception from it ends the search, so that is how to cancel one.
 """
-
-from protocol.search.grep import GrepResult, grep_tree
-from protocol.search.walk import (
-    SKIP_NOTHING,
-    USUAL_SKIPS,
-    GlobResult,
-    SkipRules,
-    Unreadable,
-    UnreadablePaths,
-    glob_paths,
-)
-
-__all__ = [
-    "SKIP_NOTHING",
-    "USUAL_SKIPS",
-    "GlobResult",
-    "GrepResult",
-    "SkipRules",
-    "Unreadable",
-    "UnreadablePaths",
-    "glob_paths",
-    "grep_tree",
-]

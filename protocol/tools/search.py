@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from protocol.paths import encode
-from protocol.search import SKIP_NOTHING, USUAL_SKIPS, SkipRules, UnreadablePaths, glob_paths, grep_tree
+from protocol.search.grep import grep_tree
+from protocol.search.walk import SKIP_NOTHING, USUAL_SKIPS, SkipRules, UnreadablePaths, glob_paths
 from protocol.tool_messages import GlobParams, GlobResult, GrepHit, GrepParams, GrepResult, UnreadablePath
 from protocol.tools.base import Tool, ToolContext
 from protocol.tools.files import Shown, below

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from protocol.search import USUAL_SKIPS, SkipRules, glob_paths
 from protocol.search.patterns import MAX_ALTERNATIVES, expand
+from protocol.search.walk import USUAL_SKIPS, SkipRules, glob_paths
 from protocol.tree import Tree, TreeEntry
 from tests.support.trees import DictTree
 from tests.unit.protocol.search.search_trees import DeepTree, FadingTree, WatchedTree

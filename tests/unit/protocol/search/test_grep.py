@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protocol.backends.memory import MemoryVolume
-from protocol.search import USUAL_SKIPS, GrepResult, Unreadable, UnreadablePaths, glob_paths, grep_tree
 from protocol.search.expression import Expression, required_literal, tokens_of
-from protocol.search.grep import BLOCK_BYTES
+from protocol.search.grep import BLOCK_BYTES, GrepResult, grep_tree
+from protocol.search.walk import USUAL_SKIPS, Unreadable, UnreadablePaths, glob_paths
 from protocol.tree import TreeEntry
 from protocol.types import GrepMatch
 from tests.support.trees import DictTree
