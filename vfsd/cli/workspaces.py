@@ -13,7 +13,6 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.values import complete_workspace
 from vfsd.cli.common.wording import status_rows
-from vfsd.client.log import after_lost_upgrade
 from vfsd.client.requests import RemoteCall, upgrade_params
 from vfsd.machine.runtime import WorkspaceRecord, read_records
 from vfsd.operations.workspace import CompactResult, PolicyResult, StatusResult, UpgradeResult
@@ -204,6 +203,8 @@ def _upgrade(app: App, record: WorkspaceRecord) -> UpgradeResult:
     try:
         answer: UpgradeResult = app.call(call, record, label="upgrading")
     except ConnectionResetError:
+        from vfsd.client.log import after_lost_upgrade  # noqa: PLC0415 start-up: a lost connection has time
+
         return after_lost_upgrade(record.name, record.mountpoint, record.pid)
     return answer
 
