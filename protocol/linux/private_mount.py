@@ -8,6 +8,7 @@ runs when it changes its namespaces, and it imports only modules that load quick
 - A user who may not do that gets a user namespace, too, in which only his own ids are mapped: programs such as sudo,
   which change the user, do not work in it.
 - With an empty TARGET it makes no namespace, and changes into SOURCE.
+- SIGINT is blocked at its start, and let through when Python's handler, which prints a traceback, is gone.
 
 It writes to STATUS_FD `mount ERRNO STEP` if the mount is not possible, and `exec ERRNO` or `chdir ERRNO` for the other
 steps; then it ends.  Otherwise the descriptor is closed when the command starts.
@@ -39,6 +40,7 @@ def main(arguments: list[bytes]) -> None:
     """Make the mount and become the command."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     status, source, target, command = int(arguments[0]), arguments[1], arguments[2], arguments[3:]
     os.set_inheritable(status, False)
     try:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click.testing
 import pytest
@@ -395,6 +396,20 @@ def test_without_a_private_mount_the_command_runs_at_another_path(
     assert done.exit_code == 0, done.output
     assert f"Operation not permitted; the command runs in {places[0]} instead" in done.stderr
     assert content(project) == {"file": "two\n", "added": "new\n"}
+
+
+def test_ctrl_c_while_the_command_starts_prints_no_traceback(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+        return popen(*arguments, preexec_fn=started, **options)
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(run_module.subprocess, "Popen", interrupted)
+    ended = run_in_foreground(["echo", "ran"], str(workdir), None, os.environ)
+    assert (ended.status, ended.failure) == (130, "was killed by SIGINT")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_directory_whose_name_is_no_text(project: Path) -> None:

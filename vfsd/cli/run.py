@@ -432,11 +432,14 @@ def run_in_foreground(
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, reader)
         passer = stack.enter_context(_signals())
+        # -I -S: started faster, and independent of the directory.
+        words = [sys.executable, "-I", "-S", private_mount.__file__, str(writer), source, target or "", *command]
+        # The child takes a Ctrl-C when its interpreter has started, which would print a traceback.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            # -I -S: started faster, and independent of the directory.
-            words = [sys.executable, "-I", "-S", private_mount.__file__, str(writer), source, target or "", *command]
             child = subprocess.Popen(words, env=environment, pass_fds=[writer], stdout=output_fd)
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(writer)
         passer.child = child.pid
         failure = _read_failure(reader)
