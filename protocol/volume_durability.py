@@ -127,12 +127,12 @@ class GivenState(Protocol):
 
     start: JournalEnd  # where the log began when this was made
     below: str
-    has_image: bool
+    has_image: bool = False
 
     @property
     def lock_fd(self) -> int | None:
         """The descriptor of the lock of the volume's journal; None without one."""
-        ...
+        return None
 
     def log_fd(self) -> int:
         """Return a new descriptor of the log that records what changes.  OSError if it was removed."""
@@ -144,11 +144,11 @@ class GivenState(Protocol):
 
     def write_image(self, descriptor: int) -> None:
         """In a process that was forked at `start`: write the state of then to a pipe.  OSError."""
-        ...
+        raise NotImplementedError  # without an image it is not called
 
     def files(self) -> Iterable[tuple[int, int]]:
         """Yield inodes that only this process can open, and a descriptor of each.  Nothing may change any more."""
-        ...
+        return ()
 
     def rest(self) -> bytes:
         """Return what neither the image nor the log has.  Nothing may change any more."""

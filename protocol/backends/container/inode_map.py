@@ -25,16 +25,14 @@ import errno
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
 from protocol.errors import os_error
 from protocol.values import Value
 from protocol.volume import ROOT_INODE
-
-if TYPE_CHECKING:
-    from protocol.volume_durability import GivenState, JournalEnd, TakenState
+from protocol.volume_durability import GivenState, JournalEnd, TakenState
 
 DentryKey: TypeAlias = tuple[int, bytes]  # a directory's number and a name in it
 # Numbers that no file system uses, nor `protocol.linux.portable`, for files whose own number is taken by another file
@@ -200,14 +198,11 @@ class _Rest(Value):
     inodes: list[tuple[int, int, int, int, list[DentryKey]]]
 
 
-class ContainerGiving:
-    """The state `given` of the volume of one run.  See `protocol.volume_durability.GivenState`.
+class ContainerGiving(GivenState):
+    """The state `given` of the volume of one run.
 
     `is_served`: whether that volume is still connected.
     """
-
-    has_image = False
-    lock_fd = None
 
     def __init__(self, given: GivenState, run: str, inode_map: InodeMap, is_served: Callable[[], bool]) -> None:
         self.start: JournalEnd = given.start
@@ -221,9 +216,6 @@ class ContainerGiving:
 
     def position(self) -> JournalEnd:
         return self._given.position()
-
-    def write_image(self, descriptor: int) -> None:
-        """Nothing: the log has everything."""
 
     def files(self) -> Iterator[tuple[int, int]]:
         self._check()
@@ -245,8 +237,8 @@ class ContainerGiving:
             raise OSError(errno.EIO, "the container stopped during the upgrade, which was given up: try again")
 
 
-class ContainerTaking:
-    """The successor's side, over that of the volume.  See `protocol.volume_durability.TakenState`."""
+class ContainerTaking(TakenState):
+    """The successor's side, over that of the volume."""
 
     def __init__(self, taken: TakenState, run: str, inode_map: InodeMap) -> None:
         self.below = _in_run(run, taken.below)

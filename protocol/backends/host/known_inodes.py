@@ -34,7 +34,7 @@ from protocol.linux.portable import Handle
 from protocol.linux.shared_log import SharedLog, written_records
 from protocol.values import Value
 from protocol.volume import ROOT_INODE
-from protocol.volume_durability import JournalEnd
+from protocol.volume_durability import GivenState, JournalEnd, TakenState
 
 if TYPE_CHECKING:
     from protocol.backends.host.inode_table import HostInode, HostInodeTable
@@ -215,11 +215,8 @@ class _Rest(Value):
     counts: bytes
 
 
-class HostGiving:
-    """The predecessor's side.  See `protocol.volume_extensions.GivenState`."""
-
-    has_image = False
-    lock_fd = None
+class HostGiving(GivenState):
+    """The predecessor's side."""
 
     def __init__(self, table: HostInodeTable) -> None:
         self.below = _identity(table)
@@ -244,9 +241,6 @@ class HostGiving:
     def position(self) -> JournalEnd:
         return self._end(self._log.end)
 
-    def write_image(self, descriptor: int) -> None:
-        """Nothing: the log has everything."""
-
     def files(self) -> Iterator[tuple[int, int]]:
         for node in self._table:
             if not node.lookups:
@@ -270,8 +264,8 @@ class HostGiving:
             os.close(self._log.descriptor)
 
 
-class HostTaking:
-    """The successor's side.  See `protocol.volume_extensions.TakenState`."""
+class HostTaking(TakenState):
+    """The successor's side."""
 
     def __init__(self, table: HostInodeTable, listings: Listings) -> None:
         self.below = _identity(table)

@@ -9,7 +9,7 @@ Each request of the kernel is one request to the helper; any number may be in fl
 The helper's replies are checked (`agent.replies`); an invalid reply ends the link.
 
 A successor can continue with the helper, which owns the state: inodes, open files, listings.  It needs the name and the
-secret of the helper's socket (`HeldHelper`).  With a keeper they are in the slot of the `SharedLog`; an upgrade sends
+secret of the helper's socket (`HeldHelper`).  With a keeper they are in its `SharedLog`; an upgrade sends
 them.  The pages in `_pages` are lost when this process dies: the helper keeps the lookups of these entries, at most
 those of the last second's pages.
 
@@ -41,7 +41,16 @@ from protocol.backends.container.agent.replies import (
     string_in,
 )
 from protocol.backends.container.helper import wire
-from protocol.backends.container.helper.wire import CHUNK_BYTES, ENTRY, NAME_MAX, SECOND_NS, VERSION, Op, WireError
+from protocol.backends.container.helper.wire import (
+    CHUNK_BYTES,
+    ENTRY,
+    NAME_MAX,
+    SECOND_NS,
+    SECRET_BYTES,
+    VERSION,
+    Op,
+    WireError,
+)
 from protocol.backends.container.inode_map import IDENTITY, IdMap
 from protocol.backends.host.files import MAX_FILE_BYTES
 from protocol.errors import os_error
@@ -59,7 +68,7 @@ from protocol.volume import (
     StatFs,
     VolumeCapabilities,
 )
-from protocol.volume_durability import JournalEnd
+from protocol.volume_durability import GivenState, JournalEnd, TakenState
 
 if TYPE_CHECKING:
     from protocol.linux.shared_log import SharedLog
@@ -513,12 +522,6 @@ def _check_name(name: bytes, *, dots: bool = False) -> None:
         raise os_error(errno.ENAMETOOLONG)
 
 
-# The words of the slot: the version of the helper's protocol (0: there is none), its name, its secret.
-_WORDS: Final = slice(410, 414)
-_NAME_BYTES: Final = 8
-_SECRET_BYTES: Final = 16
-
-
 class HeldHelper(Value):
     """A helper that waits for another daemon.  `hello`: what it replied to HELLO, which stays the same."""
 
@@ -530,7 +533,7 @@ class HeldHelper(Value):
     @classmethod
     def new(cls) -> Self:
         """A name and a secret for a helper."""
-        return cls(VERSION, secrets.token_bytes(_NAME_BYTES), secrets.token_bytes(_SECRET_BYTES))
+        return cls(VERSION, secrets.token_bytes(8), secrets.token_bytes(SECRET_BYTES))
 
     def check(self) -> None:
         """Check that this version of vfsd can use the helper.  OSError (EPROTONOSUPPORT)."""
@@ -543,34 +546,24 @@ class HeldHelper(Value):
 
 
 def save_helper(log: SharedLog, held: HeldHelper | None) -> None:
-    """Write the helper to the slot of the log; None: the next daemon cannot continue."""
-    words = log.slot[_WORDS]
-    words[0] = 0  # a daemon that dies meanwhile has no helper to continue with
-    if held is not None:
-        numbers = memoryview(held.name + held.secret).cast("Q")
-        for at, number in enumerate(numbers, 1):
-            words[at] = number
-        words[0] = held.version
+    """Record the helper in the log; None: the next daemon cannot continue."""
+    log.replace([msgspec.msgpack.encode(held)])
 
 
 def load_helper(log: SharedLog) -> HeldHelper:
     """Read the helper of the dead daemon.  OSError (ESTALE) if there is none."""
-    version, *numbers = log.slot[_WORDS]
-    if not version:
+    held = None
+    for record in log.records():
+        held = msgspec.msgpack.decode(record, type=HeldHelper | None)
+    if held is None:
         raise OSError(errno.ESTALE, "the daemon before had no helper that waits for another daemon: mount again")
-    data = b"".join(number.to_bytes(8, "little") for number in numbers)
-    return HeldHelper(version, data[:_NAME_BYTES], data[_NAME_BYTES:])
+    return held
 
 
-class HelperGiving:
-    """The predecessor's side.  See `protocol.volume_durability.GivenState`.
-
-    `give` notes whether the successor may have the helper.
-    """
+class HelperGiving(GivenState):
+    """The predecessor's side.  `give` notes whether the successor may have the helper."""
 
     below = ""
-    has_image = False
-    lock_fd = None
 
     def __init__(self, held: HeldHelper, give: Callable[[bool], None]) -> None:
         self._log = SharedLog.create()
@@ -584,12 +577,6 @@ class HelperGiving:
     def position(self) -> JournalEnd:
         return JournalEnd(0, self._log.end, 0, 0, 0, 0)
 
-    def write_image(self, descriptor: int) -> None:
-        """Nothing: the helper has everything."""
-
-    def files(self) -> Iterator[tuple[int, int]]:
-        return iter(())
-
     def rest(self) -> bytes:
         self._give(True)
         return b""
@@ -599,8 +586,8 @@ class HelperGiving:
         os.close(self._log.descriptor)
 
 
-class HelperTaking:
-    """The successor's side.  See `protocol.volume_durability.TakenState`.  `take` gets the helper."""
+class HelperTaking(TakenState):
+    """The successor's side.  `take` gets the helper."""
 
     def __init__(self, take: Callable[[HeldHelper], None]) -> None:
         self.below = ""

@@ -40,7 +40,8 @@ XATTR = struct.Struct("<II")  # lengths of name and value, which follow
 KNOWN = struct.Struct("<qqqqH")
 
 # A relay sends this to the helper that it hands its standard streams to (see `sessions`).
-JOIN = struct.Struct("<16sI")  # the secret of HOLD, and its seconds
+SECRET_BYTES = 16
+JOIN = struct.Struct("<%dsI" % SECRET_BYTES)  # the secret of HOLD, and its seconds
 RELAY_MAGIC = b"vfsd-relay 3\n"  # the relay's first bytes: the helper runs, and the relay waits for GO
 NO_HELPER = b"vfsd-ended 3\n"  # ... or the helper has ended, and the relay ends
 GO = b"\n"
