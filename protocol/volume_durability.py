@@ -9,6 +9,7 @@ Threading: as in `protocol.volume`; what other threads may do says so.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -144,7 +145,7 @@ class GivenState(Protocol):
 
     def write_image(self, descriptor: int) -> None:
         """In a process that was forked at `start`: write the state of then to a pipe.  OSError."""
-        raise NotImplementedError  # without an image it is not called
+        raise OSError(errno.EOPNOTSUPP, f"no image for the descriptor {descriptor}: the log has the whole state")
 
     def files(self) -> Iterable[tuple[int, int]]:
         """Yield inodes that only this process can open, and a descriptor of each.  Nothing may change any more."""
