@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from vfsd.operations import declaration, merge, snapshots, workspace
+from vfsd.operations import declaration, forks, snapshots, workspace
 from vfsd.wire.options import Ready
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "json.md"
@@ -33,8 +33,8 @@ ANSWERS: dict[str, type[msgspec.Struct]] = {
     "export": snapshots.ExportResult,
     "import": snapshots.ImportResult,
     "apply": snapshots.ApplyResult,
-    "fork": workspace.ForkResult,
-    "merge": merge.MergeResult,
+    "fork": forks.ForkResult,
+    "merge": forks.MergeResult,
     "policy": workspace.PolicyResult,
     "compact": workspace.CompactResult,
 }
@@ -44,7 +44,7 @@ RECORDS = (
     declaration.ChangeRecord,
     snapshots.ProblemRecord,
     declaration.ExpiredRecord,
-    merge.ConflictRecord,
+    forks.ConflictRecord,
     declaration.RepositoryRecord,
 )
 NAMES = {each.__name__: f"[{each.__name__.removesuffix('Record').lower()}]" for each in RECORDS}

@@ -33,7 +33,7 @@ from protocol.volume import ROOT_INODE, SUPERUSER, AttributeChanges
 from vfsd.daemon.merging.delta import DeltaReader, write_delta
 from vfsd.daemon.merging.lineage import MergeLog, find_bases, with_merged
 from vfsd.daemon.merging.trees import LayeredTree
-from vfsd.operations.merge import Ancestor, Lineage, MergedState, StateId
+from vfsd.operations.forks import Ancestor, Lineage, MergedState, StateId
 
 EXAMPLES = settings(
     max_examples=min(500, settings().max_examples), deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -27,7 +27,7 @@ from vfsd import AsyncWorkspace, Workspace
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient
 from vfsd.operations.declaration import Peer
-from vfsd.operations.merge import MergeParams
+from vfsd.operations.forks import MergeParams
 from vfsd.wire.messages import wire_path
 
 

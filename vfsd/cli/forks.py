@@ -38,9 +38,9 @@ from vfsd.cli.unmount import unmount_running
 from vfsd.client.arguments import fork_target
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_record, unique_name
-from vfsd.operations.merge import ConflictRecord, Conflicts, MergeResult
+from vfsd.operations.forks import ConflictRecord, Conflicts, ForkResult, MergeResult
 from vfsd.operations.snapshots import ApplyResult, RestoreResult
-from vfsd.operations.workspace import ForkResult, UnmountParams
+from vfsd.operations.workspace import UnmountParams
 
 if TYPE_CHECKING:
     from vfsd.client.requests import RemoteCall

@@ -26,8 +26,9 @@ import os
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Literal, Self, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -37,9 +38,9 @@ import msgspec
 from protocol.errors import check_type
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, check_words
 from vfsd.client import results as results  # noqa: PLC0414 its import takes 10 ms, which the first call must not wait for
-from vfsd.client.cancelling import ANSWER_S, CancelledCall
 from vfsd.client.connection import connected, timed_out, vanished
 from vfsd.client.executor import ExecCall, caller_environment, exec_call
+from vfsd.client.quick_call import ANSWER_S
 from vfsd.client.requests import RemoteCall
 from vfsd.operations.fs import ExecEnded, ExecOutput, ExecParams, TerminalSize
 from vfsd.wire.messages import (
@@ -57,6 +58,22 @@ T = TypeVar("T")
 _BACKLOG_PAUSE_S: Final = 0.05
 # A longer answer is interpreted in a worker thread.  More than one message with output, which is 256 KiB at most.
 _LARGE_BYTES: Final = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CancelledCall:
+    """A call of the async client that was cancelled.
+
+    `outcome` is "stopped" (nothing was changed; a command was killed), "completed" (it was too late), "continues" (the
+    daemon completes it) or "unknown" (the daemon did not answer within ANSWER_S, or is gone).  `str()` is a sentence.
+    """
+
+    method: str
+    outcome: Literal["stopped", "completed", "continues", "unknown"]
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
 
 
 class AsyncControlClient:
@@ -151,8 +168,7 @@ class AsyncControlClient:
 
     async def _stop(self, conversation: _Conversation, error: BaseException) -> None:
         """Cancel a call in the daemon and report what became of it.  `error` is the cancellation."""
-        exchange = conversation.exchange
-        operation = exchange.operation
+        exchange, operation = conversation.exchange, conversation.exchange.operation
         if not operation.stopped or not conversation.is_sent:
             return  # closing the connection is enough
         outcome = None
@@ -162,17 +178,20 @@ class AsyncControlClient:
                 try:
                     await conversation.send(exchange.cancel_request)
                     await conversation.receive_answer()
-                    outcome = CancelledCall.completed(operation)
+                    sentence = f"it was too late to stop {operation.noun}: {operation.done}"
+                    outcome = CancelledCall(operation.name, "completed", sentence)
                 except ControlError as answer:
+                    sentence = f"{operation.noun} failed: {answer}"
                     if answer.errno == errno.ECANCELED:
-                        outcome = CancelledCall.stopped(operation)
-                    else:
-                        outcome = CancelledCall(operation.name, "stopped", f"{operation.noun} failed: {answer}")
+                        sentence = f"{operation.noun} was stopped: {operation.stopped}"
+                    outcome = CancelledCall(operation.name, "stopped", sentence)
         except OSError:  # the daemon is gone
-            outcome = CancelledCall.left(operation, None)
+            exchange.cancel_state = None
         finally:  # also if asyncio's `Task.cancel` is called a second time
             if outcome is None:
-                outcome = CancelledCall.left(operation, exchange.cancel_state)
+                state = exchange.cancel_state
+                continues: Literal["continues", "unknown"] = "continues" if state == "finishing" else "unknown"
+                outcome = CancelledCall(operation.name, continues, operation.left(state))
             error.add_note(str(outcome))
             if self._on_cancelled is not None:
                 self._on_cancelled(outcome)

@@ -39,8 +39,7 @@ from protocol.filesystem import Filesystem
 from protocol.streams import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, Data, Stream, TextReader
 from protocol.types import FilesystemSnapshot, WriteMode
 from vfsd.client.arguments import FilePath, MountArguments, fork_target, mount_options, running_workspace
-from vfsd.client.async_connection import AsyncControlClient, AsyncWorkspaceExecutor, abandon, finish
-from vfsd.client.cancelling import CancelledCall
+from vfsd.client.async_connection import AsyncControlClient, AsyncWorkspaceExecutor, CancelledCall, abandon, finish
 from vfsd.client.connection import daemon_end
 from vfsd.client.requests import RemoteCall, Requests, SnapshotCalls, errors_of_import, errors_of_restore
 from vfsd.client.results import Unmounted, Upgraded

@@ -29,6 +29,7 @@ _RECEIVED_BYTES_MAX: Final = 512 * 1024
 _ATTEMPTS: Final = 3
 _AGENT_WAITS_S: Final = 0.8  # for a hook, which takes a second with the start of its interpreter
 _SHORTEST_WAIT_S: Final = 0.001  # a timeout of 0 would make the socket non-blocking
+ANSWER_S: Final = 3.0  # how long a client waits for the outcome of a call that it cancelled
 REQUEST_ID: Final = 1  # the first of a `ControlClient`
 _PREFIX: Final = b'{"id":1,"jsonrpc":"2.0","result":'  # how vfsd's daemon begins the answer to it
 

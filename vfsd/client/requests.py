@@ -37,7 +37,7 @@ from vfsd.client.arguments import FilePath, UserPath, wire_paths
 from vfsd.client.connection import ControlError
 from vfsd.client.results import Exported, Restored, Snapshot
 from vfsd.operations.declaration import Peer
-from vfsd.operations.merge import AdoptParams, MergeParams
+from vfsd.operations.forks import AdoptParams, ForkParams, MergeParams
 from vfsd.operations.snapshots import (
     ApplyParams,
     DiffParams,
@@ -56,15 +56,7 @@ from vfsd.operations.snapshots import (
     SnapshotsParams,
     Undo,
 )
-from vfsd.operations.workspace import (
-    ForkParams,
-    LabelParams,
-    LogParams,
-    PolicyParams,
-    UnmountParams,
-    UpgradeParams,
-    WatchParams,
-)
+from vfsd.operations.workspace import LabelParams, LogParams, PolicyParams, UnmountParams, UpgradeParams, WatchParams
 from vfsd.wire.messages import ProgressReport, wire_path
 from vfsd.wire.options import BackendSpec
 

@@ -16,9 +16,9 @@ import msgspec
 
 from protocol.types import ChangeCounts
 from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
-from vfsd.operations.merge import ConflictRecord
+from vfsd.operations.forks import ConflictRecord, ForkResult
 from vfsd.operations.snapshots import DiffResult, ProblemRecord
-from vfsd.operations.workspace import ForkResult, StatusResult
+from vfsd.operations.workspace import StatusResult
 from vfsd.wire.messages import from_wire_path
 from vfsd.wire.options import Ready
 

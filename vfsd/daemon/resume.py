@@ -28,7 +28,7 @@ from protocol.values import Value
 from vfsd.daemon.audit.processes import GivenLabel
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.history import PrunedRecord, UndoHistory
-from vfsd.operations.merge import Ancestor, StateId
+from vfsd.operations.forks import Ancestor, StateId
 
 FORMAT: Final = 4  # of `Resume`, of the messages of an upgrade, and of what these carry
 

@@ -36,7 +36,7 @@ from vfsd.machine.selection import (
     selected,
     socket_dir,
 )
-from vfsd.operations.merge import Ancestor
+from vfsd.operations.forks import Ancestor
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import NAME_PATTERN, BackendSpec
 

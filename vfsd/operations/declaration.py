@@ -41,6 +41,17 @@ class Operation(msgspec.Struct, frozen=True):
     is_of_daemon: bool = False
     answered_within_s: float | None = None
 
+    def left(self, state: str | None) -> str:
+        """Describe the outcome of a call whose client leaves after the answer `state` to its request to cancel.
+
+        A call that has begun to change something completes; every other call stops and has changed nothing.
+        """
+        if state == "stopping":
+            return f"the daemon was asked to stop {self.noun}: {self.stopped}, unless it was complete before"
+        if state == "finishing":
+            return f"the daemon completes {self.noun} in the background; then {self.done}"
+        return f"the daemon did not answer: {self.noun} may or may not be completed; see `vfsd status` and `vfsd diff`"
+
 
 class Params(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Base of the parameters of a method.  A parameter with an unknown name is an error (INVALID_PARAMS)."""

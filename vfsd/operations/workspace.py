@@ -88,29 +88,6 @@ class UnmountParams(Params):
     drop_journal: bool = False
 
 
-class ForkParams(Params):
-    """Parameters of `fork`: the fork's name and its mountpoint, an empty directory.
-
-    `snapshot`: fork that state; None: the present one.
-    """
-
-    name: str
-    mountpoint: str
-    snapshot: str | None = None
-
-
-class ForkResult(msgspec.Struct):
-    """Result of `fork`: the new workspace.  `base` is the snapshot of both that is their common state."""
-
-    name: str
-    mountpoint: str
-    socket: str
-    pid: int
-    engine: str
-    base: str
-    warnings: list[str] = []
-
-
 class UnmountResult(msgspec.Struct):
     """Result of `unmount`."""
 
@@ -316,7 +293,6 @@ class LabelParams(Params):
 
 _UPGRADE: Final = ("the upgrade", "the old daemon serves on", "the new daemon serves")
 _UNMOUNT: Final = ("the unmount", "the workspace is still mounted", "the workspace was unmounted")
-_FORK: Final = ("the fork", "no fork was made", "the fork is mounted; `vfsd unmount` removes it")
 OPERATIONS: Final = (
     Operation("ping", Empty, Empty, is_of_daemon=True),
     Operation("status", Empty, StatusResult, reads=True, is_of_daemon=True, answered_within_s=10.0),
@@ -326,7 +302,6 @@ OPERATIONS: Final = (
     Operation("upgrade", UpgradeParams, UpgradeResult, *_UPGRADE, waits=True),
     Operation("policy", PolicyParams, PolicyResult),
     Operation("unmount", UnmountParams, UnmountResult, *_UNMOUNT),
-    Operation("fork", ForkParams, ForkResult, *_FORK),
     Operation("log", LogParams, LogResult, reads=True),
     Operation("watch", WatchParams, Empty, reads=True, is_followed=True),
     Operation("label", LabelParams, Empty),

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from protocol.errors import errno_of
 from protocol.values import Value
 from vfsd.operations.declaration import CacheChoice
-from vfsd.operations.merge import Ancestor, MergedState
+from vfsd.operations.forks import Ancestor, MergedState
 
 # -- engines and backends that installed packages add ----------------------------------------------
 BACKENDS_GROUP: Final = "vfsd.backends"

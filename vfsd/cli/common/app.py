@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import click
 
 from vfsd.cli.common import output
-from vfsd.client.cancelling import ANSWER_S, left_sentence
+from vfsd.client.quick_call import ANSWER_S
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -341,7 +341,7 @@ def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
         if number == signal.SIGALRM:
             state = client.cancel_state
             if state is None or (state == "stopping" and signalled.is_slow):  # something hangs
-                raise Interrupted(left_sentence(operation, state), signalled.number or signal.SIGINT, errno.EINTR)
+                raise Interrupted(operation.left(state), signalled.number or signal.SIGINT, errno.EINTR)
             if state == "stopping":
                 signalled.is_slow = True
                 output.note(f"waiting for the daemon to stop {operation.noun}; press Ctrl-C again to leave at once")
@@ -350,7 +350,7 @@ def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
         first = signalled.number is None
         signalled.number = number
         if not first:
-            raise Interrupted(left_sentence(operation, client.cancel_state), number, errno.EINTR)
+            raise Interrupted(operation.left(client.cancel_state), number, errno.EINTR)
         client.cancel()
         signal.setitimer(signal.ITIMER_REAL, ANSWER_S)
 

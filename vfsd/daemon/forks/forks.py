@@ -38,7 +38,7 @@ from vfsd.machine.logs import log_failure, log_path, open_log
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import is_dead
 from vfsd.machine.runtime import WorkspaceRecord, read_record, read_records, remove_record
-from vfsd.operations.merge import Ancestor, Lineage, StateId
+from vfsd.operations.forks import Ancestor, Lineage, StateId
 from vfsd.wire.options import Failed, JournalOptions, Ready, decode_report
 
 if TYPE_CHECKING:

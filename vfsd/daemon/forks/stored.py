@@ -31,8 +31,7 @@ from vfsd.daemon.snapshots.store_restore import Stored, drop_unused_bases
 from vfsd.daemon.snapshots.stored import StoreSnapshots
 from vfsd.machine.daemon_start import start_interpreter
 from vfsd.machine.logs import log_path, open_log
-from vfsd.operations.merge import Ancestor, StateId
-from vfsd.operations.workspace import ForkParams
+from vfsd.operations.forks import Ancestor, ForkParams, StateId
 from vfsd.wire.option_rules import SCOPES
 from vfsd.wire.options import DEFAULTS, BackendSpec, JournalOptions, MountOptions, Ready, StoredOrigin
 

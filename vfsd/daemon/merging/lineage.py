@@ -32,7 +32,7 @@ from typing import Final
 import msgspec
 
 from protocol.values import Value
-from vfsd.operations.merge import Lineage, MergedState, StateId
+from vfsd.operations.forks import Lineage, MergedState, StateId
 
 MERGED_KEPT: Final = 200  # merged states that are remembered, the newest ones
 

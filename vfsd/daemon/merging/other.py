@@ -31,7 +31,7 @@ from vfsd.daemon.merging.lineage import Bases, MergeLog, find_bases
 from vfsd.daemon.merging.trees import EmptyTree, LayeredTree
 from vfsd.daemon.snapshots.base import in_thread
 from vfsd.operations.declaration import Empty, Peer
-from vfsd.operations.merge import ChangesParams, ChangesResult, DropMergedParams, Lineage, StateId
+from vfsd.operations.forks import ChangesParams, ChangesResult, DropMergedParams, Lineage, StateId
 from vfsd.wire.messages import ATTEMPTS, RECEIVE_BYTES, ClosingError, ControlError, Exchange, LineBuffer, from_wire_path
 from vfsd.wire.sockets import connect, peer_credentials
 

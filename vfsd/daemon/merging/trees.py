@@ -35,7 +35,7 @@ from protocol.tree import CHUNK_BYTES, Chunk, Hole, LookupTree, Tree, TreeEntry,
 from protocol.volume import Volume
 from vfsd.daemon.merging.delta import Buffer, Delta, DeltaReader, Entry, Extent, buffer_in_memory, write_delta
 from vfsd.daemon.snapshots.base import in_answer_thread, in_thread
-from vfsd.operations.merge import StateId
+from vfsd.operations.forks import StateId
 from vfsd.wire.options import StoredOrigin
 
 NEW_INODES: Final = 1 << 63

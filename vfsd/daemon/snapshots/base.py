@@ -39,7 +39,7 @@ from protocol.values import Value
 from protocol.volume_extensions import SnapshotInfo, SnapshotKind, externally_changed, snapshotable
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.history import PrunedRecord, UndoHistory
-from vfsd.operations.merge import MergedState
+from vfsd.operations.forks import MergedState
 
 if TYPE_CHECKING:
     from vfsd.daemon.mounted_volume import MountedVolume

@@ -34,7 +34,7 @@ from vfsd.daemon.snapshots.base import MERGED_TAG, CallObserver, Interrupted, is
 from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.machine.logs import log_failure
 from vfsd.machine.runtime import read_record
-from vfsd.operations.merge import StateId
+from vfsd.operations.forks import StateId
 
 _logger = logging.getLogger(__name__)
 _PATHS_AT_ONCE: Final = 500  # given to the volume in one call: the mount waits for about 15 ms

@@ -80,7 +80,7 @@ from vfsd.daemon.snapshots.store_restore import (
     scan_progress,
 )
 from vfsd.machine.logs import log_failure
-from vfsd.operations.merge import MergedState
+from vfsd.operations.forks import MergedState
 from vfsd.operations.snapshots import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)

@@ -68,7 +68,7 @@ from vfsd.daemon.snapshots.base import (
 from vfsd.daemon.snapshots.history import PrunedRecord, PrunedSnapshots, UndoHistory, expired, recorded
 from vfsd.kernel.engines.base import repeated
 from vfsd.machine.logs import log_failure
-from vfsd.operations.merge import MergedState
+from vfsd.operations.forks import MergedState
 from vfsd.operations.snapshots import CHANGES_LISTED
 
 _logger = logging.getLogger(__name__)

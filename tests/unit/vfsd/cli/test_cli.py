@@ -26,8 +26,8 @@ from vfsd.client.connection import ControlClient, vanished
 from vfsd.machine.doctor import examine
 from vfsd.machine.runtime import ensure_socket_dir, read_records, write_record
 from vfsd.operations.declaration import ChangeRecord
+from vfsd.operations.forks import ForkResult
 from vfsd.operations.snapshots import FromOther, ProblemRecord, Undo
-from vfsd.operations.workspace import ForkResult
 from vfsd.wire import messages as m
 
 

@@ -11,7 +11,7 @@ import pytest
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.resume import FORMAT, Resume, Slots, decoded, encoded
 from vfsd.daemon.snapshots.history import HistoryState, PrunedRecord, UndoHistory
-from vfsd.operations.merge import Ancestor, MergedState, StateId
+from vfsd.operations.forks import Ancestor, MergedState, StateId
 
 AT = 4096
 STATE = StateId("fork-1", 7, 1)

@@ -15,15 +15,14 @@ from vfsd.client.workspace import Workspace
 from vfsd.daemon.control.calls import handlers_of
 from vfsd.daemon.control.handlers.changes import TreeMethods
 from vfsd.daemon.control.handlers.exec import ExecMethods
-from vfsd.daemon.control.handlers.fork import ForkMethod
+from vfsd.daemon.control.handlers.forks import ForkMethod, MergeMethods, MergeSource
 from vfsd.daemon.control.handlers.fs import FsMethods
 from vfsd.daemon.control.handlers.log import LogMethods
-from vfsd.daemon.control.handlers.merge import MergeMethods, MergeSource
 from vfsd.daemon.control.handlers.snapshots import SnapshotMethods
 from vfsd.daemon.control.handlers.workspace import SavedStates, UnmountMethods, WorkspaceMethods
 from vfsd.daemon.control.methods import Methods
 from vfsd.daemon.upgrading.giving import Upgrade
-from vfsd.operations import merge, snapshots, workspace
+from vfsd.operations import forks, snapshots, workspace
 from vfsd.operations.catalogue import OPERATIONS
 
 GROUPS: tuple[type[object], ...] = (
@@ -52,12 +51,12 @@ CALLS: tuple[tuple[Callable[..., Any], type[msgspec.Struct], set[str]], ...] = (
     (Requests.export, snapshots.ExportParams, {"source_date_epoch"}),
     (Requests.import_archive, snapshots.ImportParams, set()),
     (Requests.apply, snapshots.ApplyParams, {"stream"}),
-    (Requests.merge, merge.MergeParams, set()),
-    (Requests.adopt, merge.AdoptParams, set()),
+    (Requests.merge, forks.MergeParams, set()),
+    (Requests.adopt, forks.AdoptParams, set()),
     (Requests.policy, workspace.PolicyParams, set()),
     (Requests.log, workspace.LogParams, {"since_ns"}),
     (Requests.watch, workspace.LogParams, {"since_ns"}),
-    (Requests.fork, workspace.ForkParams, set()),
+    (Requests.fork, forks.ForkParams, set()),
 )
 
 

@@ -46,7 +46,7 @@ from vfsd.daemon.snapshots.base import (
 from vfsd.daemon.snapshots.volume import VolumeSnapshots
 from vfsd.machine import mountinfo
 from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
-from vfsd.operations.merge import StateId
+from vfsd.operations.forks import StateId
 from vfsd.operations.snapshots import (
     CHANGES_LISTED,
     ApplyParams,

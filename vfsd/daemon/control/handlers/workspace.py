@@ -46,10 +46,9 @@ from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.calls import CallContext, handlers_of
 from vfsd.daemon.control.handlers.changes import TreeMethods, time_text
 from vfsd.daemon.control.handlers.exec import ExecMethods
-from vfsd.daemon.control.handlers.fork import ForkMethod
+from vfsd.daemon.control.handlers.forks import ForkMethod, MergeMethods, MergeSource
 from vfsd.daemon.control.handlers.fs import FsMethods
 from vfsd.daemon.control.handlers.log import LogMethods
-from vfsd.daemon.control.handlers.merge import MergeMethods, MergeSource
 from vfsd.daemon.control.handlers.snapshots import SnapshotMethods
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, has_state
@@ -74,7 +73,7 @@ from vfsd.machine.logs import log_failure
 from vfsd.machine.processes import holders
 from vfsd.machine.runtime import read_record
 from vfsd.operations.declaration import Empty, Peer
-from vfsd.operations.merge import StateId
+from vfsd.operations.forks import StateId
 from vfsd.operations.snapshots import SaveParams, SaveResult
 from vfsd.operations.workspace import (
     CompactResult,

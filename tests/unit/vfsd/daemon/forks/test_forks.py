@@ -14,7 +14,7 @@ from vfsd.daemon.forks import process
 from vfsd.daemon.forks.forks import Forks, Steps
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.history import UndoHistory
-from vfsd.operations.merge import StateId
+from vfsd.operations.forks import StateId
 from vfsd.wire.options import MountOptions
 
 

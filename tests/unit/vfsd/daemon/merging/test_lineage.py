@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from vfsd.daemon.merging.lineage import BaseState, MergeLog, find_bases, with_merged
-from vfsd.operations.merge import Ancestor, Lineage, MergedState, StateId
+from vfsd.operations.forks import Ancestor, Lineage, MergedState, StateId
 
 
 def state(serial: int, name: str = "s") -> StateId:

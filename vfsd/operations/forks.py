@@ -1,4 +1,4 @@
-"""The messages of the control socket for merging: the calls of a client, and those between two daemons.
+"""The operations on forks: make, merge and adopt one, and the calls between two daemons.
 
 A client calls `merge` or `adopt` on the target.  The target's daemon then calls `lineage` and `changes` on the other
 workspace's daemon.
@@ -28,6 +28,29 @@ if TYPE_CHECKING:
     from protocol.volume_extensions import SnapshotInfo
 
 Conflicts = Literal["fail", "ours", "theirs", "markers"]
+
+
+class ForkParams(Params):
+    """Parameters of `fork`: the fork's name and its mountpoint, an empty directory.
+
+    `snapshot`: fork that state; None: the present one.
+    """
+
+    name: str
+    mountpoint: str
+    snapshot: str | None = None
+
+
+class ForkResult(msgspec.Struct):
+    """Result of `fork`: the new workspace.  `base` is the snapshot of both that is their common state."""
+
+    name: str
+    mountpoint: str
+    socket: str
+    pid: int
+    engine: str
+    base: str
+    warnings: list[str] = []
 
 
 class MergeParams(Params):
@@ -181,9 +204,11 @@ class DropMergedParams(Params):
     keep: list[int] = []
 
 
+_FORK: Final = ("the fork", "no fork was made", "the fork is mounted; `vfsd unmount` removes it")
 _MERGE: Final = ("the merge", UNCHANGED, f"the merge is complete{UNDO_HINT}")
 _ADOPTION: Final = ("the adoption", UNCHANGED, f"the adoption is complete{UNDO_HINT}")
 OPERATIONS: Final = (
+    Operation("fork", ForkParams, ForkResult, *_FORK),
     Operation("merge", MergeParams, MergeResult, *_MERGE, audited=True),
     Operation("adopt", AdoptParams, MergeResult, *_ADOPTION, audited=True),
     Operation("lineage", Empty, Lineage),
