@@ -202,6 +202,42 @@ class LookupTree(ABC):
         return None
 
 
+class LowerTree(LookupTree):
+    """A tree over which an overlay can be mounted.  Each method reads what it needs, when it is called.
+
+    `entries` may give symlinks without their target, which `entry` reads.  The inode number of an entry that has no
+    ctime only tells which names are names of one file.
+    """
+
+    inode_failure: str | None = None
+    """The first damage of inode numbers and ctimes that was found; None if none was."""
+
+    def ranges(self, path: bytes, start: int, end: int) -> Iterable[tuple[int, int]]:  # noqa: ARG002
+        """Return (start, end) of each run of data in a file between two offsets; the rest is zeros.
+
+        The whole if that is not known, or not verified yet.
+        """
+        return [(start, end)]
+
+    def sectors(self, path: bytes) -> int | None:  # noqa: ARG002
+        """Return the size on disk of a sparse file in units of 512 bytes; None if it is not known."""
+        return None
+
+    def preparation(self, path: bytes) -> Callable[[], object] | None:  # noqa: ARG002
+        """Return a function that does what makes the first read of a large file slow; None if nothing does.
+
+        The function may be called in any thread, in parallel with all methods.
+        """
+        return None
+
+    def stop(self) -> None:
+        """End preparations that are running, or let them run without the tree: it is about to be closed."""
+
+    @abstractmethod
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        """See `Tree.read`.  The bytes are verified."""
+
+
 def names_in(tree: Tree, path: bytes) -> list[bytes]:
     """Return the names in directory `path`, sorted as bytes."""
     return [entry.name for entry in tree.entries(path)]

@@ -28,7 +28,7 @@ from protocol.archive.members import Member, data_start
 from protocol.archive.read import Contents, read_outline
 from protocol.errors import ArchiveError, os_error, shown
 from protocol.linux.regular_file import open_regular
-from protocol.tree import CHUNK_BYTES, TYPE_MASK, Chunk, LookupTree, TreeEntry, sparse
+from protocol.tree import CHUNK_BYTES, TYPE_MASK, Chunk, LowerTree, TreeEntry, sparse
 
 _BUFFER_BYTES: Final = 128 * 1024
 _ENTRY_BYTES: Final = 320  # memory of an entry, without its path
@@ -73,8 +73,8 @@ class _PositionedFile(io.RawIOBase):
         return count
 
 
-class MountedArchive(LookupTree):
-    """The archive at `path`.  Implements `protocol.backends.overlay.tree_lower.LowerTree`.
+class MountedArchive(LowerTree):
+    """The archive at `path`.
 
     ArchiveError if the archive is refused; OSError.  `reserve` is called with each number of bytes that reading the
     index takes for a moment, before it takes them, and may raise.  `cache_bytes` bounds the caches of content.
@@ -153,7 +153,7 @@ class MountedArchive(LookupTree):
         hashed.update(repr((list(self._mtimes), sorted(self._rare.items()))).encode())
         return f"archive {hashed.hexdigest()}"
 
-    # -- LowerTree ---------------------------------------------------------------------------------
+    # -- protocol.tree.LowerTree ---------------------------------------------------------------------------------
     def entry(self, path: bytes) -> TreeEntry:
         number = self._number(path)
         entry = self._entry(number)
@@ -172,7 +172,6 @@ class MountedArchive(LookupTree):
         )  # fmt: skip
 
     def entries(self, path: bytes) -> list[TreeEntry]:
-        """The entries in directory `path`, sorted.  Symlinks are without their target, which `entry` reads."""
         numbers = self._children.get(path)
         if numbers is None:
             self._number(path)
@@ -191,23 +190,12 @@ class MountedArchive(LookupTree):
             yield from sparse(piece)
             at += len(piece)
 
-    def ranges(self, path: bytes, start: int, end: int) -> list[tuple[int, int]]:  # noqa: ARG002
-        """The whole: an archive does not say where a file has holes."""
-        return [(start, end)]
-
-    def sectors(self, path: bytes) -> None:
-        """None, as for `ranges`."""
-
     def preparation(self, path: bytes) -> Callable[[], object] | None:
         number = self._number(path)
         member = self._member(number)
         if self._content.is_ready(member):
             return None
         return functools.partial(self._content.prepare, member, self._locate)
-
-    @property
-    def inode_failure(self) -> None:
-        """None: an archive has neither inode numbers nor ctimes."""
 
     def stop(self) -> None:
         self._content.stop()

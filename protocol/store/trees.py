@@ -38,7 +38,7 @@ from protocol.store.format.digests import CHUNK_BYTES as DIGEST_CHUNK_BYTES
 from protocol.store.format.digests import chunk_ranges
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import UNREADABLE, Row, decode_listing, encode_listing, entry_of, inodes_lost
-from protocol.tree import CHUNK_BYTES, Chunk, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Chunk, LowerTree, Tree, TreeEntry
 
 if TYPE_CHECKING:
     from protocol.store.directory.source import Source
@@ -251,8 +251,8 @@ def root_of(fingerprint: str) -> bytes | None:
     return bytes.fromhex(digest) if kind == "snapshot" else None
 
 
-class MountedSnapshot(NumberedTree):
-    """The snapshot whose root is `root`.  Implements `protocol.backends.overlay.tree_lower.LowerTree`.
+class MountedSnapshot(NumberedTree, LowerTree):
+    """The snapshot whose root is `root`.
 
     `inodes` is the inode row of the root; None if the snapshot has none.  Make it while the store's lock is held
     shared, and close it.
@@ -302,9 +302,6 @@ class MountedSnapshot(NumberedTree):
         if self._blobs.large.is_ready(row.content, row.size):
             return None
         return functools.partial(self._blobs.large.prepare, row.content)
-
-    def stop(self) -> None:
-        """Nothing: `close` does not affect a preparation."""
 
     def close_lease(self) -> None:
         """End the lease only; the store's files are used by another mounted snapshot."""

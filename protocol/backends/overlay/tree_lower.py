@@ -15,10 +15,10 @@ import errno
 import logging
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
@@ -30,7 +30,7 @@ from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
     from protocol.store.format.rows import Row
-    from protocol.tree import TreeEntry
+    from protocol.tree import LowerTree, TreeEntry
     from protocol.volume_extensions import VolumeUsage
 
 _logger = logging.getLogger(__name__)
@@ -41,53 +41,6 @@ _SECTOR_BYTES: Final = 512
 _ALWAYS_READY_BYTES: Final = 1 << 20  # reading and verifying so much takes some milliseconds
 # Of this process and not of the tree, or no damage: an entry that was not readable when the snapshot was taken.
 _PASSED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EACCES, errno.ECANCELED})
-
-
-class LowerTree(Protocol):
-    """A tree over which an overlay can be mounted.  Each method reads what it needs, when it is called.
-
-    OSError; ENOENT and ENOTDIR as for `protocol.tree.Tree`.  The inode number of an entry that has no ctime only tells
-    which names are names of one file.
-    """
-
-    def entry(self, path: bytes) -> TreeEntry:
-        """Return the entry at `path`, without following symlinks."""
-        ...
-
-    def entries(self, path: bytes) -> Iterable[TreeEntry]:
-        """Return the entries in a directory; symlinks need not have their target."""
-        ...
-
-    @property
-    def inode_failure(self) -> str | None:
-        """The first damage of inode rows that was found; None if none was."""
-        ...
-
-    def read(self, path: bytes, offset: int, size: int) -> bytes:
-        """Return `size` bytes of a regular file from `offset`, fewer only at its end.  They are verified."""
-        ...
-
-    def ranges(self, path: bytes, start: int, end: int) -> Iterable[tuple[int, int]]:
-        """Return (start, end) of each run of data in a file between two offsets; the rest is zeros.
-
-        The whole if that is not known, or not verified yet.
-        """
-        ...
-
-    def sectors(self, path: bytes) -> int | None:
-        """Return the size on disk of a sparse file in units of 512 bytes; None if it is not known."""
-        ...
-
-    def preparation(self, path: bytes) -> Callable[[], object] | None:
-        """Return a function that does what makes the first read of a large file slow; None if nothing does.
-
-        The function may be called in any thread, in parallel with all methods.
-        """
-        ...
-
-    def stop(self) -> None:
-        """End preparations that are running, or let them run without the tree: it is about to be closed."""
-        ...
 
 
 def tree_stat(
