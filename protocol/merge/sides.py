@@ -106,15 +106,10 @@ def merged_metadata(
         conflict(reason, f"{show.format(here)} in ours, {show.format(there)} in theirs")
         return there if side == "theirs" else here
 
-    bits = [None if entry is None else _Bits(stat.S_IMODE(entry.mode)) for entry in (base, ours, theirs)]
-    owners = [None if entry is None else f"{entry.uid}:{entry.gid}" for entry in (base, ours, theirs)]
-    assert bits[1] is not None
-    assert bits[2] is not None
-    assert owners[1] is not None
-    assert owners[2] is not None
-    mode = chosen(bits[0], bits[1], bits[2], "mode", "mode {}")
-    owner = chosen(owners[0], owners[1], owners[2], "owner", "owner {}")
-    uid, gid = map(int, owner.split(":"))
+    bits = None if base is None else stat.S_IMODE(base.mode)
+    mode = chosen(bits, stat.S_IMODE(ours.mode), stat.S_IMODE(theirs.mode), "mode", "mode {:04o}")
+    owners = None if base is None else (base.uid, base.gid)
+    uid, gid = chosen(owners, (ours.uid, ours.gid), (theirs.uid, theirs.gid), "owner", "owner {0[0]}:{0[1]}")
     xattrs, differing = _merged_xattrs(base.xattrs if base else {}, ours.xattrs, theirs.xattrs, side)
     if differing:
         conflict("xattrs", f"different values of {names_shown(differing)}")
@@ -125,16 +120,6 @@ def merged_metadata(
 def theirs_is_due(base: object, ours: object, theirs: object) -> bool:
     """Whether only `theirs` changed a value."""
     return ours == base != theirs
-
-
-class _Bits(int):
-    """Permission bits, shown in octal."""
-
-    def __str__(self) -> str:
-        return f"{int(self):04o}"
-
-    def __format__(self, spec: str) -> str:
-        return str(self)
 
 
 def _merged_xattrs(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from protocol.diff.plan import Step, execute, plan_comparisons
-from protocol.diff.tree_diff import Change, Pair, compare_pairs, is_at_or_below, linked_changes, outermost
+from protocol.diff.tree_diff import Change, Pair, compare_pairs, is_at_or_below, linked_changes, outermost, walk_order
 from protocol.errors import os_error
 from protocol.linux.regular_file import read_regular, write_atomically
 from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarget
@@ -126,7 +126,7 @@ class Plan:
 
 
 def _sorted(changes: Iterable[Change]) -> list[Change]:
-    return sorted(changes, key=lambda change: change.path.split(b"/"))
+    return sorted(changes, key=lambda change: walk_order(change.path))
 
 
 # -- planning --------------------------------------------------------------------------------------
@@ -136,19 +136,21 @@ def plan(live: MerkleTree, wanted: MerkleTree, request: RestoreRequest) -> Plan:
     FileNotFoundError for a path that is in neither.
     """
     problems: list[Problem] = []
-    pairs: list[Pair] = []
+    rows: dict[bytes, tuple[Row | None, Row | None]] = {}
     directories = request.directories
     for scope in outermost(request.paths) if request.paths or directories is not None else [b""]:
         old, new = _row(live, scope), _row(wanted, scope)
         if old is None and new is None and directories is None:
             raise os_error(errno.ENOENT, os.fsdecode(scope))
-        pairs += _differing(live, wanted, (scope, old, new), problems)
+        rows |= {path: (old, new) for path, old, new in _differing(live, wanted, (scope, old, new), problems)}
     for path in directories or ():
         old, new = _row(live, path), _row(wanted, path)
         if old is not None and new is not None and old.is_dir and new.is_dir:
-            pairs.append((entry_of(old, path), entry_of(new, path)))
-    if directories:
-        pairs.sort(key=_order)
+            rows[path] = old, new
+    pairs: list[Pair] = [
+        (None if old is None else entry_of(old, path), None if new is None else entry_of(new, path))
+        for path, (old, new) in sorted(rows.items(), key=lambda item: walk_order(item[0]))
+    ]
     found = list(compare_pairs(live, wanted, pairs))
     entries = (_readable_entries(live), _readable_entries(wanted))
     paths = request.paths or directories or ()
@@ -166,16 +168,10 @@ def _touched(step: Step, time_ns: int) -> Step:
     return replace(step, new=msgspec.structs.replace(step.new, mtime_ns=time_ns))
 
 
-def _order(pair: Pair) -> list[bytes]:
-    entry = pair[1] or pair[0]
-    assert entry is not None
-    return entry.path.split(b"/") if entry.path else []
-
-
 def _differing(
     live: MerkleTree, wanted: MerkleTree, top: tuple[bytes, Row | None, Row | None], problems: list[Problem]
-) -> Iterator[Pair]:
-    """The entries of each path at and below `top` whose rows differ; a path that must be left alone is a problem.
+) -> Iterator[tuple[bytes, Row | None, Row | None]]:
+    """The paths at and below `top` whose rows differ, with both rows; a path that must be left alone is a problem.
 
     Reads no listing whose digest is the same in both trees.
     """
@@ -192,7 +188,7 @@ def _differing(
         except DamagedError as error:
             problems.append(Problem(path, _left(error)))
             continue
-        yield None if old is None else entry_of(old, path), None if new is None else entry_of(new, path)
+        yield path, old, new
         pending += reversed(below)
 
 
@@ -252,7 +248,7 @@ class RestoreRun:
             if not self._is_skipped(step.path) and self._attempt(step, self._execute) and step.change is not None:
                 done.add(step.path)
                 self.progress(len(done), total)
-        problems = sorted(self._problems, key=lambda problem: problem.path.split(b"/"))
+        problems = sorted(self._problems, key=lambda problem: walk_order(problem.path))
         return self.plan.reported(done), problems
 
     def _is_skipped(self, path: bytes) -> bool:

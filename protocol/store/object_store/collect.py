@@ -139,12 +139,8 @@ class Collection:
         return self._roots_of(current), self._roots_of(recent)
 
     def _roots_of(self, generations: list[Generation]) -> list[bytes]:
-        damaged = self._ignore if self._repairs else None
+        damaged = (lambda _one, _error: None) if self._repairs else None
         return [digest for one in self._remote.records(generations, damaged) for digest in one.record.roots]
-
-    @staticmethod
-    def _ignore(_one: Generation, _error: DamagedError) -> None:
-        """Do nothing."""
 
     def _add_new_packs(self, view: PackView) -> None:
         """Add packs of names that were published after `view` listed the packs."""

@@ -201,7 +201,7 @@ class Push:
         """Create the next generation of the name, and return its number."""
         while True:
             number = current.number + 1 if current is not None else 1
-            record = encode_named(_renamed(self._record, self._name, number))
+            record = encode_named(structs.replace(self._record, name=self._name, serial=number, kind="user"))
             if self._storage.create(Generation(self._name, number).key, record).result():
                 return number
             current = self._remote.generation(self._name)  # another process was faster
@@ -245,7 +245,8 @@ class Push:
             if stat.S_ISREG(row.mode):
                 self._add_content(items, row)
             elif stat.S_ISDIR(row.mode) and row.content not in items:
-                items[row.content] = _Item("tree", self._listing_bytes(row.content), row.content)
+                place = self._blobs.packs.find(row.content)
+                items[row.content] = _Item("tree", 0 if place is None else place.length, row.content)
                 before: dict[bytes, Row] = {}
                 if old is not None and stat.S_ISDIR(old.mode):
                     with contextlib.suppress(DamagedError):  # then all of it is compared
@@ -265,10 +266,6 @@ class Push:
         for number, chunk in chunks.items():
             length = min(CHUNK_BYTES, row.size - number * CHUNK_BYTES)
             items.setdefault(chunk, _Item("data", length, digest, number))
-
-    def _listing_bytes(self, digest: bytes) -> int:
-        place = self._blobs.packs.find(digest)
-        return place.length if place is not None else 0
 
     # -- uploading -----------------------------------------------------------------------------
     def _upload(self, view: PackView) -> bool:
@@ -366,14 +363,6 @@ class Uploads:
         self._packs.learn(name, data)
         self.done_bytes += len(data)
         self._progress(self.done_bytes)
-
-
-def _renamed(record: Record, name: str, number: int) -> Record:
-    """The record of a snapshot as generation `number` of `name`."""
-    return structs.replace(record, name=name, serial=number, kind="user")
-
-
-_ZEROS: Final = bytes(1 << 20)
 
 
 class RemoteSource:
