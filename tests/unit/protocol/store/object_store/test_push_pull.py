@@ -1,18 +1,26 @@
-"""A pushed snapshot returns as it was; only what is missing travels; names are not lost."""
+"""A pushed snapshot returns as it was; only what is missing travels; names are not lost.
+
+Also stores in a directory, and snapshots that somebody else wrote: with right digests, and hostile content.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
+import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from protocol.store import DirectorySource, Store
-from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of_chunks
-from protocol.store.object_store import open_storage
-from protocol.store.object_store.packs import decoded_name, encoded_name
+from protocol.store import DamagedError, DirectorySource, Store
+from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of, digest_of_chunks
+from protocol.store.format.rows import Row, encode_listing
+from protocol.store.object_store import RemoteStore, open_storage
+from protocol.store.object_store.packs import Generation, decoded_name, encode_named, encoded_name
+from protocol.store.object_store.push import Uploads
 from protocol.tree import filled
 from tests.unit.protocol.store.object_store.conftest import Open, taken
 
@@ -197,3 +205,145 @@ def test_a_snapshot_may_be_dropped_while_it_is_pushed(opened: Open, local: Store
     assert remote.check().ok
     local.collect_garbage()
     assert (local.check().contents, local.layout.dropped_packs()) == (0, 0)
+
+
+obstore = pytest.importorskip("obstore")
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%20b"])
+def test_a_path_that_a_url_parser_would_change_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OSError, match="cannot have") as caught:
+        open_storage(f"file://{tmp_path}/{name}")
+    assert caught.value.errno == errno.EINVAL
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_with_other_files_does_not_become_a_store(tmp_path: Path) -> None:
+    (tmp_path / "passwd").touch()
+    with pytest.raises(OSError, match="not a store: choose an empty one") as caught:
+        open_storage(f"file://{tmp_path}")
+    assert caught.value.errno == errno.ENOTEMPTY
+    assert [each.name for each in tmp_path.iterdir()] == ["passwd"]
+
+
+def test_a_full_disk_is_named_and_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    async def put(*_arguments: object, **_options: object) -> None:
+        attempts.append(1)
+        raise obstore.exceptions.GenericError(
+            "Generic LocalFileSystem error: Unable to copy data to file: No space left on device (os error 28)"
+        )
+
+    monkeypatch.setattr(obstore, "put_async", put)
+    storage = open_storage(f"file://{tmp_path}/store")
+    try:
+        with pytest.raises(OSError, match="No space left") as caught:
+            storage.create("key", b"data").result()
+    finally:
+        storage.close()
+    assert caught.value.errno == errno.ENOSPC
+    assert len(attempts) == 1
+
+
+def test_a_name_that_is_too_long_for_the_store_is_named_and_not_retried(tmp_path: Path, local: Store) -> None:
+    (tmp_path / "root").mkdir()
+    local.take("host:/w", "one", DirectorySource(tmp_path / "root"))
+    with RemoteStore(open_storage(f"file://{tmp_path}/store", patience_s=3600)) as remote:
+        with pytest.raises(OSError, match="the name is too long") as caught:
+            remote.push(local, "host:/w", "one", name="x" * 300)
+        assert caught.value.errno == errno.ENAMETOOLONG
+        assert remote.all() == []
+
+
+def test_a_directory_that_is_missing_is_made_only_on_request(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no snapshot store here; `vfsd push` makes one"):
+        open_storage(f"file://{tmp_path}/store", makes_directory=False)
+    assert not (tmp_path / "store").exists()
+    open_storage(f"file://{tmp_path}/store").close()
+    open_storage(f"file://{tmp_path}/store", makes_directory=False).close()
+
+
+def test_an_older_snapshot_is_not_taken_for_the_newest_if_a_record_is_damaged(tmp_path: Path, local: Store) -> None:
+    (tmp_path / "root").mkdir()
+    with RemoteStore(open_storage(f"file://{tmp_path}/store")) as remote:
+        for name in ("old", "new"):
+            local.take("host:/w", name, DirectorySource(tmp_path / "root"))
+            remote.push(local, "host:/w", name)
+        (record,) = (tmp_path / "store/names/new").iterdir()
+        record.write_bytes(record.read_bytes()[:-1])
+        with pytest.raises(DamagedError, match=r"record of new is damaged.*#NAME takes another.*store check --store"):
+            remote.get(None)
+        assert remote.get("old").name == "old"
+        remote.drop("host:/w", "old")
+        with pytest.raises(DamagedError, match=r"record of new is damaged; `vfsd store check"):
+            remote.get(None)
+
+
+@dataclass
+class Bucket:
+    """A store that has the snapshot "one"."""
+
+    remote: RemoteStore
+    directory: Path
+
+    def publish(self, rows: list[Row], *others: bytes) -> None:
+        """Publish the snapshot "evil" with this listing; `others` are contents."""
+        listing = encode_listing(rows)
+        uploads = Uploads(self.remote.storage, self.remote.packs, lambda _: None)
+        uploads.add("tree", digest_of(listing), listing)
+        for data in others:
+            uploads.add("data", digest_of(data), data)
+        uploads.finish()
+        record = self.remote.get("one").record
+        root = structs.replace(record.root, content=digest_of(listing))
+        data = encode_named(structs.replace(record, name="evil", root=root))
+        assert self.remote.storage.create(Generation("evil", 1).key, data).result()
+
+    def pull(self) -> None:
+        """Pull "evil" into a new local store, and require that it has nothing of it."""
+        with Store(self.directory / "pulled") as local:
+            try:
+                self.remote.pull(local, self.remote.get("evil"), workspace="x")
+            finally:
+                assert local.snapshots("x") == []
+
+
+@pytest.fixture
+def bucket(local: Store, root: Path, tmp_path: Path) -> Bucket:
+    (root / "file").write_text("content")
+    local.take(KEY, "one", DirectorySource(str(root)))
+    remote = RemoteStore(open_storage(f"file://{tmp_path}/remote"))
+    remote.push(local, KEY, "one")
+    return Bucket(remote, tmp_path)
+
+
+def file_row(name: bytes, data: bytes, size: int | None = None) -> Row:
+    return Row(name, stat.S_IFREG | 0o644, 0, 0, 0, len(data) if size is None else size, digest_of(data))
+
+
+@pytest.mark.parametrize("name", [b"../evil", b"..", b".", b"", b"/etc/evil", b"a/b", b"a\0b", b"x" * 256], ids=repr)
+def test_a_name_that_leads_elsewhere_is_damage(bucket: Bucket, name: bytes) -> None:
+    bucket.publish([file_row(name, b"evil")], b"evil")
+    with pytest.raises(DamagedError, match="is not a listing"):
+        bucket.pull()
+    report = bucket.remote.check()
+    assert [damage.snapshots for damage in report.damages] == [((KEY, "evil"),)]
+    with pytest.raises(DamagedError):
+        bucket.remote.collect_garbage()
+    bucket.remote.drop(KEY, "evil")
+    assert bucket.remote.check().ok
+
+
+def test_a_name_that_is_there_twice_is_damage(bucket: Bucket) -> None:
+    bucket.publish([file_row(b"a", b"evil"), file_row(b"a", b"evil")], b"evil")
+    with pytest.raises(DamagedError, match="is not a listing"):
+        bucket.pull()
+
+
+@pytest.mark.parametrize("size", [3, 1 << 20, 1 << 62])
+def test_a_size_that_its_content_has_not_is_damage_and_fills_no_disk(bucket: Bucket, size: int) -> None:
+    bucket.publish([file_row(b"a", b"evil", size)], b"evil")
+    with pytest.raises(DamagedError):
+        bucket.pull()
+    assert size <= CHUNK_BYTES or not bucket.remote.check().ok
