@@ -194,8 +194,6 @@ class _FilesystemTarget:
         with self._filesystem.open_write(decode(new.path)) as writer:
             writer.write_all(filled(self._tree.chunks(new.path)))
 
-    write = put
-
     def link(self, new: TreeEntry, other: bytes, old: TreeEntry | None) -> None:  # noqa: ARG002 -- the contract's
         raise AssertionError("planned without links")
 

@@ -160,7 +160,7 @@ class _Target:
                 with held(store, store.child(root, self._stage)) as stage:
                     store.set_mode(stage, _USER_ALL)
                     for step in steps:
-                        if step.kind in {"put", "write"} and step.new is not None and step.new.is_file:
+                        if step.kind == "put" and step.new is not None and step.new.is_file:
                             self._staged[step.path] = self._write(stage, step.new)
                     execute(steps, self)
             finally:
@@ -221,8 +221,6 @@ class _Target:
             else:
                 store.mknod(parent, name, new.mode, new.rdev)
         self.set_metadata(new)
-
-    write = put
 
     def link(self, new: TreeEntry, other: bytes, old: TreeEntry | None) -> None:
         if old is not None:

@@ -4,14 +4,14 @@
 execute one by one:
 
 1. "remove" below a directory that becomes something else, the deepest first, so that the directory is empty then;
-2. in the order of `Tree.walk`: "directory", "put", "write", "link", and "metadata" of non-directories.  A
-   directory exists before anything in it is made; the file that a "link" names is complete before the link is made;
+2. in the order of `Tree.walk`: "directory", "put", "link", and "metadata" of non-directories.  A directory
+   exists before anything in it is made; the file that a "link" names is complete before the link is made;
 3. "remove" of everything else that must go, the deepest first.  A full disk stops the plan before this step, and an
    entry that was not removed needs no space to be restored;
 4. "metadata" of directories, the deepest first, because every change in a directory moves its mtime.
 
-Paths that are equal get no step.  A file keeps its inode ("write", "metadata") only if all its other names become
-names of the same wanted file, and are planned; otherwise "put" replaces it, so that no other name changes with it.
+Paths that are equal get no step.  A file gets other metadata only if all its other names become names of the same
+wanted file, and are planned; otherwise "put" replaces it, so that no other name changes with it.
 
 A target implements `Target`; `execute` calls it.  Each target documents what it guarantees for one step (atomic
 replacement, a check that nothing has changed since the plan was made, staging of content).
@@ -36,7 +36,7 @@ from protocol.diff.tree_diff import (
 )
 from protocol.tree import Tree, TreeEntry
 
-StepKind: TypeAlias = Literal["remove", "directory", "put", "write", "link", "metadata"]
+StepKind: TypeAlias = Literal["remove", "directory", "put", "link", "metadata"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,6 @@ class Step:
     - "directory": make the directory `new`, in place of `old` if that is not None.
     - "put": make the file, symlink or special file `new`, in place of `old` if that is not None; `old` may be an empty
       directory.
-    - "write": give `old`, a file or symlink, the content (target) and the metadata of `new`.
     - "link": make `new.path` a further name of the file at `other`, in place of `old` if that is not None.
     - "metadata": give `old`, or the directory that an earlier step made, the metadata of `new`.
 
@@ -72,8 +71,6 @@ class Target(Protocol):
 
     def put(self, new: TreeEntry, old: TreeEntry | None) -> None: ...
 
-    def write(self, new: TreeEntry, old: TreeEntry) -> None: ...
-
     def link(self, new: TreeEntry, other: bytes, old: TreeEntry | None) -> None: ...
 
     def set_metadata(self, new: TreeEntry) -> None: ...
@@ -92,9 +89,6 @@ def execute(steps: Iterable[Step], target: Target) -> None:
             target.put(new, old)
         elif step.kind == "link":
             target.link(new, step.other, old)
-        elif step.kind == "write":
-            assert old is not None
-            target.write(new, old)
         else:
             target.set_metadata(new)
 
@@ -215,10 +209,8 @@ class _Plan:
                 if old is None or kept_old is None or old.inode != kept_old.inode or old.inode == 0:
                     return Step("link", one.path, old, new, change, kept)
                 return None if one.kind is None else Step("metadata", one.path, old, new, change)
-        if old is None or not self._can_keep_inode(one, names):
+        if old is None or one.kind == "modified" or not self._can_keep_inode(one, names):
             return Step("put", one.path, old, new, change)
-        if one.kind == "modified":
-            return Step("write", one.path, old, new, change)
         return Step("metadata", one.path, old, new, change) if one.kind == "metadata" else None
 
     def _keeper(self, new: TreeEntry, names: Sequence[bytes]) -> tuple[bytes, TreeEntry | None]:
@@ -233,7 +225,7 @@ class _Plan:
             others = [name for name in names if name not in self._comparisons]
             found = next(filter(None, map(self._in_place, [*others, *planned])), None)
             if found is None:
-                found = (planned[0], None)  # a "write" may replace the inode: the others are linked anew
+                found = (planned[0], None)  # "put" replaces the inode: the others are linked anew
             self._kept[new.inode] = found
         return found
 

@@ -303,9 +303,6 @@ class RestoreRun:
         else:
             self._note(new.path, self.target.put_special(new, expected))
 
-    def write(self, new: TreeEntry, old: TreeEntry) -> None:
-        self.put(new, old)
-
     def link(self, new: TreeEntry, other: bytes, old: TreeEntry | None) -> None:
         other = self._replaced.get(other, other)
         if self._is_skipped(other):  # it could not be put: this name takes its part
