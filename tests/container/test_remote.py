@@ -297,7 +297,7 @@ def test_over_ssh_a_workspace_whose_daemon_and_keeper_were_killed_is_mounted_aga
         for pid in (record.keeper, record.pid):
             os.kill(pid, signal.SIGKILL)
             wait_ended(pid)
-        for helper in helpers:  # which would wait for another daemon for two minutes
+        for helper in helpers:  # which would wait for another daemon for five minutes
             os.kill(helper, signal.SIGKILL)
         wait_ended(ssh)
         with mounted(end, mountpoint) as again:

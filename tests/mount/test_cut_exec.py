@@ -196,4 +196,4 @@ def test_an_unmount_while_the_connection_is_cut_works(kept: KeptFar) -> None:
     os.kill(kept.connection, signal.SIGKILL)
     wait_until(lambda: not workspace.status().connected, "the cut")
     succeeded(vfsd("unmount", kept.name))
-    os.kill(helper, signal.SIGKILL)  # it would wait for two minutes
+    os.kill(helper, signal.SIGKILL)  # it would wait for five minutes

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.kept_workspaces import (
@@ -26,6 +27,7 @@ from tests.mount.kept_workspaces import (
 )
 from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
 from tests.support.waiting import wait_until
+from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.engines.native.wire import Opcode
 
@@ -195,6 +197,26 @@ def test_a_helper_that_ends_while_no_daemon_runs_ends_the_mount(kept: KeptComman
     with pytest.raises(OSError, match="not connected"):
         os.statvfs(kept.path)
     assert "the helper that has the files open has ended" in log_of(kept.name)
+
+
+def test_another_end_that_cannot_be_reached_is_tried_again(kept: KeptCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.mount()
+    with (kept.path / "file").open("w+b", buffering=0) as file:
+        file.write(b"content")
+        (kept.path / "file").unlink()
+        away = kept.python.rename(kept.python.with_name("away"))
+        try:
+            os.kill(kept.record.pid, signal.SIGKILL)
+            wait_until(lambda: "tried again in 2 s" in (kept.record.failure or ""), "more than one attempt")
+            with monkeypatch.context() as patch:
+                patch.setattr("vfsd.machine.runtime._RESTART_TIMEOUT_S", 0.0)
+                said = CliRunner().invoke(cli, ["status", "-w", kept.name], prog_name="vfsd").stderr
+        finally:
+            away.rename(kept.python)
+        assert "there is no program" in said
+        assert "is starting another one" in said
+        assert os.pread(file.fileno(), 9, 0) == b"content"
+        assert "restarted the daemon 1 time" in succeeded(vfsd("status", "-w", kept.name))
 
 
 @pytest.mark.extended

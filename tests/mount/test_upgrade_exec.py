@@ -92,7 +92,7 @@ def test_programs_and_snapshots_go_on(upgradable: Callable[..., OverCommand], ke
 
 
 def test_a_workspace_that_nobody_uses_after_an_upgrade_keeps_its_helper(upgradable: Callable[..., OverCommand]) -> None:
-    """A helper that no daemon has joined ends after two minutes, so the next daemon joins before any request comes."""
+    """A helper that no daemon has joined ends after five minutes, so the next daemon joins before any request comes."""
     workspace = upgradable()
     workspace.mount()
     with (workspace.path / "gone").open("w+b", buffering=0) as gone:

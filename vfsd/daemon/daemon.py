@@ -12,12 +12,13 @@ record are removed.
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -48,6 +49,7 @@ from vfsd.daemon.opening import (
 )
 from vfsd.daemon.resume import Resume
 from vfsd.daemon.snapshots.base import open_snapshots
+from vfsd.daemon.starting import note_failed_restart
 from vfsd.daemon.upkeep import STACKS_SIGNAL, Compaction, MemoryTrim, Removal, dump_threads_on_signal, write_task_stacks
 from vfsd.kernel.engines.choice import mount_engine, resume_engine
 from vfsd.kernel.inotify import Replay
@@ -72,6 +74,11 @@ _LINGER_S: Final = 5.0
 _ANSWER_S: Final = 5.0  # how long the daemon waits for the client to read the answer to its unmount
 _ANSWER_POLL_S: Final = 0.01
 _TIDY_S: Final = 1.0
+# How long each daemon of a keeper, which gives up after some of them, tries to reach the other end of `exec:`.
+_RECONNECT_S: Final = 60.0
+_RECONNECT_FIRST_S: Final = 0.5
+# The helper has ended, there is none, or it is another version's: none of this changes.
+_LASTING: Final = frozenset({errno.ESRCH, errno.ESTALE, errno.EPROTO, errno.EPROTONOSUPPORT})
 
 
 async def run_daemon(
@@ -282,7 +289,7 @@ class _Daemon:
         if container is not None:
             container.transport.is_left = lambda: self.leaves_mount
             attend = functools.partial(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
-            await nursery.start(self.removal.connect, attend)
+            await self._connect(functools.partial(nursery.start, self.removal.connect, attend))
         workspace = self._options.workspace
         return MountedVolume(
             self._backend.volume,
@@ -296,6 +303,27 @@ class _Daemon:
             policy=self._policy,
             name=workspace.name,
         )
+
+    async def _connect(self, connect: Callable[[], Awaitable[None]]) -> None:
+        """Connect the volume.
+
+        Programs wait for a daemon that continues a mount.  So if it cannot reach the other end of `exec:`, it tries
+        again for a while, and the record of the dead daemon says why.
+        """
+        workspace, kept = self._options.workspace, self._kept
+        pause_s, end = _RECONNECT_FIRST_S, trio.current_time() + _RECONNECT_S
+        while True:
+            try:
+                return await connect()
+            except OSError as error:
+                is_continued = kept is not None and kept.resumed is not None and kept.early_signal() is None
+                is_lasting = workspace.backend.kind != "exec" or error.errno in _LASTING
+                if not is_continued or is_lasting or trio.current_time() + pause_s > end:
+                    raise
+                log_failure(_logger, "reaching the other end", error, level=logging.WARNING)
+                note_failed_restart(self._options, error, f"; it is tried again in {pause_s:g} s")
+            await trio.sleep(pause_s)
+            pause_s *= 2
 
     def _methods(
         self, mounted: MountedVolume, nursery: trio.Nursery, started_at: str

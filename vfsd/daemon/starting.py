@@ -173,13 +173,13 @@ def restart_kept(options: MountOptions, run_daemon: RunKept) -> keeping.Serve:
     return restart
 
 
-def note_failed_restart(options: MountOptions, error: BaseException) -> None:
-    """Have the record of the workspace say why this daemon could not continue its mount."""
+def note_failed_restart(options: MountOptions, error: BaseException, then: str = "") -> None:
+    """Have the record of the workspace say why this daemon could not continue its mount, and what comes `then`."""
     failed = Failed.of(error)
     where = "" if failed.path is None else f": {failed.path}"
     with contextlib.suppress(OSError):  # a full disk: the log says it
         reason = logs.escape(f"{failed.message}{where}")[:_REASON_MAX]
-        runtime.note_failure(options.workspace.name, f"the next one could not start: {reason}")
+        runtime.note_failure(options.workspace.name, f"the next one could not start: {reason}{then}")
 
 
 def serve_starter(options: MountOptions, report_fd: int, run_daemon: RunDaemon) -> int:

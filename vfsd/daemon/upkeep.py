@@ -238,7 +238,7 @@ class Removal:
         """Keep the container connected, which `attend` does, until it is removed."""
         self._is_connected = True
         try:
-            with self._connecting:
+            with trio.CancelScope() as self._connecting:
                 await attend(task_status=task_status)
         finally:
             self._is_connected = False

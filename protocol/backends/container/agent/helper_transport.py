@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 S = TypeVar("S")
 _WATCH_S: Final = 0.1
-HOLD_S: Final = 120
+HOLD_S: Final = 300
 _MOST_REJOINS: Final = 3  # in a row, in which the helper was there and was lost again at once
 _REJOINED_S: Final = 20.0  # for the first answer of a helper that was joined again
 
