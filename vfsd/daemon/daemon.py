@@ -131,7 +131,7 @@ async def run_daemon(
         started_by = f"its keeper, because the daemon before it died ({started_by} started the first one)"
     audit.observe(engine)
     start = _Start(started_by, starter, resume, origin, kept, stale, successor, is_foreground)
-    daemon = _Daemon(options, engine, backend, replay, served, audit, start)
+    daemon = Daemon(options, engine, backend, replay, served, audit, start)
     try:
         await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered, served.note))) or None)
     finally:
@@ -184,8 +184,14 @@ class _Start(NamedTuple):
     is_foreground: bool
 
 
-class _Daemon:
-    """A mounted workspace while it is served.  Implements `vfsd.daemon.upgrading.giving.OldDaemon`."""
+class Daemon:
+    """A mounted workspace while it is served.
+
+    `upgraded_from`: the version of the daemon that this one replaced in an upgrade; None if there was none.
+    """
+
+    server: ControlServer
+    forks: Forks
 
     def __init__(
         self,
@@ -203,7 +209,7 @@ class _Daemon:
         if served.policy is not None:
             # What was added at run time too: the daemon of an upgrade, and forks, start from these options.
             options = replace(options, policy=served.policy.options)
-        self._options = self.options = options
+        self.options = options
         self.engine = engine
         self.kept = kept
         self.starter = start.starter
@@ -214,15 +220,13 @@ class _Daemon:
         self._written: WorkspaceRecord | None = None
         self._end: Callable[[], object] = lambda: None
         self._lost_keeper: Callable[[], tuple[str, str] | None] = lambda: None
-        self._audit = self.audit = audit
+        self.audit = audit
         self._snapshot_directory = served.directory
-        self._kept = kept
         self._stale = start.stale
         self._started_by = start.by
         self._origin = start.origin
         self._resume = start.resume
-        self._engine = engine
-        self._backend = self.backend = backend
+        self.backend = backend
         self._replay = replay
         self._notifier = Notifier.from_environment() if kept is None else kept.notifier
         self._commands = Commands(options.workspace.name)
@@ -240,7 +244,7 @@ class _Daemon:
     async def run(self, ready: Callable[[Ready], None], recovered: str | None) -> None:
         """Serve until the file system is unmounted."""
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        socket = runtime.socket_path(self._options.workspace.name)
+        socket = runtime.socket_path(self.options.workspace.name)
         record: WorkspaceRecord | None = None
         successor = self._successor
         try:
@@ -251,11 +255,11 @@ class _Daemon:
                 given = None if successor is None else successor.socket
                 self.server = ControlServer(socket, methods.handlers(), given=given)
                 if successor is not None:
-                    await successor.wait_go(self._kept)
+                    await successor.wait_go(self.kept)
                     record = self._written_record(socket, started_at)
                     successor.serving()
-                    if self._backend.connection is not None:
-                        self._backend.connection.transport.begin()
+                    if self.backend.connection is not None:
+                        self.backend.connection.transport.begin()
                     await self._take_over_snapshots(nursery)
                     nursery.start_soon(self._serve, methods, nursery)
                 await nursery.start(self.server.serve)
@@ -272,9 +276,9 @@ class _Daemon:
                 # Raises if the starter is gone.  An error up to here undoes the mount; a later one is a crash.
                 ready(self._report(socket, recovered))
                 self._answers = True
-                self._backend.keep()
+                self.backend.keep()
                 nursery.start_soon(self._import_rest)
-                if self._backend.stored is not None and snapshots is not None:
+                if self.backend.stored is not None and snapshots is not None:
                     nursery.start_soon(self.forks.attend_stored, snapshots.drop_unused_bases)
                 nursery.start_soon(self.forks.attend_bases)
                 self._announce()
@@ -285,20 +289,20 @@ class _Daemon:
                 runtime.remove_record(record)
 
     async def _mounted(self, nursery: trio.Nursery) -> MountedVolume:
-        container = self._backend.connection
+        container = self.backend.connection
         if container is not None:
             container.transport.is_left = lambda: self.leaves_mount
-            attend = functools.partial(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
+            attend = functools.partial(container.attend, functools.partial(invalidate_kernel_caches, self.engine))
             await self._connect(functools.partial(nursery.start, self.removal.connect, attend))
-        workspace = self._options.workspace
+        workspace = self.options.workspace
         return MountedVolume(
-            self._backend.volume,
-            self._engine,
+            self.backend.volume,
+            self.engine,
             self._replay,
             workspace.mountpoint,
             nursery,
             container,
-            cache=self._options.kernel.cache,
+            cache=self.options.kernel.cache,
             snapshot_directory=self._snapshot_directory,
             policy=self._policy,
             name=workspace.name,
@@ -310,7 +314,7 @@ class _Daemon:
         Programs wait for a daemon that continues a mount.  So if it cannot reach the other end of `exec:`, it tries
         again for a while, and the record of the dead daemon says why.
         """
-        workspace, kept = self._options.workspace, self._kept
+        workspace, kept = self.options.workspace, self.kept
         pause_s, end = _RECONNECT_FIRST_S, trio.current_time() + _RECONNECT_S
         while True:
             try:
@@ -321,7 +325,7 @@ class _Daemon:
                 if not is_continued or is_lasting or trio.current_time() + pause_s > end:
                     raise
                 log_failure(_logger, "reaching the other end", error, level=logging.WARNING)
-                note_failed_restart(self._options, error, f"; it is tried again in {pause_s:g} s")
+                note_failed_restart(self.options, error, f"; it is tried again in {pause_s:g} s")
             await trio.sleep(pause_s)
             pause_s *= 2
 
@@ -329,58 +333,58 @@ class _Daemon:
         self, mounted: MountedVolume, nursery: trio.Nursery, started_at: str
     ) -> tuple[SnapshotService | None, Methods]:
         """Return the snapshots of the workspace, and the methods of its control socket."""
-        options, origin, successor, resume = self._options, self._origin, self._successor, self._resume
-        snapshots = open_snapshots(mounted, self._backend.stored, resume.history, resume.merge_log, resume.pruned)
-        self._commands = commands = choose_commands(options, self._backend.container, snapshots, mounted.root.open)
-        start = Start(started_at, self._started_by, origin, self._kept)
+        options, origin, successor, resume = self.options, self._origin, self._successor, self._resume
+        snapshots = open_snapshots(mounted, self.backend.stored, resume.history, resume.merge_log, resume.pruned)
+        self._commands = commands = choose_commands(options, self.backend.container, snapshots, mounted.root.open)
+        start = Start(started_at, self._started_by, origin, self.kept)
         given, family = (None, None) if successor is None else (resume, successor.family)
         run = self._run_fork
-        self.forks = forks = Forks(options, self._backend, self._engine.name, nursery, run, origin, given, family)
+        self.forks = forks = Forks(options, self.backend, self.engine.name, nursery, run, origin, given, family)
         if snapshots is not None:
             snapshots.needed_by_others = forks.needed
         imported = self._imported.wait
         return snapshots, Methods(
-            mounted, snapshots, options.workspace, start, commands, forks, imported, self._audit, self
+            mounted, snapshots, options.workspace, start, commands, forks, imported, self.audit, self
         )
 
     def _report(self, socket: str, recovered: str | None) -> Ready:
-        workspace, engine = self._options.workspace, self._engine
+        workspace, engine = self.options.workspace, self.engine
         warnings = tuple(engine.warnings)
         return Ready(workspace.name, workspace.mountpoint, socket, os.getpid(), engine.name, recovered, warnings)
 
     def _announce(self) -> None:
         """Log, and tell systemd, that the mount is served."""
-        mountpoint = self._options.workspace.mountpoint
-        for warning in self._engine.warnings:
+        mountpoint = self.options.workspace.mountpoint
+        for warning in self.engine.warnings:
             _logger.warning("%s", warning, extra={"operation": "mount"})
         self._notifier.ready(f"serving {mountpoint}")
         _logger.info(
             "%s, served by the %s engine",
             "continued the mount" if self._continues else "mounted",
-            self._engine.name,
+            self.engine.name,
             extra={"operation": "mount", "path": mountpoint},
         )  # fmt: skip
 
     async def _take_over_snapshots(self, nursery: trio.Nursery) -> None:
         if self._continues and self._snapshot_directory is not None:
-            await self._snapshot_directory.take_over(self._engine, nursery)
+            await self._snapshot_directory.take_over(self.engine, nursery)
 
     def _start_upkeep(self, mounted: MountedVolume, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._tidy)
-        nursery.start_soon(self._audit.attend)
+        nursery.start_soon(self.audit.attend)
         compaction = Compaction.of(mounted, self.forks)
         if compaction is not None:
             nursery.start_soon(compaction.attend)
         if self._policy is not None:
             self._policy.on_tightened = self._use_policy
-            nursery.start_soon(self._policy.attend, self._engine)
+            nursery.start_soon(self._policy.attend, self.engine)
 
     def _use_policy(self, policy: PolicyOptions) -> None:
         """Give forks, and a daemon that an upgrade starts, the policy that holds now."""
-        self._options = self.options = replace(self._options, policy=policy)
+        self.options = replace(self.options, policy=policy)
         self.forks.use_policy(policy)
-        if self._kept is not None:
-            self._kept.keep(options=encode_options(self._options).decode())
+        if self.kept is not None:
+            self.kept.keep(options=encode_options(self.options).decode())
 
     async def _wait_answering(self, mounted: MountedVolume) -> None:
         """Wait for an answer of the loop, which serves already; or correct what a dead daemon left in the kernel."""
@@ -392,18 +396,18 @@ class _Daemon:
     async def _import_rest(self) -> None:
         """Import in a thread what the mount did not need to answer; the methods of the control socket wait for it."""
         # The daemon's end waits for the thread: an interpreter that ends within an import of C++ code can abort.
-        await trio.to_thread.run_sync(preload.import_rest, self._options.workspace.backend.kind)
+        await trio.to_thread.run_sync(preload.import_rest, self.options.workspace.backend.kind)
         gc.freeze()  # as `interpreter.set_up` does with the modules that were imported before the mount
         self._imported.set()
 
     async def _serve(self, methods: Methods, nursery: trio.Nursery) -> None:
         """Serve until the file system is unmounted; then cancel everything else."""
         try:
-            await self._engine.serve()
+            await self.engine.serve()
         finally:
             self._engine_ended.set()
         self._unmounted = True
-        _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.workspace.mountpoint})
+        _logger.info("unmounted", extra={"operation": "unmount", "path": self.options.workspace.mountpoint})
         self._notifier.stopping()
         await self.removal.run(self._commands.end, is_used=self._answers)
         with trio.move_on_after(_ANSWER_S):
@@ -413,32 +417,34 @@ class _Daemon:
 
     def _written_record(self, socket: str, started_at: str) -> WorkspaceRecord:
         """Have the keeper keep the mount, and write the record."""
-        if self._kept is not None:
-            self._kept.begin(self._engine, self._backend, self._options)
+        if self.kept is not None:
+            self.kept.begin(self.engine, self.backend, self.options)
         self._written = record = self._record(socket, started_at)
         runtime.write_record(record)
         return record
 
-    # -- an upgrade: see `vfsd.daemon.upgrading.giving.OldDaemon` -------------------------------------
+    # -- an upgrade --------------------------------------------------------------------------------
     def write_record(self) -> None:
+        """Write the record of the workspace, which another daemon may have replaced."""
         if self._written is not None:
             runtime.write_record(self._written)
 
     def leave(self, successor: int) -> None:
+        """End this process, and leave the mount to another daemon.  `successor`: its keeper, if it has one."""
         self._is_handed_over = True
-        if self._kept is None:  # else the keeper does
+        if self.kept is None:  # else the keeper does
             self._notifier.successor(successor)
         self._end()
 
     def _record(self, socket: str, started_at: str) -> WorkspaceRecord:
         pid = os.getpid()
-        journal, kept = journaled(self._backend.volume), self._kept
+        journal, kept = journaled(self.backend.volume), self.kept
         return WorkspaceRecord(
-            name=self._options.workspace.name,
-            mountpoint=self._options.workspace.mountpoint,
+            name=self.options.workspace.name,
+            mountpoint=self.options.workspace.mountpoint,
             pid=pid,
             pid_start_ticks=runtime.process_start_ticks(pid) or 0,
-            backend=str(self._options.workspace.backend),
+            backend=str(self.options.workspace.backend),
             started_at=started_at,
             version=vfsd.__version__,
             socket=socket,
@@ -448,7 +454,7 @@ class _Daemon:
             ancestors=tuple(self.forks.ancestors),
             keeper=kept.pid if kept is not None and kept.is_kept else None,
             keeper_start_ticks=kept.start_ticks if kept is not None and kept.is_kept else 0,
-            store_options=tuple(self._options.remote.store_options),
+            store_options=tuple(self.options.remote.store_options),
             replaces=0 if self._successor is None else self._successor.replaces,
             upgraded_from=self.upgraded_from or "",
         )
@@ -461,7 +467,7 @@ class _Daemon:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STACKS_SIGNAL) as signals:
             dump_threads_on_signal()
             task_status.started()
-            early = None if self._kept is None else self._kept.early_signal()
+            early = None if self.kept is None else self.kept.early_signal()
             if early is not None:
                 os.kill(os.getpid(), early)
             async with trio.open_nursery() as nursery:
@@ -472,14 +478,14 @@ class _Daemon:
                     _logger.info("%s", signal.Signals(number).name, extra={"operation": "signal"})
                     if nursery.child_tasks:
                         _logger.warning("a second signal: ending at once", extra={"operation": "unmount"})
-                        self._engine.stop()
+                        self.engine.stop()
                         return
                     nursery.start_soon(self._unmount, mounted)
 
     async def _unmount(self, mounted: MountedVolume) -> None:
         """Unmount; if the mount is busy, log who holds it, detach it lazily, and give the programs time to finish."""
         self._notifier.stopping("unmounting")
-        mountpoint = self._options.workspace.mountpoint
+        mountpoint = self.options.workspace.mountpoint
         await mounted.wait_unused()
         await self._leave()
         try:
@@ -496,7 +502,7 @@ class _Daemon:
                 "programs still use the mount after %g s: ending the daemon, so that their requests fail", _LINGER_S,
                 extra={"operation": "unmount", "path": mountpoint},
             )  # fmt: skip
-            self._engine.stop()
+            self.engine.stop()
         await trio.sleep_forever()  # `_serve` cancels this
 
     async def _leave(self) -> None:
@@ -508,7 +514,7 @@ class _Daemon:
             log_failure(_logger, "removing the sandbox", error, level=logging.WARNING)
 
     async def _detach(self) -> None:
-        mountpoint = self._options.workspace.mountpoint
+        mountpoint = self.options.workspace.mountpoint
         detach = functools.partial(mounts.unmount, mountpoint, lazy=True)
         try:
             await trio.to_thread.run_sync(detach, abandon_on_cancel=True)
@@ -519,7 +525,7 @@ class _Daemon:
 
     async def _tidy(self) -> None:
         """Do the upkeep about once a second.  One that fails, for lack of descriptors for example, ends nothing."""
-        memory = MemoryTrim(self._backend.volume)
+        memory = MemoryTrim(self.backend.volume)
         has_failed = False
         while True:
             await trio.sleep(_TIDY_S)
@@ -533,18 +539,18 @@ class _Daemon:
 
     async def _tidy_once(self, memory: MemoryTrim) -> None:
         """Call the upkeep of the backend, the record and the log, and return freed memory."""
-        self._backend.tidy()
+        self.backend.tidy()
         self._tidy_record()
-        self._audit.tidy()
+        self.audit.tidy()
         if self._snapshot_directory is not None:
-            await self._snapshot_directory.refresh(self._engine)
+            await self._snapshot_directory.refresh(self.engine)
         await memory.check()
 
     def _tidy_record(self) -> None:
         """Have the record say what `vfsd status` says of the keeper: `vfsd doctor` asks no daemon."""
         record, lost = self._written, self._lost_keeper()
         # While another daemon takes over, the record is that of one or the other.
-        if record is None or record.lost_keeper == lost or self._kept is None or self._kept.is_released:
+        if record is None or record.lost_keeper == lost or self.kept is None or self.kept.is_released:
             return
         self._written = record = replace(record, lost_keeper=lost)
         runtime.write_record(record)

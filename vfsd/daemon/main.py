@@ -17,7 +17,7 @@ from collections.abc import Callable
 from protocol.linux import credentials
 from vfsd.daemon.keeper import keeping
 from vfsd.daemon.keeper.kept import Kept
-from vfsd.daemon.starting import RunKept, restart_kept, run, serve_kept
+from vfsd.daemon.starting import RunDaemon, restart_kept, run, serve_kept
 from vfsd.machine import logs
 from vfsd.wire.options import MountOptions, Ready, decode_options
 
@@ -47,7 +47,7 @@ def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None =
     start(None)
 
 
-def main(arguments: list[str], run_daemon: RunKept) -> int:
+def main(arguments: list[str], run_daemon: RunDaemon) -> int:
     """Return the exit status: 0 after a clean unmount, 1 if the start or the daemon failed."""
     options_fd, report_fd = (int(argument) for argument in arguments[:2])
     with open(options_fd, "rb") as file:

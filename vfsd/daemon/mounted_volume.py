@@ -39,6 +39,7 @@ from vfsd.operations.declaration import CacheChoice
 
 if TYPE_CHECKING:
     from vfsd.daemon.policy.service import Policy
+    from vfsd.daemon.snapshots.directory import SnapshotDirectory
 
 _logger = logging.getLogger(__name__)
 _IDLE_TIMEOUT_S: Final = 5.0  # the longest replay takes about one second, but several can wait for their turn
@@ -67,19 +68,6 @@ class ContainerStatus(Protocol):
     async def advice(self) -> str:
         """Why requests are not answered, and what to do."""
         ...
-
-
-class SnapshotDirectory(Protocol):
-    """`.snapshots` of the mount: `vfsd.daemon.snapshots.directory`."""
-
-    async def refresh(self, engine: Engine) -> None: ...
-
-    async def forget_all(self, engine: Engine) -> None: ...
-
-    async def list_again(self, engine: Engine) -> None: ...
-
-    @property
-    def is_entered(self) -> bool: ...
 
 
 class ChangeLock:

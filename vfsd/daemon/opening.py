@@ -117,16 +117,6 @@ def connected(backend: Backend, kept: Kept | None) -> CacheInvalidation:
     return CacheInvalidation() if journal is None else journal.connect(is_known=is_known)
 
 
-def _open_policy(options: MountOptions, backend: Backend, *, is_continued: bool) -> tuple[Policy | None, str | None]:
-    """Return the policy of the mount, if there is one, and a sentence for the user."""
-    if not (options.policy.protect or options.policy.hide or options.content.exclude or options.journal.persist):
-        return None, None
-    # Start-up: few mounts have a policy.
-    from vfsd.daemon.policy.service import open_policy  # noqa: PLC0415
-
-    return open_policy(options, backend.volume, is_continued=is_continued)
-
-
 class Served(NamedTuple):
     """What the engine serves: `volume`, which is that of the backend under the policy and with `.snapshots`."""
 
@@ -138,21 +128,20 @@ class Served(NamedTuple):
 
 def to_serve(options: MountOptions, backend: Backend, *, is_continued: bool) -> Served:
     """Put the policy and `.snapshots` of the mount around the backend's volume.  OSError, ValueError."""
-    policy, note = _open_policy(options, backend, is_continued=is_continued)
-    directory = _open_directory(options, backend, policy, is_continued=is_continued)
+    policy, note, directory = None, None, None
+    if options.policy.protect or options.policy.hide or options.content.exclude or options.journal.persist:
+        # Start-up: few mounts have a policy.
+        from vfsd.daemon.policy.service import open_policy  # noqa: PLC0415
+
+        policy, note = open_policy(options, backend.volume, is_continued=is_continued)
+    shown = options.kernel.snapshot_directory
+    if shown != "off":
+        is_visible = shown == "visible"
+        directory = open_directory(
+            backend.volume, backend.stored, is_visible=is_visible, policy=policy, is_continued=is_continued
+        )
     volume = backend.volume if policy is None else policy.volume
     return Served(volume if directory is None else directory.volume, policy, directory, note)
-
-
-def _open_directory(
-    options: MountOptions, backend: Backend, policy: Policy | None, *, is_continued: bool
-) -> SnapshotDirectory | None:
-    chosen = options.kernel.snapshot_directory
-    if chosen == "off":
-        return None
-    return open_directory(
-        backend.volume, backend.stored, is_visible=chosen == "visible", policy=policy, is_continued=is_continued
-    )
 
 
 def _unless_cancelled(_done_bytes: int, _total_bytes: int) -> None:

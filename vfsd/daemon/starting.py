@@ -13,7 +13,7 @@ import os
 import select
 import signal
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
@@ -28,10 +28,7 @@ _REASON_MAX: Final = 2000  # characters
 _MAKING: Final = frozenset({"image"})  # kinds of backends whose opening makes what outlives the process
 
 
-class RunDaemon(Protocol):
-    """`vfsd.daemon.daemon.run_daemon`, or a test's own."""
-
-    def __call__(self, options: MountOptions, *, ready: Callable[[Ready], None]) -> Awaitable[None]: ...
+RunDaemon = Callable[..., Awaitable[None]]  # `vfsd.daemon.daemon.run_daemon`, or a test's own
 
 
 def run(
@@ -137,15 +134,7 @@ def _wait_for_closed_reader(pipe: int) -> None:
         os.close(pipe)
 
 
-class RunKept(Protocol):
-    """`vfsd.daemon.daemon.run_daemon`."""
-
-    def __call__(
-        self, options: MountOptions, *, ready: Callable[[Ready], None], kept: Kept | None = None
-    ) -> Awaitable[None]: ...
-
-
-def serve_kept(options: MountOptions, report_fd: int, run_daemon: RunKept) -> int:
+def serve_kept(options: MountOptions, report_fd: int, run_daemon: RunDaemon) -> int:
     """Do as `serve_starter`; with options that want a keeper, become it and run the daemon in a child process."""
     credentials.hide()
     if not keeping.is_wanted(options):
@@ -157,7 +146,7 @@ def serve_kept(options: MountOptions, report_fd: int, run_daemon: RunKept) -> in
     return keeping.Keeper(options).run(start, restart_kept(options, run_daemon), functools.partial(os.close, report_fd))
 
 
-def restart_kept(options: MountOptions, run_daemon: RunKept) -> keeping.Serve:
+def restart_kept(options: MountOptions, run_daemon: RunDaemon) -> keeping.Serve:
     """Return the function that runs a replacement of a daemon that died, and returns its exit status."""
 
     def restart(kept: Kept) -> int:

@@ -35,8 +35,8 @@ from vfsd.wire.options import WorkspaceOptions
 
 if TYPE_CHECKING:
     from vfsd.daemon.control.handlers.workspace import WorkspaceMethods
+    from vfsd.daemon.daemon import Daemon
     from vfsd.daemon.keeper.kept import Kept
-    from vfsd.daemon.upgrading.giving import OldDaemon
 
 # What the mount answers while no container is connected, and the root directory that could not be examined.
 _LOST: Final = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN})
@@ -68,7 +68,7 @@ class Methods:
         forks: Forks,
         wait_imported: Callable[[], Awaitable[None]],
         audit: Audit,
-        daemon: OldDaemon,
+        daemon: Daemon,
     ) -> None:
         self._daemon = daemon
         self._mounted = mounted

@@ -25,7 +25,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import trio
@@ -37,7 +37,7 @@ from protocol.volume_durability import HandedOverVolume, handed_over, journaled
 from protocol.volume_extensions import forkable
 from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.forks.process import check_memory, fork_writer
-from vfsd.daemon.keeper.kept import KEEPS, Kept, shared_memory
+from vfsd.daemon.keeper.kept import KEEPS, shared_memory
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.resume import FORMAT, Resume, encoded
 from vfsd.daemon.snapshots.base import SnapshotService
@@ -57,7 +57,7 @@ from vfsd.daemon.upgrading.messages import (
     Serving,
     TakeOverError,
 )
-from vfsd.kernel.engines.base import HandedOverEngine
+from vfsd.kernel.engines.base import ResumableEngine
 from vfsd.machine import interpreter
 from vfsd.operations.catalogue import OPERATIONS
 from vfsd.operations.workspace import UpgradeParams, UpgradeResult
@@ -66,14 +66,8 @@ from vfsd.wire.options import encode_options
 
 if TYPE_CHECKING:
     from protocol.volume_durability import GivenState
-    from vfsd.daemon.audit.service import Audit
-    from vfsd.daemon.backends.registry import Backend
-    from vfsd.daemon.control.connection import ControlServer
+    from vfsd.daemon.daemon import Daemon
     from vfsd.daemon.exec.commands import Commands
-    from vfsd.daemon.forks.forks import Forks
-    from vfsd.daemon.upkeep import Removal
-    from vfsd.kernel.engines.base import Engine
-    from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
 _START_S: Final = 60.0
@@ -86,58 +80,11 @@ _LITTLE_BYTES: Final = 32 << 10  # of the log, which the new daemon reads in a f
 _ROUNDS: Final = 200  # of catching up; then the pause begins, however much is missing
 
 
-class OldDaemon(Protocol):
-    """What an upgrade, and an unmount, use of the daemon (`vfsd.daemon.daemon`)."""
-
-    @property
-    def options(self) -> MountOptions: ...
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def server(self) -> ControlServer: ...
-
-    @property
-    def backend(self) -> Backend: ...
-
-    @property
-    def audit(self) -> Audit: ...
-
-    @property
-    def kept(self) -> Kept | None: ...
-
-    @property
-    def forks(self) -> Forks: ...
-
-    @property
-    def removal(self) -> Removal: ...
-
-    @property
-    def starter(self) -> int: ...
-
-    @property
-    def is_foreground(self) -> bool: ...
-
-    @property
-    def upgraded_from(self) -> str | None:
-        """The version of the daemon that this one replaced in an upgrade; None if there was none."""
-        ...
-
-    def write_record(self) -> None:
-        """Write the record of the workspace, which another daemon may have replaced."""
-        ...
-
-    def leave(self, successor: int) -> None:
-        """End this process, and leave the mount to another daemon.  `successor`: its keeper, if it has one."""
-        ...
-
-
 class Upgrade:
     """The method `upgrade` of one workspace."""
 
     def __init__(
-        self, daemon: OldDaemon, mounted: MountedVolume, snapshots: SnapshotService | None, commands: Commands
+        self, daemon: Daemon, mounted: MountedVolume, snapshots: SnapshotService | None, commands: Commands
     ) -> None:
         self._daemon = daemon
         self._mounted = mounted
@@ -171,7 +118,7 @@ class Upgrade:
             ended.set()
 
     # -- what can be upgraded ----------------------------------------------------------------------
-    def _checked(self) -> tuple[HandedOverVolume, HandedOverEngine]:
+    def _checked(self) -> tuple[HandedOverVolume, ResumableEngine]:
         """Return volume and engine.  OSError with a reason if this workspace cannot be upgraded."""
         daemon = self._daemon
         volume, engine = handed_over(self._mounted.volume), daemon.engine
@@ -179,7 +126,7 @@ class Upgrade:
         again = "unmount it and mount it again"
         if volume is None:
             raise _unsupported(f"a workspace with the backend {kind} cannot be upgraded while programs use it: {again}")
-        if not isinstance(engine, HandedOverEngine):
+        if not isinstance(engine, ResumableEngine):
             raise _unsupported(f"the engine {engine.name} cannot hand a mount over: {again}")
         family, shared = daemon.forks.family_to_give, forkable(self._mounted.volume)
         if family is not None and shared is not None:
@@ -223,7 +170,7 @@ class Upgrade:
 
     # -- the steps ---------------------------------------------------------------------------------
     async def _hand_over(
-        self, volume: HandedOverVolume, engine: HandedOverEngine, params: UpgradeParams, call: CallContext
+        self, volume: HandedOverVolume, engine: ResumableEngine, params: UpgradeParams, call: CallContext
     ) -> UpgradeResult:
         new = await trio.to_thread.run_sync(NewDaemon.start, params, self._daemon.options.workspace.name)
         given: GivenState | None = None
@@ -318,13 +265,13 @@ class Upgrade:
         """Whether `call` waits to change the workspace, which it can do only when the upgrade has ended."""
         return call.task is not None and self._mounted.change_lock.is_awaited_by(call.task)
 
-    async def _pause(self, engine: HandedOverEngine) -> None:
+    async def _pause(self, engine: ResumableEngine) -> None:
         with trio.move_on_after(_PAUSE_S) as waiting:
             await engine.pause()
         if waiting.cancelled_caught:
             raise OSError(errno.EBUSY, f"a request of a program takes more than {_PAUSE_S:g} s: try again")
 
-    async def _finish(self, new: NewDaemon, given: GivenState, engine: HandedOverEngine) -> int:
+    async def _finish(self, new: NewDaemon, given: GivenState, engine: ResumableEngine) -> int:
         """Send the rest, and return the process id of the new daemon, which could serve then."""
         daemon, bound = self._daemon, self._daemon.server.bound
         journal = journaled(self._mounted.volume)

@@ -167,7 +167,7 @@ class ResumedMount(Value):
 
 @runtime_checkable
 class ResumableEngine(Protocol):
-    """An engine whose mount can outlive the process that serves it."""
+    """An engine whose mount can outlive the process that serves it, and be handed over while that pauses."""
 
     @property
     def descriptor(self) -> int | None:
@@ -191,11 +191,6 @@ class ResumableEngine(Protocol):
         Requests that are answered are added to the first word.  What follows the first page is the engine's.
         """
         ...
-
-
-@runtime_checkable
-class HandedOverEngine(ResumableEngine, Protocol):
-    """An engine whose mount another process can continue while this one pauses."""
 
     async def pause(self) -> None:
         """Answer every request that was read, and read no other one until `go_on`.

@@ -29,7 +29,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
 from msgspec.structs import replace
@@ -66,7 +66,7 @@ from vfsd.daemon.snapshots.base import (
     is_merge_base,
     required,
 )
-from vfsd.daemon.upgrading.giving import OldDaemon, Upgrade
+from vfsd.daemon.upgrading.giving import Upgrade
 from vfsd.daemon.upkeep import Compaction
 from vfsd.machine import mounts
 from vfsd.machine.logs import log_failure
@@ -87,6 +87,9 @@ from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.option_rules import OptionError, check_policy_size
 from vfsd.wire.options import WorkspaceOptions
 
+if TYPE_CHECKING:
+    from vfsd.daemon.daemon import Daemon
+
 _ATTEMPTS: Final = 16
 _logger = logging.getLogger(__name__)
 _NO_POLICY = (
@@ -106,7 +109,7 @@ class WorkspaceMethods:
         commands: Commands,
         forks: Forks,
         audit: Audit,
-        daemon: OldDaemon,
+        daemon: Daemon,
     ) -> None:
         self._mounted = mounted
         self._forks = forks

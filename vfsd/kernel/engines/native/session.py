@@ -199,7 +199,7 @@ class NativeEngine:
         return None if self._device is None else self._device.fileno()
 
     def negotiated(self) -> bytes | None:
-        """See `vfsd.kernel.engines.base.HandedOverEngine` for this method, `pause` and `go_on`."""
+        """See `vfsd.kernel.engines.base.ResumableEngine` for this method, `pause` and `go_on`."""
         agreed = self._agreement
         if agreed is None or self._mount is None:
             return None
