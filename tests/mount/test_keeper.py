@@ -41,7 +41,7 @@ from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.connection import ControlClient
 from vfsd.client.log import LoggedChange, Missed
 from vfsd.client.workspace import Workspace
-from vfsd.daemon.keeper.kept import DEATHS_MAX
+from vfsd.daemon.keeper.keeping import DEATHS_MAX
 from vfsd.kernel.engines.native.wire import Opcode
 from vfsd.machine.runtime import WorkspaceRecord, read_record, write_record
 from vfsd.operations.workspace import LabelParams

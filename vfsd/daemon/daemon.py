@@ -61,7 +61,7 @@ from vfsd.wire.options import Ready, encode_options
 
 if TYPE_CHECKING:
     from vfsd.daemon.audit.processes import GivenLabel
-    from vfsd.daemon.keeper.kept import Kept
+    from vfsd.daemon.keeper.keeping import Kept
     from vfsd.daemon.snapshots.base import SnapshotService
     from vfsd.daemon.upgrading.taking import Successor
     from vfsd.kernel.engines.base import Engine
@@ -96,7 +96,7 @@ async def run_daemon(
 
     `started_by` is what `vfsd status` says, `starter` the id of the process that started this one.
     `origin`: what a fork starts with; else the backend is opened.  `kept`: the keeper of this daemon, and the mount to
-    continue with if this is a replacement.  `successor`: what this daemon takes over from another one, in an upgrade.
+    continue with if this is a replacement.  `successor`: what this daemon takes over in an upgrade.
     `is_foreground`: the program that started this process waits for its end.
 
     If the start fails, everything is undone: OSError, ArchiveError, ValueError, or a group of them.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from protocol.linux import credentials
 from vfsd.daemon.keeper import keeping
-from vfsd.daemon.keeper.kept import Kept
+from vfsd.daemon.keeper.keeping import Kept
 from vfsd.daemon.starting import RunDaemon, restart_kept, run, serve_kept
 from vfsd.machine import logs
 from vfsd.wire.options import MountOptions, Ready, decode_options

@@ -1,4 +1,4 @@
-"""What a daemon opens before it mounts: the backend, what the engine serves of it, and a free name and mountpoint.
+"""The steps of a daemon before it mounts: open the backend, wrap what the engine serves, find name and mountpoint free.
 
 Threading: `opened` on the loop, `recover` in a worker thread, the others in either.
 """
@@ -27,7 +27,7 @@ from vfsd.machine import mounts, runtime
 
 if TYPE_CHECKING:
     from protocol.volume import Volume
-    from vfsd.daemon.keeper.kept import Kept
+    from vfsd.daemon.keeper.keeping import Kept
     from vfsd.daemon.policy.service import Policy
     from vfsd.daemon.upgrading.taking import Successor
     from vfsd.wire.options import MountOptions
@@ -118,7 +118,7 @@ def connected(backend: Backend, kept: Kept | None) -> CacheInvalidation:
 
 
 class Served(NamedTuple):
-    """What the engine serves: `volume`, which is that of the backend under the policy and with `.snapshots`."""
+    """The subject of the engine: `volume`, which is that of the backend under the policy and with `.snapshots`."""
 
     volume: Volume
     policy: Policy | None

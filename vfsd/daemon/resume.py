@@ -1,4 +1,4 @@
-"""Resume: what a daemon hands on, so that another one goes on with its mount or its state.
+"""Resume: the value that a daemon hands on, so that its successor goes on with its mount or its state.
 
 There is one encoding, with one version number.  Who hands on to whom:
 
@@ -77,7 +77,7 @@ class Resume(Value):
 
     @property
     def merge_log(self) -> MergeLog | None:
-        """What was merged into each state; None if the next daemon finds that elsewhere."""
+        """The merges into each state; None if the next daemon finds them elsewhere."""
         return None if self.merges is None else MergeLog(self.merges.encode())
 
 

@@ -19,7 +19,7 @@ import trio
 
 from protocol.linux import credentials
 from vfsd.daemon.keeper import keeping
-from vfsd.daemon.keeper.kept import Kept
+from vfsd.daemon.keeper.keeping import Kept
 from vfsd.machine import logs, runtime
 from vfsd.wire.options import Failed, MountOptions, Ready, decode_options, encode_report
 

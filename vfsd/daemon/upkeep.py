@@ -1,4 +1,4 @@
-"""What keeps a daemon in order while it serves, and when it ends: its journal, its memory, its container, its stacks.
+"""Upkeep of a daemon while it serves, and when it ends: its journal, its memory, its container, its stacks.
 
 `Compaction` replaces the journal of a workspace by an image of its state.  Steps: begin the next log; fork; the new
 process writes the image of the state at that moment, and this one serves on; when the image is complete, a rename makes

@@ -12,9 +12,9 @@ mount.  The volume has changed already and must not change again, so an `Imperso
 - A file that lost its last name (an orphan): LOOKUP of a random name in the root returns the orphan, and the next one
   ENOENT, on which the kernel drops the name.  As the orphan has no links, a watch on it ends with IN_DELETE_SELF.
 
-No other process sees a false answer: answers to the thread have no cache time, so the kernel asks again before it shows
-them to another process, and then gets the real state.  In the other direction, entries that other processes have cached
-could hide a name from the thread.  Hence: a LOOKUP for an exclusive create always reaches the daemon; an UNLINK without
+No program sees a false answer: answers to the thread have no cache time, so the kernel asks again before it shows
+them to a program, and then gets the real state.  In the other direction, entries that programs have cached could hide a
+name from the thread.  Hence: a LOOKUP for an exclusive create always reaches the daemon; an UNLINK without
 a preceding ghost returns ESTALE, on which the kernel looks the name up again; and a cached absence is ended by an
 exclusive mknod(2) of the name, which fails with EEXIST (fs/namei.c, fuse_dentry_revalidate in fs/fuse/dir.c).
 
@@ -65,7 +65,7 @@ _logger = logging.getLogger(__name__)
 # Bounds the time that a restore of everything takes (about 100 us for each change).  A watcher's queue overflows at
 # 16,384 events anyway (fs.inotify.max_queued_events).
 _MAX_CHANGES: Final = 10_000
-_MAX_ATTEMPTS: Final = 512  # to remove a name that other processes keep looking up
+_MAX_ATTEMPTS: Final = 512  # to remove a name that programs keep looking up
 _UTIME_OMIT: Final = (1 << 30) - 2  # linux/stat.h
 _AT_SYMLINK_NOFOLLOW: Final = 0x100  # linux/fcntl.h
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -90,7 +90,7 @@ class Step(msgspec.Struct):
     detours: int = 0
     ghosts: dict[int, Ghost] = msgspec.field(default_factory=dict)
     was_looked_up: bool = False  # the kernel has looked the name up during this system call
-    is_outdated: bool = False  # another process has changed the name since the restore
+    is_outdated: bool = False  # a program has changed the name since the restore
 
 
 class Answers:
@@ -252,7 +252,7 @@ class _Cursor:
     """An open directory that moves through the tree step by step, and follows no symlink.
 
     Opening each path from the root would take a request or two for each of its components.  On the way up ".." takes no
-    request, but leads elsewhere if another process has moved a directory; then `at` retries from the root.
+    request, but leads elsewhere if a program has moved a directory; then `at` retries from the root.
     """
 
     def __init__(self, root: int) -> None:

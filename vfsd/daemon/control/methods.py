@@ -36,7 +36,7 @@ from vfsd.wire.options import WorkspaceOptions
 if TYPE_CHECKING:
     from vfsd.daemon.control.handlers.workspace import WorkspaceMethods
     from vfsd.daemon.daemon import Daemon
-    from vfsd.daemon.keeper.kept import Kept
+    from vfsd.daemon.keeper.keeping import Kept
 
 # What the mount answers while no container is connected, and the root directory that could not be examined.
 _LOST: Final = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN})

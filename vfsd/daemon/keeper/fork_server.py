@@ -42,7 +42,7 @@ def serve(path: str, is_current: Callable[[], bool]) -> socket.socket | None:
     """Serve at the Unix socket `path` until the server should end: None.  In a forked process, return its connection.
 
     `is_current`: whether a forked process is still as one that the mount would start.  OSError, which ends the server
-    too, if the system refuses another process or descriptor.
+    too, if the system refuses one more process or descriptor.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # of a server that was killed: only one has the lock

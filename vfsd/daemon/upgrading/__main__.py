@@ -18,7 +18,7 @@ from protocol.linux import credentials
 from vfsd.daemon import preload
 from vfsd.daemon.daemon import run_daemon
 from vfsd.daemon.keeper import keeping
-from vfsd.daemon.keeper.kept import Kept
+from vfsd.daemon.keeper.keeping import Kept
 from vfsd.daemon.resume import FORMAT
 from vfsd.daemon.starting import restart_kept, run
 from vfsd.daemon.upgrading.messages import (

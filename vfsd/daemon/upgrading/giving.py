@@ -37,7 +37,7 @@ from protocol.volume_durability import HandedOverVolume, handed_over, journaled
 from protocol.volume_extensions import forkable
 from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.forks.process import check_memory, fork_writer
-from vfsd.daemon.keeper.kept import KEEPS, shared_memory
+from vfsd.daemon.keeper.keeping import KEEPS, shared_memory
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.resume import FORMAT, Resume, encoded
 from vfsd.daemon.snapshots.base import SnapshotService

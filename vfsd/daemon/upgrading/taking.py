@@ -30,7 +30,7 @@ from vfsd.daemon.backends.persistence import ContinuedJournal, continue_journal
 from vfsd.daemon.backends.registry import Backend, open_backend
 from vfsd.daemon.forks.family import ForkFamily, total
 from vfsd.daemon.forks.forks import Origin
-from vfsd.daemon.keeper.kept import RELEASED, Kept, shared_memory
+from vfsd.daemon.keeper.keeping import RELEASED, Kept, shared_memory
 from vfsd.daemon.opening import alone
 from vfsd.daemon.resume import Resume, decoded
 from vfsd.daemon.upgrading.messages import (
@@ -61,7 +61,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Successor:
-    """What the new daemon takes over.  The descriptors of the image, if there is one, and the log came with `begin`."""
+    """A workspace that this daemon takes over.  The descriptors of the image, if any, and the log came with `begin`."""
 
     def __init__(self, channel: Channel, begin: Begin, *descriptors: int) -> None:
         self._channel = channel
@@ -96,7 +96,7 @@ class Successor:
 
     @property
     def started_by(self) -> str:
-        """What `vfsd status` says."""
+        """How this daemon was started, for `vfsd status`."""
         return f"vfsd upgrade, from version {self.version}"
 
     # -- the state ---------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Engine(Protocol):
 
     @property
     def wakeups(self) -> str | None:
-        """What the engine does about slow wake-ups of idle CPUs, as a line for people; None: nothing."""
+        """Describe in a line for people what the engine does about slow wake-ups of idle CPUs; None: nothing."""
         ...
 
     @property

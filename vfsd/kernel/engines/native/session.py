@@ -7,10 +7,10 @@ The loop answers requests until the device is empty, waits up to 1 ms for the ne
 mostly asks again at once, and a pass through trio's scheduler costs more than an answer), and only then waits in trio.
 After 1 ms of requests it lets other tasks run.
 
-A mount outlives its daemon if another process has a duplicate of the descriptor.  The next daemon's engine continues
-with `resume`: it takes over what was negotiated, and has the kernel send again the requests that were read and not
-answered (`mounting`).  This works because the engine keeps no state about the kernel: handles are inode numbers, and
-what was answered with ENOSYS once stays so by negotiation.
+A mount outlives its daemon if a keeper, or the daemon of an upgrade, has a duplicate of the descriptor.  The next
+daemon's engine continues with `resume`: it takes over what was negotiated, and has the kernel send again the requests
+that were read and not answered (`mounting`).  This works because the engine keeps no state about the kernel: handles
+are inode numbers, and what was answered with ENOSYS once stays so by negotiation.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _SAVED_VERSION: Final = 1
 
 
 class _Saved(Value):
-    """What a mount was made with, for the engine that resumes it."""
+    """The parameters of a mount, for the engine that resumes it."""
 
     version: int
     minor: int

@@ -1,4 +1,4 @@
-"""What the loop does against slow wake-ups: it polls for the next request, and keeps idle CPUs awake during bursts.
+"""Measures of the loop against slow wake-ups: it polls for the next request, and keeps idle CPUs awake during bursts.
 
 On a virtual machine most of a request's time is the wake-up of two halted CPUs: the daemon's and then the client's.
 `Wakeups` decides when to keep the CPUs awake; `vfsd.machine.resources` has the kernel's interface for it.

@@ -103,7 +103,7 @@ def _fuse_error(error: Exception, operation: str) -> pyfuse3.FUSEError:
 
 
 class _OpenFile(NamedTuple):
-    """What a file handle stands for.  `clears_set_id`: writes through it clear set-id bits.  `flags`: of open(2)."""
+    """A file behind a handle.  `clears_set_id`: writes through it clear set-id bits.  `flags`: of open(2)."""
 
     inode: int
     clears_set_id: bool

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from vfsd.daemon.keeper.kept import ANSWERED, SERVING_NS, deaths_in_a_row, shared_memory
+from vfsd.daemon.keeper.keeping import ANSWERED, SERVING_NS, deaths_in_a_row, shared_memory
 
 
 @pytest.mark.parametrize(
