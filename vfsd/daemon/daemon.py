@@ -204,6 +204,7 @@ class Daemon:
         start: _Start,
     ) -> None:
         kept, successor = start.kept, start.successor
+        self._start = start
         self._policy = served.policy
         self._run_fork = functools.partial(run_daemon, starter=start.starter)
         if served.policy is not None:
@@ -215,17 +216,12 @@ class Daemon:
         self.starter = start.starter
         self.is_foreground = start.is_foreground
         self.upgraded_from = None if successor is None else successor.version
-        self._successor = successor
         self._is_handed_over = False
         self._written: WorkspaceRecord | None = None
         self._end: Callable[[], object] = lambda: None
         self._lost_keeper: Callable[[], tuple[str, str] | None] = lambda: None
         self.audit = audit
         self._snapshot_directory = served.directory
-        self._stale = start.stale
-        self._started_by = start.by
-        self._origin = start.origin
-        self._resume = start.resume
         self.backend = backend
         self._replay = replay
         self._notifier = Notifier.from_environment() if kept is None else kept.notifier
@@ -246,7 +242,7 @@ class Daemon:
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         socket = runtime.socket_path(self.options.workspace.name)
         record: WorkspaceRecord | None = None
-        successor = self._successor
+        successor = self._start.successor
         try:
             async with trio.open_nursery() as nursery:
                 self._end = nursery.cancel_scope.cancel
@@ -333,10 +329,10 @@ class Daemon:
         self, mounted: MountedVolume, nursery: trio.Nursery, started_at: str
     ) -> tuple[SnapshotService | None, Methods]:
         """Return the snapshots of the workspace, and the methods of its control socket."""
-        options, origin, successor, resume = self.options, self._origin, self._successor, self._resume
+        options, origin, successor, resume = self.options, self._start.origin, self._start.successor, self._start.resume
         snapshots = open_snapshots(mounted, self.backend.stored, resume.history, resume.merge_log, resume.pruned)
         self._commands = commands = choose_commands(options, self.backend.container, snapshots, mounted.root.open)
-        start = Start(started_at, self._started_by, origin, self.kept)
+        start = Start(started_at, self._start.by, origin, self.kept)
         given, family = (None, None) if successor is None else (resume, successor.family)
         run = self._run_fork
         self.forks = forks = Forks(options, self.backend, self.engine.name, nursery, run, origin, given, family)
@@ -391,7 +387,7 @@ class Daemon:
         if not self._answers:
             await trio.to_thread.run_sync(os.stat, mounted.mountpoint, abandon_on_cancel=True)
         else:
-            await mounted.invalidate_caches(self._stale)
+            await mounted.invalidate_caches(self._start.stale)
 
     async def _import_rest(self) -> None:
         """Import in a thread what the mount did not need to answer; the methods of the control socket wait for it."""
@@ -448,14 +444,14 @@ class Daemon:
             started_at=started_at,
             version=vfsd.__version__,
             socket=socket,
-            forked_from=None if self._origin is None else self._origin.source,
+            forked_from=None if self._start.origin is None else self._start.origin.source,
             journal=None if journal is None else journal.journal_status().directory,
             instance=self.forks.instance,
             ancestors=tuple(self.forks.ancestors),
             keeper=kept.pid if kept is not None and kept.is_kept else None,
             keeper_start_ticks=kept.start_ticks if kept is not None and kept.is_kept else 0,
             store_options=tuple(self.options.remote.store_options),
-            replaces=0 if self._successor is None else self._successor.replaces,
+            replaces=0 if self._start.successor is None else self._start.successor.replaces,
             upgraded_from=self.upgraded_from or "",
         )
 
