@@ -488,6 +488,18 @@ def test_the_user_of_vfsd_and_the_containers_root_are_swapped(tmp_path: Path) ->
         assert listed[b"of root"] == (1000, 100)
 
 
+def test_a_file_is_found_by_its_other_name_after_a_rename_at_the_other_end(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text("content")
+    (tmp_path / "two").hardlink_to(tmp_path / "one")
+    with local_agent(str(tmp_path)) as agent:
+        number = agent.lookup(1, b"one").inode
+        assert agent.lookup(1, b"two").inode == number
+
+        (tmp_path / "two").rename(tmp_path / "three")
+
+        assert bytes(agent.read(number, 0, 100)) == b"content"
+
+
 def test_an_executable_takes_space_and_is_written_though_no_descriptor_stays_open(tmp_path: Path) -> None:
     with local_agent(str(tmp_path)) as agent:
         made = agent.mknod(1, b"program", 0o100755, 0, Caller(os.geteuid(), os.getegid()))
