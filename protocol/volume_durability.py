@@ -64,11 +64,11 @@ class JournaledVolume(SnapshotableVolume, Protocol):
     def store_content(self, data: bytes) -> Iterator[None]:
         """Record what the next transaction writes to a file, in small steps between which requests are answered.
 
-        It counts only with that transaction.  Call `forget_stored` in any case.  OSError.
+        It counts only with that transaction.  Call `drop_stored` in any case.  OSError.
         """
         ...
 
-    def forget_stored(self) -> None:
+    def drop_stored(self) -> None:
         """End what `store_content` began."""
         ...
 

@@ -92,7 +92,7 @@ class History:
             self.write(b"meanwhile", data[:10])
         with self.volume.changes():
             self.write(name, data[::-1] + b"!" if is_other else data)
-        self.volume.forget_stored()
+        self.volume.drop_stored()
 
     def import_tree(self, tree: Tree, replace: bool, end: str) -> None:
         other = imported(tree)

@@ -97,7 +97,7 @@ class InodeCalls(VolumePart):
         if node.epoch != state.epoch:
             node = limits.changeable(node)
         shared_limit = ledger.shared_limit
-        # A write to a page that another process shares needs memory, though the ledger does not grow.
+        # A write to a page that a fork shares needs memory, though the ledger does not grow.
         if shared_limit is not None and not shared_limit.wrote(length):
             limits.require(length)
         content = node.content

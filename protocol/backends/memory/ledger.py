@@ -180,7 +180,7 @@ class Ledger:
             trim_heap()
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` more bytes fit in the limit that this volume shares with other processes, if there is one."""
+        """Whether `count` more bytes fit in the limit that this volume shares with its forks, if there is one."""
         return self.shared_limit is None or self.shared_limit.has_room(self.total, count)
 
     @property
@@ -204,7 +204,7 @@ class Ledger:
             yield
 
     def forked(self) -> None:
-        """Take back what is lent: the new process does not have the threads that would give it back."""
+        """Take back the loans: the new process does not have the threads that would repay them."""
         self.charge_overhead(-self.lent)
         self.lent = 0
         if self.shared_limit is not None:
@@ -355,7 +355,7 @@ class Ledger:
         if version.xattrs is not None:
             self.kept += xattrs_bytes(version.xattrs)
 
-    def forget(self, version: Inode | None) -> None:
+    def leave_old(self, version: Inode | None) -> None:
         """Remove the charge of a pre-image: an old version, or None for the record that there was no inode."""
         if version is None:
             self.kept -= RECORD_BYTES

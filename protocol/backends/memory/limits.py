@@ -195,7 +195,7 @@ class MemoryLimits:
         def fits() -> bool:
             return ledger.used + count <= ledger.ceiling and ledger.has_room(count)
 
-        shared_only = ledger.used + count <= ledger.ceiling  # the limit that is shared with other processes is reached
+        shared_only = ledger.used + count <= ledger.ceiling  # the limit that forks share is reached
         kept = ledger.shared_limit.bases if shared_only and ledger.shared_limit is not None else ()
         if not log.pins and not (shared_only and ledger.kept < count):  # else dropping a snapshot frees nothing
             for info in log.infos():

@@ -177,7 +177,7 @@ class MemoryState:
                 del newest.inodes[number]
                 ledger.kept -= RECORD_BYTES
                 if inode.children is not None:
-                    self.log.forget_names(newest, number)
+                    self.log.free_names(newest, number)
 
     # -- handover ----------------------------------------------------------------------------------
     def sums(self) -> dict[str, int]:
@@ -327,14 +327,14 @@ class MemoryState:
         self.ledger.set_xattrs(inode, None if version.xattrs is None else dict(version.xattrs))
         return inode
 
-    def forget_revived(self) -> None:
-        """End a successful transaction: forget the revived inodes' earlier versions."""
+    def end_revived(self) -> None:
+        """End a successful transaction: free the revived inodes' earlier versions."""
         for orphan in self.revived.values():
             self.ledger.leave(orphan)
         self.revived.clear()
 
     def undo_revived(self) -> None:
-        """Give each revived inode that has lost its links again its earlier version back, and forget the others'."""
+        """Give each revived inode that has lost its links again its earlier version back, and free the others'."""
         for number, orphan in self.revived.items():
             live = self.inodes[number]
             if live.nlink:

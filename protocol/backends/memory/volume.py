@@ -200,7 +200,7 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
         self.capabilities = replace(self.capabilities, durable=True, journal=True)
 
     def record_in(self, journal: Journal) -> None:
-        """Record every change in `journal` from now on, without what comes with one that is kept."""
+        """Record every change in `journal` from now on; the volume does not become durable by that."""
         self.recorder = self._new_recorder(journal)
 
     def discard_journal(self) -> None:
@@ -210,7 +210,7 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
             recorder.journal.detach()
 
     def handing_over(self) -> Giving:
-        """See `HandedOverVolume`, as for the next ones."""
+        """See `HandedOverVolume`."""
         from protocol.backends.memory.journaling.handover import Giving  # noqa: PLC0415 (start-up: upgrades are rare)
 
         return Giving(self, self._state, self._new_image)
@@ -221,7 +221,7 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
         return Taking(self, self._state, self._new_replay(), self._replayed)
 
     def _replayed(self, replay: Replay) -> None:
-        """Take over what a replay found, apart from state and notes."""
+        """Take over the results of a replay other than state and notes."""
 
     # Start-up: few mounts have a journal.
     def _new_replay(self) -> Replay:
@@ -267,7 +267,7 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
         """See `JournaledVolume`."""
         return iter(()) if self.recorder is None else self.recorder.ahead.store_content(data)
 
-    def forget_stored(self) -> None:
+    def drop_stored(self) -> None:
         """See `JournaledVolume`."""
         if self.recorder is not None:
             self.recorder.ahead.clear()

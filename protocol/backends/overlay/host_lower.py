@@ -136,7 +136,7 @@ class HostLower(RootDirectory, Lower):
             self._files.put(file, handle)
         return handle
 
-    def forget(self, file: LowerFile) -> None:
+    def evict(self, file: LowerFile) -> None:
         self._files.drop(file)
 
     @contextmanager
@@ -240,5 +240,5 @@ class HostFile(LowerFile):
             return
         # An inode that is kept open gets another ctime when its path is removed.
         if self.kept is None or seen[:4] != self.identity[:4]:
-            self.lower.forget(self)
+            self.lower.evict(self)
             raise ChangedBelowError(self.path)

@@ -48,7 +48,7 @@ _DONE: Final = b"done"
 _ELSEWHERE: Final = b"elsewhere"  # staged entries in other directories, on other mounts
 _VERSION: Final = 2
 _OTHERS_MAY_WRITE: Final = 0o022
-# Another process may hold the lock for a moment, to check whether there is something to recover.
+# A daemon may hold the lock for a moment, to check whether there is something to recover.
 _LOCK_ATTEMPTS: Final = 10
 _LOCK_PAUSE_S: Final = 0.05
 _NAMED: Final = 5  # paths that a message names

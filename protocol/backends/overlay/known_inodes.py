@@ -8,7 +8,7 @@ entries of each directory that was loaded, with their numbers and in their order
 was loaded, so a process that continues to serve the kernel has the numbers and the cookies that the kernel has.
 
 Directories are loaded at once, because numbers are found through the entries above them.  An inode is loaded when it is
-used, and is then as the process before had it, so a change of the file below meanwhile is noticed as any other.  If
+used, and is then as the predecessor had it, so a change of the file below meanwhile is noticed as any other.  If
 the layer cannot change, it is loaded without reading the layer, whose source may not answer.
 
 Invariant: `_expected` has only inodes that are not loaded.
@@ -58,7 +58,7 @@ def lower_effect(inode: OverlayInode, links: list[tuple[int, bytes]]) -> bytes:
 
 
 class Expected(NamedTuple):
-    """An inode as the process before had loaded it."""
+    """An inode as the predecessor had loaded it."""
 
     seen: RecordedStat
     xattrs: Xattrs | None
@@ -75,17 +75,17 @@ class KnownInodes:
         self._state = state
         self._log = log
         self._expected: dict[int, bytes] = {}  # the values of LOWER effects
-        self._from_log: set[int] = set()  # directories whose entries came from another process
+        self._from_log: set[int] = set()  # directories whose entries came from the predecessor
         self.recent: list[bytes] | None = None
 
     def load(self) -> None:
-        """Load what the process before recorded; the state has what is in the journal."""
+        """Load the predecessor's records; the state has the content of the journal."""
         assert self._log is not None
         for record in list(self._log.records()):  # loading appends to it
             self._load(record)
 
     def take(self, record: bytes) -> None:
-        """Load a record that the process before hands over, and record it here."""
+        """Load a record that the predecessor hands over, and record it here."""
         self._load(record)
         self._append(record)
 
@@ -115,14 +115,14 @@ class KnownInodes:
             kind = DirectoryCookies if code == effects.COOKIES_DOWNWARD else AscendingCookies
             directory.cookies = kind.of(*msgspec.msgpack.decode(encoded, type=_Cookies))
 
-    # -- what the process before had -----------------------------------------------------------------
+    # -- inodes that the predecessor had loaded -------------------------------------------------------
     @property
     def expected_numbers(self) -> list[int]:
-        """The inodes that the process before had loaded, and this one has not."""
+        """The inodes that the predecessor had loaded, and this process has not."""
         return list(self._expected)
 
     def expected(self, number: int) -> Expected | None:
-        """Return what the process before had loaded for an inode that is not loaded here."""
+        """Return an inode as the predecessor had loaded it, if it is not loaded here."""
         value = self._expected.get(number)
         if value is None:
             return None
@@ -142,8 +142,8 @@ class KnownInodes:
             attributes = effects.inode(effects.attributes(decoded.attributes)._replace(atime_ns=atime_ns))
             self._expected[number] = msgspec.msgpack.encode(decoded._replace(attributes=attributes))
 
-    def forget(self, number: int) -> None:
-        """Forget an inode that is not loaded, if there is such an inode."""
+    def drop(self, number: int) -> None:
+        """Drop the record of an inode that is not loaded, if there is such an inode."""
         self._expected.pop(number, None)
 
     # -- what this process loads ---------------------------------------------------------------------
@@ -179,12 +179,12 @@ class KnownInodes:
             self.rewrite()
 
     def rewrite(self) -> None:
-        """Replace the log, which there is, by what the state has."""
+        """Replace the log, which there is, by the records of the present state."""
         assert self._log is not None
         self._log.replace(self.records())
 
     def records(self) -> Iterator[bytes]:
-        """Yield the records of what the state has, without what a journal or an image has."""
+        """Yield the records of the state, without inodes that a journal or an image has."""
         state = self._state
         keys = {number: key for key, number in state.numbers_by_key.items()}
         for number, inode in list(dict.items(state.table)):

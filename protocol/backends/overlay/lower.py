@@ -168,8 +168,8 @@ class Lower(ABC):
         """Return whether two identities are of one state of a file."""
         return now == was
 
-    def forget(self, file: LowerFile) -> None:  # noqa: B027 -- most layers do not change
-        """Forget what is cached of a file that changed."""
+    def evict(self, file: LowerFile) -> None:  # noqa: B027 -- most layers do not change
+        """Drop the cached descriptors of a file that changed."""
 
     def check(self) -> None:  # noqa: B027 -- the same
         """Look whether the layer as a whole is still there, and log it once if not.  Called about once a second."""
@@ -183,7 +183,7 @@ class Lower(ABC):
         """A block in which no other thread uses the layer: for fork(2)."""
 
     def forked(self) -> None:  # noqa: B027 -- most layers share everything
-        """Drop, in a process that fork(2) made, what only the source can use."""
+        """Drop, in a process that fork(2) made, the things that only the source can use."""
 
     def serve_here(self) -> None:  # noqa: B027 -- most layers never wait
         """Have calls in this thread, which serves the mount, raise NotReadyError instead of waiting."""

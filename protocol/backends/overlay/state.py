@@ -94,7 +94,7 @@ class OverlayState(MemoryState):
         self.listed: set[int] = set()  # directories whose entries a journal has
         self._recorded_names: dict[int, dict[bytes, int]] = {}  # directory -> name -> inode
         self._from_journal: set[int] = set()  # numbers that came from a journal, which does not have their keys
-        self.known: KnownInodes | None = None  # what another process needs to serve the same kernel
+        self.known: KnownInodes | None = None  # what a successor needs to serve the same kernel
         # Called, under `lock`, with the links and the kind (0: gone) of a name that changed below since it was listed.
         self.on_correction: Callable[[tuple[Link, ...], int, int], None] | None = None
         # Called, under `lock`, with a directory that has numbers which the next mount could not give again.
@@ -412,7 +412,7 @@ class OverlayState(MemoryState):
         self._from_journal.add(number)
         self._enter(inode)
         if self.known is not None:
-            self.known.forget(number)
+            self.known.drop(number)
 
     def put_listing(self, number: int, listing: Iterable[tuple[bytes, int, int]]) -> None:
         """Load the entries of a directory as they were when they were recorded: name, number and kind of each."""
@@ -420,7 +420,7 @@ class OverlayState(MemoryState):
         self._put_entries(self.table[number], listing)
 
     def put_filled(self, number: int, rows: Sequence[tuple[bytes, int, int, tuple[int, int] | None]]) -> None:
-        """Load the entries of a directory that the kernel knows from another process: with the key of each file.
+        """Load the entries of a directory that the kernel knows from the predecessor: with the key of each file.
 
         Does nothing for a directory that is gone, or was loaded from a journal.
         """
@@ -543,7 +543,7 @@ class OverlayState(MemoryState):
             return None
 
     def _file_now(self, old: LowerFile, seen: LowerStat) -> LowerFile:
-        """Return what is now at the path of `old`, which differs from it."""
+        """Return the file that is now at the path of `old`, and differs from it."""
         new = self.lower.file(old.path, seen)
         if new.identity[:2] != old.identity[:2]:
             new.changed_ns = max(new.changed_ns, self._replaced_ns(old.path))
@@ -585,7 +585,7 @@ class OverlayState(MemoryState):
         self, inode: OverlayInode, new: LowerFile, seen: LowerStat, xattrs: Xattrs | None, *, is_live: bool
     ) -> None:
         ledger = self.ledger
-        uncharge, charge = (ledger.leave, ledger.enter_new) if is_live else (ledger.forget, ledger.enter_old)
+        uncharge, charge = (ledger.leave, ledger.enter_new) if is_live else (ledger.leave_old, ledger.enter_old)
         uncharge(inode)
         inode.lower = new
         inode.mode, inode.uid, inode.gid = seen.st_mode, seen.st_uid, seen.st_gid
@@ -650,7 +650,7 @@ class OverlayState(MemoryState):
                     now = renewed.get(file.identity[:2])
                     if now is not None and now[2] == file.identity[2]:
                         file.identity = now
-                        self.lower.forget(file)
+                        self.lower.evict(file)
 
     # -- changes ---------------------------------------------------------------------------------
     def own(self, inode: Inode) -> Inode:

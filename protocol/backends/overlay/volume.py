@@ -188,7 +188,7 @@ class OverlayVolume(MemoryVolume):
 
     # -- calls that change the state and read no content below, under the lock -------------------------
     def forget(self, inode: int, count: int) -> None:
-        """See `MemoryVolume.forget`.  Loads no inode that the kernel knows from another process."""
+        """See `MemoryVolume.forget`.  Loads no inode that the kernel knows from the predecessor."""
         overlay = self._overlay
         with self._lock:
             if overlay.table.loaded(inode) is not None:
@@ -200,7 +200,7 @@ class OverlayVolume(MemoryVolume):
             if left > 0:
                 overlay.lookups[inode] = left
             elif overlay.known is not None:
-                overlay.known.forget(inode)
+                overlay.known.drop(inode)
 
     link = _locked(MemoryVolume.link)
     mkdir = _locked(MemoryVolume.mkdir)
@@ -476,7 +476,7 @@ class OverlayVolume(MemoryVolume):
 
     def serve_here(self) -> None:
         self.lower.serve_here()
-        for number in self.outdated:  # from another process
+        for number in self.outdated:  # from the predecessor
             if self.on_change is not None:
                 with suppress(OSError, KeyError):  # it is gone
                     self.on_change(self._invalidation_of(number))

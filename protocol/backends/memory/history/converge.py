@@ -41,7 +41,7 @@ def metadata(of: Inode | TreeEntry) -> tuple[int, int, int, int, dict[bytes, byt
 
 
 class Extent(Value):
-    """What is made equal to a tree: everything at and below `paths`, and the metadata of `directories`."""
+    """The part of a state that is made equal to a tree: all at and below `paths`, the metadata of `directories`."""
 
     paths: Sequence[bytes]
     directories: Sequence[bytes] = ()

@@ -251,7 +251,7 @@ class SnapshotHistory(VolumePart):
             self._saved_at, self.saved_ns = at, self._state.clock()
 
     def restore_saved(self, saved_ns: int | None, *, is_saved: bool) -> None:
-        """Take over from another process whether, and when, the present state was stored elsewhere."""
+        """Take over from the predecessor whether, and when, the present state was stored elsewhere."""
         self._saved_at = self.mark() if is_saved else 0
         self.saved_ns = saved_ns
 
@@ -280,7 +280,7 @@ class SnapshotHistory(VolumePart):
                 state.undo_revived()
                 raise
             finally:
-                state.forget_revived()
+                state.end_revived()
                 state.log.close(epoch)
 
 

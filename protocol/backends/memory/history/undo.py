@@ -122,7 +122,7 @@ class UndoLog:
         return list(self._epochs.values())
 
     def close(self, epoch: Epoch) -> None:
-        """Forget an epoch: merge its pre-images into the one before it, as soon as no view is open."""
+        """End an epoch: merge its pre-images into the one before it, as soon as no view is open."""
         if epoch.info is not None:
             if self.on_drop is not None:
                 self.on_drop(epoch.serial)
@@ -159,7 +159,7 @@ class UndoLog:
             older.next = epoch.next
             self._merge_into(older, epoch)
         else:
-            self._forget(epoch)
+            self._free(epoch)
         if self.newest is epoch:
             self.newest = older
 
@@ -168,7 +168,7 @@ class UndoLog:
         ledger = self._ledger
         for number, version in newer.inodes.items():
             if number in older.inodes:
-                ledger.forget(version)
+                ledger.leave_old(version)
             else:
                 older.inodes[number] = version
         for directory, names in newer.names.items():
@@ -185,13 +185,13 @@ class UndoLog:
                     else:
                         mine[name] = inode
 
-    def _forget(self, epoch: Epoch) -> None:
+    def _free(self, epoch: Epoch) -> None:
         """Free the pre-images of the oldest epoch: no snapshot needs them."""
         for version in epoch.inodes.values():
-            self._ledger.forget(version)
+            self._ledger.leave_old(version)
         self._ledger.kept -= sum(map(_names_charge, epoch.names.values()))
 
-    def forget_names(self, epoch: Epoch, directory: int) -> None:
+    def free_names(self, epoch: Epoch, directory: int) -> None:
         """Free the pre-images of the entries of a directory that exists neither before `epoch` nor after it."""
         names = epoch.names.pop(directory, None)
         if names is not None:

@@ -420,7 +420,7 @@ class Image:
                 yield effects.cookies(number, live.cookies)
 
     def begin_epoch(self, epoch: Epoch) -> Iterator[bytes]:  # noqa: ARG002
-        """Yield what a subclass records of an epoch itself."""
+        """Yield the effects with which a subclass begins an epoch."""
         yield from ()
 
     def beginning(self, inodes: PreInodes, names: PreNames) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Handover of a memory volume to another process: `Giving` in the old process, `Taking` in the new one.
+"""Handover of a memory volume to a successor: `Giving` in the old process, `Taking` in the new one.
 
 1. `Giving` records every change from now on: in the volume's journal, or in one that is only in memory.
 2. A process that is forked in the same step writes the image (`Giving.write_image`); `Taking` reads it.
@@ -34,7 +34,7 @@ _INODES: Final = "Q"  # of an array: 64 bits, in the order of bytes of this mach
 
 
 class _Rest(Value):
-    """What no journal records.  `sums`: see `MemoryState.sums`.  `read`: inode and access time of those that
+    """The values that no journal records.  `sums`: see `MemoryState.sums`.  `read`: inode and access time of those that
     were read meanwhile.
 
     Of overlays, `known`: what the old process has loaded of the lower layer since the image, as records of
@@ -149,7 +149,7 @@ class Taking:
         self._replay = replay
         self._replayed = replayed
         self._log: LogFollower | None = None
-        # Opening the volume has used serials, which the snapshots of the other process have.
+        # Opening the volume has used serials, which the snapshots of the old process have.
         state.log.serial = state.epoch = 0 if state.log.newest is None else state.log.newest.serial
 
     def read(self, image_fd: int, log_fd: int, start: JournalEnd) -> None:

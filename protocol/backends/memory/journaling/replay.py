@@ -159,7 +159,7 @@ class Replay:
         if not (is_of_request or is_collecting):
             self._collect(batch)
         if state.revived:
-            state.forget_revived()
+            state.end_revived()
         if len(waiting) > _WAITING_MOST:
             self.settle()
 
@@ -239,7 +239,7 @@ class Replay:
         self._state.inodes[number].cookies = kind.of(names, following)
 
     def _collect(self, batch: Sequence[bytes]) -> None:
-        """Collect what a change without a request of the kernel may have made wrong in the kernel's caches."""
+        """Collect the inodes and names that a change without a request may have made stale in the kernel's caches."""
         for payload in batch:
             for code, *fields in effects.decoded(payload):
                 if code == effects.INODE:
@@ -250,7 +250,7 @@ class Replay:
                     self._invalidated(0)
 
     def invalidation(self) -> CacheInvalidation:
-        """Return what the kernel's caches may have wrong after the last batch."""
+        """Return the inodes and names that may be stale in the kernel's caches after the last batch."""
         inodes = self._state.inodes
         names = [
             EntryChange(parent, name, 0, (inodes[parent].children or {}).get(name, 0))

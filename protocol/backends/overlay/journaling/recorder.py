@@ -72,7 +72,7 @@ class _Write:
 
     @property
     def size_bytes(self) -> int:
-        """A bound of what it adds to the record."""
+        """A bound of the bytes that it adds to the record."""
         return len(self.copied_up) * (_BLOCK_BYTES + _MASK_BYTES) + _MASK_BYTES * len(self.masked)
 
 
@@ -450,7 +450,7 @@ class OverlayImage(Image):
     It begins with the inodes of the lower layer that changed, as they were in the oldest state, and records which state
     is the base.
 
-    `known`: in an image for another process, its records follow.
+    `known`: in an image for a successor, its records follow.
     """
 
     def __init__(

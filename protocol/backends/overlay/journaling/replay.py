@@ -186,7 +186,7 @@ class OverlayReplay(Replay):
 
 
 class OverlayGiving(Giving):
-    """Handover of an overlay to another process, in addition to what `Giving` does for a memory volume.
+    """Handover of an overlay to a successor, in addition to what `Giving` does for a memory volume.
 
     The image has the inodes of the lower layer that changed.  The kernel also knows others, which `KnownInodes`
     describes: the forked process writes its records after the image, and `rest` has those loaded since.  So both
@@ -212,7 +212,7 @@ class OverlayGiving(Giving):
             self._known.recent = []
 
     def image(self) -> OverlayImage:
-        self._overlay.known = None  # what this process loads is not for the log of the other one
+        self._overlay.known = None  # what this process loads is not for the log of the process that serves
         image = self._new_overlay_image()
         image.known = self._known
         return image

@@ -235,7 +235,7 @@ class FsMethods:
                 await trio.sleep(0)
             yield
         finally:
-            journal.forget_stored()
+            journal.drop_stored()
 
     async def _on_mount(
         self,
