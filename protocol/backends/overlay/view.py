@@ -12,12 +12,12 @@ process saw them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from protocol.backends.memory.history.undo import SnapshotTree
-from protocol.backends.overlay.inode import LowerContent, OverlayInode
+from protocol.backends.overlay.inode import LowerContent
 from protocol.backends.overlay.lower import LOST_NS, ChangedBelowError, EarlierState
 from protocol.tree import CHUNK_BYTES, LOST, Chunk, Tree, TreeEntry, losing
 
@@ -140,7 +140,8 @@ class OverlayTree(SnapshotTree):
     def _check(self, node: Inode) -> None:
         """Raise ChangedBelowError if the content of a file is lost."""
         if self.is_lost_node(node):
-            raise ChangedBelowError(cast(OverlayInode, node).lower.path, LOST)
+            assert isinstance(node.content, LowerContent)
+            raise ChangedBelowError(node.content.lower.path, LOST)
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
         self.read(path, 0, 1)
