@@ -153,7 +153,7 @@ class DirectoryEntries(VolumePart):
             raise os_error(errno.ENOENT)
         if len(target) > SYMLINK_MAX:
             raise os_error(errno.ENAMETOOLONG)
-        directory = self._room_for(parent, name)
+        directory = self._room_for(parent, name, length=len(target))
         node = self._state.create(stat.S_IFLNK | 0o777, caller.uid, _group(directory, caller))
         self._state.set_target(node, target)
         self._enter(directory, name, node)
@@ -347,8 +347,10 @@ class DirectoryEntries(VolumePart):
         except KeyError:
             raise not_found(name) from None
 
-    def _room_for(self, parent: int, name: bytes, inodes: int = 1, *, is_directory: bool = False) -> Inode:
-        """Return the directory after checking that `name` can be made in it."""
+    def _room_for(
+        self, parent: int, name: bytes, inodes: int = 1, *, length: int = 0, is_directory: bool = False
+    ) -> Inode:
+        """Return the directory after checking that `name` can be made in it; `length`: of a symlink's target."""
         if self._state.read_only:
             raise os_error(errno.EROFS)
         directory = self._inodes.get(parent)
@@ -369,7 +371,7 @@ class DirectoryEntries(VolumePart):
         if self._state.check_new_name is not None:
             self._state.check_new_name(directory, name, is_directory)
         if self.recorder is not None:
-            self.recorder.begin(SYMLINK_MAX, directory)
+            self.recorder.begin(length, directory)
         return directory
 
     def _new(self, directory: Inode, mode: int, caller: Caller) -> Inode:
