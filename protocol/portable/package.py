@@ -38,7 +38,6 @@ _MODULES: Final = (
     "protocol.paths",
     "protocol.portable.backports",
     "protocol.portable.file_commands",
-    "protocol.portable.place",
     "protocol.portable.program",
     "protocol.search.grep",
     "protocol.search.patterns",

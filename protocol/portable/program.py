@@ -23,8 +23,7 @@ from protocol.adapters.host_files import HostFiles
 from protocol.adapters.plain_filesystem import PlainPathFilesystem
 from protocol.paths import CallLimitError
 from protocol.portable import file_commands
-from protocol.portable.file_commands import run_command
-from protocol.portable.place import Place, UsageError, described, fail, print_answer
+from protocol.portable.file_commands import Place, UsageError, described, fail, print_answer, run_command
 
 _OUTPUT_MOST_BYTES = 16 << 20
 _SUFFIXES = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

@@ -299,7 +299,7 @@ PYTHONS: Final = ("python3", "python", "/usr/local/bin/python3", "/usr/bin/pytho
 HELPER_MODULES: Final = (
     "protocol.linux.portable",
     *(f"protocol.backends.host.{name}" for name in ("inode_table", "descriptors", "listings", "files")),
-    *(f"protocol.backends.container.helper.{name}" for name in ("wire", "files", "trees", "sessions", "serve")),
+    *(f"protocol.backends.container.helper.{name}" for name in ("wire", "files", "sessions", "serve")),
 )
 RELAY_MODULES: Final = (
     "protocol.linux.portable",

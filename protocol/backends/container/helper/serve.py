@@ -30,9 +30,8 @@ import time
 import traceback
 from collections import OrderedDict
 
-from protocol.backends.container.helper.files import Files, first_process
+from protocol.backends.container.helper.files import Files, Trees, first_process
 from protocol.backends.container.helper.sessions import Listener, Session, SessionEndError, first_session, use_stderr
-from protocol.backends.container.helper.trees import Trees
 from protocol.backends.container.helper.wire import (
     CHANGES,
     HEADER,
