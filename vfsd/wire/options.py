@@ -232,9 +232,8 @@ class KernelOptions(Value):
     `cache_timeout_s`: how long the kernel may use cached attributes of content that other programs change too; None
     for the backend's default.  Without `xattrs` the mount has neither extended attributes nor ACLs, and the kernel
     sends no requests for them.  `wakeups`: whether idle CPUs are kept awake during bursts of requests.
-    sends no requests for them.  `cache`: whether write(2) returns when the data is in the volume ("writethrough") or
-    when it is in the kernel's page cache ("writeback").  `snapshot_directory`: whether the
-    root has `.snapshots`, and whether listings show it.
+    `cache`: whether write(2) returns when the data is in the volume ("writethrough") or when it is in the kernel's page
+    cache ("writeback").  `snapshot_directory`: whether the root has `.snapshots`, and whether listings show it.
     """
 
     engine: str = "auto"  # or the name of an engine: see `vfsd.wire.options`
