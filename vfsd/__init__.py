@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
         reason = foreign_protocol() if (error.name or "").partition(".")[0] == "protocol" else None
         if reason is None:
             raise
-        raise ImportError(reason) from None
+        raise ImportError(": ".join(reason)) from None
     globals()[name] = value
     return value
 

@@ -135,7 +135,7 @@ class LazyGroup(SuggestingGroup):
             reason = foreign_protocol() if (error.name or "").partition(".")[0] == "protocol" else None
             if reason is None:
                 raise
-            raise click.ClickException(reason) from None
+            raise click.ClickException(": ".join(reason)) from None
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 

@@ -247,8 +247,7 @@ def _check_installation(_host: Host) -> Iterator[Finding]:
     yield _fine("installation", f"version {vfsd.__version__} in {os.path.dirname(vfsd.__file__)}", optional=False)
     foreign = foreign_protocol()
     if foreign is not None:
-        what, _, advice = foreign.partition(": ")
-        yield _problem("protocol", what, advice, optional=False)
+        yield _problem("protocol", *foreign, optional=False)
 
 
 def _check_allow_other(host: Host) -> Iterator[Finding]:

@@ -90,7 +90,7 @@ def set_up(name: str) -> None:
 
 
 # -- packages ---------------------------------------------------------------------------------------
-def foreign_protocol() -> str | None:
+def foreign_protocol() -> tuple[str, str] | None:
     """Describe the `protocol` that Python finds instead of vfsd's, and what to do; None if it finds vfsd's."""
     from importlib.metadata import packages_distributions  # noqa: PLC0415 start-up: an error has time
 
@@ -101,10 +101,10 @@ def foreign_protocol() -> str | None:
     if found is not None and os.path.realpath(found) == os.path.realpath(expected) and not others:
         return None
     if found is None:
-        return f"vfsd's package `protocol` is not installed: {shlex.quote(sys.executable)} -m pip install vfsd again"
+        return "vfsd's package `protocol` is not installed", f"{shlex.quote(sys.executable)} -m pip install vfsd again"
     names = f" of the distribution {', '.join(others)}" if others else ""
     advice = f"uninstall it and install vfsd again, or install vfsd in an environment of its own ({sys.executable})"
-    return f"the package `protocol` in {found}{names} is in the way of vfsd's: {advice}"
+    return f"the package `protocol` in {found}{names} is in the way of vfsd's", advice
 
 
 def missing_package(feature: str, error: ImportError, extra: str = "container") -> OSError:
