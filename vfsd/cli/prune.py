@@ -7,36 +7,19 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from protocol.store import Store, default_directory
 from protocol.store.object_store import RemoteStore
 from protocol.store.retention import Candidate, Period, Policy, judge
 from protocol.volume_extensions import SnapshotInfo
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App
-from vfsd.cli.common.object_stores import (
-    RemoteCommand,
-    bytes_progress,
-    check_no_options,
-    is_url,
-    open_remote,
-    selecting,
-)
+from vfsd.cli.common.object_stores import RemoteCommand, selecting
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds
-from vfsd.cli.store import (
-    AnyStore,
-    bases_of_journals,
-    collect_with_progress,
-    known_key,
-    note_damaged,
-    show_collection,
-    show_gc,
-)
+from vfsd.cli.store import AnyStore, bases_of_journals, collected, known_key, note_damaged, opened
 from vfsd.client.requests import workspace_key
 from vfsd.daemon.snapshots.base import is_merge_base, is_staged
 from vfsd.operations.snapshots import SnapshotRecord, SnapshotsResult
@@ -176,15 +159,8 @@ def prune_command(
         _prune_running(app, policy, dry_run=dry_run)
         return
     run = _Run(policy, dry_run=dry_run)
-    if store is not None and is_url(store):
-        with open_remote(store, store_options) as remote:
-            _prune_remote(app, remote, run, keys, collect=collect)
-        return
-    check_no_options(store_options)
-    with Store(default_directory() if store is None else store) as local:
-        if store is not None and not local.layout.exists():
-            raise FileNotFoundError(errno.ENOENT, f"no snapshot store at {store}")
-        _prune_local(app, local, run, keys, wait_s=wait, collect=collect)
+    with opened(store, store_options) as found:
+        _prune_store(app, found, run, keys, wait_s=wait, collect=collect)
 
 
 # -- a store --------------------------------------------------------------------------------------
@@ -229,20 +205,13 @@ class _Run:
         }  # fmt: skip
 
 
-def _prune_local(app: App, store: Store, run: _Run, keys: Sequence[str], *, wait_s: float, collect: bool) -> None:
-    store.prune(run.choosing(keys, store), wait_s=wait_s, journals=bases_of_journals)
-    freed = collect_with_progress(store, wait_s) if collect and not run.dry_run else None
-    show_freed = None if freed is None else partial(show_gc, freed)
-    app.emit(run.answer(store, freed), lambda answer: _show_store(answer, store, show_freed))
-
-
-def _prune_remote(app: App, store: RemoteStore, run: _Run, keys: Sequence[str], *, collect: bool) -> None:
-    run.keep_replaced(store.prune(run.choosing(keys, store)))
-    freed = None
-    if collect and not run.dry_run:
-        with bytes_progress("collecting") as progress:
-            freed = store.collect_garbage(progress)
-    show_freed = None if freed is None else partial(show_collection, freed, store)
+def _prune_store(app: App, store: AnyStore, run: _Run, keys: Sequence[str], *, wait_s: float, collect: bool) -> None:
+    choose = run.choosing(keys, store)
+    if isinstance(store, RemoteStore):
+        run.keep_replaced(store.prune(choose))
+    else:
+        store.prune(choose, wait_s=wait_s, journals=bases_of_journals)
+    freed, show_freed = collected(store, wait_s) if collect and not run.dry_run else (None, None)
     app.emit(run.answer(store, freed), lambda answer: _show_store(answer, store, show_freed))
 
 

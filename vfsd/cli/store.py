@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,27 +40,38 @@ _NAMES_SHOWN: Final = 5
 _FORM: Final = "; WORKSPACE is host:DIR, or another name that `vfsd store list` prints"
 
 
-class _StoreCommand(Command):
-    """A command on a store, which it opens for its function.  It takes --store instead of -w.
+@contextlib.contextmanager
+def opened(store: str | None, store_options: Sequence[str]) -> Iterator[AnyStore]:
+    """Open the store of --store, a directory or a URL; None: the default one.  UsageError, OSError."""
+    if store is not None and is_url(store):
+        with open_remote(store, store_options) as remote:
+            yield remote
+        return
+    check_no_options(store_options)
+    with Store(default_directory() if store is None else store) as local:
+        # The first snapshot creates the default store.
+        if store is not None and not local.layout.exists():
+            raise FileNotFoundError(errno.ENOENT, f"no snapshot store at {store}")
+        yield local
 
-    With `remote` it also works on an object store, which it opens with --store-option.
-    """
+
+class _DiskCommand(Command):
+    """A command on what is kept on disk, whatever runs: it does not take -w."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params = [param for param in self.params if param.name != "workspace"]
+
+
+class _StoreCommand(_DiskCommand):
+    """A command on a store, on disk or in an object store, which it opens for its function."""
 
     def __init__(self, *args: Any, callback: Callable[..., None], **kwargs: Any) -> None:
         def run(*, store: str | None, store_options: tuple[str, ...], **settings: Any) -> None:
-            if store is not None and is_url(store):
-                with open_remote(store, store_options) as remote:
-                    callback(click.get_current_context().obj, remote, **settings)
-                return
-            check_no_options(store_options)
-            with Store(default_directory() if store is None else store) as opened:
-                # The first snapshot creates the default store.
-                if store is not None and not opened.layout.exists():
-                    raise FileNotFoundError(errno.ENOENT, f"no snapshot store at {store}")
-                callback(click.get_current_context().obj, opened, **settings)
+            with opened(store, store_options) as found:
+                callback(click.get_current_context().obj, found, **settings)
 
         super().__init__(*args, callback=run, **kwargs)
-        self.params = [param for param in self.params if param.name != "workspace"]
         how = "Use the store in this directory, or the object store at this URL, instead of the default one."
         self.params.insert(-1, click.Option(["--store"], metavar="DIR|URL", type=click.Path(file_okay=False), help=how))
         self.params.insert(-1, store_option())
@@ -274,21 +286,23 @@ def gc_command(app: App, store: AnyStore, *, wait: float, repair: bool) -> None:
     are not needed, and a later run deletes them, at least 24 hours after they were condemned.  A pack that is younger
     than that is not condemned.  There, a repeated `vfsd push` stores damaged contents again.
     """
-    if isinstance(store, RemoteStore):
-        with bytes_progress("collecting") as progress:
-            collected = store.collect_garbage(progress, repair=repair)
-        app.emit(collected, lambda _: show_collection(collected, store))
-        return
-    app.emit(collect_with_progress(store, wait, repair=repair), show_gc)
+    report, show = collected(store, wait, repair=repair)
+    app.emit(report, lambda _: show())
 
 
-def collect_with_progress(store: Store, wait_s: float, *, repair: bool = False) -> GarbageReport:
-    """Collect the garbage of a store with a progress bar; see `Store.collect_garbage`."""
+def collected(
+    store: AnyStore, wait_s: float, *, repair: bool = False
+) -> tuple[GarbageReport | CollectionReport, Callable[[], None]]:
+    """Collect the garbage of a store with a progress bar; return the report, and the function that prints it."""
     with bytes_progress("collecting") as progress:
-        return store.collect_garbage(progress, wait_s=wait_s, repair=repair)
+        if isinstance(store, RemoteStore):
+            remote = store.collect_garbage(progress, repair=repair)
+            return remote, functools.partial(_show_collection, remote, store)
+        local = store.collect_garbage(progress, wait_s=wait_s, repair=repair)
+        return local, functools.partial(_show_gc, local)
 
 
-def show_collection(report: CollectionReport, store: RemoteStore) -> None:
+def _show_collection(report: CollectionReport, store: RemoteStore) -> None:
     """Print what a collection of an object store freed and condemned."""
     if report.damaged_contents:
         output.say(f"removed {counted(report.damaged_contents, 'damaged content')}")
@@ -301,7 +315,7 @@ def show_collection(report: CollectionReport, store: RemoteStore) -> None:
         output.note(f"{condemned} are condemned: `{command}` deletes them if it runs {hours:g} hours later")
 
 
-def show_gc(report: GarbageReport) -> None:
+def _show_gc(report: GarbageReport) -> None:
     """Print what a collection freed."""
     if report.damaged_contents:
         removed = counted(report.damaged_contents, "damaged content")
@@ -451,16 +465,7 @@ def _of_journal(command: Callback) -> Callback:
     return click.option("--journal-dir", metavar="DIRECTORY", type=click.Path(), help=_DIRECTORY)(command)
 
 
-class _JournalCommand(Command):
-    """A command without -w."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.params = [param for param in self.params if param.name != "workspace"]
-
-
-persisted_command.command_class = _JournalCommand
-
+persisted_command.command_class = _DiskCommand
 
 _JOURNAL_COLUMNS: Final = output.columns("NAME STATE SIZE:size DIRECTORY:path KIND BACKEND")
 
