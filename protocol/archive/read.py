@@ -1,4 +1,4 @@
-"""Read an archive as a tree: `open_archive`, which checks all of it first."""
+"""Read an archive as a tree: `open_archive`, which checks all of it first, and what it checks."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from vfsd.wire.messages import from_wire_path, wire_path
 
 if TYPE_CHECKING:
     from protocol.backends.memory import MemoryVolume
-    from protocol.store.object_store.collect import CollectionReport
+    from protocol.store.object_store.upkeep import CollectionReport
 
 AnyStore = Store | RemoteStore
 _NAMES_SHOWN: Final = 5

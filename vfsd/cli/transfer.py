@@ -27,7 +27,7 @@ from vfsd.operations.snapshots import ExportResult, ImportResult, SaveResult
 if TYPE_CHECKING:
     from protocol.store import Store
     from protocol.store.object_store import RemoteSnapshot, RemoteStore
-    from protocol.store.object_store.push import PushStart
+    from protocol.store.object_store.transfer import PushStart
 
 _URLS: Final = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIR"
 

@@ -39,8 +39,8 @@ _REST: Final = (
     "encodings.ascii",
     "protocol.archive",
     "protocol.store",
-    "protocol.store.object_store.collect",
-    "protocol.store.object_store.push",
+    "protocol.store.object_store.upkeep",
+    "protocol.store.object_store.transfer",
     "protocol.execution.host",
     "protocol.execution.runner",
 )

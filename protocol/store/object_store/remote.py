@@ -1,6 +1,6 @@
 """RemoteStore: snapshots in an object store, by name.
 
-A name is a sequence of objects that are created once, its generations; the newest counts.  See `layout` for the
+A name is a sequence of objects that are created once, its generations; the newest counts.  See `packs` for the
 objects, and docs/object-stores.md for what makes concurrent pushes and collections safe.
 
 Threading: one thread at a time.
@@ -37,9 +37,9 @@ from protocol.store.object_store.packs import (
 from protocol.tree import no_progress
 
 if TYPE_CHECKING:
-    from protocol.store.object_store.collect import CollectionReport
-    from protocol.store.object_store.push import PushReport, PushStart
     from protocol.store.object_store.storage import Objects, Storage
+    from protocol.store.object_store.transfer import PushReport, PushStart
+    from protocol.store.object_store.upkeep import CollectionReport
     from protocol.store.store import Choose, Store
     from protocol.store.upkeep import CheckReport
     from protocol.tree import ByteProgress
@@ -281,12 +281,12 @@ class RemoteStore:
         progress: ByteProgress = no_progress, start: PushStart | None = None,
         leased: Callable[[], object] = lambda: None, published: Callable[[], object] = lambda: None,
     ) -> PushReport:  # fmt: skip
-        """Upload a snapshot of `local` as `name`: see `push.Push`.
+        """Upload a snapshot of `local` as `name`: see `transfer.Push`.
 
         `start` is from `start_push`.  `leased` is called when the snapshot may be dropped from `local`, and `published`
         when the name is there.
         """
-        from protocol.store.object_store.push import Push  # noqa: PLC0415 it imports this module
+        from protocol.store.object_store.transfer import Push  # noqa: PLC0415 it imports this module
 
         with local.leased(workspace, snapshot) as (record, blobs):
             leased()
@@ -297,7 +297,7 @@ class RemoteStore:
 
     def start_push(self) -> PushStart:
         """Begin the first requests of a push."""
-        from protocol.store.object_store.push import PushStart  # noqa: PLC0415 it imports this module
+        from protocol.store.object_store.transfer import PushStart  # noqa: PLC0415 it imports this module
 
         return PushStart(self.storage)
 
@@ -305,8 +305,8 @@ class RemoteStore:
         self, local: Store, found: RemoteSnapshot, *, workspace: str, name: str | None = None,
         progress: ByteProgress = no_progress,
     ) -> SnapshotInfo:  # fmt: skip
-        """Download a snapshot into `local`, as snapshot `name` of `workspace`: see `pull.RemoteSource`."""
-        from protocol.store.object_store.push import RemoteSource  # noqa: PLC0415 start-up: only pull needs it
+        """Download a snapshot into `local`, as snapshot `name` of `workspace`: see `transfer.RemoteSource`."""
+        from protocol.store.object_store.transfer import RemoteSource  # noqa: PLC0415 start-up: only pull needs it
 
         source = RemoteSource(self.packs, found.record, local.blobs, progress)
         with self._advice():
@@ -317,7 +317,7 @@ class RemoteStore:
     # -- upkeep --------------------------------------------------------------------------------
     def check(self, progress: ByteProgress | None = None) -> CheckReport:
         """Read everything; report what is damaged and which snapshots need it."""
-        from protocol.store.object_store.collect import check  # noqa: PLC0415 it imports this module
+        from protocol.store.object_store.upkeep import check  # noqa: PLC0415 it imports this module
 
         return check(self, progress or no_progress)
 
@@ -326,7 +326,7 @@ class RemoteStore:
 
         `repair` also deletes what is damaged; a push with `replace` uploads it again.
         """
-        from protocol.store.object_store.collect import Collection  # noqa: PLC0415 it imports this module
+        from protocol.store.object_store.upkeep import Collection  # noqa: PLC0415 it imports this module
 
         with self._advice():
             return Collection(self, progress or no_progress).run(repair=repair)

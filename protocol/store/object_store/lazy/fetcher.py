@@ -211,7 +211,7 @@ class Fetcher:
         return good
 
     def _keep(self, one: _Range, good: dict[bytes, bytes], error: BaseException | None) -> None:
-        """Keep blobs, then let the callers go on that wait for them: they may rely on the cache (`prefetch`)."""
+        """Keep blobs, then let the callers go on that wait for them: they may rely on the cache (`Prefetch`)."""
         try:
             if good:
                 self._cache.put(list(good.items()))

@@ -1,6 +1,6 @@
 """The helper process of a daemon over a remote snapshot: `python -m protocol.store.object_store.lazy.helper`.
 
-Standard input is a socket to the daemon (`messages`).  The helper has the credentials from its environment, and ends
+Standard input is a socket to the daemon (`client`).  The helper has the credentials from its environment, and ends
 when the daemon closes the connection.
 
 Threading: the main thread receives; a pool answers; `obstore` has threads of its own, and nothing here forks.

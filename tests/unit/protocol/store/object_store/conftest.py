@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol.store import DirectorySource, Store
-from protocol.store.object_store import RemoteStore, collect, open_storage
+from protocol.store.object_store import RemoteStore, open_storage, upkeep
 from tests.support.gcs_server import GcsProxy, gcs_options
 from tests.support.s3_server import BUCKET, options, s3_server
 
@@ -57,5 +57,5 @@ def taken(local: Store, name: str, root: Path) -> None:
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of a remote store in a directory."""
-    monkeypatch.setattr(collect, "_CLOCK_ERROR_S", 0.0)
+    monkeypatch.setattr(upkeep, "_CLOCK_ERROR_S", 0.0)
     return f"file://{tmp_path}/remote"

@@ -15,9 +15,9 @@ import pytest
 
 from protocol.store import DirectorySource, Store
 from protocol.store.format.packs import DamagedError
-from protocol.store.object_store import RemoteStore, collect, open_storage
-from protocol.store.object_store.collect import Collection, needed_blobs
-from protocol.store.object_store.push import Push
+from protocol.store.object_store import RemoteStore, open_storage, upkeep
+from protocol.store.object_store.transfer import Push
+from protocol.store.object_store.upkeep import Collection, needed_blobs
 from tests.support.lower_layers import damage_inodes
 from tests.unit.protocol.store.object_store import worker
 
@@ -41,7 +41,7 @@ def states(local: Store, root: Path, count: int) -> None:
         local.take(KEY, f"state{number}", DirectorySource(root))
 
 
-def collected(url: str) -> collect.CollectionReport:
+def collected(url: str) -> upkeep.CollectionReport:
     time.sleep(GRACE_S * 1.2)
     with opened(url) as remote:
         return remote.collect_garbage()

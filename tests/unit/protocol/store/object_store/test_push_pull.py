@@ -20,7 +20,7 @@ from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of,
 from protocol.store.format.rows import Row, encode_listing
 from protocol.store.object_store import RemoteStore, open_storage
 from protocol.store.object_store.packs import Generation, decoded_name, encode_named, encoded_name
-from protocol.store.object_store.push import Uploads
+from protocol.store.object_store.transfer import Uploads
 from protocol.tree import filled
 from tests.unit.protocol.store.object_store.conftest import Open, taken
 

@@ -12,7 +12,7 @@ import random
 import sys
 
 from protocol.store import Store
-from protocol.store.object_store import RemoteStore, collect, open_storage
+from protocol.store.object_store import RemoteStore, open_storage, upkeep
 
 KEY = "host:/w"
 STATES = 8
@@ -44,7 +44,7 @@ def push(url: str, local: str, worker: str) -> None:
 
 
 def gather(url: str) -> None:
-    collect._CLOCK_ERROR_S = 0.0  # a directory has exact times
+    upkeep._CLOCK_ERROR_S = 0.0  # a directory has exact times
     while True:
         with opened(url) as remote:
             report = remote.collect_garbage()

@@ -1,4 +1,4 @@
-"""Collection: frees what no snapshot of a remote store needs, while other processes push.
+"""Upkeep of a remote store: a collection frees what no snapshot needs, while other processes push; a check reads all.
 
 A pack is first condemned by a marker, which is never taken back.  After the grace period, a later collection copies
 what snapshots need of the pack to a new one, and deletes it.  docs/object-stores.md has the argument.
@@ -9,6 +9,9 @@ One collection, in this order:
 3. condemn packs that are older than the grace period, if they are small or if a quarter or more is not needed.
 
 A snapshot that was dropped or replaced within the grace period counts for step 2 and not for step 3.
+
+A check names what is damaged with the snapshots and paths that need it.  Pushes and collections may run meanwhile: what
+they add is not checked, and what they delete is not damage.
 
 Threading: one thread.  Several collections may run at once.
 """
@@ -42,7 +45,7 @@ from protocol.store.object_store.packs import (
     generation_of,
     kind_of,
 )
-from protocol.store.object_store.push import Uploads
+from protocol.store.object_store.transfer import Uploads
 from protocol.store.upkeep import GONE, CheckReport, Damage, Losses
 
 if TYPE_CHECKING:
@@ -267,6 +270,7 @@ def needed_blobs(packs: RemotePacks, view: PackView, roots: Iterable[bytes], *, 
     return found
 
 
+# -- check -----------------------------------------------------------------------------------------
 _IN_FLIGHT_BYTES: Final = 4 * PACK_BYTES  # more only if one pack is larger
 
 

@@ -1,6 +1,6 @@
-"""Push: uploads what a remote store lacks of a snapshot, and then publishes its name.
+"""Transfers: a push uploads what a remote store lacks of a snapshot, and then publishes its name; a pull downloads.
 
-Invariants, on which the argument in docs/object-stores.md rests:
+Invariants of a push, on which the argument in docs/object-stores.md rests:
 1. A name is published only after a view, not older than half of the grace period, in which every blob of the snapshot
    is in a pack that is not condemned; or is part of a base, and the base is the newest generation of its name, and was
    published after the last repair.
@@ -9,9 +9,9 @@ Invariants, on which the argument in docs/object-stores.md rests:
 
 So an interrupted push leaves packs that no name needs.  The next push finds their blobs, and uploads only the rest.
 
-Threading: one thread.
-
 `RemoteSource` is the way back: a snapshot of a remote store as the source of a local one.
+
+Threading: one thread.
 """
 
 from __future__ import annotations
@@ -365,6 +365,7 @@ class Uploads:
         self._progress(self.done_bytes)
 
 
+# -- pull ------------------------------------------------------------------------------------------
 class RemoteSource:
     """The snapshot `record` in the packs of a remote store.  `local` are the blobs of the store that takes it.
 
