@@ -127,15 +127,7 @@ class LazyGroup(SuggestingGroup):
         cmd_name = _ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
-        try:
-            module = importlib.import_module(f"vfsd.cli.{COMMANDS[cmd_name][0]}")
-        except ImportError as error:
-            from vfsd.machine.interpreter import foreign_protocol  # noqa: PLC0415 start-up: an error has time
-
-            reason = foreign_protocol() if (error.name or "").partition(".")[0] == "protocol" else None
-            if reason is None:
-                raise
-            raise click.ClickException(": ".join(reason)) from None
+        module = importlib.import_module(f"vfsd.cli.{COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
@@ -150,7 +142,18 @@ class LazyGroup(SuggestingGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        return guarded(ctx, lambda: super(LazyGroup, self).invoke(ctx))
+        return guarded(ctx, lambda: self._invoke(ctx))
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ImportError as error:
+            from vfsd.machine.interpreter import foreign_protocol  # noqa: PLC0415 start-up: an error has time
+
+            reason = foreign_protocol() if (error.name or "").partition(".")[0] == "protocol" else None
+            if reason is None:
+                raise
+            raise click.ClickException(": ".join(reason)) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         width = max(map(len, COMMANDS))
