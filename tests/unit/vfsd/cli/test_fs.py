@@ -422,10 +422,11 @@ def test_a_command_that_fails_is_no_failure_of_exec(able: FsDaemon) -> None:
 
 
 def test_exec_says_why_the_snapshot_after_a_command_failed(able: FsDaemon) -> None:
-    async def fail(tag: str) -> str:
-        raise OSError(errno.ENOSPC, "no space for a snapshot")
+    class Full:
+        async def infos(self) -> list[Any]:
+            raise OSError(errno.ENOSPC, "no space for a snapshot")
 
-    able.commands._take_snapshot = fail
+    able.commands._snapshots = Full()
     done = data("exec", "--", "true")
     assert (done["exit_status"], done["snapshot"]) == (0, None)
     assert done["snapshot_error"] == "no space for a snapshot"
