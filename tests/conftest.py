@@ -13,6 +13,7 @@ import functools
 import gc
 import getpass
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -107,10 +108,23 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["VFSD_STORE_DIR"] = f"{directory}/store"
     os.environ["XDG_STATE_HOME"] = f"{directory}/state"
     os.environ.pop("VFSD_WORKSPACE", None)
+    # With a directory that `su` left there of root's, execvp(3) says EACCES of every program that is missing.
+    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(each for each in path if _may_be_searched(each))
     os.environ["VFSD_FORK_SERVER"] = "off"  # tests of the fork server have their own (tests/support/fork_server.py)
     os.environ.update(GIT_CONFIG_GLOBAL="/dev/null", GIT_CONFIG_NOSYSTEM="1")
     for role in ("AUTHOR", "COMMITTER"):
         os.environ.update({f"GIT_{role}_NAME": "Test", f"GIT_{role}_EMAIL": "test@example.org"})
+
+
+def _may_be_searched(directory: str) -> bool:
+    try:
+        os.stat(f"{directory}/.")
+    except PermissionError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -308,6 +322,15 @@ def no_leaks(session_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
         left = sorted(item for item in open_files().items() if item[0] not in before)
         if len(left) > _FILES_LEFT:
             pytest.fail(f"{len(left)} files left open, among them {left[:5]}")
+
+
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """Let the test open as many files as the hard limit says; the soft limit of a login is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture

@@ -291,7 +291,7 @@ def _place_members(contents: Contents, members: Sequence[Member], records: dict[
         placed[path] = member
         number = _inode(entries, path)
         if record is None:
-            entries[path] = TreeEntry(path, mode, member.size, member.mtime_ns, inode=number)
+            entries[path] = _without_owner(path, mode, number, member.size, member.mtime_ns)
         else:
             entries[path] = _merged(path, mode, member.size, member.mtime_ns, record, number)
 
@@ -311,12 +311,16 @@ def _inode(entries: Mapping[bytes, TreeEntry], path: bytes) -> int:
     return ROOT_INODE + 1 + len(entries) if path else ROOT_INODE
 
 
+def _without_owner(path: bytes, mode: int, inode: int, size: int = 0, mtime_ns: int = 0) -> TreeEntry:
+    """An entry whose owner the archive does not say: it belongs to the user who reads it, as with unzip."""
+    return TreeEntry(path, mode, size, mtime_ns, os.geteuid(), os.getegid(), 1, inode)
+
+
 def _complete_directories(contents: Contents, limits: ArchiveLimits) -> None:
     """Add the directories that paths only imply, and refuse entries below anything but a directory."""
     entries = contents.entries
-    if not entries.get(b"", _ROOT).is_dir:
+    if not entries.setdefault(b"", _without_owner(b"", _DEFAULT_DIRECTORY, ROOT_INODE)).is_dir:
         raise ArchiveError("the root is not a directory", shown(FILES))
-    entries.setdefault(b"", _ROOT)
     names_bytes = sum(map(len, entries))
     for path in list(entries):
         child = path
@@ -331,14 +335,11 @@ def _complete_directories(contents: Contents, limits: ArchiveLimits) -> None:
             names_bytes += len(parent)
             if len(entries) >= limits.entries or names_bytes > limits.names_bytes:
                 raise ArchiveError("the archive's paths imply too many directories", shown(FILES + path))
-            entries[parent] = TreeEntry(parent, _DEFAULT_DIRECTORY, inode=_inode(entries, parent))
+            entries[parent] = _without_owner(parent, _DEFAULT_DIRECTORY, _inode(entries, parent))
             child = parent
     # The root is not counted, like the manifest: writers do not count it.
     if len(entries) - 1 > limits.entries or names_bytes > limits.names_bytes:
         raise ArchiveError(f"the archive has more than {limits.entries} entries or {limits.names_bytes} bytes of names")
-
-
-_ROOT: Final = TreeEntry(b"", _DEFAULT_DIRECTORY, inode=ROOT_INODE)
 
 
 # -- the manifest against the entries ----------------------------------------------------------

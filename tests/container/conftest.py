@@ -23,6 +23,7 @@ from protocol.backends.container.podman.spec import ContainerSpec
 from tests.container.images import write_busybox_image, write_python_image
 from tests.container.service import NoPodmanError, running_service
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
+from tests.support.rights import need_root
 from tests.support.unmounting import unmount_when_idle
 from vfsd.client.workspace import Workspace
 
@@ -62,8 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def podman_url(session_dir: str, no_leaks_of_the_session: None) -> Iterator[str]:
     """The URL of a Podman service of this worker's own."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root: a Podman of root's, whose containers are reached through /proc")
+    need_root()
     with ExitStack() as stack:
         try:
             url = stack.enter_context(running_service(Path(session_dir, "podman")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,10 +19,11 @@ from tests.container.conftest import inside, running_container
 from tests.contract import test_host_volume
 from tests.support.contracts_on_mounts import OnMount
 from tests.support.host_directories import HostClock
+from tests.support.rights import needs_root
 from vfsd.client.workspace import Workspace
 
 pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: reaches a container through /proc"),
+    needs_root,
     pytest.mark.extended,
 ]
 

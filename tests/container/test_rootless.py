@@ -14,6 +14,7 @@ import pytest
 from tests.container.rootless import Rootless, rootless_podman
 from tests.container.service import NoPodmanError
 from tests.mount.programs import wait_ended
+from tests.support.rights import need_root
 
 PYTHON = "localhost/vfsd-test-python:latest"
 
@@ -21,8 +22,7 @@ PYTHON = "localhost/vfsd-test-python:latest"
 @pytest.fixture(scope="module")
 def user(python_archive: Path, no_leaks_of_the_session: None) -> Iterator[Rootless]:
     """A plain user whose Podman service has an image with Python.  The tests leave no mount and no container."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to make a user")
+    need_root()
     try:
         with rootless_podman() as user:
             shutil.copy(python_archive, user.home / "python.tar")

@@ -395,6 +395,7 @@ def test_the_next_daemon_removes_the_sandbox_of_one_that_was_killed(
 
 
 # -- what is said ---------------------------------------------------------------------------------------------
+@pytest.mark.fuse
 def test_a_sandbox_that_cannot_be_had_fails_the_mount_and_leaves_nothing(workdir: Path) -> None:
     (workdir / "m").mkdir()
     with pytest.raises(OSError, match="no Podman service"):

@@ -24,8 +24,9 @@ from protocol.testing.volume.driver import ALICE, fails
 from protocol.volume import ROOT_INODE, Volume
 from tests.support.agents import local_agent
 from tests.support.host_directories import HostClock, mounted_tmpfs
+from tests.support.rights import needs_root
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and gives files to others")
+pytestmark = needs_root
 
 # struct vfs_cap_data of revision 2 (linux/capability.h): the host takes nothing else for a capability.
 CAPABILITY = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import pytest
-
 from protocol.volume import Volume
 from tests.contract import test_host_volume
 from tests.support.remote import remote_volume
+from tests.support.rights import needs_root
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and gives files to others")
+pytestmark = needs_root
 
 
 class TestRemoteVolume(test_host_volume.OverHostDirectory):

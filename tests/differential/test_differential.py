@@ -20,12 +20,13 @@ from tests.differential.calls import OPERATIONS, WORKERS, Call, random_calls
 from tests.differential.campaign import Campaign, reduced
 from tests.differential.compare import Bench, mount_flags
 from tests.differential.script import parse, reduce, script
+from tests.support.rights import needs_root
 from tests.support.seeds import campaign_seed
 
 pytestmark = [
     pytest.mark.fuse,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and works as several users"),
+    needs_root,
 ]
 
 CALLS = 8_000

@@ -17,13 +17,14 @@ from tests.differential.campaign import Campaign
 from tests.differential.compare import Bench
 from tests.differential.script import parse, script
 from tests.support.lower_layers import LAYERS
+from tests.support.rights import needs_root
 from tests.support.seeds import campaign_seed
 from tests.support.suites import one_of
 
 pytestmark = [
     pytest.mark.fuse,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and works as several users"),
+    needs_root,
 ]
 
 CALLS = 2_000

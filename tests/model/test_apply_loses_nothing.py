@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.testing.volume.driver import Driver
+from tests.unit.protocol.backends.overlay.killed_apply import WORKER
 from tests.unit.protocol.backends.overlay.test_apply import run
 
 PATHS = (b"a", b"b", b"d", b"d/a", b"d/b")
@@ -64,7 +65,7 @@ class Both:
         for path in (b"a", b"b", b"d/a"):
             self.at(path).write_bytes(token())
         self.volume = OverlayVolume(os.fsencode(self.below))
-        self.fs = Driver(self.volume)
+        self.fs = Driver(self.volume, WORKER)
         self.changed: set[bytes] = set()
         self.remade: set[bytes] = set()  # of these, the paths whose entries are changed too, if they are directories
         self.theirs: set[bytes] = set()
@@ -116,7 +117,7 @@ class Both:
         elif what == "write":
             self.volume.write(self.fs.at(path), 2, b"xy")
         elif what == "chmod":
-            self.fs.set(path, mode=0o600)
+            self.fs.set(path, mode=0o700)  # with search permission, which a plain user needs
         elif what == "xattr":
             self.volume.setxattr(self.fs.at(path), b"user.x", token(), 0)
         else:

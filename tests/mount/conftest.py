@@ -16,6 +16,7 @@ import pytest
 from tests.mount.programs import Program
 from tests.support.hung_daemons import end_watch
 from tests.support.lower_layers import LAYERS, NAME, make
+from tests.support.rights import need_root
 from tests.support.session_directories import new_directory
 from tests.support.unmounting import unmount_when_idle
 from vfsd.client.connection import ControlClient
@@ -149,6 +150,8 @@ def mounted(path: Path, *, may_say: str | None = None, **options: Any) -> Iterat
     """
     if "backend" in options:
         options["backend"] = backend_over(options["backend"], path.with_name("below"))
+    if options.get("allow_other"):
+        need_root()  # other users are let in
     with end_watch() as end_begins, Workspace.mount(path, **options) as workspace:
         try:
             yield workspace
@@ -309,7 +312,7 @@ def provided(on: str, path: Path, *, max_bytes: int | None = None, max_inodes: i
             stack.enter_context(_tmpfs(below, max_bytes, max_inodes))
             options = {"backend": options["backend"]}
         workspace = stack.enter_context(
-            mounted(path, engine=engine, name=f"p-{path.name}", allow_other=True, **options)
+            mounted(path, engine=engine, name=f"p-{path.name}", allow_other=os.geteuid() == 0, **options)
         )
         path.chmod(0o1777)
         yield Path(workspace.path)
@@ -317,8 +320,7 @@ def provided(on: str, path: Path, *, max_bytes: int | None = None, max_inodes: i
 
 @contextmanager
 def _tmpfs(path: Path, max_bytes: int | None, max_inodes: int | None) -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a tmpfs")
+    need_root()
     limits = [f"size={max_bytes}"] if max_bytes else []
     limits += [f"nr_inodes={max_inodes}"] if max_inodes else []
     options = ",".join(["mode=1777", "nosuid", "nodev", *limits])

@@ -23,6 +23,7 @@ from protocol.tools.base import FileEvent, FileWritten
 from tests.mount.conftest import ENGINES, MountIt
 from tests.mount.programs import failed, succeeded, vfsd
 from tests.support.host_directories import mounted_tmpfs
+from tests.support.rights import needs_root
 from tests.support.waiting import wait_until
 from vfsd.cli.claude_settings import hook_commands
 from vfsd.client.connection import ControlClient
@@ -47,6 +48,7 @@ def run(workspace: Workspace, *command: str) -> int:
 
 
 @pytest.mark.both_engines
+@needs_root
 def test_each_kind_of_change_is_one_entry_in_order(workspace: Workspace, root: Path) -> None:
     def change() -> None:
         (root / "d").mkdir()
@@ -198,6 +200,7 @@ def test_a_program_of_another_user_is_named(mount: MountIt) -> None:
 
 
 @pytest.mark.both_engines
+@needs_root
 def test_a_process_of_an_inner_pid_namespace_has_the_id_that_the_daemon_sees(workspace: Workspace) -> None:
     run(workspace, "unshare", "--pid", "--fork", "sh", "-c", "echo x > $$")
     created = workspace.log("1")[0]

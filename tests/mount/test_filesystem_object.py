@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol import Filesystem, HostFilesystem, InMemoryFilesystem
+from tests.support.rights import need_root
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.in_process import MountedFilesystem
 
@@ -218,8 +219,7 @@ def test_programs_that_append_to_one_file_lose_no_line(
 
 
 def test_what_programs_had_written_is_there_when_the_connection_is_cut(engine: str, workdir: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can unmount by force")
+    need_root()
     filesystem = InMemoryFilesystem()
     mounted = Workspace.mount(workdir / "m", filesystem=OnlyTheMethods(filesystem), engine=engine)  # type: ignore[call-overload]
     file = os.open(os.path.join(mounted.path, "f"), os.O_CREAT | os.O_WRONLY)
@@ -235,8 +235,7 @@ def test_what_programs_had_written_is_there_when_the_connection_is_cut(engine: s
 @contextmanager
 def elsewhere(script: str) -> Iterator[None]:
     """A process in a mount namespace of its own, with copies of all mounts, that has executed `script`."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can make a mount namespace without a user namespace")
+    need_root()
     with subprocess.Popen(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", f"{script}; echo ready; read line"],
         stdin=subprocess.PIPE,

@@ -18,6 +18,7 @@ import pytest
 
 from protocol.tool_messages import GlobParams, GrepParams
 from tests.mount.conftest import MountIt, mounted, socket_of
+from tests.support.rights import need_root, needs_root
 from tests.support.waiting import wait_until
 from vfsd.client.arguments import mount_options
 from vfsd.client.connection import ControlClient, daemon_end
@@ -122,7 +123,7 @@ def rich_tree(place: Path) -> None:
                 os.utime(os.path.join(base, name), ns=(10**17 + at, 10**17 + at), follow_symlinks=False)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: owners and device nodes")
+@needs_root
 def test_rsync_carries_everything_there_and_back(root: Path, directory: Path, workdir: Path) -> None:
     rich_tree(workdir / "source")
     command = ("rsync", "-aHAXS", "--numeric-ids")
@@ -319,8 +320,7 @@ def test_status_says_what_can_be_said_without_a_walk(workspace: Workspace, root:
 
 @pytest.mark.both_engines
 def test_another_users_files_are_his_and_permissions_hold(mount: MountIt, directory: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: works as several users")
+    need_root()
     root = Path(mount(backend=f"host:{directory}", allow_other=True).path)
     os.chmod(directory, 0o1777)
     (root / "roots").write_bytes(b"private")
@@ -392,7 +392,7 @@ else:
 
 @pytest.mark.extended
 @pytest.mark.both_engines
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: works as several users")
+@needs_root
 def test_a_daemon_without_privileges_serves_what_is_its_users(public: Path, engine: str) -> None:
     for name in ("mnt", "host"):
         (public / name).mkdir(mode=0o700)

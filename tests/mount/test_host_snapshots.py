@@ -24,6 +24,7 @@ from tests.mount.engine_child import Watcher
 from tests.mount.programs import Program, failed, succeeded, vfsd
 from tests.mount.test_host_backend import rich_tree, run, tree_of
 from tests.support.host_directories import mounted_tmpfs
+from tests.support.rights import need_root, needs_root
 from tests.support.waiting import wait_until
 from vfsd.client.arguments import mount_options
 from vfsd.client.connection import daemon_end
@@ -524,8 +525,7 @@ def test_a_damaged_archive_changes_nothing(workspace: Workspace, root: Path, dir
 def test_what_a_restore_may_not_change_is_named_and_the_rest_is_done(
     workspace: Workspace, root: Path, directory: Path
 ) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: chattr")
+    need_root()
     (root / "a").write_text("one")
     (root / "d").mkdir()
     (root / "d" / "b").write_text("one")
@@ -551,8 +551,7 @@ def test_what_a_restore_may_not_change_is_named_and_the_rest_is_done(
 def test_a_restore_that_fails_leaves_the_state_before_and_no_safety_snapshot(
     workdir: Path, directory: Path, engine: str
 ) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a tmpfs")
+    need_root()
     root = workdir / "m"
     root.mkdir()
     with (
@@ -623,7 +622,7 @@ def test_progress_is_told_and_a_client_that_goes_ends_the_work(workspace: Worksp
 # -- without privileges --------------------------------------------------------------------------------
 @pytest.mark.extended
 @pytest.mark.both_engines
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: works as several users")
+@needs_root
 @pytest.mark.extended
 def test_a_daemon_without_privileges_keeps_and_restores_what_is_its_users(
     public: Path, engine: str, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hung_daemons import end_watch
+from tests.support.rights import needs_root
 from vfsd.client.workspace import Workspace
 
 
@@ -22,6 +23,7 @@ def end_stopped(workspace: Workspace) -> None:
             workspace.unmount()
 
 
+@needs_root
 def test_a_daemon_that_hangs_at_the_end_of_a_test_fails_it_and_is_killed(
     workdir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ import trio
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller, VolumeCapabilities
 from tests.support.leaks import mounts
+from tests.support.rights import needs_root
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine
 
@@ -137,7 +138,7 @@ class Server:
 
     def make_file(self, parent: int, name: str, content: bytes) -> None:
         """Behind the kernel's back."""
-        made = self.memory.mknod(parent, name.encode(), stat.S_IFREG | 0o644, 0, Caller(0, 0))
+        made = self.memory.mknod(parent, name.encode(), stat.S_IFREG | 0o644, 0, Caller(os.geteuid(), os.getegid()))
         self.memory.write(made.inode, 0, content)
         self.memory.forget(made.inode, 1)
 
@@ -570,6 +571,7 @@ def test_the_mode_that_an_acl_brings_is_seen_at_once(workdir: Path) -> None:
 
 
 # -- names -------------------------------------------------------------------------------------
+@needs_root
 def test_names_of_all_kinds_come_and_go(top: Path) -> None:
     os.mkdir(top / "d", 0o750)
     os.symlink("d/no such", top / "l")

@@ -25,6 +25,7 @@ from protocol.journal.directory import read_journal
 from protocol.volume import ROOT_INODE
 from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.programs import failed, succeeded, vfsd, wait_ended
+from tests.support.rights import need_root
 from tests.support.tree_hash import tree_hash
 from vfsd.client.workspace import Workspace
 from vfsd.machine.directories import journal_directory
@@ -271,8 +272,7 @@ def until_refused(change: Callable[[int], object]) -> int | None:
 
 @pytest.mark.extended
 def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent, workdir: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a tmpfs")
+    need_root()
     disk = workdir / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
@@ -311,8 +311,7 @@ def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent
 def test_files_can_be_removed_on_a_disk_that_another_program_fills(
     persistent: Persistent, workdir: Path, event: str
 ) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a tmpfs")
+    need_root()
     disk = workdir / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
@@ -347,8 +346,7 @@ def test_files_can_be_removed_on_a_disk_that_another_program_fills(
 def test_a_disk_that_only_the_journal_fills_is_usable_again_after_removing_files_and_compacting(
     persistent: Persistent, workdir: Path
 ) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a tmpfs")
+    need_root()
     disk = workdir / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)

@@ -20,6 +20,7 @@ import pytest
 
 from protocol.backends.memory import MemoryVolume
 from tests.mount.engine_child import Served, libc, served
+from tests.support.rights import need_root, needs_root
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
 
@@ -32,12 +33,14 @@ AT_FDCWD = -100
 
 @pytest.fixture
 def mount(tmp_path) -> Iterator[Served]:
+    need_root()  # other users are let in
     with served(str(tmp_path), allow_other=True) as child:
         yield child
 
 
 @pytest.fixture
 def tmpfs(tmp_path) -> Iterator[str]:
+    need_root()
     path = str(tmp_path / "tmpfs")
     os.mkdir(path)
     subprocess.run(["mount", "-t", "tmpfs", "none", path], check=True)
@@ -539,6 +542,7 @@ def second_state(root: str) -> None:
     os.link(root + "/two", root + "/moved/deep")
 
 
+@needs_root
 def test_when_a_restore_returns_no_reader_sees_the_old_state_whatever_it_does_meanwhile(either):
     mount, root = either, either.path
     first_state(root)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.mount.engine_child import Served, Watcher, served
+from tests.support.rights import needs_root
 
 pytestmark = pytest.mark.workspaces(engines=["pyfuse3", "native"])
 
@@ -120,6 +121,7 @@ def test_a_program_gets_its_modification_but_no_close_so_that_it_can_be_started_
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "symlink", "fifo", "root"])
+@needs_root
 def test_changed_attributes_are_an_attribute_event(mount, watcher, kind):
     path = mount.path + ("" if kind == "root" else "/it")
     make: dict[str, Callable[[str], object]] = {
@@ -201,6 +203,7 @@ def test_a_name_that_somebody_has_changed_since_the_restore_is_left_alone(mount,
         assert file.read() == "of somebody"
 
 
+@needs_root
 def test_special_files_and_hard_links_come_back(mount, watcher):
     os.mkfifo(mount.path + "/fifo")
     os.mknod(mount.path + "/null", stat.S_IFCHR | 0o600, os.makedev(1, 3))
@@ -355,6 +358,7 @@ def test_nobody_sees_anything_but_the_restored_state_while_the_changes_are_repla
         assert events.count(event) == 60, event
 
 
+@needs_root
 def test_the_replay_gives_up_where_something_else_is_mounted_on_top(tmp_path, watcher):
     with served(str(tmp_path), expected_log="another file system is mounted on top") as child:
         child.call("snapshot", name="s")
@@ -379,6 +383,7 @@ def test_a_read_only_mount_has_no_events_and_says_so(tmp_path, watcher):
 NOBODY = 65534
 
 
+@needs_root
 def test_an_unprivileged_daemon_replays_what_it_may_and_no_more(watcher):
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)  # pytest's own are root's alone

@@ -14,6 +14,7 @@ import pytest
 
 from tests.mount.engine_child import Watcher
 from tests.mount.programs import Program, failed, succeeded, vfsd
+from tests.support.rights import needs_root
 from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
@@ -312,6 +313,7 @@ def test_hard_links_are_what_they_were(workspace: Workspace, root: Path) -> None
     assert listing(root) == ["a", "alone", "b"]
 
 
+@needs_root
 def test_modes_owners_times_and_attributes_come_back(workspace: Workspace, root: Path) -> None:
     (root / "f").write_text("x")
     (root / "d").mkdir()

@@ -19,6 +19,7 @@ import pytest
 
 from tests.mount.conftest import check_invariants
 from tests.mount.programs import Program
+from tests.support.rights import needs_root
 from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
@@ -324,5 +325,6 @@ def test_a_daemon_waits_awake_for_microseconds_only(mount: MountIt) -> None:
     assert cpu_ns(workspace.pid) - before < 0.3e9
 
 
+@needs_root
 def test_a_daemon_s_waits_are_not_made_longer_to_save_interrupts(mount: MountIt) -> None:
     assert int(Path(f"/proc/{mount().pid}/timerslack_ns").read_text()) == 1

@@ -15,6 +15,7 @@ import click.testing
 import pytest
 
 from tests.mount.programs import VFSD, succeeded, vfsd, wait_ended
+from tests.support.rights import needs_root
 from tests.support.terminal import Shell
 from tests.support.waiting import wait_until
 from vfsd.cli import run as run_module
@@ -333,7 +334,7 @@ def test_without_a_place_for_the_journal_one_line_says_so(project: Path, workdir
     assert content(project) == {"file": "two\n", "added": "new\n"}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@needs_root
 def test_changes_that_cannot_be_applied_are_kept(project: Path, workdir: Path) -> None:
     state = workdir / "state"
     state.mkdir()

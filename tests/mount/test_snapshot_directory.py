@@ -108,7 +108,8 @@ def test_every_change_is_refused(workspace: Workspace, root: Path) -> None:
         lambda: os.link(file, root / "new"),
         lambda: os.rename(root / "dir" / "file", inside / "file"),
         lambda: os.rename(file, root / "new"),
-        lambda: os.rename(inside, top / "after"),
+        # Another user than root may not rename a directory of mode 0555, so that the kernel does not ask.
+        *([lambda: os.rename(inside, top / "after")] if os.geteuid() == 0 else []),
         lambda: os.unlink(file),
         lambda: os.rmdir(inside),
         lambda: os.rmdir(top / "before"),
@@ -117,7 +118,7 @@ def test_every_change_is_refused(workspace: Workspace, root: Path) -> None:
         lambda: os.truncate(file, 1),
         lambda: os.open(file, os.O_WRONLY | os.O_TRUNC),
         lambda: os.chmod(file, 0o600),
-        lambda: os.chown(file, 1, 1),
+        lambda: os.chown(file, os.getuid(), os.getgid()),
         lambda: os.utime(file),
         lambda: os.setxattr(file, "user.x", b"y"),
         lambda: os.removexattr(file, "user.x"),

@@ -24,6 +24,7 @@ from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_o
 from tests.mount.programs import failed, succeeded, vfsd, wait_logged
 from tests.support.host_directories import mounted_tmpfs
 from tests.support.leaks import mounts
+from tests.support.rights import need_root
 from vfsd.client.connection import ControlClient, daemon_end
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
@@ -403,8 +404,7 @@ def test_the_daemon_ends_although_another_mount_namespace_has_a_copy_of_the_moun
 
 @both_engines
 def test_a_daemon_that_ends_leaves_what_is_mounted_at_its_place_by_then(engine: str, workdir: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a tmpfs")
+    need_root()
     workspace = Workspace.mount(workdir, engine=engine)
     pid = workspace.status().pid
     with daemon_end(pid) as wait_ended, open(os.path.join(workspace.path, "file"), "w"):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from protocol.testing import Clock
+from tests.support.rights import need_root
 
 __all__ = ["HostClock", "mounted_tmpfs"]
 
@@ -16,6 +17,7 @@ __all__ = ["HostClock", "mounted_tmpfs"]
 @contextmanager
 def mounted_tmpfs(place: Path, *, max_bytes: int | None = None, max_inodes: int | None = None) -> Iterator[Path]:
     """A tmpfs of so many bytes and inodes, mounted at `place`; unmounted at the end.  Needs root."""
+    need_root()
     place.mkdir()
     options = f"mode=755,uid=0,gid=0,size={max_bytes or 1 << 30},nr_inodes={max_inodes or 1_000_000}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "vfsd-test", str(place)], check=True)

@@ -40,10 +40,16 @@ class MakeVolume(Protocol):
 
 
 class Driver:
-    """A volume called by path; it keeps no lookups of new inodes.  For volumes that return results, not awaitables."""
+    """A volume called by path; it keeps no lookups of new inodes.  For volumes that return results, not awaitables.
 
-    def __init__(self, volume: Volume) -> None:
+    Args:
+        volume: what to call.
+        caller: the user who makes files and directories, unless the call says another.
+    """
+
+    def __init__(self, volume: Volume, caller: Caller = ALICE) -> None:
         self.volume = volume
+        self._caller = caller
 
     def at(self, path: bytes) -> int:
         """Return the inode number at `path`; keep no lookup."""
@@ -65,20 +71,20 @@ class Driver:
         self.volume.forget(number, 1)
         return number
 
-    def file(self, path: bytes, data: bytes = b"", mode: int = 0o644, caller: Caller = ALICE) -> int:
+    def file(self, path: bytes, data: bytes = b"", mode: int = 0o644, caller: Caller | None = None) -> int:
         parent, name = self._split(path)
-        number = self._let_go(self.volume.mknod(parent, name, stat.S_IFREG | mode, 0, caller))
+        number = self._let_go(self.volume.mknod(parent, name, stat.S_IFREG | mode, 0, caller or self._caller))
         if data:
             self.volume.write(number, 0, data)
         return number
 
-    def directory(self, path: bytes, mode: int = 0o755, caller: Caller = ALICE) -> int:
+    def directory(self, path: bytes, mode: int = 0o755, caller: Caller | None = None) -> int:
         parent, name = self._split(path)
-        return self._let_go(self.volume.mkdir(parent, name, mode, caller))
+        return self._let_go(self.volume.mkdir(parent, name, mode, caller or self._caller))
 
     def symlink(self, path: bytes, target: bytes) -> int:
         parent, name = self._split(path)
-        return self._let_go(self.volume.symlink(parent, name, target, ALICE))
+        return self._let_go(self.volume.symlink(parent, name, target, self._caller))
 
     def link(self, number: int, path: bytes) -> None:
         parent, name = self._split(path)

@@ -7,14 +7,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.support.rights import need_root
 
 REPOSITORY = Path(__file__).parents[3]
 
 
 def test_a_machine_without_dev_fuse_is_told_before_anything_is_installed(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: hides /dev in a mount namespace")
+    need_root()
     (tmp_path / "scripts").mkdir()
     shutil.copy(REPOSITORY / "scripts" / "bootstrap", tmp_path / "scripts")
     # modprobe succeeds and loads nothing, as in a container; apt-get and pip would say that they were called.

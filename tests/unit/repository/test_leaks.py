@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import hang_watch
 from tests.support.leaks import TAG, Leaks, mounts
+from tests.support.rights import needs_root
 from tests.support.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -89,7 +90,7 @@ def test_what_ran_before_and_what_other_sessions_run_is_left_alone(tmp_path: Pat
 
 
 @pytest.mark.fuse
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a tmpfs: needs root")
+@needs_root
 def test_a_mount_is_found_below_the_roots_only_and_unmounted(workdir: Path) -> None:
     inside, outside = workdir / "in side", workdir / "outside"
     inside.mkdir()

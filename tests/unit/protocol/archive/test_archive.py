@@ -35,6 +35,8 @@ from tests.unit.protocol.archive.archives import (
     CREATED_NS,
     DIRECTORY,
     FILE,
+    Raw,
+    archive,
     archive_of,
     facts,
     facts_of_archive,
@@ -498,6 +500,16 @@ def test_an_archive_by_zipfile_with_only_the_required_keys_is_read() -> None:
 
 
 # -- export ------------------------------------------------------------------------------------
+
+
+def test_what_has_no_owner_in_an_archive_belongs_to_the_user_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    monkeypatch.setattr(os, "getegid", lambda: 5678)
+    file = io.BytesIO(archive(Raw(b"files/d/file", b"content", mode=0o100640)))
+    with open_archive(file) as tree:
+        assert {(entry.path, entry.uid, entry.gid) for entry in tree.walk()} == {
+            (path, 1234, 5678) for path in (b"", b"d", b"d/file")
+        }
 
 
 def test_an_export_leaves_only_the_archive(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_command_dies_with_the_process_that_started_it(tmp_path: Path) -> None
         os.close(handle)
 
 
-def test_a_process_with_many_open_files_runs_commands_too(executor: HostExecutor) -> None:
+def test_a_process_with_many_open_files_runs_commands_too(executor: HostExecutor, many_open_files: None) -> None:
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         assert executor.run(["echo", "hello"]).stdout == b"hello\n"

@@ -10,9 +10,10 @@ import pytest
 
 from protocol.linux.regular_file import write_atomically
 from tests.support.host_directories import mounted_tmpfs
+from tests.support.rights import needs_root
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs")
+@needs_root
 def test_a_full_disk_is_reported_with_the_path_and_changes_nothing(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", max_bytes=64 * 1024) as small:
         path = str(small / "file")

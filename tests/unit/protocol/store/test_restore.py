@@ -20,6 +20,7 @@ from protocol.linux.posix_acl import DEFAULT
 from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store, TreeSource
 from protocol.store.format.blobs import LARGE_BYTES
 from protocol.store.restore import Plan
+from tests.support.rights import needs_root
 from tests.support.trees import DictTree
 from tests.unit.protocol.store.states import Chaos, differences, state_of
 
@@ -363,6 +364,7 @@ def test_a_snapshot_that_is_not_there_is_not_restored(store: Store, root: Path) 
     assert store.snapshots("w") == []
 
 
+@needs_root
 def test_a_device_comes_back(store: Store, root: Path) -> None:
     os.mknod(root / "null", 0o020666, os.makedev(1, 3))
     take(store, root, "s")
@@ -373,9 +375,8 @@ def test_a_device_comes_back(store: Store, root: Path) -> None:
     assert os.stat(root / "null").st_rdev == os.makedev(1, 3)
 
 
+@needs_root
 def test_what_is_in_read_only_directories_comes_back_without_being_root(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.fail("the tests run as root, as CI does: this one gives its rights away")
     for at in [tmp_path, *tmp_path.parents]:
         if at.stat().st_mode & 0o055 != 0o055:
             os.chmod(at, at.stat().st_mode | 0o055)
@@ -414,6 +415,7 @@ def test_what_is_in_read_only_directories_comes_back_without_being_root(tmp_path
         os.seteuid(0)
 
 
+@needs_root
 def test_a_foreign_program_that_set_its_user_comes_back_without_that_where_its_owner_cannot_be_set(
     store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Sto
 from protocol.store.format.blobs import LARGE_BYTES
 from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of
 from protocol.tree import filled, names_in
+from tests.support.rights import need_root
 from tests.support.trees import DictTree
 from tests.unit.protocol.store.states import Chaos, state_of, state_of_tree
 
@@ -255,8 +256,7 @@ def test_what_cannot_be_read_fails_a_snapshot_or_is_named(root: Path, tmp_path: 
     (root / "secret").write_bytes(b"secret")
     os.chmod(root / "secret", 0)
     (root / "cellar").mkdir(mode=0o700)
-    if os.geteuid() != 0:
-        pytest.fail("the tests run as root, as CI does: this one gives its rights away")
+    need_root()
     os.chmod(tmp_path, 0o755)
     (tmp_path / "theirs").mkdir()
     os.chown(tmp_path / "theirs", 65534, 65534)
@@ -391,7 +391,7 @@ def test_a_stat_cache_that_was_cut_short_tells_nothing_wrong(store: Store, root:
                 assert state_of_tree(tree) == state_of(root)
 
 
-def test_directories_that_nest_too_deep_are_left_out_and_named(store: Store, root: Path) -> None:
+def test_directories_that_nest_too_deep_are_left_out_and_named(store: Store, root: Path, many_open_files: None) -> None:
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     for _ in range(2_000):
         os.mkdir("d", dir_fd=at)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from protocol.journal.directory import Journal
+from tests.support.rights import needs_root
 from vfsd.machine import doctor, mountinfo, mounts
 from vfsd.machine.doctor import Finding, Host, LeftContainer, examine
 from vfsd.machine.mountinfo import vfsd_mounts
@@ -69,6 +70,7 @@ def topics(host: Host) -> set[str]:
     return {finding.topic for finding in examine(host=host)}
 
 
+@needs_root  # whose fusermount3 is
 def test_a_machine_with_everything_lacks_nothing_that_is_needed(machine: Path) -> None:
     assert [finding for finding in examine(host=as_user(machine)) if not finding.ok and not finding.optional] == []
 
@@ -156,6 +158,7 @@ def no_module(name: str) -> str:
     raise ImportError(f"No module named {name!r}")
 
 
+@needs_root
 def test_without_pyfuse3_nothing_that_is_needed_is_missing_where_the_native_engine_works(machine: Path) -> None:
     host = dataclasses.replace(as_user(machine, "5.15.0"), module_version=no_module)
     assert [finding.topic for finding in examine(host=host) if not finding.ok and not finding.optional] == []
@@ -284,6 +287,7 @@ def test_a_podman_without_a_runtime_is_found(machine: Path) -> None:
     assert "container runtime" not in topics(as_user(machine))
 
 
+@needs_root
 def test_a_runtime_directory_that_is_a_strangers_is_found(machine: Path, runtime: Path) -> None:
     (runtime / "vfsd").mkdir()
     os.chown(runtime / "vfsd", 65534, 65534)

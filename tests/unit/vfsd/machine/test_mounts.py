@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rights import need_root, needs_root
 from vfsd.machine import mountinfo, mounts
 from vfsd.machine.mountinfo import parse_mountinfo
 from vfsd.machine.mounts import is_dead
@@ -47,6 +48,7 @@ def fuse_mount() -> Iterator[FuseMount]:
 
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    need_root()
     path = tmp_path / "tmpfs"
     path.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "a source", str(path)], check=True)
@@ -97,6 +99,7 @@ def test_mountinfo_is_parsed_with_optional_fields_and_octal_escapes() -> None:
     assert (second.filesystem, second.source, second.is_fuse, second.workspace) == ("proc", "proc", False, None)
 
 
+@needs_root
 def test_a_mountpoint_that_is_no_utf8_is_found(tmp_path: Path) -> None:
     path = os.path.join(os.fsencode(tmp_path), b"caf\xe9 \\x")
     os.mkdir(path)
@@ -214,6 +217,7 @@ def test_what_is_no_fuse_mount_is_not_dead(tmpfs: Path) -> None:
 
 
 @pytest.mark.fuse
+@needs_root
 def test_root_recognises_the_dead_mount_of_another_user(tmp_path: Path) -> None:
     # Without allow_other the kernel answers root with zeros, not with ENOTCONN.
     device = os.open("/dev/fuse", os.O_RDWR)

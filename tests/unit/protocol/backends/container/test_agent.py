@@ -27,6 +27,7 @@ from protocol.backends.container.inode_map import IdMap, swapped
 from protocol.backends.host import listings
 from protocol.volume import COOKIE_END, AttributeChanges, Caller
 from tests.support.agents import LocalStream, local_agent
+from tests.support.rights import needs_root
 
 ME = Caller(0, 0)
 FILE = (5, stat.S_IFREG | 0o644, 1, 0, 0, 0, 3, 8, 1, 2, 3, 0, 0, 0, 0, 0)
@@ -470,7 +471,7 @@ def test_when_the_helper_ends_everybody_who_waits_gets_eio_at_once() -> None:
     trio.run(main)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: gives files to others")
+@needs_root
 def test_the_user_of_vfsd_and_the_containers_root_are_swapped(tmp_path: Path) -> None:
     """As in a rootless container: the helper is 0 there and its user 1000 here."""
     ids = IdMap(swapped(0, 1000), swapped(0, 100))

@@ -27,6 +27,7 @@ from protocol.backends.container.helper.wire import (
     pack,
     unpack,
 )
+from tests.support.rights import needs_root
 from tests.support.waiting import wait_until
 
 ROOT = 1
@@ -295,7 +296,7 @@ sys.stdout.buffer.write(os.read(replies, 100))  # until nobody has the other end
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@needs_root
 @pytest.mark.parametrize("uid", [0, 65534])
 def test_another_user_cannot_join_a_helper_with_its_secret(helper: Helper, uid: int) -> None:
     script = STRANGER.format(address=address(NAME), join=JOIN.pack(SECRET, 60))

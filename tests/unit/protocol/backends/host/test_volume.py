@@ -22,10 +22,10 @@ from protocol.testing import Driver
 from protocol.testing.volume.driver import fails
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, AttributeChanges, Caller
 from tests.support.host_directories import mounted_tmpfs
+from tests.support.rights import needs_root
 
 ME = Caller(os.getuid(), os.getgid())
 SECRET = b"what lies outside"
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_directory_moved_outside_is_left_alone(
     assert os.listdir(outside / "moved" / "e") == ["f"]
 
 
-@as_root
+@needs_root
 def test_another_file_system_mounted_inside_is_not_entered(fs: Driver, inside: Path, outside: Path) -> None:
     (inside / "other").mkdir()
     (inside / "bind").mkdir()
@@ -271,7 +271,7 @@ def test_another_file_system_mounted_inside_is_not_entered(fs: Driver, inside: P
     assert fs.read(b"one") == b"hidden"
 
 
-@as_root
+@needs_root
 def test_special_files_are_not_opened(fs: Driver, inside: Path) -> None:
     os.mkfifo(inside / "fifo")
     number = fs.hold(b"fifo")
@@ -636,7 +636,7 @@ volume.close()
 """
 
 
-@as_root
+@needs_root
 def test_an_unprivileged_daemon_does_what_its_user_may_and_no_more(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "t") as place:
         os.chown(place, 1234, 1234)

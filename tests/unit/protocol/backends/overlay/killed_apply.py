@@ -20,10 +20,13 @@ from pathlib import Path
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied
 from protocol.backends.overlay.intent_log import recover
-from protocol.testing.volume.driver import Driver
+from protocol.testing.volume.driver import ALICE, Driver
+from protocol.volume import Caller
 
 BLOCK = 128 * 1024
 RANDOM_STEPS = 30
+# Only root can give what is applied to another user.
+WORKER = ALICE if os.geteuid() == 0 else Caller(os.geteuid(), os.getegid())
 
 
 def make_tree(root: Path) -> Path:
@@ -111,7 +114,7 @@ def apply_work(root: str, before: Callable[[], None], seed: int = 0) -> None:
     With a `seed` it is random work, the same for the same seed.
     """
     volume = OverlayVolume(root, clock=lambda: 1_700_000_000_000_000_000)
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     if seed:
         chance = random.Random(seed)
         for _ in range(RANDOM_STEPS):

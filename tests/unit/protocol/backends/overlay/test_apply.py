@@ -18,9 +18,10 @@ from protocol.backends.overlay.apply import Applied
 from protocol.diff.tree_diff import changes
 from protocol.linux.posix_acl import ACCESS, DEFAULT
 from protocol.testing.volume.driver import Driver
-from protocol.volume import ROOT_INODE, AttributeChanges, Caller
+from protocol.volume import ROOT_INODE, AttributeChanges
+from tests.support.rights import needs_root
 from tests.support.suites import with_extended
-from tests.unit.protocol.backends.overlay.killed_apply import make_tree, random_step, some_work
+from tests.unit.protocol.backends.overlay.killed_apply import WORKER, make_tree, random_step, some_work
 
 BLOCK = 128 * 1024
 
@@ -66,7 +67,7 @@ def changed(volume: OverlayVolume) -> list[bytes]:
 
 def test_what_was_done_above_is_below_afterwards_and_no_change_any_more(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     some_work(fs, volume)
     assert run(volume).conflicts == []
     assert difference(volume, below) == []
@@ -78,9 +79,10 @@ def test_what_was_done_above_is_below_afterwards_and_no_change_any_more(below: P
     assert not [name for _, _, names in os.walk(below) for name in names if name.startswith(".vfsd")]
 
 
+@needs_root
 def test_the_workspace_goes_on_as_it_was_and_can_be_applied_again(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     held = fs.hold(b"big")
     volume.take_snapshot("before")
     some_work(fs, volume)
@@ -102,7 +104,7 @@ def test_the_workspace_goes_on_as_it_was_and_can_be_applied_again(below: Path) -
 
 def test_files_that_were_unlinked_while_open_keep_what_was_written_to_them(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     held = fs.hold(b"big")
     volume.write(held, 0, b"changed")
     fs.unlink(b"big")
@@ -116,7 +118,7 @@ def test_files_that_were_unlinked_while_open_keep_what_was_written_to_them(below
 
 def test_only_the_paths_that_are_named_are_written(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    some_work(Driver(volume), volume)
+    some_work(Driver(volume, WORKER), volume)
     run(volume, [b"src/new.c", b"a"])
     assert (below / "src" / "new.c").read_bytes() == b"new"
     assert (below / "a" / "twin").exists()
@@ -129,7 +131,7 @@ def test_only_the_paths_that_are_named_are_written(below: Path) -> None:
 
 def test_a_dry_run_writes_nothing(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    some_work(Driver(volume), volume)
+    some_work(Driver(volume, WORKER), volume)
     before = difference(volume, below)
     found = run(volume, dry_run=True)
     assert [change.path for change in found.changes] == changed(volume)
@@ -138,7 +140,7 @@ def test_a_dry_run_writes_nothing(below: Path) -> None:
 
 def test_changes_that_came_back_after_a_discard_do_not_replace_what_others_wrote_meanwhile(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    number = Driver(volume).at(b"src/main.c")
+    number = Driver(volume, WORKER).at(b"src/main.c")
     volume.read(number, 0, 10)
     volume.write(number, 0, b"mine")
     (below / "src" / "main.c").write_bytes(b"theirs")
@@ -162,7 +164,7 @@ def test_a_full_disk_is_reported_with_the_directory_before_anything_is_applied(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     volume = OverlayVolume(os.fsencode(below))
-    Driver(volume).file(b"new", b"new")
+    Driver(volume, WORKER).file(b"new", b"new")
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left on device for the changes; nothing was applied") as caught:
         run(volume)
@@ -173,7 +175,7 @@ def test_a_full_disk_is_reported_with_the_directory_before_anything_is_applied(
 @pytest.mark.parametrize("what", ["changed", "removed", "created"])
 def test_what_others_changed_below_stops_all_of_it_unless_forced(below: Path, what: str) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     fs.file(b"src/new.c", b"mine")
     volume.write(fs.at(b"src/main.c"), 0, b"mine")
     fs.file(b"first", b"1")
@@ -202,7 +204,7 @@ def test_a_directory_with_entries_that_the_workspace_does_not_remove_is_kept_and
     if hidden:
         (below / "src" / "deep" / "x.env").write_bytes(b"theirs")
     volume = OverlayVolume(os.fsencode(below), exclude=["*.env"])
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     volume.write(fs.at(b"README"), 0, b"mine")
     for path in (b"src/deep/x", b"src/main.c", b"src/README.too"):
         fs.unlink(path)
@@ -231,7 +233,7 @@ def test_a_directory_with_entries_that_the_workspace_does_not_remove_is_kept_and
 @pytest.mark.parametrize("in_workspace", ["added", "removed"])
 def test_a_directory_that_another_program_made_in_the_place_of_a_file_is_kept(below: Path, in_workspace: str) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     fs.file(b"first", b"1")
     name = "new" if in_workspace == "added" else "big"
     if in_workspace == "added":
@@ -252,7 +254,7 @@ def test_an_apply_that_was_interrupted_anywhere_is_finished_by_the_next(below: P
         root = tmp_path / f"copy{stop}"
         os.system(f"cp -a {below} {root}")
         volume = OverlayVolume(os.fsencode(root))
-        some_work(Driver(volume), volume)
+        some_work(Driver(volume, WORKER), volume)
         steps = 0
 
         def keep_going(stop: int = stop) -> None:
@@ -278,7 +280,7 @@ def test_an_apply_that_failed_anywhere_leaves_each_path_old_or_new_and_is_finish
         root = tmp_path / f"copy{stop}"
         os.system(f"cp -a {below} {root}")
         volume = OverlayVolume(os.fsencode(root))
-        some_work(Driver(volume), volume)
+        some_work(Driver(volume, WORKER), volume)
         wanted = changed(volume)
         left = stop
 
@@ -302,10 +304,11 @@ def test_an_apply_that_failed_anywhere_leaves_each_path_old_or_new_and_is_finish
 
 
 @pytest.mark.parametrize("seed", with_extended(range(40), 4))
+@needs_root
 def test_random_work_is_applied_as_it_is_shown(below: Path, seed: int) -> None:
     chance = random.Random(seed)
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     for _ in range(4):
         for _ in range(12):
             random_step(chance, volume, fs)
@@ -317,10 +320,11 @@ def test_random_work_is_applied_as_it_is_shown(below: Path, seed: int) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("seed", with_extended(range(10), 4))
+@needs_root
 def test_random_parts_of_random_work_are_applied_one_after_the_other(below: Path, seed: int) -> None:
     chance = random.Random(seed)
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     for _ in range(6):
         for _ in range(8):
             random_step(chance, volume, fs)
@@ -334,7 +338,7 @@ def test_random_parts_of_random_work_are_applied_one_after_the_other(below: Path
 
 def test_a_new_file_is_applied_with_its_directories_and_without_what_else_is_in_them(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     fs.directory(b"new")
     fs.directory(b"new/deep")
     fs.file(b"new/deep/one", b"1")
@@ -347,7 +351,7 @@ def test_a_new_file_is_applied_with_its_directories_and_without_what_else_is_in_
 @pytest.mark.parametrize("what", ["content", "mode"])
 def test_a_file_is_applied_and_discarded_under_the_named_names_only(below: Path, what: str) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     readme, other = below / "README", below / "src" / "README.too"
 
     def change(mode: int, content: bytes) -> None:
@@ -372,7 +376,7 @@ def test_a_file_is_applied_and_discarded_under_the_named_names_only(below: Path,
     assert changed(volume) == []
 
     volume = OverlayVolume(os.fsencode(below))  # which has not read the directory of the other name
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     change(0o640, b"CHANGED")
     volume.discard([b"README"])
     volume.check_invariants()
@@ -383,7 +387,7 @@ def test_a_file_is_applied_and_discarded_under_the_named_names_only(below: Path,
 
 def test_a_file_that_a_directory_replaces_has_to_be_named(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     fs.unlink(b"big")
     fs.directory(b"big")
     fs.file(b"big/inside", b"1")
@@ -401,7 +405,7 @@ def test_a_directory_that_vanished_below_is_a_conflict_and_force_makes_it_anew(b
     for name in ("whole", "part", "removed", "kept"):
         (build / name).write_bytes(b"1" * (2 * BLOCK))
     volume = OverlayVolume(os.fsencode(below))
-    fs = Driver(volume)
+    fs = Driver(volume, WORKER)
     fs.unlink(b"build/whole")
     fs.file(b"build/whole", b"2")
     fs.link(fs.at(b"build/whole"), b"other-name")
@@ -441,7 +445,7 @@ def test_nothing_gains_the_acl_of_the_directory_that_it_is_applied_to(below: Pat
     os.setxattr(below, DEFAULT, acl)
     volume = OverlayVolume(os.fsencode(below))
     for name, kind in ((b"new-file", stat.S_IFREG), (b"new-fifo", stat.S_IFIFO)):
-        made = volume.mknod(ROOT_INODE, name, kind | 0o664, 0, Caller(0, 0))
+        made = volume.mknod(ROOT_INODE, name, kind | 0o664, 0, WORKER)
         volume.removexattr(made.inode, ACCESS)
         volume.setattr(made.inode, AttributeChanges(mode=0o664))
         volume.forget(made.inode, 1)

@@ -19,6 +19,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.support.rights import needs_root
 from tests.unit.vfsd.daemon.control.conftest import Peer, peer, serving
 from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.control.connection import ConnectionLimits
@@ -347,7 +348,7 @@ sys.stdout.buffer.write(data)
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@needs_root
 @pytest.mark.parametrize("is_allowed", [False, True])
 async def test_another_user_is_refused_by_uid(
     workdir: Path, is_allowed: bool, caplog: pytest.LogCaptureFixture

@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from tests.support.foreign_files import NOT_REGULAR, plant
+from tests.support.rights import needs_root
 from vfsd.machine import runtime
 from vfsd.machine.runtime import (
     WorkspaceNotFoundError,
@@ -94,14 +95,14 @@ def test_a_symlink_in_the_directorys_place_is_refused(directory: str, workdir: P
         ensure_socket_dir()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+@needs_root
 def test_a_directory_of_another_user_is_refused(directory: str) -> None:
     os.chown(directory, 65534, 65534)
     with pytest.raises(PermissionError, match=r"belongs to uid 65534.*VFSD_RUNTIME_DIR"):
         ensure_socket_dir()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@needs_root
 def test_without_a_runtime_directory_another_users_in_tmp_is_refused() -> None:
     path = "/tmp/vfsd-65534"
     if os.path.lexists(path):
