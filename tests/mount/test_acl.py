@@ -13,6 +13,7 @@ import pytest
 
 from tests.mount.conftest import provided
 from tests.mount.programs import Program
+from tests.support.rights import need_root
 from tests.support.session_directories import new_directory
 from vfsd.client.workspace import Workspace
 
@@ -57,6 +58,7 @@ def beside(oracle: Path) -> Path:
 
 @pytest.fixture
 def alice(place: Path) -> Iterator[Program]:
+    need_root()
     with Program(cwd=place) as program:
         program(f"os.setgroups([]); os.setresgid({ALICE}, {ALICE}, {ALICE})")
         program(f"os.setresuid({ALICE}, {ALICE}, {ALICE})")

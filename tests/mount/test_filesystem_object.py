@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol import Filesystem, HostFilesystem, InMemoryFilesystem
-from tests.support.rights import need_root
+from tests.support.rights import need_root, needs_root
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.in_process import MountedFilesystem
 
@@ -235,7 +235,6 @@ def test_what_programs_had_written_is_there_when_the_connection_is_cut(engine: s
 @contextmanager
 def elsewhere(script: str) -> Iterator[None]:
     """A process in a mount namespace of its own, with copies of all mounts, that has executed `script`."""
-    need_root()
     with subprocess.Popen(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", f"{script}; echo ready; read line"],
         stdin=subprocess.PIPE,
@@ -249,6 +248,7 @@ def elsewhere(script: str) -> Iterator[None]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("lazy", [False, True])
+@needs_root
 def test_an_unmount_ends_although_another_mount_namespace_has_a_copy_of_the_mount(
     engine: str, workdir: Path, lazy: bool
 ) -> None:
@@ -262,6 +262,7 @@ def test_an_unmount_ends_although_another_mount_namespace_has_a_copy_of_the_moun
         assert filesystem.read("f").content == content
 
 
+@needs_root
 def test_a_program_in_another_mount_namespace_is_served_until_it_ends(engine: str, workdir: Path) -> None:
     filesystem = InMemoryFilesystem()
     mounted = Workspace.mount(workdir / "m", filesystem=filesystem, engine=engine)

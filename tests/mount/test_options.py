@@ -17,6 +17,7 @@ import pytest
 
 from tests.mount.programs import Program, failed, succeeded, vfsd
 from tests.support.leaks import mounts
+from tests.support.rights import need_root
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 
@@ -33,6 +34,7 @@ MIB = 1 << 20
 @pytest.fixture
 def as_nobody(workdir: Path) -> Iterator[Program]:
     """A program of another user, standing beside the mounts."""
+    need_root()
     workdir.chmod(0o755)
     with Program(cwd=workdir) as program:
         program(f"os.setgroups([]); os.setresgid({NOBODY}, {NOBODY}, {NOBODY})")

@@ -51,4 +51,8 @@ def _answers(path: Path) -> bool:
 def _server_pid(path: Path) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(str(path))
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):
+            connection.recv(1)  # until the server has accepted this, and not only the kernel
         return int(struct.unpack("=iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
