@@ -191,6 +191,7 @@ def test_the_root_and_a_directory_with_the_runtime_directory_are_refused(project
         assert done.stderr.count("\n") == 1
 
 
+@needs_root  # the command leaves its mount namespace through /proc
 def test_conflicts_are_reported_and_the_changes_are_kept(project: Path) -> None:
     done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; echo other > /proc/{os.getpid()}/root{project}/file")
     assert done.returncode == 1

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.mount.programs import Program
-from tests.support.rights import need_root
+from tests.support.rights import needs_root
+
+pytestmark = needs_root
 
 ALICE, BOB = 61_001, 61_002
 As = Callable[..., Program]
@@ -21,7 +23,6 @@ As = Callable[..., Program]
 @pytest.fixture
 def as_user(place: Path) -> Iterator[As]:
     """Programs of other users, standing in `place`: `as_user(ALICE)`, `as_user(BOB, groups=[7])`."""
-    need_root()
     started: list[Program] = []
 
     def start(user: int, groups: tuple[int, ...] = ()) -> Program:

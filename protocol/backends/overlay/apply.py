@@ -593,7 +593,10 @@ class OverlayApply:
 
     def _identity_left(self, change: Change) -> Identity | None:
         """Return the identity that this run left at a path; `_SOMETHING_ELSE` if another program changed it since."""
-        there = self._stat(change.path)
+        try:
+            there = self._stat(change.path)
+        except PermissionError:  # below a directory that this run made unsearchable for its own user
+            return _SOMETHING_ELSE
         new = change.new
         if there is None:
             return None

@@ -462,7 +462,10 @@ class Steps:
                 _rmdir(directory, name, step.path)
             elif there.st_nlink > 1:
                 self._before_ctime(directory, name)
-        os.rename(staged, name, src_dir_fd=source.fd, dst_dir_fd=directory.fd)
+        try:
+            os.rename(staged, name, src_dir_fd=source.fd, dst_dir_fd=directory.fd)
+        except OSError as error:  # it names what is staged
+            raise os_error(error.errno or errno.EIO, step.path.decode("utf-8", "backslashreplace")) from None
         return True
 
     def _remove(self, step: Step, directory: Handle, name: bytes, there: os.stat_result | None) -> bool:

@@ -456,3 +456,33 @@ def test_nothing_gains_the_acl_of_the_directory_that_it_is_applied_to(below: Pat
         assert ACCESS.decode() not in os.listxattr(below / name), name
         assert stat.S_IMODE((below / name).stat().st_mode) == 0o664, name
     assert difference(volume, below) == []
+
+
+def test_a_directory_that_its_own_user_may_not_search_any_more_is_applied_with_what_is_in_it(below: Path) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume, WORKER)
+    fs.file(b"src/deep/new", b"new")
+    fs.set(b"src/deep", mode=0o600)
+    assert run(volume).conflicts == []
+    assert stat.S_IMODE((below / "src" / "deep").stat().st_mode) == 0o600
+    (below / "src" / "deep").chmod(0o700)
+    assert (below / "src" / "deep" / "new").read_bytes() == b"new"
+
+
+def test_what_cannot_be_put_into_its_directory_is_named(below: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    Driver(volume, WORKER).file(b"src/new", b"new")
+
+    rename = os.rename
+
+    def refuse(old: bytes, new: bytes, **at: int) -> None:
+        if new == b"new":
+            raise PermissionError(errno.EACCES, "Permission denied", "staged")
+        rename(old, new, **at)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(PermissionError, match="src/new"):
+        run(volume)
+    monkeypatch.undo()
+    assert changed(volume) == [b"src/new"]
+    assert run(volume).conflicts == []
