@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.mount.conftest import mounted
+from tests.support.rights import needs_root
 from tests.support.waiting import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
@@ -211,6 +212,7 @@ def test_the_space_of_a_file_is_known_after_fsync(place: Path) -> None:
         assert os.fstat(file.fileno()).st_blocks == 24
 
 
+@needs_root
 def test_capabilities_that_are_set_before_the_data_is_written_back_stay(place: Path) -> None:
     capability = bytes.fromhex("0100000200040000") + bytes(12)
     with (place / "file").open("wb", buffering=0) as file:
@@ -327,7 +329,7 @@ def test_after_the_daemon_died_writes_succeed_until_fsync_reports_the_loss(tmp_p
         os.kill(workspace.status().pid, signal.SIGKILL)
         wait_until(lambda: is_dead(workspace.path), "the mount is dead")
         assert os.write(descriptor, b"b") == 1
-        assert path.stat().st_size == 2
+        assert os.fstat(descriptor).st_size == 2
         for use in (lambda: os.fsync(descriptor), (Path(workspace.path) / "new").touch):
             with pytest.raises(OSError) as raised:  # noqa: PT011 the error number says which
                 use()
