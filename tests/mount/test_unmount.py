@@ -24,7 +24,7 @@ from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_o
 from tests.mount.programs import failed, succeeded, vfsd, wait_logged
 from tests.support.host_directories import mounted_tmpfs
 from tests.support.leaks import mounts
-from tests.support.rights import need_root
+from tests.support.rights import need_root, needs_root
 from vfsd.client.connection import ControlClient, daemon_end
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
@@ -383,6 +383,7 @@ def test_a_busy_workspace_is_exported_and_stays(workspace: Workspace, root: Path
     assert zipfile.ZipFile(workdir / "a.zip").read("files/file") == b"work"
 
 
+@needs_root
 @pytest.mark.parametrize("words", [(), ("--lazy",)], ids=" ".join)
 def test_the_daemon_ends_although_another_mount_namespace_has_a_copy_of_the_mount(
     engine: str, workdir: Path, words: tuple[str, ...]
