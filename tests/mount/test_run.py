@@ -29,7 +29,7 @@ SOME = "echo two > file; echo new > added"
 
 @pytest.fixture
 def project(workdir: Path) -> Iterator[Path]:
-    directory = workdir / "project"
+    directory = workdir / f"project-{workdir.name}"  # `vfsd run` names the workspace after it
     directory.mkdir()
     (directory / "file").write_text("one\n")
     yield directory
@@ -96,10 +96,10 @@ def test_the_changes_are_applied_discarded_or_kept(project: Path) -> None:
 
     kept = run(project, "--", "sh", "-c", f"{SOME}; vfsd=$VFSD_WORKSPACE; echo $vfsd")
     assert kept.returncode == 0
-    assert names() == ["run-project"]
-    assert "`vfsd apply -w run-project` writes them" in kept.stderr
+    assert names() == [f"run-{project.name}"]
+    assert f"`vfsd apply -w run-{project.name}` writes them" in kept.stderr
     assert content(project) == {"file": "one\n"}
-    succeeded(vfsd("unmount", "run-project", "--discard"))
+    succeeded(vfsd("unmount", f"run-{project.name}", "--discard"))
 
     applied = run(project, "--apply", "--", "sh", "-c", SOME)
     assert applied.returncode == 0
@@ -128,7 +128,7 @@ def test_other_programs_see_the_directory_and_no_mount(project: Path) -> None:
         assert running.stdout.readline() == b"done\n"
         assert content(project) == {"file": "one\n"}
         assert Path("/proc/self/mountinfo").read_text().count(f" {project} ") == before
-        changes = succeeded(vfsd("diff", "-w", "run-project"))
+        changes = succeeded(vfsd("diff", "-w", f"run-{project.name}"))
         assert changes.split("\n") == ["A added", "M file", ""]
         running.stdin.close()
         assert running.wait() == 0
@@ -155,7 +155,7 @@ def test_the_document(project: Path) -> None:
     assert done.returncode == 4
     assert json.loads(done.stdout) == {
         "directory": str(project),
-        "workspace": "run-project",
+        "workspace": f"run-{project.name}",
         "exit_status": 4,
         "outcome": "discarded",
         "counts": {"added": 1, "modified": 1, "removed": 0},
@@ -195,7 +195,7 @@ def test_the_root_and_a_directory_with_the_runtime_directory_are_refused(project
 def test_conflicts_are_reported_and_the_changes_are_kept(project: Path) -> None:
     done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; echo other > /proc/{os.getpid()}/root{project}/file")
     assert done.returncode == 1
-    assert "nothing was written; workspace run-project keeps the changes" in done.stderr
+    assert f"nothing was written; workspace run-{project.name} keeps the changes" in done.stderr
     assert content(project) == {"file": "other\n"}
 
 
@@ -225,8 +225,8 @@ def test_a_killed_run_loses_nothing(project: Path) -> None:
         running.wait()
         running.stdin.close()
         wait_ended(command)
-    assert names() == ["run-project"]
-    assert "+three" in succeeded(vfsd("diff", "-w", "run-project", "--patch"))
+    assert names() == [f"run-{project.name}"]
+    assert "+three" in succeeded(vfsd("diff", "-w", f"run-{project.name}", "--patch"))
 
 
 @pytest.mark.parametrize("flags", [[], ["--apply"]])
@@ -268,7 +268,7 @@ def kill(record: WorkspaceRecord) -> None:
 def test_without_a_journal_a_dead_daemon_is_reported(project: Path) -> None:
     done = run(project, "--no-persist", "--apply", "--", "sh", "-c", f"{SOME}; {KILL_THE_DAEMON}; sleep 0.1")
     assert done.returncode == 125
-    assert done.stderr.endswith("the daemon of run-project died: the changes of the command are lost\n")
+    assert done.stderr.endswith(f"the daemon of run-{project.name} died: the changes of the command are lost\n")
     assert content(project) == {"file": "one\n"}
     assert names() == []
 
@@ -290,8 +290,8 @@ def test_the_changes_survive_the_daemon_and_its_keeper(project: Path, choice: st
         go.touch()
         assert running.wait() == 0
     if choice == "--keep":
-        assert succeeded(vfsd("apply", "-w", "run-project")) == f"applied to {project}: 1 added, 1 modified\n"
-        succeeded(vfsd("unmount", "run-project"))
+        assert succeeded(vfsd("apply", "-w", f"run-{project.name}")) == f"applied to {project}: 1 added, 1 modified\n"
+        succeeded(vfsd("unmount", f"run-{project.name}"))
     assert content(project) == ({"file": "one\n"} if choice == "--discard" else {"file": "two\n", "added": "new\n"})
     assert journals() == []
 
@@ -300,25 +300,30 @@ def test_what_is_kept_is_in_a_journal_until_it_is_discarded(project: Path) -> No
     kept = run(project, "--keep", "--", "sh", "-c", SOME)
     assert "its journal takes" in kept.stderr
     listed = vfsd("persisted", "list")
-    assert listed.stdout.startswith("run-project\tin use\t")
+    assert listed.stdout.startswith(f"run-{project.name}\tin use\t")
     assert "`vfsd unmount --discard NAME`" in listed.stderr
-    status = succeeded(vfsd("status", "-w", "run-project"))
+    status = succeeded(vfsd("status", "-w", f"run-{project.name}"))
     assert "\nall journals\t" in status
     assert "\nto free them\t`vfsd persisted list`" in status
     (record,) = read_records()
     assert record.journal is not None
-    forked = vfsd("fork", "-w", "run-project", project.parent / "fork")
+    forked = vfsd("fork", "-w", f"run-{project.name}", project.parent / "fork")
     assert "the fork has neither a journal nor a keeper" in forked.stderr
     succeeded(vfsd("unmount", "fork"))
-    succeeded(vfsd("unmount", "run-project"))  # with a journal it loses nothing
-    assert "`vfsd persisted drop run-project` removes it" in vfsd("unmount", "run-project", "--discard").stderr
+    succeeded(vfsd("unmount", f"run-{project.name}"))  # with a journal it loses nothing
+    assert (
+        f"`vfsd persisted drop run-{project.name}` removes it"
+        in vfsd("unmount", f"run-{project.name}", "--discard").stderr
+    )
     run(project, "--keep", "--", "sh", "-c", "cat file > copy")
-    assert names() == ["run-project-2"], "a new run does not continue the journal of an earlier one"
-    assert succeeded(vfsd("unmount", "run-project-2", "--discard")).startswith("unmounted run-project-2 ")
+    assert names() == [f"run-{project.name}-2"], "a new run does not continue the journal of an earlier one"
+    assert succeeded(vfsd("unmount", f"run-{project.name}-2", "--discard")).startswith(
+        f"unmounted run-{project.name}-2 "
+    )
     succeeded(vfsd(*shlex.split(record.continuing(record.journal))[1:]))
     assert (Path(record.mountpoint) / "added").read_text() == "new\n"
     kill(read_records()[0])
-    done = vfsd("unmount", "run-project", "--discard")
+    done = vfsd("unmount", f"run-{project.name}", "--discard")
     assert done.returncode == 0, done.stderr
     assert "kept" not in done.stderr
     assert journals() == []
@@ -347,9 +352,9 @@ def test_changes_that_cannot_be_applied_are_kept(project: Path, workdir: Path) -
         done = vfsd("run", "--apply", "--", "bash", "-c", fill, cwd=project, stdin=subprocess.DEVNULL, env=environment)
         assert done.returncode == 1, done.stderr
         assert "the changes were not applied: no space left for the journal" in done.stderr
-        assert "workspace run-project keeps the changes" in done.stderr
+        assert f"workspace run-{project.name} keeps the changes" in done.stderr
         assert content(project) == {"file": "one\n"}
-        succeeded(vfsd("unmount", "run-project", "--discard", env=environment))
+        succeeded(vfsd("unmount", f"run-{project.name}", "--discard", env=environment))
     finally:
         subprocess.run(["umount", "-l", state], check=True)
 
@@ -370,7 +375,7 @@ def test_a_command_that_failed_is_not_applied(project: Path) -> None:
     done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; exit 3")
     assert done.returncode == 3
     assert "the command failed with status 3, so its changes are not applied" in done.stderr
-    assert "`vfsd apply -w run-project` writes them" in done.stderr
+    assert f"`vfsd apply -w run-{project.name}` writes them" in done.stderr
     assert content(project) == {"file": "one\n"}
     in_shell = run(project, "--apply", "--", "sh", "-c", f"{SOME}; sh -c 'kill -9 $$'; exit $?")
     assert "the command failed with status 137 (as if killed by SIGKILL)" in in_shell.stderr
@@ -457,13 +462,13 @@ def test_a_terminal_is_asked(shell: Shell, project: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("key", ["\x03", "\x04", "k\n"])
-def test_ctrl_c_and_the_end_of_the_input_keep_the_changes(shell: Shell, key: str) -> None:
+def test_ctrl_c_and_the_end_of_the_input_keep_the_changes(shell: Shell, project: Path, key: str) -> None:
     shell.run(f"run -- sh -c '{SOME}'")
     shell.expect(r"\[a/k/d\] ")
     shell.type(key)
     shell.expect("keeps the changes")
     assert shell.status() == 0
-    assert names() == ["run-project"]
+    assert names() == [f"run-{project.name}"]
 
 
 @pytest.mark.extended
