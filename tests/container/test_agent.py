@@ -293,6 +293,7 @@ def test_a_program_that_waits_for_a_helper_that_does_not_answer_can_be_killed(
 ) -> None:
     pid = helper_of(container)
     os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(pid), "all threads of the helper stopped, so that it answers nothing")
     try:
         waiting = subprocess.Popen(
             [sys.executable, "-c", "import os, sys; print('go', flush=True); os.stat(sys.argv[1])", str(root / "x")],

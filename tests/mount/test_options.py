@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -195,10 +196,12 @@ def test_with_allow_other_another_user_is_let_in_as_far_as_permissions_go(mount:
 @pytest.fixture
 def everybodys_fuse() -> Iterator[None]:
     """/dev/fuse as udev makes it (50-udev-default.rules), where a machine without udev has it otherwise."""
-    before = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
-    os.chmod("/dev/fuse", 0o666)
-    yield
-    os.chmod("/dev/fuse", before)
+    with open("/dev/fuse", "rb") as device:
+        fcntl.flock(device, fcntl.LOCK_EX)  # one test at a time, of all workers
+        before = stat.S_IMODE(os.fstat(device.fileno()).st_mode)
+        os.chmod("/dev/fuse", 0o666)
+        yield
+        os.chmod("/dev/fuse", before)
 
 
 @pytest.fixture
