@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from protocol.errors import os_error
+from tests.support.rights import needs_root
 from vfsd.client.connection import ControlClient
 from vfsd.client.results import Restored
 from vfsd.client.workspace import Workspace
@@ -505,6 +506,7 @@ class MountMachine(RuleBasedStateMachine):
         assert names == list(self.taken)
 
 
+@needs_root  # the model has no permissions
 @pytest.mark.parametrize("engine", ["native", "pyfuse3"])
 def test_random_work_with_snapshots_and_restores_matches_a_plain_model(workdir: Path, engine: str) -> None:
     with Workspace.mount(workdir / "m", engine=engine) as workspace:
