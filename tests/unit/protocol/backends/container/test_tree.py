@@ -118,7 +118,7 @@ def test_files_are_read_whole_whatever_their_size_and_whatever_they_became(place
 
     for entry in tree.walk():
         if entry.is_file:
-            pieces = list(tree.chunks(entry.path, 10_000))
+            pieces = list(filled(tree.chunks(entry.path, 10_000)))  # a byte of zero is a hole
             assert b"".join(pieces) == (place / os.fsdecode(entry.path)).read_bytes()
             assert all(len(piece) <= 10_000 for piece in pieces)
 
