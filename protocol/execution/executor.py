@@ -40,7 +40,7 @@ class Command:
 
 
 def check_words(argv: Sequence[str], stdin: bytes = b"") -> None:
-    """Raise TypeError for a string as `argv`, whose letters would be the words, and for an input that is no bytes."""
+    """Raise TypeError if `argv` is one string (each letter would be a word) or the input is not bytes."""
     if isinstance(argv, (str, bytes)):
         raise TypeError(
             f"a command is a list of words, not {argv!r}: pass ['sh', '-c', LINE] to run a line of the shell"

@@ -144,7 +144,7 @@ def backend_over(kind: str, below: Path) -> str:
 
 @contextmanager
 def mounted(path: Path, *, may_say: str | None = None, **options: Any) -> Iterator[Workspace]:
-    """A workspace at `path`; on leaving, its invariants hold and its log complains of nothing but `may_say`.
+    """A workspace at `path`; on leaving, its invariants hold, and each complaint in its log contains `may_say`.
 
     The backends "overlay" and "host" without a directory are over `below`, next to `path`.
     """

@@ -350,7 +350,7 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool, 
     If other programs have changed one of the paths there, or a directory that would be removed has entries that are
     hidden or new, nothing is written: the command names the paths and exits with status 1.  --force writes all the
     same, makes directories anew that other programs removed, and keeps a directory with such entries.  It leaves out
-    files of which the workspace has only parts, if the others are lost below, and exits with status 1.
+    a file if the workspace has only parts of it and the rest is lost below; the exit status is then 1.
 
     Each file is replaced atomically.  If the apply is killed before it begins to write, the directory does not change.
     If it is killed later, the next apply, or the next mount of the directory, completes it and reports that.

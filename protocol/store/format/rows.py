@@ -145,7 +145,7 @@ def needed_by(
 ) -> tuple[Collection[bytes], dict[bytes, int]]:
     """The digests of the listings `roots` and of all below them; and the size of each content that they name.
 
-    `read` returns the rows of some listings: those of one level of the tree, of which it may leave some out.
+    `read` gets the listings of one level of the tree, and returns the rows of those that it knows.
     """
     listings: dict[bytes, None] = {}
     contents: dict[bytes, int] = {}
