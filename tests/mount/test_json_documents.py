@@ -30,14 +30,29 @@ def test_the_document_has_what_the_operations_declare() -> None:
     subprocess.run([sys.executable, REPOSITORY / "scripts" / "json_doc.py", "--check"], check=True)
 
 
+def answer(*words: object) -> Any:
+    return json.loads(succeeded(vfsd(*words)))
+
+
 def test_each_command_answers_with_the_documented_keys(workspace: Workspace, root: Path, workdir: Path) -> None:
-    def answer(*words: str) -> Any:
-        return json.loads(succeeded(vfsd("-w", workspace.name, "--json", *words)))
+    answers = {
+        **of_a_workspace(workspace.name, root, workdir),
+        **of_starts(workdir),
+        **of_forks(workdir),
+        **of_journals(workdir),
+        **of_a_store(workdir),
+        "doctor": answer("doctor", "--json"),
+    }
+    assert {command: set(found) for command, found in answers.items()} == documented()
+
+
+def of_a_workspace(name: str, root: Path, workdir: Path) -> dict[str, Any]:
+    def told(*words: str) -> Any:
+        return answer("-w", name, "--json", *words)
 
     (root / "file").write_text("one\n")
-    second, archive, remote = workdir / "second", str(workdir / "a.zip"), f"file://{workdir}/remote"
-    second.mkdir()
-    answers = {"snapshot": answer("snapshot", "s")}
+    archive, remote = str(workdir / "a.zip"), f"file://{workdir}/remote"
+    answers = {"snapshot": told("snapshot", "s")}
     (root / "file").write_text("two\n")
     for command, *rest in (
         ("list",),
@@ -60,47 +75,64 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
         ("hooks remove", "claude", "--dry-run"),
         ("hooks status", "claude"),
     ):
-        answers[command] = answer(*command.split(), *rest)
-    answer("snapshot", "--tag", "claude:prompt session=s: a prompt")
-    answers["rewind"], answers["rewind --list"] = answer("rewind"), answer("rewind", "--list")
-    answers["run"] = json.loads(succeeded(vfsd("run", "--json", "--", "true", cwd=second)))
-    answers["doctor"] = json.loads(succeeded(vfsd("doctor", "--json")))
-    answers["mount"] = json.loads(succeeded(vfsd("mount", "--json", "--on-host", str(second))))
-    answers["exec"] = json.loads(succeeded(vfsd("exec", "--json", "-w", str(second), "--", "true")))
-    below, overlay = workdir / "below", workdir / "overlay"
-    below.mkdir()
-    overlay.mkdir()
-    succeeded(vfsd("mount", "--backend", f"overlay:{below}", str(overlay)))
-    for command in ("discard", "apply"):
-        answers[command] = json.loads(succeeded(vfsd(command, "--json", "-w", str(overlay))))
-    succeeded(vfsd("unmount", str(overlay)))
-    source, fork, forks = workdir / "source", workdir / "fork", workdir / "forks"
+        answers[command] = told(*command.split(), *rest)
+    told("snapshot", "--tag", "claude:prompt session=s: a prompt")
+    answers["rewind"], answers["rewind --list"] = told("rewind"), told("rewind", "--list")
+    return answers
+
+
+def of_starts(workdir: Path) -> dict[str, Any]:
+    second, below, overlay = (workdir / name for name in ("second", "below", "overlay"))
+    for directory in (second, below, overlay):
+        directory.mkdir()
+    answers = {
+        "run": json.loads(succeeded(vfsd("run", "--json", "--", "true", cwd=second))),
+        "mount": answer("mount", "--json", "--on-host", second),
+        "exec": answer("exec", "--json", "-w", second, "--", "true"),
+        "unmount": answer("unmount", "--json", "--discard", second),
+    }
+    succeeded(vfsd("mount", "--backend", f"overlay:{below}", overlay))
+    answers |= {command: answer(command, "--json", "-w", overlay) for command in ("discard", "apply")}
+    succeeded(vfsd("unmount", overlay))
+    return answers
+
+
+def of_forks(workdir: Path) -> dict[str, Any]:
+    source, fork, forks = (workdir / name for name in ("source", "fork", "forks"))
     source.mkdir()
-    succeeded(vfsd("mount", str(source)))  # on the native engine
-    answers["fork"] = json.loads(succeeded(vfsd("fork", "--json", "-w", str(source), str(fork))))
-    answers["fork --count"] = json.loads(
-        succeeded(vfsd("fork", "--json", "-w", str(source), str(forks), "--count", "1"))
-    )
-    for command in ("merge", "adopt"):
-        answers[command] = json.loads(succeeded(vfsd(command, "--json", "-w", str(source), str(fork))))
+    succeeded(vfsd("mount", source))  # on the native engine
+    answers = {
+        "fork": answer("fork", "--json", "-w", source, fork),
+        "fork --count": answer("fork", "--json", "-w", source, forks, "--count", "1"),
+        "merge": answer("merge", "--json", "-w", source, fork),
+        "adopt": answer("adopt", "--json", "-w", source, fork),
+    }
     for place in (forks / "1", fork, source):
-        succeeded(vfsd("unmount", "--discard", str(place)))
-    answers["unmount"] = json.loads(succeeded(vfsd("unmount", "--json", "--discard", str(second))))
-    journal = str(workdir / "journal")
-    succeeded(vfsd("mount", str(source), "--persist", "--journal-dir", journal))
-    answers["compact"] = json.loads(succeeded(vfsd("compact", "--json", "-w", str(source))))
-    answers["upgrade"] = json.loads(succeeded(vfsd("upgrade", "--json", str(source))))
-    succeeded(vfsd("unmount", str(source)))
-    answers["persisted list"] = json.loads(succeeded(vfsd("persisted", "list", "--json")))
+        succeeded(vfsd("unmount", "--discard", place))
+    return answers
+
+
+def of_journals(workdir: Path) -> dict[str, Any]:
+    kept, journal = workdir / "kept", workdir / "journal"
+    kept.mkdir()
+    succeeded(vfsd("mount", kept, "--persist", "--journal-dir", journal))
+    answers = {
+        "compact": answer("compact", "--json", "-w", kept),
+        "upgrade": answer("upgrade", "--json", kept),
+    }
+    succeeded(vfsd("unmount", kept))
+    answers["persisted list"] = answer("persisted", "list", "--json")
     for command in ("check", "drop"):
-        words = ("persisted", command, "--json", "--journal-dir", journal)
-        answers[f"persisted {command}"] = json.loads(succeeded(vfsd(*words)))
-    key = f"host:{workdir / 'kept'}"
-    (workdir / "kept").mkdir()
-    Store(workdir / "store").take(key, "s", DirectorySource(workdir / "kept"))
-    words = ("prune", "--json", "--store", str(workdir / "store"), "--keep-last", "1")
-    answers["prune"] = json.loads(succeeded(vfsd(*words)))
+        answers[f"persisted {command}"] = answer("persisted", command, "--json", "--journal-dir", journal)
+    return answers
+
+
+def of_a_store(workdir: Path) -> dict[str, Any]:
+    place, store = workdir / "place", workdir / "store"
+    place.mkdir()
+    key = f"host:{place}"
+    Store(store).take(key, "s", DirectorySource(place))
+    answers = {"prune": answer("prune", "--json", "--store", store, "--keep-last", "1")}
     for command, *rest in (("list",), ("check",), ("gc",), ("drop", key, "s")):
-        words = ("store", command, "--json", "--store", str(workdir / "store"), *rest)
-        answers[f"store {command}"] = json.loads(succeeded(vfsd(*words)))
-    assert {command: set(found) for command, found in answers.items()} == documented()
+        answers[f"store {command}"] = answer("store", command, "--json", "--store", store, *rest)
+    return answers
