@@ -15,7 +15,6 @@ from itertools import chain
 from typing import BinaryIO, Final, TypeAlias
 
 from msgspec.structs import replace
-from msgspec.structs import replace as replace_struct
 
 from protocol.archive.content import RandomAccess, decompressed
 from protocol.archive.manifest import (
@@ -190,7 +189,7 @@ def read_contents(
     linked = frozenset(path for group in groups for path in group)
     digests = _check_content(file, contents, linked, progress, check_all=check_content)
     _join_links(contents, groups, digests)
-    contents.manifest = replace_struct(contents.manifest, entries=[], hard_links=[])  # `entries` has all of it
+    contents.manifest = replace(contents.manifest, entries=[], hard_links=[])  # `entries` has all of it
     return contents
 
 
@@ -209,7 +208,7 @@ def read_outline(file: BinaryIO, limits: ArchiveLimits, reserve: Callable[[int],
     groups = _place(contents, members, limits)
     sums = {path: b"%d %d" % (each.size, each.crc) for path, each in contents.members.items()} if groups else {}
     _join_links(contents, groups, sums)
-    contents.manifest = replace_struct(contents.manifest, entries=[], hard_links=[])
+    contents.manifest = replace(contents.manifest, entries=[], hard_links=[])
     return contents, headers
 
 

@@ -142,7 +142,7 @@ class RootfsTransport:
             process.close()
 
 
-_ROOT_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class ContainerInit:
@@ -194,7 +194,7 @@ def _open_pidfd(state: ContainerState) -> int:
 
 def _open_root(state: ContainerState) -> int:
     try:
-        return os.open(f"/proc/{state.pid}/root", _ROOT_FLAGS)
+        return os.open(f"/proc/{state.pid}/root", _FLAGS)
     except PermissionError:
         advice = "run as its owner or root, or use --transport agent"
         raise PermissionError(errno.EACCES, f"no access to container {state.name}: {advice}") from None
@@ -304,7 +304,6 @@ class RootVolume(HostVolume):
             raise os_error(errno.EOPNOTSUPP)
 
 
-_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _ATTEMPTS: Final = 16  # EAGAIN: the kernel cannot tell a concurrent rename or mount from an escape
 _MODE: Final = 0o755
 
