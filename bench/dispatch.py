@@ -99,6 +99,11 @@ class Driver:
         yield "getxattr capability", [message(Opcode.GETXATTR, node, capability) for node in files]
         write = wire.FUSE_WRITE_IN.pack(0, 0, 1024, 0, 0, 1, 0) + bytes(1024)
         yield "write 1 KB, new", [message(Opcode.WRITE, node, write) for node in files]
+        # Before anything is read: a file whose pages may be dirty is written back first.
+        times = wire.FUSE_SETATTR_IN.pack(
+            wire.FATTR_ATIME | wire.FATTR_MTIME, 0, 0, 0, 0, 1_700_000_000, 1_700_000_001, 0, 5, 6, 0, 0, 0, 0, 0, 0
+        )
+        yield "setattr times", [message(Opcode.SETATTR, node, times) for node in files]
         yield "getattr", [message(Opcode.GETATTR, node, bytes(16)) for node in files]
         yield "lookup", [message(Opcode.LOOKUP, 1, name + b"\0") for name in names]
         block = bytes(4096)
@@ -120,10 +125,6 @@ class Driver:
         yield "read 1 KB", [message(Opcode.READ, node, read) for node in files[1:]]
         chmod = wire.FUSE_SETATTR_IN.pack(wire.FATTR_MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0o100600, 0, 0, 0, 0)
         yield "setattr mode", [message(Opcode.SETATTR, node, chmod) for node in files]
-        times = wire.FUSE_SETATTR_IN.pack(
-            wire.FATTR_ATIME | wire.FATTR_MTIME, 0, 0, 0, 0, 1_700_000_000, 1_700_000_001, 0, 5, 6, 0, 0, 0, 0, 0, 0
-        )
-        yield "setattr times", [message(Opcode.SETATTR, node, times) for node in files]
         plus = wire.FUSE_READDIR_IN.pack(0, 0, 4096, 0, 0, 0, 0)
         yield "readdirplus 4 KB", [message(Opcode.READDIRPLUS, 1, plus)] * (self.count // 10)
         rename = wire.FUSE_RENAME2_IN.pack(1, 0, 0)
