@@ -12,7 +12,8 @@ call, or another thread, evicts it.
 
 This module also runs in containers (`protocol.backends.container.helper`), so it is written for Python 3.6.
 
-Threading: every method is called with the table's lock held, except `with_room`.
+Threading: every method is called with the table's lock held, except `with_room`, `directory`, `handle` and `file`.  The
+last three take it only if they open or check something, because each request needs them.
 """
 
 import errno
@@ -88,8 +89,9 @@ class Descriptors:
             return handle
         if not node.is_dir:
             raise os_error(errno.ENOTDIR)
-        self._check_above(node)
-        return self._directory(node)
+        with self._table.lock:
+            self._check_above(node)
+            return self._directory(node)
 
     def _check_above(self, node: HostInode) -> None:
         """Check the directories above from the top down; from the bottom up, the recursion could be a thousand deep."""
@@ -161,14 +163,16 @@ class Descriptors:
     # -- any inode ---------------------------------------------------------------------------
     def handle(self, node: HostInode) -> Handle:
         """A descriptor of an inode of any type, for use with its `path`.  ESTALE if it is at none of its names."""
-        if node.pin is not None:
-            return node.pin
+        pin, handle = node.pin, node.handle
+        if pin is not None:
+            return pin
         if node.is_dir:
             return self.directory(node)
-        if node.handle is not None:
+        if handle is not None:
             node.used = True
-            return node.handle
-        return self._open_by_name(node, os.O_PATH)
+            return handle
+        with self._table.lock:
+            return self._open_by_name(node, os.O_PATH)
 
     def _open_by_name(self, node: HostInode, flags: int) -> Handle:
         """Open `node` by one of its names, the last seen first.  ESTALE if it is at none of them."""
@@ -214,9 +218,10 @@ class Descriptors:
             return handle
         if node.kind != stat.S_IFREG:
             raise os_error(errno.EISDIR if node.is_dir else errno.EINVAL)
-        handle = self._reopened(node, (os.O_RDWR if write else os.O_RDONLY) | _O_CAREFUL)
-        self.release_file(node)
-        self.keep_file(node, handle, write)
+        with self._table.lock:
+            handle = self._reopened(node, (os.O_RDWR if write else os.O_RDONLY) | _O_CAREFUL)
+            self.release_file(node)
+            self.keep_file(node, handle, write)
         return handle
 
     def keep_file(self, node: HostInode, handle: Handle, writable: bool) -> None:
@@ -317,7 +322,8 @@ class Descriptors:
                 self.release_file(node)
                 continue
             self._close(node, node.handle)
-            node.handle, node.writable = Handle(reader), False
+            node.writable = False  # first: `file` looks without the lock
+            node.handle = Handle(reader)
             del self._writable[node]
 
     def close_programs(self, nodes: "Iterable[HostInode]") -> None:

@@ -88,9 +88,8 @@ class HostFiles(Generic[A]):
     # -- inodes ----------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> A:
         """See `protocol.volume.Volume`, as for all operations."""
-        with self._lock:
-            directory = self.node(parent)
-            above = self.descriptors.directory(directory)
+        directory = self.node(parent)
+        above = self.descriptors.directory(directory)
         if name in _DOTS:
             node = directory if name == b"." else directory.parent or directory
             seen = self.stat(node)
@@ -113,17 +112,15 @@ class HostFiles(Generic[A]):
             self.table.forget(inode, count)
 
     def getattr(self, inode: int) -> A:
-        with self._lock:
-            node = self.node(inode)
+        node = self.node(inode)
         return self.shown(node, self.stat(node))
 
     def setattr(self, inode: int, changes: Any) -> A:
         self.check_writable()
-        with self._lock:
-            node = self.node(inode)
-            if changes.size is not None:
-                _check_size(node, changes.size)
-            handle = self.descriptors.handle(node)
+        node = self.node(inode)
+        if changes.size is not None:
+            _check_size(node, changes.size)
+        handle = self.descriptors.handle(node)
         path = handle.path
         if changes.size is not None:
             self._truncate(node, path, changes.size)
@@ -145,16 +142,14 @@ class HostFiles(Generic[A]):
             if error.errno not in _DENIED:
                 raise
             # The program opened the file before its mode denied that.
-            with self._lock:
-                handle = self.descriptors.file(node, True)
+            handle = self.descriptors.file(node, True)
             os.ftruncate(handle.fd, size)
 
     def readlink(self, inode: int) -> bytes:
-        with self._lock:
-            node = self.node(inode)
-            if node.kind != stat.S_IFLNK:
-                raise os_error(errno.EINVAL)
-            handle = self.descriptors.handle(node)
+        node = self.node(inode)
+        if node.kind != stat.S_IFLNK:
+            raise os_error(errno.EINVAL)
+        handle = self.descriptors.handle(node)
         return os.readlink(b"", dir_fd=handle.fd)
 
     # -- creating entries --------------------------------------------------------------------------
@@ -185,18 +180,16 @@ class HostFiles(Generic[A]):
 
     def tmpfile(self, parent: int, mode: int, caller: Any) -> A:
         self.check_writable()
-        with self._lock:
-            directory = self.node(parent)
-            above = self.descriptors.directory(directory)
+        directory = self.node(parent)
+        above = self.descriptors.directory(directory)
         return self._created_file(directory, above, None, mode, self.outside(caller))
 
     def link(self, inode: int, parent: int, name: bytes) -> A:
-        with self._lock:
-            node = self.node(inode)
-            if node.is_dir:
-                raise os_error(errno.EPERM)
-            directory, above = self._new_entry(parent, name)
-            handle = self.descriptors.handle(node)
+        node = self.node(inode)
+        if node.is_dir:
+            raise os_error(errno.EPERM)
+        directory, above = self._new_entry(parent, name)
+        handle = self.descriptors.handle(node)
         os.link(handle.path, name, dst_dir_fd=above.fd, follow_symlinks=True)
         seen = os.fstat(handle.fd)
         with self._lock:
@@ -213,9 +206,8 @@ class HostFiles(Generic[A]):
         if name in _DOTS:
             raise os_error(errno.EEXIST)
         check_name(name)
-        with self._lock:
-            directory = self.node(parent)
-            return directory, self.descriptors.directory(directory)
+        directory = self.node(parent)
+        return directory, self.descriptors.directory(directory)
 
     @contextmanager
     def _as(self, caller: Any) -> "Iterator[None]":
@@ -309,14 +301,14 @@ class HostFiles(Generic[A]):
     def _remove(self, parent: int, name: bytes, is_dir: bool) -> None:
         self.check_writable()
         check_name(name)
-        with self._lock:
-            directory = self.node(parent)
-            above = self.descriptors.directory(directory)
+        directory = self.node(parent)
+        above = self.descriptors.directory(directory)
         node = self._pinned(above, name)
         try:
             (os.rmdir if is_dir else os.unlink)(name, dir_fd=above.fd)
         except BaseException:
-            self._unpin_if_named(node)
+            with self._lock:
+                self._unpin_if_named(node)
             raise
         with self._lock:
             if directory.entries is not None:
@@ -334,9 +326,8 @@ class HostFiles(Generic[A]):
             return node
 
     def _unpin_if_named(self, node: "HostInode | None") -> None:
-        with self._lock:
-            if node is not None and node.parent is not None:
-                self.descriptors.unpin(node)
+        if node is not None and node.parent is not None:
+            self.descriptors.unpin(node)
 
     def _removed(self, node: "HostInode | None", directory: HostInode, name: bytes) -> None:
         if node is not None:
@@ -350,9 +341,8 @@ class HostFiles(Generic[A]):
         check_name(name)
         check_name(new_name)
         caller = self.outside(caller)
-        with self._lock:
-            source, target = self.node(parent), self.node(new_parent)
-            old, new = self.descriptors.directory(source), self.descriptors.directory(target)
+        source, target = self.node(parent), self.node(new_parent)
+        old, new = self.descriptors.directory(source), self.descriptors.directory(target)
         moved = os.stat(name, dir_fd=old.fd, follow_symlinks=False)
         try:
             victim = self._pinned(new, new_name)
@@ -364,7 +354,8 @@ class HostFiles(Generic[A]):
             else:
                 os.rename(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
         except BaseException:
-            self._unpin_if_named(victim)
+            with self._lock:
+                self._unpin_if_named(victim)
             raise
         with self._lock:
             node = self.table.at(moved)
@@ -396,8 +387,7 @@ class HostFiles(Generic[A]):
         """A descriptor of a file's content.  The caller keeps the Handle until it has used the descriptor."""
         if write:
             self.check_writable()
-        with self._lock:
-            return self.descriptors.file(self.node(inode), write)
+        return self.descriptors.file(self.node(inode), write)
 
     def read(self, inode: int, offset: int, size: int) -> bytes:
         handle = self._file(inode)
@@ -438,22 +428,21 @@ class HostFiles(Generic[A]):
         return copy_range(old.fd, source_offset, new.fd, target_offset, length)
 
     def fsync(self, inode: int, *, data_only: bool) -> None:
-        with self._lock:
-            node = self.node(inode)
-            if node.kind == stat.S_IFREG:
-                handle = self.descriptors.file(node)
-            elif node.is_dir:
-                data_only = False
-                handle = Handle(os.open(b".", _O_LIST, dir_fd=self.descriptors.directory(node).fd))
-            else:
-                return
+        node = self.node(inode)
+        if node.kind == stat.S_IFREG:
+            handle = self.descriptors.file(node)
+        elif node.is_dir:
+            data_only = False
+            above = self.descriptors.directory(node)
+            handle = Handle(os.open(b".", _O_LIST, dir_fd=above.fd))
+        else:
+            return
         (os.fdatasync if data_only else os.fsync)(handle.fd)
 
     # -- extended attributes -----------------------------------------------------------------------
     def _handle(self, inode: int) -> Handle:
         """A descriptor of an inode.  The caller keeps the Handle until it has used its path."""
-        with self._lock:
-            return self.descriptors.handle(self.node(inode))
+        return self.descriptors.handle(self.node(inode))
 
     def getxattr(self, inode: int, name: bytes) -> bytes:
         handle = self._handle(inode)
@@ -475,7 +464,7 @@ class HostFiles(Generic[A]):
 
     # -- helpers -----------------------------------------------------------------------------------
     def node(self, inode: int) -> HostInode:
-        """The node with this number, with the lock held.  OSError (`unknown_errno`)."""
+        """The node with this number.  OSError (`unknown_errno`)."""
         node = self.table.get(inode)
         if node is None:
             raise os_error(self.unknown_errno)
@@ -483,16 +472,14 @@ class HostFiles(Generic[A]):
 
     def stat(self, node: HostInode) -> os.stat_result:
         """The stat data of `node`; ESTALE if no name leads to its inode."""
-        with self._lock:
-            handle = node.pin or node.handle
-            if handle is None and node.parent is not None and not node.lost:
-                name, above = node.name, self.descriptors.directory(node.parent)
-            else:
-                above = None
-                node.used = True
+        handle = node.pin or node.handle
         if handle is not None:
+            node.used = True
             return os.fstat(handle.fd)
-        if above is not None:
+        with self._lock:
+            parent, name = node.parent, node.name
+        if parent is not None and not node.lost:
+            above = self.descriptors.directory(parent)
             try:
                 seen = os.stat(name, dir_fd=above.fd, follow_symlinks=False)
             except FileNotFoundError:
@@ -500,15 +487,13 @@ class HostFiles(Generic[A]):
             else:
                 if node.is_shown(seen):
                     return seen
-        with self._lock:
-            handle = self.descriptors.handle(node)  # by its other names
+        handle = self.descriptors.handle(node)  # by its other names
         return os.fstat(handle.fd)
 
     def birth_ns(self, node: HostInode) -> int:
         """When an inode was made; 0 if that is not known."""
         try:
-            with self._lock:
-                handle = self.descriptors.handle(node)
+            handle = self.descriptors.handle(node)
             return birth_ns(handle.fd)
         except OSError:
             return 0
