@@ -168,7 +168,7 @@ class LookupTree(ABC):
 
     @abstractmethod
     def entry(self, path: bytes) -> TreeEntry:
-        """See `Tree`, as for all that follow."""
+        """See `Tree`."""
 
     def children(self, path: bytes) -> Iterable[bytes]:
         """Return the names in directory `path`, sorted as bytes; errors as for `entries`, which this is for."""

@@ -38,7 +38,7 @@ _NO_XATTRS: Final[Mapping[bytes, bytes]] = {}
 
 
 class _Rare(NamedTuple):
-    """What few entries have."""
+    """Attributes that few entries have."""
 
     nlink: int
     inode: int

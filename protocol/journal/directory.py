@@ -60,7 +60,7 @@ _COMMIT: Final = int(Kind.COMMIT)  # comparing with the enum's member takes long
 
 
 class JournalReport(Value):
-    """What is in a journal.
+    """The content of a journal.
 
     `identity`: what it belongs to.  `size_bytes`: of all files.  `cut_bytes`: of an interrupted write at the end, which
     do not count.  `is_clean`: the last daemon closed it.  `logs` and `image`: the numbers of the files that count.

@@ -60,7 +60,7 @@ _ZEROS: Final = bytes(_ALIGNMENT)
 
 
 class Kind(enum.IntEnum):
-    """What a record means."""
+    """The meaning of a record."""
 
     COMMIT = 1  # effects; completes the PART records before it
     PART = 2  # effects that count only with the next COMMIT

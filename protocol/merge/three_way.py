@@ -87,7 +87,7 @@ def merge(
 
 @dataclass(slots=True)
 class _Decision:
-    """What becomes of one path.  `nodes` has nothing if it stays as in `ours`."""
+    """The outcome of a merge for one path.  `nodes` has nothing if it stays as in `ours`."""
 
     path: bytes
     nodes: dict[bytes, Node | None] = field(default_factory=dict)

@@ -150,7 +150,7 @@ class RemoteFilesystem:
     # -- the contract ----------------------------------------------------------------------------
     @property
     def root(self) -> str:
-        """See `protocol.filesystem.Filesystem`, as for all that follow."""
+        """See `protocol.filesystem.Filesystem`."""
         return self._root
 
     @property

@@ -315,7 +315,7 @@ class RestoreRun:
         self._note(new.path, self.target.set_metadata(new, None if new.is_dir else self._expected(new.path)))
 
     def _expected_after_removal(self, old: TreeEntry | None) -> bytes | None:
-        """What must be at the path before something is put there; a directory is removed first."""
+        """The entry that must be at the path before another is put there; a directory is removed first."""
         if old is None:
             return None
         if old.is_dir:

@@ -54,7 +54,7 @@ GONE: Final = "contents are gone from the store"  # what `Damage.what` says afte
 
 
 class Losses:
-    """What snapshots have lost, by the reason.
+    """The losses of snapshots, by the reason.
 
     `damage` returns why the content or listing of a row cannot be read, None if it can; `listing` the rows of a
     listing, or DamagedError.
@@ -133,7 +133,7 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class GarbageReport:
-    """What a collection freed, what it removed because it was damaged, and what the store has now."""
+    """The space that a collection freed, the damaged files that it removed, and the size of the store afterwards."""
 
     freed_bytes: int
     freed_contents: int

@@ -38,7 +38,7 @@ def disk_bytes(directory: str) -> int:
 
 
 class DiskUse(NamedTuple):
-    """What this user's workspaces take on disk, in bytes."""
+    """The space that this user's workspaces take on disk, in bytes."""
 
     journals_bytes: int
     store_bytes: int

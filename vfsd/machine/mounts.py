@@ -101,7 +101,7 @@ def _probe(mount: Mount, timeout_s: float) -> int | None:
 
 
 def _status(pid: int) -> bytes:
-    """What the kernel shows of a child that was not reaped: its state, and how often it has stopped and gone on."""
+    """A child that was not reaped, as the kernel shows it: its state, and how often it was stopped and continued."""
     with open(f"/proc/{pid}/status", "rb") as file:
         return file.read()
 

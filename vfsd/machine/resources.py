@@ -137,7 +137,7 @@ def _lines(path: str) -> list[str]:
 
 # -- idle CPUs --------------------------------------------------------------------------------------
 class IdleCpus(Value):
-    """What idle CPUs do.  `driver`: the cpuidle driver, "none" without one.
+    """How idle CPUs wait.  `driver`: the cpuidle driver, "none" without one.
 
     `polls_ns`: how long a guest's idle CPU polls before it halts; None if the driver does not say.
     """

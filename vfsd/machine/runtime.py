@@ -109,7 +109,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     socket: str
     forked_from: str | None = None  # the name of the workspace that this one is a fork of
     journal: str | None = None  # the directory of its journal
-    instance: str = ""  # of the daemon: see `vfsd.daemon.merging.lineage`, as for the next one
+    instance: str = ""  # of the daemon: see `vfsd.daemon.merging.lineage`
     ancestors: tuple[Ancestor, ...] = ()
     # The process that restarts the daemon if it dies, and when that process was started.
     keeper: int | None = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any, Final, Protocol, TypeVar
 
     class Record(Protocol):
-        """What the selection reads of the record of a workspace."""
+        """The fields of a workspace's record that the selection reads."""
 
         @property
         def name(self) -> str: ...
@@ -155,7 +155,7 @@ def _components(path: str) -> list[str]:
 
 # -- records --------------------------------------------------------------------------------------
 class QuickRecord:
-    """What a command needs of the record of a workspace.  ValueError, KeyError, TypeError for an unusual record."""
+    """The fields of a record that a command needs.  ValueError, KeyError, TypeError for an unusual record."""
 
     def __init__(self, members: dict[str, Any]) -> None:
         self.name: str = members["name"]

@@ -68,7 +68,7 @@ class StatusResult(msgspec.Struct, frozen=True):
     interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it
     commands: str | None = None  # where `vfsd exec` runs commands, such as "on this host"; None: it cannot
     container: str | None = None  # its state in Podman: "running", "paused", "exited with status 137", ...
-    transport: Literal["rootfs", "agent"] | None = None  # of a container or exec:COMMAND, as for the next
+    transport: Literal["rootfs", "agent"] | None = None  # of a container or exec:COMMAND
     connected: bool | None = None  # while False, every request fails with EIO
     remote: str | None = None  # exec:COMMAND only: "connected", or why not
 

@@ -166,7 +166,7 @@ class ReconnectingVolume:
             cast("ContinuedVolume", self._volume).tidy()
 
     def handing_over(self) -> ContainerGiving:
-        """See `protocol.volume_durability.HandedOverVolume`, as for the next ones."""
+        """See `protocol.volume_durability.HandedOverVolume`."""
         volume = self._volume
         if volume is None:
             raise OSError(
@@ -398,7 +398,7 @@ class ReconnectingVolume:
 
     # -- inodes ------------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Answer[Attributes]:
-        """See `protocol.volume.Volume`, as for all that follow."""
+        """See `protocol.volume.Volume`."""
         dentry = None if name in _DOTS else (parent, name)
         return self._made(self._connected().lookup(self._inner(parent), name), dentry)
 

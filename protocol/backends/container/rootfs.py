@@ -87,7 +87,7 @@ class RootfsTransport:
         """Nothing: the volume keeps it."""
 
     def prepare(self, state: ContainerState) -> RootVolume:
-        """See `Transport`, as for all that follow."""
+        """See `Transport`."""
         process, volume = self._opened(state)
         self._process, self._volume, self.run = process, volume, process.identity
         return volume
@@ -279,7 +279,7 @@ class RootVolume(HostVolume):
         return caller._replace(uid=self._ids.users.outside(uid), gid=self._ids.groups.outside(gid))
 
     def setattr(self, inode: int, changes: AttributeChanges) -> HostAttributes:
-        """See `protocol.volume.Volume`, as for all that follow."""
+        """See `protocol.volume.Volume`."""
         if changes.uid is not None:
             changes = changes._replace(uid=self._ids.users.outside(changes.uid))
         if changes.gid is not None:

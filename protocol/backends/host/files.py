@@ -87,7 +87,7 @@ class HostFiles(Generic[A]):
 
     # -- inodes ----------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> A:
-        """See `protocol.volume.Volume`, as for all operations."""
+        """See `protocol.volume.Volume`."""
         directory = self.node(parent)
         above = self.descriptors.directory(directory)
         if name in _DOTS:

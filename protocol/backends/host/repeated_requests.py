@@ -137,7 +137,7 @@ class RepeatableFiles(HostFiles[A]):
 
     # -- making names --------------------------------------------------------------------------------
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> A:
-        """See `protocol.volume.Volume`, as for all operations."""
+        """See `protocol.volume.Volume`."""
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         return self._make(super().mknod, parent, name, kind | stat.S_IMODE(mode), caller, mode, rdev)
 

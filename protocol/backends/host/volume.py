@@ -124,7 +124,7 @@ class HostVolume(RepeatableFiles[HostAttributes]):
         self.unknown_errno = errno.ESTALE
 
     def handing_over(self) -> HostGiving:
-        """See `protocol.volume_extensions.HandedOverVolume`, as for the next ones."""
+        """See `protocol.volume_extensions.HandedOverVolume`."""
         from protocol.backends.host.known_inodes import HostGiving  # noqa: PLC0415 (start-up: upgrades are rare)
 
         return HostGiving(self.table)
@@ -153,7 +153,7 @@ class HostVolume(RepeatableFiles[HostAttributes]):
 
     # -- changes outside the mount -----------------------------------------------------------------
     def hold(self, paths: Iterable[bytes]) -> None:
-        """See `protocol.volume_extensions.ExternallyChangedVolume`, as for the next two."""
+        """See `protocol.volume_extensions.ExternallyChangedVolume`."""
         self._external_changes.hold(paths)
 
     def invalidation_of(self, changes: Iterable[Change]) -> CacheInvalidation:

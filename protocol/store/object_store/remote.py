@@ -63,7 +63,7 @@ class RemoteSnapshot:
 
     @property
     def info(self) -> SnapshotInfo:
-        """What is known about it."""
+        """All that is known about it."""
         return info_of(self.record)
 
 

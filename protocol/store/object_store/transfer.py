@@ -66,7 +66,7 @@ _ROUNDS: Final = 10  # of uploads, while collections condemn what the push relie
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What a push did.
+    """The outcome of a push.
 
     `is_new` is False if the store already had this state under this name.  If a repair had deleted contents of it,
     they were uploaded again.

@@ -61,7 +61,7 @@ _CLOCK_ERROR_S: Final = CLOCK_ERROR_S
 
 @dataclass(frozen=True, slots=True)
 class CollectionReport:
-    """What a collection freed, and what it condemned, so that a collection after `grace_s` can free it."""
+    """The packs that a collection freed, and those that it condemned for a collection after `grace_s` to free."""
 
     freed_bytes: int
     freed_packs: int

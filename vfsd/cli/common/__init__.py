@@ -1,1 +1,1 @@
-"""What the commands share: base classes, output, interrupts, values and their completion."""
+"""Shared parts of the commands: base classes, output, interrupts, values and their completion."""

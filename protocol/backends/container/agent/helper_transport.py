@@ -127,7 +127,7 @@ class HelperTransport(ABC, Generic[S]):
             raise stopped[0]
 
     async def open(self, state: S, nursery: trio.Nursery) -> AgentVolume:
-        """See `Transport`, as for all that follow."""
+        """See `Transport`."""
         if self._taken is not None:
             (volume, held), self._taken = self._taken, None
             link = await self._joined(state, nursery, held)

@@ -86,7 +86,7 @@ class AgentTree(LookupTree):
 
     # -- entries ---------------------------------------------------------------------------------
     def entry(self, path: bytes) -> TreeEntry:
-        """See `protocol.tree.Tree`, as for all that follow."""
+        """See `protocol.tree.Tree`."""
         _, strings = self._call(Op.TREE_ENTRY, (), (path,), _ENTRY_BYTES)
         with self._checked():
             found = list(tree_entries_in(string_in(strings, _ENTRY_BYTES), self._ids))

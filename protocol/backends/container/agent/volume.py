@@ -265,7 +265,7 @@ class AgentVolume:
 
     # -- inodes ------------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> PlainAttributes | Answer[PlainAttributes]:
-        """See `protocol.volume.Volume`, as for all that follow."""
+        """See `protocol.volume.Volume`."""
         _check_name(name, dots=True)
         return self._listed(parent, name) or self._seen(Op.LOOKUP, (parent,), (name,), root=name in _DOTS)
 

@@ -221,7 +221,7 @@ class ContainerProcess:
 
     # -- control -----------------------------------------------------------------------------------------
     async def send(self, data: bytes) -> None:
-        """See `protocol.execution.runner.Process`, as for the next four."""
+        """See `protocol.execution.runner.Process`."""
         for start in range(0, len(data), _PIECE_BYTES):
             async with self._sending:
                 if self._wrapper is not None and self._wrapper.has_ended:

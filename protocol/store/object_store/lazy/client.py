@@ -357,7 +357,7 @@ class Failed(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """What was transferred so far, and what the prefetch has done of all it has to do.
+    """The bytes transferred so far, and the progress of the prefetch.
 
     `prefetch`: its state.  `cache_failure`: why the cache cannot be written, or "".
     """

@@ -222,7 +222,7 @@ class Prefetch:
 
     @property
     def state(self) -> str:
-        """What it does: "running", "waiting: CAUSE", "done", or "stopped: CAUSE"."""
+        """Its state: "running", "waiting: CAUSE", "done", or "stopped: CAUSE"."""
         return self._end or self._waits_for or "running"
 
     def run(self, root: Row, inodes: Row | None = None) -> None:
