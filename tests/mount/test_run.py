@@ -94,10 +94,13 @@ def test_the_changes_are_applied_discarded_or_kept(project: Path) -> None:
     assert content(project) == {"file": "one\n"}
     assert names() == []
 
-    kept = run(project, "--", "sh", "-c", f"{SOME}; vfsd=$VFSD_WORKSPACE; echo $vfsd")
+    kept = run(project, "--", "sh", "-c", f"{SOME}; {shlex.join(VFSD)} snapshot")
     assert kept.returncode == 0
     assert names() == [f"run-{project.name}"]
     assert f"`vfsd apply -w run-{project.name}` writes them" in kept.stderr
+    assert f"`vfsd apply -w run-{project.name} --dry-run` shows them" in kept.stderr
+    shown = succeeded(vfsd("apply", "-w", f"run-{project.name}", "--dry-run"))
+    assert shown.splitlines() == ["A added", "M file"], "those before the snapshot, too"
     assert content(project) == {"file": "one\n"}
     succeeded(vfsd("unmount", f"run-{project.name}", "--discard"))
 

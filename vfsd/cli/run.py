@@ -64,7 +64,7 @@ _CHOICES: Final = {"a": "apply", "k": "keep", "d": "discard"}
     vfsd run -- claude                     # asks at the end: apply, keep or discard
     vfsd run --apply -- make fmt
     vfsd run --discard -- sh -c 'npm install && npm test'
-    vfsd run --keep -- ./migrate.sh        # look at it later: vfsd diff -w NAME
+    vfsd run --keep -- ./migrate.sh        # look at it later: vfsd apply -w NAME --dry-run
     """,
 )
 @click.argument("argv", metavar="[--] COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -329,8 +329,8 @@ class _Run:
         name = shlex.quote(self._name)
         what = "is still mounted, and keeps what is changed from now on" if self._is_saved else "keeps the changes"
         return (
-            f"workspace {self._name} {what}: `vfsd diff -w {name}` shows them, `vfsd apply -w {name}` writes"
-            f" them, `vfsd unmount --discard {name}` removes it"
+            f"workspace {self._name} {what}: `vfsd apply -w {name} --dry-run` shows them, `vfsd apply -w {name}`"
+            f" writes them, `vfsd unmount --discard {name}` removes it"
         )
 
     def _on_disk(self) -> str:
