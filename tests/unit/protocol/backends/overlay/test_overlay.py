@@ -466,6 +466,10 @@ def test_a_file_that_changed_below_is_lost_in_the_snapshots_before(
         assert list(changes(base, live)) == [], "the base of a merge"
     volume.restore_snapshot("before")
     assert fs.read(path) == content, "a restore leaves it alone"
+    _overwritten(fs, path)
+    volume.restore_snapshot("before")
+    volume.check_below()
+    assert fs.read(path) == content, "a restore takes the change of the workspace back"
     volume.check_invariants()
 
 
