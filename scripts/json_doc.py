@@ -49,7 +49,7 @@ RECORDS = (
 )
 NAMES = {each.__name__: f"[{each.__name__.removesuffix('Record').lower()}]" for each in RECORDS}
 PYTHON = {"None": "null", "True": "true", "False": "false", "CHANGES_LISTED": f"{snapshots.CHANGES_LISTED:,}"}
-PYTHON |= {"RestoreResult": "[restore]", "ExportResult": "[export]"}
+PYTHON |= {"RestoreResult": "[restore](#restore-rewind-discard)", "ExportResult": "[export]"}
 NAMES |= {"str": "text", "int": "number", "float": "number", "bool": "true or false", "None": "null"}
 NAMES |= {
     "ChangeCounts": "counts",
@@ -115,7 +115,7 @@ def generated() -> str:
     text = "\n".join(parts)
     for python, here in PYTHON.items():
         text = re.sub(rf"\b{python}\b", here, text)
-    return re.sub(r"\[(\w+)\]", r"[\1](#\1)", text)
+    return re.sub(r"\[(\w+)\](?!\()", r"[\1](#\1)", text)
 
 
 def main() -> None:

@@ -252,7 +252,7 @@ class Imported:
 
 
 class Status(StatusResult, frozen=True, kw_only=True):
-    """The state of a running workspace: the fields of `vfsd.wire.messages.StatusResult`, with the start as a time."""
+    """The state of a running workspace: `vfsd.operations.workspace.StatusResult`, with the start as a time."""
 
     started_at: datetime  # type: ignore[assignment]
 

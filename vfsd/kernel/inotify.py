@@ -604,7 +604,7 @@ class Replay:
         self._stopped.set()
 
     async def refresh(self, files: Sequence[FileState], open_root: Callable[[], int]) -> None:
-        """Give the kernel the sizes and times of `files` (see `vfsd.kernel.inotify.replay`).  Logs failures."""
+        """Give the kernel the sizes and times of `files` (see `refresh_files`).  Logs failures."""
         if files:
             await self._run(lambda _stopped: refresh_files(open_root, files))
 

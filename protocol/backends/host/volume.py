@@ -124,7 +124,7 @@ class HostVolume(RepeatableFiles[HostAttributes]):
         self.unknown_errno = errno.ESTALE
 
     def handing_over(self) -> HostGiving:
-        """See `protocol.volume_extensions.HandedOverVolume`."""
+        """See `protocol.volume_durability.HandedOverVolume`."""
         from protocol.backends.host.known_inodes import HostGiving  # noqa: PLC0415 (start-up: upgrades are rare)
 
         return HostGiving(self.table)

@@ -177,7 +177,7 @@ _PROMPT: Final = b">>> "  # Python prints it once before it runs the first line
 
 
 class CommandStream:
-    """Implements `protocol.backends.container.agent.stream.HelperStream`.  See `running_command`."""
+    """Implements `protocol.backends.container.agent.link.HelperStream`.  See `running_command`."""
 
     def __init__(self, process: trio.Process, guard: trio.Process) -> None:
         self._process = process
