@@ -69,7 +69,7 @@ class StatusResult(msgspec.Struct, frozen=True):
     commands: str | None = None  # where `vfsd exec` runs commands, such as "on this host"; None: it cannot
     container: str | None = None  # its state in Podman: "running", "paused", "exited with status 137", ...
     transport: Literal["rootfs", "agent"] | None = None  # of a container or exec:COMMAND
-    connected: bool | None = None  # while False, every request fails with EIO
+    connected: bool | None = None  # of these; while False, every request fails with EIO
     remote: str | None = None  # exec:COMMAND only: "connected", or why not
 
 
