@@ -148,6 +148,16 @@ class HostInodeTable:
         node.lookups = 1
         return node
 
+    def resume_lost(self, number: int, key: Key, kind: int) -> None:
+        """Add a node as `resume` does whose inode is gone: no other gets its number until the kernel forgets it."""
+        self._numbers.resume(key, number)
+        node = self._by_number.get(number)
+        if node is None:
+            node = self._by_number[number] = HostInode(number, key, kind)
+        node.lookups, node.lost = 1, True
+        if self.known is not None:
+            self.known.record(node)
+
     def forget(self, number: int, count: int) -> None:
         """Subtract lookups; a node without a name is dropped with the last one."""
         node = self._by_number.get(number)
@@ -248,7 +258,7 @@ class HostInodeTable:
         if self._by_key.get(node.key) is node:
             del self._by_key[node.key]
         node.lost = True
-        self._unrecord(node)
+        self._record_names(node)
         self._release_if_unused(node)
 
     def _unrecord(self, node: HostInode) -> None:

@@ -4,7 +4,8 @@ A kernel refers to an inode by its number.  `KnownInodes` keeps a `SharedLog`, w
 looked up, the inode of the host and the names at which it was seen; and for each directory that programs list, the
 cookies of its names.  The next process opens an inode by these names when it is used, and verifies it as always: it
 fails with ESTALE if another program has removed it, or moved it where no name leads.  So does an inode that has no
-name, which ended with the process that had it open.
+name, which ended with the process that had it open.  The number of an inode that is gone stays taken until the kernel
+forgets it: the host gives an inode number again, and a file that is open would become the new one.
 
 The counts of lookups are not recorded.  An inode from the log has one more than is known, and a FORGET of all takes it.
 
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
 
 # The codes of records. A record is [code, number, value].
 _NODE: Final = 1  # an inode: `_Node`; the last record of a number counts
-_GONE: Final = 2  # the number is free, or refers to an inode that is gone
+_GONE: Final = 2  # the number is free
 _LISTED: Final = 3  # names of a directory have got cookies: [[name, cookie]]
 _NOT_LISTED: Final = 4  # nobody lists the directory any more
+_LOST: Final = 5  # the number refers to an inode that is gone; the kernel may know it, so no other inode gets it
 
 _Node: TypeAlias = tuple[int, int, int, list[tuple[int, bytes]]]  # device, inode, type bits, names
 _Pairs: TypeAlias = list[tuple[bytes, int]]
@@ -119,8 +121,9 @@ class KnownInodes:
 
 
 def _packed(node: HostInode) -> bytes:
+    code = _LOST if node.lost else _NODE
     names = [(parent.number, name) for parent, name in node.dentries()]
-    return msgspec.msgpack.encode((_NODE, node.number, (*node.key, node.kind, names)))
+    return msgspec.msgpack.encode((code, node.number, (*node.key, node.kind, names)))
 
 
 class KnownNodes:
@@ -137,6 +140,7 @@ class KnownNodes:
         """Enter further records: all those of some calls.  OSError (ESTALE) if they are of another directory."""
         nodes: dict[int, _Node] = {}
         gone: set[int] = set()
+        lost: dict[int, _Node] = {}
         for record in records:
             code, number, value = msgspec.msgpack.decode(record, type=_Record)
             if code == _NODE:
@@ -145,9 +149,12 @@ class KnownNodes:
                 self._pairs.setdefault(number, []).extend(msgspec.msgpack.decode(value, type=_Pairs))
             else:
                 self._pairs.pop(number, None)
-                if code == _GONE:
+                if code in (_GONE, _LOST):
                     nodes.pop(number, None)
                     gone.add(number)
+                    lost.pop(number, None)
+                if code == _LOST:
+                    lost[number] = msgspec.msgpack.decode(value, type=_Node)
         root = nodes.pop(ROOT_INODE, None)
         if root is not None and root[:2] != self._table.root.key:
             raise OSError(
@@ -155,6 +162,8 @@ class KnownNodes:
                 "another directory has taken the place of the one that is mounted: `vfsd unmount`, and mount it again",
             )
         self._enter(nodes, gone)
+        for number, (device, inode, kind, _) in lost.items():
+            self._table.resume_lost(number, (device, inode), kind)
 
     def _enter(self, nodes: dict[int, _Node], gone: set[int]) -> None:
         table = self._table
@@ -181,7 +190,7 @@ class KnownNodes:
                 table.remove_dentry(node, parent, name)
             for above, name in reversed(names):
                 directory = table.get(above)
-                if directory is not None:
+                if directory is not None and not directory.lost:
                     table.add_dentry(node, directory, name)
         if table.known is not None:
             table.known.record(node)
@@ -192,10 +201,10 @@ class KnownNodes:
         self._table.lose(node)
 
     def lose_unnamed(self) -> None:
-        """Drop the nodes that no name leads to and no descriptor keeps."""
+        """Lose the nodes that no name leads to and no descriptor keeps."""
         for node in self._table:
-            if node.parent is None and node.pin is None and node is not self._table.root:
-                self.lose(node)
+            if node.parent is None and node.pin is None and node is not self._table.root and not node.lost:
+                self._table.lose(node)
 
     def listings(self) -> Iterator[tuple[HostInode, DirectoryEntries]]:
         """Yield the directories that programs list."""

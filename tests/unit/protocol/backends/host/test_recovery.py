@@ -104,6 +104,29 @@ def test_what_cannot_be_found_is_stale(served: Served) -> None:
         assert raised.value.errno == errno.ESTALE
 
 
+@pytest.mark.parametrize("dies_as", ["nameless", "lost"])
+def test_no_other_file_gets_the_number_of_a_lost_one_until_the_kernel_forgets_it(served: Served, dies_as: str) -> None:
+    """The host gives a removed file's inode number to the next file; a program that has the first open is not in it."""
+    directory = find(served.volume, b"dir")
+    number = find(served.volume, b"dir", b"f1")
+    if dies_as == "nameless":
+        served.volume.unlink(directory, b"f1")
+    else:
+        (served.directory / "dir" / "f1").unlink()
+        served.volume.table.lose(served.volume.node(number))
+    for _ in range(2):
+        volume = served.restart()
+        key = (served.directory.stat().st_dev, number)
+        seen = os.stat_result((stat.S_IFREG | 0o644, number, key[0], 1, 0, 0, 0, 0, 0, 0))
+        again = volume.table.enter(volume.node(directory), b"new", seen)
+        assert again.number != number
+        with pytest.raises(OSError, match=r"(?i)stale"):
+            volume.write(number, 0, b"x")
+    volume.forget(number, 1)
+    assert volume.table.get(number) is None
+    assert served.restart().table.get(number) is None
+
+
 def test_another_directory_is_refused(served: Served, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     volume = HostVolume(os.fsencode(tmp_path / "other"))
