@@ -188,6 +188,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     item.config.stash[_HANG_WATCH].test_begins()
+    _name_context(item.nodeid.partition("::")[0])
     if item.get_closest_marker("fuse"):
         if not os.access("/dev/fuse", os.R_OK | os.W_OK):
             pytest.skip("/dev/fuse cannot be opened")
@@ -195,6 +196,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("fusermount3 is missing: install fuse3")
     if item.get_closest_marker("container") and shutil.which("podman") is None:
         pytest.skip("podman is missing")
+
+
+def _name_context(module: str) -> None:
+    """Tell coverage, here and in the processes that the test starts, which test module reaches lines now."""
+    os.environ["VFSD_TEST_MODULE"] = module  # see [tool.coverage.run]
+    if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()) is not None:
+        measured.switch_context(module)
 
 
 @pytest.hookimpl(wrapper=True)
