@@ -200,9 +200,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _name_context(module: str) -> None:
     """Tell coverage, here and in the processes that the test starts, which test module reaches lines now."""
-    os.environ["VFSD_TEST_MODULE"] = module  # see [tool.coverage.run]
     if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()) is not None:
         measured.switch_context(module)
+        measured.config.context = module
+        os.environ["COVERAGE_PROCESS_CONFIG"] = measured.config.serialize()  # what `patch = subprocess` passes on
 
 
 @pytest.hookimpl(wrapper=True)
