@@ -103,9 +103,11 @@ format: ## let ruff format the code and mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-man: ## the man pages in docs/man, from the help of the commands
+man: ## docs/man, and the generated parts of docs/json.md and docs/mount.md
 	@$(BOOTSTRAP)
 	$(BIN)/python -m vfsd.cli.man_pages docs/man
+	$(BIN)/python scripts/json_doc.py
+	$(BIN)/python scripts/mount_doc.py
 
 bench: ## the tables of workloads and file systems, and two pictures; ARGS=--quick for two rounds
 	@$(BOOTSTRAP) fuse tests

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from bench import _sqlite
 from bench._filesystems import LIMIT, end_cleanly, scratch_directory, tmpfs
 from vfsd.client.workspace import Workspace
-from vfsd.wire.options import CACHES
+from vfsd.operations.declaration import CacheChoice
 
 DATA: Final = os.urandom(1 << 20)
 DIRTY_MIB: Final = (0, 1, 16, 64)
@@ -145,7 +145,7 @@ def main() -> None:
         make_tarball(scratch / "tree.tar")
         places = {LIMIT: stack.enter_context(tmpfs(scratch / "tmpfs"))}
         workspaces = {}
-        for cache in CACHES:
+        for cache in get_args(CacheChoice):
             workspaces[cache] = stack.enter_context(Workspace.mount(scratch / cache, cache=cache, engine="native"))
             places[cache] = Path(workspaces[cache].path)
         measure(places, rows(scratch / "tree.tar"), options.rounds)

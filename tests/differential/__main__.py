@@ -14,12 +14,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import get_args
 
 from tests.differential.benches import BENCHES
 from tests.differential.campaign import Campaign
 from tests.differential.compare import Bench
 from tests.differential.script import parse, script
-from vfsd.wire.options import CACHES
+from vfsd.operations.declaration import CacheChoice
 
 
 def main() -> int:
@@ -69,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--engine", choices=("native", "pyfuse3"), default="native")
-    parser.add_argument("--cache", choices=CACHES, default="writethrough")
+    parser.add_argument("--cache", choices=get_args(CacheChoice), default="writethrough")
     parser.add_argument("--backend", choices=BENCHES, default="memory")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     parser.add_argument("--episode", type=int, default=400, help="calls of one episode, in fresh directories")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
 from tests.differential.calls import NOW, Call
-from vfsd.wire.options import CACHES, CacheChoice
+from vfsd.operations.declaration import CacheChoice
 
 __all__ = ["Difference", "Known", "avoided", "avoided_call", "reason"]
 
@@ -56,7 +56,7 @@ class Known:
     why: str
     section: str
     ends_episode: bool = False  # what follows from it is different too
-    caches: tuple[CacheChoice, ...] = CACHES
+    caches: tuple[CacheChoice, ...] = get_args(CacheChoice)
 
 
 _LONG_SYMLINKS_MAX: Final = 32  # at a time, in one episode

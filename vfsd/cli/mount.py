@@ -6,8 +6,8 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal, get_args, get_origin
 
 import click
 from click.shell_completion import CompletionItem
@@ -20,28 +20,16 @@ from vfsd.client import launch
 from vfsd.client.arguments import mount_options
 from vfsd.machine.runtime import is_own_place
 from vfsd.wire.messages import wire_path
-from vfsd.wire.option_rules import SCOPES, OptionError
-from vfsd.wire.options import (
-    CACHES,
-    DEFAULTS,
-    ENGINES,
-    FSYNCS,
-    SNAPSHOT_DIRS,
-    TRANSPORTS,
-    WAKEUPS,
-    MountOptions,
-    Ready,
-    is_engine,
-    known_engines,
-)
+from vfsd.wire.option_rules import OptionError
+from vfsd.wire.options import ENGINES, MountOptions, Option, Ready, declared_options, is_engine, known_engines
 
 
 class _MountOption(click.Option):
-    """An option whose help names the backends that accept it, from the table that the check uses."""
+    """An option whose help names the backends that accept it, as its declaration does."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         record = super().get_help_record(ctx)
-        scope = SCOPES.get(self.name or "")
+        scope = declared_options()[str(self.name)][1].scope
         if record is None or scope is None:
             return record
         return record[0], f"{record[1]}  [{scope.places.format_map(_flags(ctx.command))}]"
@@ -61,161 +49,37 @@ def _flags(command: click.Command) -> dict[str, str]:
     return {param.name: param.opts[-1] for param in command.params if param.name}
 
 
-# Of each option, by its flat name.
-_HELP: Final = {
-    "name": "The workspace's name; by default made from the mountpoint.",
-    "engine": "The FUSE implementation.",
-    "archive": (
-        "Start with the content of this archive; or with a snapshot that `vfsd push` stored in s3://BUCKET/PREFIX,"
-        " gs://, az:// or file:///DIR, whose content is fetched when it is read (the same as --backend"
-        " overlay:URL#NAME).  Without #NAME it is the newest snapshot."
-    ),
-    "max_bytes": "Limit the size of all files together, such as 512M or 2GiB.  Writes beyond it fail with ENOSPC.",
-    "max_memory": (
-        "Limit the memory of content, metadata and snapshots together.  The oldest automatic snapshots are dropped to"
-        " make room.  It is also the default of --max-bytes.  [default: half of the machine's memory, or of the"
-        " cgroup's limit]"
-    ),
-    "max_inodes": "Limit the number of files, directories and other inodes.",
-    "persist": (
-        "Keep a journal on disk: the next mount with this name continues with content, snapshots and undo history,"
-        " after an unmount and after a crash.  `vfsd persisted` lists and drops journals."
-    ),
-    "journal_dir": (
-        "Keep the journal in this directory, which nothing else uses.  [default: ~/.local/state/vfsd/journals/NAME]"
-    ),
-    "fsync": "When the journal is synced without fsync(2): after every change, every second, or when the kernel does.",
-    "keeper": (
-        "With --persist, or for a host directory, a container or a command: leave a dead mount if the daemon dies.  By"
-        " default a keeper starts another one; programs in the workspace wait meanwhile, and continue with their open"
-        " files and locks."
-    ),
-    "read_only": "Refuse all changes, including restore and import.",
-    "allow_other": "Let other users of this machine use the mount (needs user_allow_other in /etc/fuse.conf).",
-    "cache_timeout_s": (
-        "Show changes that other programs make to the files, without the mount, after at most SECONDS; 1 by default."
-    ),
-    "xattrs": "Mount without extended attributes and ACLs; creating a file is then a little faster.",
-    "wakeups": (
-        "Keep idle CPUs awake during bursts of requests, which makes them faster in many virtual machines.  auto: only"
-        " in virtual machines where measurements show a gain."
-    ),
-    "cache": (
-        "writethrough: a write that has returned is in the workspace.  writeback: the kernel collects writes and sends"
-        " them later, which is faster for databases and other small writes."
-    ),
-    "snapshot_directory": (
-        "Show the snapshots, read-only, as .snapshots/NAME at the root of the mount.  hidden: listings leave it out;"
-        " visible: they show it; off: there is none."
-    ),
-    "store": (
-        "Keep snapshots in this directory, which must be outside of host:DIR.  [default: $VFSD_STORE_DIR,"
-        " ~/.local/state/vfsd/store]"
-    ),
-    "store_options": (
-        "An option of the object store: endpoint, region, path_style, allow_http, ...; may be repeated.  Credentials"
-        " come from the environment."
-    ),
-    "cache_bytes": (
-        "Keep what was fetched in ~/.cache/vfsd/blobs, which all of your workspaces share, up to this size; 0: no"
-        " cache.  [default: 10GiB]"
-    ),
-    "prefetch": "Fetch the whole snapshot into the cache in the background; `vfsd status` shows the progress.",
-    "remote_timeout_s": (
-        "How long the mount, and later a read, waits for the network before it fails, a read with EIO; 30 by default. "
-        " A later read tries again."
-    ),
-    "include": "Show only files of overlay:DIR that match (.gitignore's syntax); may be repeated.",
-    "exclude": "Hide files of overlay:DIR that match; may be repeated.",
-    "protect": "Let no program change files that match (.gitignore's syntax), root included; may be repeated.",
-    "hide": (
-        "Hide files that match from every program, root included, and refuse to make any; may be repeated.  --exclude"
-        " of an overlay hides them, too."
-    ),
-    "exec_on_host": "Let `vfsd exec` and `vfsd fs exec` run commands on this host, in the mount, with your rights.",
-    "sandbox": (
-        "Run commands in a container of that image, which sees the workspace at /workspace and nothing else of this"
-        " machine.  It is removed with the workspace."
-    ),
-    "snapshot_each": "Take a snapshot after each command of `vfsd exec`: exec-1, exec-2, ...",
-    "pids_limit": "Limit the processes and threads in a container that vfsd creates; 2048 by default.",
-    "memory_bytes": "Limit the memory of a container that vfsd creates.",
-    "podman_url": (
-        "The Podman service: unix:///PATH, ssh://[USER@]HOST/PATH or tcp://HOST:PORT; by default $CONTAINER_HOST, or a"
-        " socket of this machine."
-    ),
-    "workdir": "The directory in the container, or at the other end of exec:COMMAND; /workspace by default.",
-    "transport": (
-        "How to access the container's files: rootfs (through /proc, on this machine, as root) or agent (a helper that"
-        " runs in the container, anywhere)."
-    ),
-    "network": "The network of a container that vfsd creates, as for podman run; none by default.",
-    "fork_server": (
-        "Start the daemon as a new process.  By default a server that stays in the background forks it, which is"
-        " faster."
-    ),
-    "foreground": "Run the daemon in the foreground, and log to standard error.",
-    "audit_file": (
-        "Keep the log of all changes in this file, one JSON object per line.  Without it `vfsd log` shows the newest"
-        " changes, which the daemon keeps in memory."
-    ),
-    "audit": "Do not log which process changes what.",
-    "log_level": "How much the daemon writes to its log.",
-    "log_format": "The format of the log; journal is for systemd.",
-}
-_FLAGS: Final = {
-    "archive": "--from",
-    "cache_timeout_s": "--cache-timeout",
-    "snapshot_directory": "--snapshot-dir",
-    "store_options": "--store-option",
-    "remote_timeout_s": "--remote-timeout",
-    "exec_on_host": "--on-host",
-    "memory_bytes": "--memory",
-    "audit_file": "--audit",
-}
-# The type and the metavar, if the default does not tell.
-_TYPES: Final[dict[str, tuple[Any, str | None]]] = {
-    "name": (NAME, None),
-    "engine": (_EngineName(ENGINES), None),
-    "archive": (click.Path(dir_okay=False), "ARCHIVE.zip|URL#NAME"),
-    **dict.fromkeys(("max_bytes", "max_memory", "memory_bytes"), (SIZE, "SIZE")),
-    "cache_bytes": (CACHE_SIZE, "SIZE"),
-    **dict.fromkeys(("max_inodes", "pids_limit"), (click.IntRange(min=1), "N")),
-    **dict.fromkeys(("journal_dir", "store"), (click.Path(), "DIRECTORY")),
-    "fsync": (click.Choice(FSYNCS), None),
-    "cache_timeout_s": (Seconds(min=0), "SECONDS"),
-    "remote_timeout_s": (Seconds(min=0, min_open=True), "SECONDS"),
-    "wakeups": (click.Choice(WAKEUPS), None),
-    "cache": (click.Choice(CACHES), None),
-    "snapshot_directory": (click.Choice(SNAPSHOT_DIRS), None),
-    "store_options": (None, "KEY=VALUE"),
-    **dict.fromkeys(("include", "exclude", "protect", "hide"), (None, "PATTERN")),
-    "sandbox": (None, "image:REF"),
-    "podman_url": (None, "URL"),
-    "workdir": (None, "DIR"),
-    "transport": (click.Choice(TRANSPORTS), None),
-    "network": (None, "NETWORK"),
-    "audit_file": (click.Path(dir_okay=False), "FILE.jsonl"),
-    "log_level": (click.Choice(["debug", "info", "warning", "error"]), None),
-    "log_format": (click.Choice(["text", "json", "journal"]), None),
-}
+def _parameter(name: str, kind: Any, option: Option) -> dict[str, Any]:
+    """Return what click has to know of an option, from its declaration."""
+    default, metavar = option.default, option.metavar or None
+    if isinstance(default, bool):
+        return {"flag_value": False, "default": True} if default else {"is_flag": True}
+    if isinstance(default, tuple):
+        return {"multiple": True, "metavar": metavar or "PATTERN"}
+    given = {"default": None if default == "" else default, "metavar": metavar}
+    if name in _TYPES or get_origin(kind) is Literal:
+        choice = _TYPES.get(name) or click.Choice(get_args(kind))
+        return given | {"type": choice, "default": str(default) or None, "show_default": default != ""}
+    if option.kind == "size":
+        return given | {"type": CACHE_SIZE if option.zero else SIZE, "metavar": "SIZE"}
+    if option.kind in {"file", "directory"}:
+        return given | {"type": click.Path(dir_okay=option.kind == "directory"), "metavar": metavar or "DIRECTORY"}
+    if int in get_args(kind):
+        return given | {"type": click.IntRange(min=option.least)}
+    if name.endswith("_s"):
+        return given | {"type": Seconds(min=0, min_open=not option.zero), "metavar": "SECONDS"}
+    return given
+
+
+# Options whose values are checked by other things than their type.
+_TYPES: Final[Mapping[str, Any]] = {"name": NAME, "backend": BACKEND, "engine": _EngineName(ENGINES)}
 
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options to the command.  `vfsd.wire.options` has their defaults, from which the kind of each follows."""
-    defaults: dict[str, Any] = {"name": None, **DEFAULTS, "fork_server": True, "foreground": False}
-    for name, text in reversed(_HELP.items()):
-        default = defaults[name]
-        flag = _FLAGS.get(name) or f"--{'no-' if default is True else ''}{name.replace('_', '-')}"
-        given, metavar = _TYPES.get(name, (None, None))
-        kind: dict[str, Any] = {"type": given, "metavar": metavar}
-        if isinstance(default, bool):
-            kind = {"flag_value": False, "default": True} if default else {"is_flag": True}
-        elif default == ():
-            kind |= {"multiple": True}
-        elif default is not None:
-            kind |= {"default": default, "show_default": isinstance(given, click.Choice)}
-        command = click.option(flag, name, cls=_MountOption, help=text, **kind)(command)
+    """Add the declared options to the command."""
+    for name, (kind, option) in reversed([*declared_options().items()]):
+        parameter = _parameter(name, kind, option)
+        command = click.option(option.flag_of(name), name, cls=_MountOption, help=option.text, **parameter)(command)
     return command
 
 
@@ -246,18 +110,16 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     type=click.STRING,
     shell_complete=lambda *_: [CompletionItem("", type="dir")],
 )
-@click.option(
-    "--backend",
-    type=BACKEND,
-    default="memory",
-    show_default=True,
-    cls=_MountOption,
-    metavar="BACKEND",
-    help="Where the content is: memory, host:DIR, overlay:DIR, overlay:FILE.zip, overlay:snapshot:NAME[@DIR] (a"
-    " snapshot on disk), container:NAME (a running Podman container), image:REF (a new container of that image, removed"
-    " by the unmount), or exec:'COMMAND' (a directory where COMMAND starts a Python, such as 'ssh HOST python3').",
-)
 @_options
+@click.option(
+    "--no-fork-server",
+    "fork_server",
+    flag_value=False,
+    default=True,
+    help="Start the daemon as a new process.  By default a server that stays in the background forks it, which is"
+    " faster.",
+)
+@click.option("--foreground", is_flag=True, help="Run the daemon in the foreground, and log to standard error.")
 @click.pass_obj
 def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: bool, **settings: Any) -> None:
     """Make a directory a workspace.

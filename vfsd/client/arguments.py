@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, TypeAlias, TypedDict, Unpack
 
 from msgspec.structs import replace
 
@@ -26,10 +26,13 @@ from vfsd.wire.options import (
     MEMORY,
     BackendSpec,
     FsyncChoice,
+    LogFormatChoice,
+    LogLevelChoice,
     MountOptions,
     SnapshotDirChoice,
     TransportChoice,
     WakeupsChoice,
+    declared_options,
     is_url,
     parse_backend,
 )
@@ -132,19 +135,22 @@ def _check_patterns(name: str, patterns: tuple[str, ...]) -> None:
 
 
 class MountArguments(TypedDict, total=False):
-    """The optional arguments of `mount_options`.  `vfsd.wire.options` describes them and has their defaults."""
+    """The optional arguments of `mount_options`, as `vfsd.wire.options` declares them."""
 
     name: str | None
-    engine: str
+    read_only: bool
+    store: FilePath | None
+    keeper: bool
     archive: FilePath | None
+    include: Sequence[str]
+    exclude: Sequence[str]
     max_bytes: int | None
     max_inodes: int | None
     max_memory: int | None
     persist: bool
     journal_dir: FilePath | None
     fsync: FsyncChoice
-    keeper: bool
-    read_only: bool
+    engine: str
     allow_other: bool
     cache_timeout_s: float | None
     xattrs: bool
@@ -155,12 +161,9 @@ class MountArguments(TypedDict, total=False):
     cache_bytes: int
     remote_timeout_s: float
     prefetch: bool
-    include: Sequence[str]
-    exclude: Sequence[str]
     protect: Sequence[str]
     hide: Sequence[str]
     exec_on_host: bool
-    store: FilePath | None
     sandbox: str | None
     snapshot_each: bool
     podman_url: str | None
@@ -169,10 +172,10 @@ class MountArguments(TypedDict, total=False):
     network: str | None
     pids_limit: int | None
     memory_bytes: int | None
-    log_level: Literal["debug", "info", "warning", "error"]
-    log_format: Literal["text", "json", "journal"]
-    audit: bool
     audit_file: FilePath | None
+    audit: bool
+    log_level: LogLevelChoice
+    log_format: LogFormatChoice
 
 
 def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Unpack[MountArguments]) -> MountOptions:
@@ -190,16 +193,19 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
     spec = _absolute_backend(spec, path)
     if given.get("name") is None:
         given["name"] = unique_name(path)
-    for name in ("archive", "store", "journal_dir", "audit_file"):
-        if given.get(name) is not None:
-            if not os.fspath(given[name]):
+    for name, (_, option) in declared_options().items():
+        value = given.get(name)
+        if option.kind in {"file", "directory"} and value is not None:
+            if not os.fspath(value):
                 raise OptionError(f"{{{name}}} is an empty string")
-            given[name] = os.path.abspath(given[name])
+            given[name] = os.path.abspath(value)
+        if isinstance(option.default, tuple) and value is not None:
+            if isinstance(value, str):  # a sequence of str as well
+                raise TypeError(f"{name} must be a list of str, not str")
+            given[name] = tuple(value)
+        if option.kind == "patterns":
+            _check_patterns(name, given.get(name, ()))
     _check_places(given, path, spec)
-    for name in ("include", "exclude", "protect", "hide", "store_options"):
-        given[name] = tuple(given.get(name, ()))
-    for name in ("include", "exclude", "protect", "hide"):
-        _check_patterns(name, given[name])
     if given.get("sandbox") is not None:
         check_type(given["sandbox"], str, 'a sandbox is a str, such as "image:REF"')
         given["sandbox"] = parse_sandbox(given["sandbox"])

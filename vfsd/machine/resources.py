@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from protocol.values import Value
-from vfsd.wire.option_rules import LEAST_MEMORY_BYTES
+from vfsd.wire.options import LEAST_MEMORY_BYTES
 
 CPU_LATENCY_DEVICE: Final = "/dev/cpu_dma_latency"
 # Lets members of the group use the device; udev applies it at the next boot or after `udevadm trigger`.

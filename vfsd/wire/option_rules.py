@@ -1,7 +1,4 @@
-"""The rules for mount options: valid values, and the backends that each option applies to.
-
-The check, the error messages, `vfsd mount --help` and docs/mount.md use the table `SCOPES`.  An option without a row
-applies to every backend.
+"""The check of a mount's options: each by its declaration in `vfsd.wire.options`, and in combination with the others.
 
 An `OptionError` names options by placeholders, because their names differ between the Python API (`max_bytes`) and the
 command line (`--max-bytes`).
@@ -12,28 +9,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn, get_args, get_origin
 
-from protocol.values import Value
+import msgspec
+
 from vfsd.wire.options import (
-    BACKENDS,
-    CACHES,
-    DEFAULTS,
-    FSYNCS,
     NAME_PATTERN,
-    SNAPSHOT_DIRS,
-    TRANSPORTS,
-    WAKEUPS,
     BackendSpec,
     MountOptions,
+    Option,
+    declared_options,
     is_engine,
+    is_given,
     known_engines,
 )
 
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
-LEAST_MEMORY_BYTES: Final = 4 << 20  # the minimum of max_memory; a smaller workspace could store hardly anything
-LEAST_CACHE_BYTES: Final = 16 << 20  # the minimum of cache_bytes
 # Parts of an option's name: what makes its value a secret, except in names of keys that are kept elsewhere.
 _SECRET: Final = re.compile(r"secret|token|password|credential|key|(^|[_-])sas([_-]|$)", re.IGNORECASE)
 _PASSWORD: Final = re.compile(r"https?://[^/]*@", re.IGNORECASE)
@@ -55,7 +47,6 @@ _NO_SECRET: Final = re.compile(r"kms[_-]key[_-]id|bucket[_-]key", re.IGNORECASE)
 # millisecond.
 MOST_PATTERNS: Final = 1000
 MOST_PATTERN_BYTES: Final = 32 << 10
-_POSITIVE: Final = ("max_bytes", "max_inodes", "max_memory", "pids_limit", "memory_bytes")
 
 
 class OptionError(ValueError):
@@ -79,74 +70,6 @@ class _OptionNames(dict[str, object]):
         return name
 
 
-class Scope(Value):
-    """Where an option applies: to one of the `backends`, or together with one of the other `options`.
-
-    `why` is the reason that it does not apply elsewhere.  Every option applies to a backend that is not built in; the
-    backend's opener refuses those that it does not support.
-    """
-
-    backends: tuple[str, ...]
-    why: str
-    options: tuple[str, ...] = ()
-
-    def allows(self, values: Mapping[str, Any]) -> bool:
-        kind = values["backend"].kind
-        if _LAYERS.get(values["backend"].lower_layer) in self.backends:
-            return True
-        return kind in self.backends or kind not in BACKENDS or any(is_given(values, name) for name in self.options)
-
-    @property
-    def places(self) -> str:
-        """The backends and options joined by "or", with options as placeholders."""
-        names = [BACKENDS.get(kind, kind) for kind in self.backends] + [f"{{{name}}}" for name in self.options]
-        return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
-
-
-_OVER_SNAPSHOT: Final = "overlay:snapshot:NAME"  # this kind of overlay only
-_OVER_URL: Final = "overlay:URL#NAME"
-_LAYERS: Final[Mapping[str | None, str]] = {"snapshot": _OVER_SNAPSHOT, "remote": _OVER_URL}
-_IN_MEMORY: Final = ("memory", "overlay")
-_ON_DISK: Final = ("host", "container", "image", "exec")
-_LIMITS: Final = Scope(_IN_MEMORY, "the other backends have the limits of their file system")
-_FILTER: Final = Scope(("overlay",), "only an overlay filters the directory below it")
-_REMOTE: Final = Scope((_OVER_URL,), "nothing else reads from an object store while it is mounted")
-_JOURNAL: Final = Scope((), "without it there is no journal", ("persist",))
-_NEW_CONTAINER: Final = Scope(("image",), "it is for a container that vfsd creates", ("sandbox",))
-
-SCOPES: Final[Mapping[str, Scope]] = {
-    "archive": Scope(_IN_MEMORY, "the other backends have content of their own"),
-    "max_bytes": _LIMITS,
-    "max_inodes": _LIMITS,
-    "max_memory": _LIMITS,
-    "persist": Scope(_IN_MEMORY, "the other backends store their content"),
-    "journal_dir": _JOURNAL,
-    "fsync": _JOURNAL,
-    "keeper": Scope(_ON_DISK, "without a journal nothing brings the content back", ("persist",)),
-    "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes what is in memory, so it is cached without a time limit"),
-    "cache": Scope(_IN_MEMORY, "other programs see the files of the other backends, so a write there must not wait"),
-    "store": Scope((*_ON_DISK, _OVER_SNAPSHOT), "the other backends keep snapshots in memory"),
-    "store_options": _REMOTE,
-    "cache_bytes": _REMOTE,
-    "remote_timeout_s": _REMOTE,
-    "prefetch": _REMOTE,
-    "include": _FILTER,
-    "exclude": _FILTER,
-    "sandbox": Scope(
-        ("memory", "overlay", "host", "exec"), "the commands of a workspace in a container run in that container"
-    ),
-    "podman_url": Scope(("container", "image"), "nothing else uses Podman", ("sandbox",)),
-    "workdir": Scope(("container", "image", "exec"), "it is a directory in a container, or where a command leads"),
-    "transport": Scope(("container", "image"), "it is the way to the files of a container"),
-    "network": _NEW_CONTAINER,
-    "pids_limit": _NEW_CONTAINER,
-    "memory_bytes": _NEW_CONTAINER,
-    "snapshot_each": Scope(
-        ("container", "image"), "without one of them no command runs in the workspace", ("sandbox", "exec_on_host")
-    ),
-}
-
-
 def is_secret(option: str) -> bool:
     """Whether the name of an object store's option says that its value is a secret."""
     return _SECRET.search(_NO_SECRET.sub("", option)) is not None
@@ -163,17 +86,13 @@ def credential_refusal(option: str) -> str | None:
     return f"{key}: credentials come from the environment only: set {_VARIABLES.get(plain, _ALL_VARIABLES)}"
 
 
-def is_given(values: Mapping[str, Any], name: str) -> bool:
-    """Whether the option has a value other than its default."""
-    return bool(values[name] != DEFAULTS[name])
-
-
 def check_options(options: MountOptions) -> None:
     """Raise OptionError for a value that is invalid by itself, or in combination with the other options."""
     values = options.values()
     _check_values(values)
-    for name, scope in SCOPES.items():
-        if is_given(values, name) and not scope.allows(values):
+    for name, (_, option) in declared_options().items():
+        scope = option.scope
+        if scope is not None and is_given(values, name) and not scope.allows(values):
             template = f"{{{name}}} goes with {scope.places}, not with the backend {{kind}}: {{why}}"
             raise OptionError(template, kind=values["backend"].form, why=scope.why)
     if values["cache"] == "writeback" and values["engine"] not in {"auto", "native"}:
@@ -205,24 +124,24 @@ def check_policy_size(patterns: Mapping[str, Sequence[str]]) -> None:
         )
 
 
-_CHOICES: Final[Mapping[str, Sequence[str]]] = {
-    "transport": TRANSPORTS,
-    "wakeups": WAKEUPS,
-    "snapshot_directory": SNAPSHOT_DIRS,
-    "cache": CACHES,
-    "fsync": FSYNCS,
-}
-
-
 def _check_values(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
+    for name, (kind, option) in declared_options().items():
+        value = values[name]
         if value == "" or (isinstance(value, tuple) and "" in value):
             raise OptionError(f"{{{name}}} is an empty string")
-    for name in _POSITIVE:
-        value = values[name]
-        if value is not None and not 0 < value <= LARGEST:
-            raise OptionError(f"{{{name}}} must be positive and at most 2^63 - 1, not {{value}}", value=value)
-    _check_memory(values["max_bytes"], values["max_memory"])
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            _refuse_choice(name, value, get_args(kind))
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            raise TypeError(f"{name} must be {kind_words(kind, option)}, not {type(value).__name__}") from None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _check_number(name, value, option)
+    max_bytes, max_memory = values["max_bytes"], values["max_memory"]
+    if None not in {max_bytes, max_memory} and max_bytes > max_memory:
+        raise OptionError(
+            "{max_bytes} must be at most {max_memory}, which bounds content, metadata and snapshots together"
+        )
     if NAME_PATTERN.fullmatch(values["name"]) is None:
         raise OptionError(
             "{name} {value!r} is not a workspace name: letters, digits, '.', '_' and '-', at most 64, a letter or"
@@ -231,44 +150,51 @@ def _check_values(values: Mapping[str, Any]) -> None:
         )
     if not is_engine(values["engine"]):
         _refuse_choice("engine", values["engine"], known_engines())
-    for name, choices in _CHOICES.items():
-        if values[name] not in choices:
-            _refuse_choice(name, values[name], choices)
     _check_workdir(values["workdir"])
-    _check_remote(values)
-    timeout_s = values["cache_timeout_s"]
-    if timeout_s is not None and not 0 <= timeout_s < math.inf:
-        raise OptionError("{cache_timeout_s} must be a number of seconds from 0 on, not {value}", value=timeout_s)
+    for each in values["store_options"]:
+        _check_store_option(each)
+
+
+def kind_words(kind: Any, option: Option) -> str:
+    """Describe the values of an option for a user of Python."""
+    if option.value:
+        return option.value
+    if option.kind in {"file", "directory"}:
+        return f"path of a {option.kind}"
+    if get_origin(kind) is Literal:
+        first, *others, last = (f'"{each}"' for each in get_args(kind))
+        return f"{', '.join([first, *others])} or {last}"
+    if get_origin(kind) is tuple:
+        return "list of str" + (f", each {option.metavar}" if option.metavar else "")
+    name = next(each for each in get_args(kind) or (kind,)).__name__
+    return f"{name}, seconds" if name == "float" else str(name)
 
 
 def _refuse_choice(name: str, value: str, choices: Sequence[str]) -> NoReturn:
     raise OptionError(f"{{{name}}} must be one of {', '.join(choices)}, not {{value!r}}", value=value)
 
 
-def _check_memory(max_bytes: int | None, max_memory: int | None) -> None:
-    if max_memory is None:
+def _check_number(name: str, value: float, option: Option) -> None:
+    if option.zero and value == 0:
         return
-    if max_memory < LEAST_MEMORY_BYTES:
-        raise OptionError("{max_memory} must be at least {least:,} bytes", least=LEAST_MEMORY_BYTES)
-    if max_bytes is not None and max_bytes > max_memory:
-        raise OptionError(
-            "{max_bytes} must be at most {max_memory}, which bounds content, metadata and snapshots together"
-        )
+    if name.endswith("_s"):
+        if not 0 < value < math.inf:
+            least = "a number of seconds from 0 on" if option.zero else "a positive number of seconds"
+            raise OptionError(f"{{{name}}} must be {least}, not {{value}}", value=value)
+    elif not 0 < value <= LARGEST and not option.zero:
+        raise OptionError(f"{{{name}}} must be positive and at most 2^63 - 1, not {{value}}", value=value)
+    elif not option.least <= value <= LARGEST:
+        zero = "0 or " if option.zero else ""
+        raise OptionError(f"{{{name}}} must be {zero}at least {{least:,}} bytes", least=option.least)
 
 
-def _check_remote(values: Mapping[str, Any]) -> None:
-    for option in values["store_options"]:
-        key, sign, value = option.partition("=")
-        if not (key and sign and value):
-            raise OptionError("{store_options} {option}: write KEY=VALUE, for example region=eu-west-1", option=option)
-        refusal = credential_refusal(option)
-        if refusal is not None:  # the options of a daemon are in its record, too
-            raise OptionError("{store_options} {refusal}", refusal=refusal)
-    size, timeout_s = values["cache_bytes"], values["remote_timeout_s"]
-    if size and not LEAST_CACHE_BYTES <= size <= LARGEST:
-        raise OptionError("{cache_bytes} must be 0 or at least {least:,} bytes", least=LEAST_CACHE_BYTES)
-    if not 0 < timeout_s < math.inf:
-        raise OptionError("{remote_timeout_s} must be a positive number of seconds, not {value}", value=timeout_s)
+def _check_store_option(option: str) -> None:
+    key, sign, value = option.partition("=")
+    if not (key and sign and value):
+        raise OptionError("{store_options} {option}: write KEY=VALUE, for example region=eu-west-1", option=option)
+    refusal = credential_refusal(option)
+    if refusal is not None:  # the options of a daemon are in its record, too
+        raise OptionError("{store_options} {refusal}", refusal=refusal)
 
 
 def _check_workdir(workdir: str | None) -> None:

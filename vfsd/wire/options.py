@@ -16,15 +16,16 @@ and only `json` keeps the lone surrogates that represent bytes that are not UTF-
 from __future__ import annotations
 
 import errno as errno_numbers
+import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec.structs import replace
+from msgspec import structs
 
 from protocol.errors import errno_of
 from protocol.values import Value
@@ -133,7 +134,7 @@ class BackendSpec(Value):
 
     def with_snapshot(self, name: str, directory: str) -> BackendSpec:
         """Return this backend over a stored snapshot: the inverse of `snapshot`."""
-        return replace(self, argument=f"{_SNAPSHOT}{name}@{directory}" if directory else f"{_SNAPSHOT}{name}")
+        return structs.replace(self, argument=f"{_SNAPSHOT}{name}@{directory}" if directory else f"{_SNAPSHOT}{name}")
 
     @property
     def lower_layer(self) -> Literal["directory", "archive", "snapshot", "remote"] | None:
@@ -199,137 +200,374 @@ def parse_backend(text: str) -> BackendSpec:
 
 # -- options ---------------------------------------------------------------------------------------
 TransportChoice = Literal["auto", "rootfs", "agent"]
-TRANSPORTS: Final = ("auto", "rootfs", "agent")
 SnapshotDirChoice = Literal["hidden", "visible", "off"]
-SNAPSHOT_DIRS: Final = ("hidden", "visible", "off")
 WakeupsChoice = Literal["auto", "on", "off"]
-WAKEUPS: Final = ("auto", "on", "off")
-CACHES: Final = ("writethrough", "writeback")
 FsyncChoice = Literal["always", "everysec", "no"]
-FSYNCS: Final = ("always", "everysec", "no")
+LogLevelChoice = Literal["debug", "info", "warning", "error"]
+LogFormatChoice = Literal["text", "json", "journal"]
 # A name is a file name of the socket and a systemd instance name, so it contains no character to quote in either.
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LEAST_MEMORY_BYTES: Final = 4 << 20  # the minimum of max_memory; a smaller workspace could store hardly anything
+T = TypeVar("T")
+
+
+class Scope(Value):
+    """Where an option applies: to one of the `backends`, or together with one of the other `options`.
+
+    `why` is the reason that it does not apply elsewhere.  Every option applies to a backend that is not built in; the
+    backend's opener refuses those that it does not support.
+    """
+
+    backends: tuple[str, ...]
+    why: str
+    options: tuple[str, ...] = ()
+
+    def allows(self, values: Mapping[str, Any]) -> bool:
+        kind = values["backend"].kind
+        if _LAYERS.get(values["backend"].lower_layer) in self.backends:
+            return True
+        return kind in self.backends or kind not in BACKENDS or any(is_given(values, name) for name in self.options)
+
+    @property
+    def places(self) -> str:
+        """The backends and options joined by "or", with options as placeholders."""
+        names = [BACKENDS.get(kind, kind) for kind in self.backends] + [f"{{{name}}}" for name in self.options]
+        return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+
+
+_OVER_SNAPSHOT: Final = "overlay:snapshot:NAME"  # this kind of overlay only
+_OVER_URL: Final = "overlay:URL#NAME"
+_LAYERS: Final[Mapping[str | None, str]] = {"snapshot": _OVER_SNAPSHOT, "remote": _OVER_URL}
+_IN_MEMORY: Final = ("memory", "overlay")
+_ON_DISK: Final = ("host", "container", "image", "exec")
+_LIMITS: Final = Scope(_IN_MEMORY, "the other backends have the limits of their file system")
+_FILTER: Final = Scope(("overlay",), "only an overlay filters the directory below it")
+_REMOTE: Final = Scope((_OVER_URL,), "nothing else reads from an object store while it is mounted")
+_JOURNAL: Final = Scope((), "without it there is no journal", ("persist",))
+_NEW_CONTAINER: Final = Scope(("image",), "it is for a container that vfsd creates", ("sandbox",))
+
+
+class Option(Value):
+    """The declaration of an option, beside its name and type: the factory of its default.
+
+    `text` describes it for `vfsd mount --help`.  `kind` is what a number of bytes ("size"), a path or a list of
+    patterns has in common with others.  `flag` and `metavar` are its name and its value's on the command line; empty
+    for those that follow from name and type.  `value` is what docs/mount.md says of the value in Python; empty if the
+    type says it.  A number is at least `least`, or with `zero` also 0.
+    """
+
+    default: Any
+    text: str
+    kind: Literal["", "size", "directory", "file", "patterns"]
+    flag: str
+    metavar: str
+    value: str
+    scope: Scope | None
+    least: int
+    zero: bool
+
+    def __call__(self) -> Any:
+        return self.default
+
+    def flag_of(self, name: str) -> str:
+        """Return the option's name on the command line."""
+        return self.flag or f"--{'no-' if self.default is True else ''}{name.replace('_', '-')}"
+
+
+def option(
+    default: T,
+    text: str,
+    kind: Literal["", "size", "directory", "file", "patterns"] = "",
+    *,
+    flag: str = "",
+    metavar: str = "",
+    value: str = "",
+    scope: Scope | None = None,
+    least: int = 1,
+    zero: bool = False,
+) -> T:
+    """Declare the field of a struct to be an option, as `Option` describes."""
+    factory: Callable[[], T] = Option(default, text, kind, flag, metavar, value, scope, least, zero)
+    return msgspec.field(default_factory=factory)
 
 
 class WorkspaceOptions(Value):
-    """The options that identify a workspace.
-
-    `store`: the directory of snapshots that are not in memory; None for the user's.  `keeper`: whether a process
-    restarts the daemon if it dies, where the state can be rebuilt (with a journal, or in a host directory).
-    """
+    """The options that identify a workspace."""
 
     mountpoint: str
-    name: str
-    backend: BackendSpec = MEMORY
-    read_only: bool = False
-    store: str | None = None
-    keeper: bool = True
-
-
-class KernelOptions(Value):
-    """How the engine mounts the volume.
-
-    `cache_timeout_s`: how long the kernel may use cached attributes of content that other programs change too; None
-    for the backend's default.  Without `xattrs` the mount has neither extended attributes nor ACLs, and the kernel
-    sends no requests for them.  `wakeups`: whether idle CPUs are kept awake during bursts of requests.
-    `cache`: whether write(2) returns when the data is in the volume ("writethrough") or when it is in the kernel's page
-    cache ("writeback").  `snapshot_directory`: whether the root has `.snapshots`, and whether listings show it.
-    """
-
-    engine: str = "auto"  # or the name of an engine: see `vfsd.wire.options`
-    allow_other: bool = False
-    cache_timeout_s: float | None = None
-    xattrs: bool = True
-    wakeups: WakeupsChoice = "auto"
-    cache: CacheChoice = "writethrough"
-    snapshot_directory: SnapshotDirChoice = "hidden"
-
-
-class LimitOptions(Value):
-    """Limits of a volume in memory.
-
-    `max_memory` bounds content, metadata and snapshots together; None for half of the memory that the daemon may use.
-    """
-
-    max_bytes: int | None = None
-    max_memory: int | None = None
-    max_inodes: int | None = None
+    name: str = option("", "The workspace's name; by default made from the mountpoint.")
+    backend: BackendSpec = option(
+        MEMORY,
+        "Where the content is: memory, host:DIR, overlay:DIR, overlay:FILE.zip, overlay:snapshot:NAME[@DIR] (a snapshot"
+        " on disk), container:NAME (a running Podman container), image:REF (a new container of that image, removed by"
+        " the unmount), or exec:'COMMAND' (a directory where COMMAND starts a Python, such as 'ssh HOST python3').",
+        metavar="BACKEND",
+    )
+    read_only: bool = option(False, "Refuse all changes, including restore and import.")
+    store: str | None = option(
+        None,
+        "Keep snapshots in this directory, which must be outside of host:DIR.  [default: $VFSD_STORE_DIR,"
+        " ~/.local/state/vfsd/store]",
+        "directory",
+        scope=Scope((*_ON_DISK, _OVER_SNAPSHOT), "the other backends keep snapshots in memory"),
+    )
+    keeper: bool = option(
+        True,
+        "With --persist, or for a host directory, a container or a command: leave a dead mount if the daemon dies.  By"
+        " default a keeper starts another one; programs in the workspace wait meanwhile, and continue with their open"
+        " files and locks.",
+        scope=Scope(_ON_DISK, "without a journal nothing brings the content back", ("persist",)),
+    )
 
 
 class ContentOptions(Value):
-    """The initial content: an `archive` to read (--from), and gitignore patterns for what an overlay shows."""
+    """The initial content, and what an overlay shows of the directory below it."""
 
-    archive: str | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    archive: str | None = option(
+        None,
+        "Start with the content of this archive; or with a snapshot that `vfsd push` stored in s3://BUCKET/PREFIX,"
+        " gs://, az:// or file:///DIR, whose content is fetched when it is read (the same as --backend"
+        " overlay:URL#NAME).  Without #NAME it is the newest snapshot.",
+        "file",
+        flag="--from",
+        metavar="ARCHIVE.zip|URL#NAME",
+        value="path of a ZIP file, or the URL of a snapshot in an object store",
+        scope=Scope(_IN_MEMORY, "the other backends have content of their own"),
+    )
+    include: tuple[str, ...] = option(
+        (),
+        "Show only files of overlay:DIR that match (.gitignore's syntax); may be repeated.",
+        "patterns",
+        scope=_FILTER,
+    )
+    exclude: tuple[str, ...] = option(
+        (), "Hide files of overlay:DIR that match; may be repeated.", "patterns", scope=_FILTER
+    )
 
 
-class RemoteOptions(Value):
-    """How a snapshot in an object store is read.
+class LimitOptions(Value):
+    """Limits of a volume in memory."""
 
-    `store_options`: options of the store, as KEY=VALUE.  `cache_bytes`: the bound of the cache on disk, which all
-    workspaces of the user share; 0: no cache.  `remote_timeout_s`: how long a read waits for the network.  `prefetch`:
-    fetch everything in the background.
-    """
-
-    store_options: tuple[str, ...] = ()
-    cache_bytes: int = 10 << 30
-    remote_timeout_s: float = 30.0
-    prefetch: bool = False
+    max_bytes: int | None = option(
+        None,
+        "Limit the size of all files together, such as 512M or 2GiB.  Writes beyond it fail with ENOSPC.",
+        "size",
+        scope=_LIMITS,
+    )
+    max_inodes: int | None = option(
+        None, "Limit the number of files, directories and other inodes.", metavar="N", scope=_LIMITS
+    )
+    max_memory: int | None = option(
+        None,
+        "Limit the memory of content, metadata and snapshots together.  The oldest automatic snapshots are dropped to"
+        " make room.  It is also the default of --max-bytes.  [default: half of the machine's memory, or of the"
+        " cgroup's limit]",
+        "size",
+        scope=_LIMITS,
+        least=LEAST_MEMORY_BYTES,
+    )
 
 
 class JournalOptions(Value):
-    """Whether a workspace in memory keeps a journal on disk, from which it continues after an unmount or a crash.
+    """Whether a workspace in memory keeps a journal on disk, from which it continues after an unmount or a crash."""
 
-    `journal_dir`: None for the user's directory of journals.  `fsync`: when records reach the disk.
-    """
-
-    persist: bool = False
-    journal_dir: str | None = None
-    fsync: FsyncChoice = "everysec"
-
-
-class CommandOptions(Value):
-    """Where `vfsd exec` runs commands: on this host as the daemon's user, or in a new container of `sandbox`."""
-
-    exec_on_host: bool = False
-    sandbox: BackendSpec | None = None  # of the kind "image"
-    snapshot_each: bool = False  # take a snapshot after each command
-
-
-class ContainerOptions(Value):
-    """How to reach the container of a backend or of a sandbox, and the limits of one that vfsd creates.
-
-    `workdir` also applies to the backend "exec".
-    """
-
-    podman_url: str | None = None  # None: $CONTAINER_HOST, else the user's own service
-    workdir: str | None = None  # None: /workspace
-    transport: TransportChoice = "auto"
-    network: str | None = None  # None: no network
-    pids_limit: int | None = None  # processes and threads; None: 2048
-    memory_bytes: int | None = None
+    persist: bool = option(
+        False,
+        "Keep a journal on disk: the next mount with this name continues with content, snapshots and undo history,"
+        " after an unmount and after a crash.  `vfsd persisted` lists and drops journals.",
+        scope=Scope(_IN_MEMORY, "the other backends store their content"),
+    )
+    journal_dir: str | None = option(
+        None,
+        "Keep the journal in this directory, which nothing else uses.  [default: ~/.local/state/vfsd/journals/NAME]",
+        "directory",
+        scope=_JOURNAL,
+    )
+    fsync: FsyncChoice = option(
+        "everysec",
+        "When the journal is synced without fsync(2): after every change, every second, or when the kernel does.",
+        scope=_JOURNAL,
+    )
 
 
-class LogOptions(Value):
-    """The daemon's log: "text" for people, "json" for one object per line, "journal" with sd-daemon's priorities."""
+class KernelOptions(Value):
+    """How the engine mounts the volume."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["text", "json", "journal"] = "text"
+    engine: str = option(
+        "auto",
+        "The FUSE implementation.",
+        value='"auto", "native", "pyfuse3", or the name of an installed engine',
+    )
+    allow_other: bool = option(
+        False, "Let other users of this machine use the mount (needs user_allow_other in /etc/fuse.conf)."
+    )
+    # None: the backend's default.
+    cache_timeout_s: float | None = option(
+        None,
+        "Show changes that other programs make to the files, without the mount, after at most SECONDS; 1 by default.",
+        flag="--cache-timeout",
+        zero=True,
+        scope=Scope(_ON_DISK, "only vfsd changes what is in memory, so it is cached without a time limit"),
+    )
+    xattrs: bool = option(True, "Mount without extended attributes and ACLs; creating a file is then a little faster.")
+    wakeups: WakeupsChoice = option(
+        "auto",
+        "Keep idle CPUs awake during bursts of requests, which makes them faster in many virtual machines.  auto: only"
+        " in virtual machines where measurements show a gain.",
+    )
+    cache: CacheChoice = option(
+        "writethrough",
+        "writethrough: a write that has returned is in the workspace.  writeback: the kernel collects writes and sends"
+        " them later, which is faster for databases and other small writes.",
+        scope=Scope(_IN_MEMORY, "other programs see the files of the other backends, so a write there must not wait"),
+    )
+    snapshot_directory: SnapshotDirChoice = option(
+        "hidden",
+        "Show the snapshots, read-only, as .snapshots/NAME at the root of the mount.  hidden: listings leave it out;"
+        " visible: they show it; off: there is none.",
+        flag="--snapshot-dir",
+    )
 
 
-class AuditOptions(Value):
-    """Whether the daemon logs who changes what, and the absolute path of a file that keeps all of the log."""
+class RemoteOptions(Value):
+    """How a snapshot in an object store is read."""
 
-    audit: bool = True
-    audit_file: str | None = None
+    store_options: tuple[str, ...] = option(
+        (),
+        "An option of the object store: endpoint, region, path_style, allow_http, ...; may be repeated.  Credentials"
+        " come from the environment.",
+        flag="--store-option",
+        metavar="KEY=VALUE",
+        scope=_REMOTE,
+    )
+    cache_bytes: int = option(
+        10 << 30,
+        "Keep what was fetched in ~/.cache/vfsd/blobs, which all of your workspaces share, up to this size; 0: no"
+        " cache.  [default: 10GiB]",
+        "size",
+        value="int; 0: no cache",
+        scope=_REMOTE,
+        least=16 << 20,
+        zero=True,
+    )
+    remote_timeout_s: float = option(
+        30.0,
+        "How long the mount, and later a read, waits for the network before it fails, a read with EIO; 30 by default. "
+        " A later read tries again.",
+        flag="--remote-timeout",
+        scope=_REMOTE,
+    )
+    prefetch: bool = option(
+        False,
+        "Fetch the whole snapshot into the cache in the background; `vfsd status` shows the progress.",
+        scope=_REMOTE,
+    )
 
 
 class PolicyOptions(Value):
-    """Patterns in gitignore's syntax of what no program may change (`protect`), and of what none may see (`hide`)."""
+    """What no program may change, and what none may see."""
 
-    protect: tuple[str, ...] = ()
-    hide: tuple[str, ...] = ()
+    protect: tuple[str, ...] = option(
+        (),
+        "Let no program change files that match (.gitignore's syntax), root included; may be repeated.",
+        "patterns",
+    )
+    hide: tuple[str, ...] = option(
+        (),
+        "Hide files that match from every program, root included, and refuse to make any; may be repeated.  --exclude"
+        " of an overlay hides them, too.",
+        "patterns",
+    )
+
+
+class CommandOptions(Value):
+    """Where `vfsd exec` runs commands."""
+
+    exec_on_host: bool = option(
+        False,
+        "Let `vfsd exec` and `vfsd fs exec` run commands on this host, in the mount, with your rights.",
+        flag="--on-host",
+    )
+    sandbox: BackendSpec | None = option(  # of the kind "image"
+        None,
+        "Run commands in a container of that image, which sees the workspace at /workspace and nothing else of this"
+        " machine.  It is removed with the workspace.",
+        metavar="image:REF",
+        value='"image:REF"',
+        scope=Scope(
+            ("memory", "overlay", "host", "exec"), "the commands of a workspace in a container run in that container"
+        ),
+    )
+    snapshot_each: bool = option(
+        False,
+        "Take a snapshot after each command of `vfsd exec`: exec-1, exec-2, ...",
+        scope=Scope(
+            ("container", "image"),
+            "without one of them no command runs in the workspace",
+            ("sandbox", "exec_on_host"),
+        ),
+    )
+
+
+class ContainerOptions(Value):
+    """How to reach the container of a backend or of a sandbox, and the limits of one that vfsd creates."""
+
+    podman_url: str | None = option(
+        None,
+        "The Podman service: unix:///PATH, ssh://[USER@]HOST/PATH or tcp://HOST:PORT; by default $CONTAINER_HOST, or a"
+        " socket of this machine.",
+        metavar="URL",
+        scope=Scope(("container", "image"), "nothing else uses Podman", ("sandbox",)),
+    )
+    workdir: str | None = option(
+        None,
+        "The directory in the container, or at the other end of exec:COMMAND; /workspace by default.",
+        metavar="DIR",
+        value="str, absolute path",
+        scope=Scope(("container", "image", "exec"), "it is a directory in a container, or where a command leads"),
+    )
+    transport: TransportChoice = option(
+        "auto",
+        "How to access the container's files: rootfs (through /proc, on this machine, as root) or agent (a helper that"
+        " runs in the container, anywhere).",
+        scope=Scope(("container", "image"), "it is the way to the files of a container"),
+    )
+    network: str | None = option(
+        None,
+        "The network of a container that vfsd creates, as for podman run; none by default.",
+        metavar="NETWORK",
+        scope=_NEW_CONTAINER,
+    )
+    pids_limit: int | None = option(
+        None,
+        "Limit the processes and threads in a container that vfsd creates; 2048 by default.",
+        metavar="N",
+        scope=_NEW_CONTAINER,
+    )
+    memory_bytes: int | None = option(
+        None, "Limit the memory of a container that vfsd creates.", "size", flag="--memory", scope=_NEW_CONTAINER
+    )
+
+
+class AuditOptions(Value):
+    """Whether the daemon logs who changes what."""
+
+    audit_file: str | None = option(
+        None,
+        "Keep the log of all changes in this file, one JSON object per line.  Without it `vfsd log` shows the newest"
+        " changes, which the daemon keeps in memory.",
+        "file",
+        flag="--audit",
+        metavar="FILE.jsonl",
+    )
+    audit: bool = option(True, "Do not log which process changes what.")
+
+
+class LogOptions(Value):
+    """The daemon's log."""
+
+    log_level: LogLevelChoice = option("info", "How much the daemon writes to its log.")
+    log_format: LogFormatChoice = option("text", "The format of the log; journal is for systemd.")
 
 
 class StoredOrigin(Value):
@@ -363,16 +601,16 @@ class MountOptions(Value):
     """
 
     workspace: WorkspaceOptions
-    kernel: KernelOptions = msgspec.field(default_factory=KernelOptions)
-    limits: LimitOptions = msgspec.field(default_factory=LimitOptions)
     content: ContentOptions = msgspec.field(default_factory=ContentOptions)
-    remote: RemoteOptions = msgspec.field(default_factory=RemoteOptions)
+    limits: LimitOptions = msgspec.field(default_factory=LimitOptions)
     journal: JournalOptions = msgspec.field(default_factory=JournalOptions)
+    kernel: KernelOptions = msgspec.field(default_factory=KernelOptions)
+    remote: RemoteOptions = msgspec.field(default_factory=RemoteOptions)
+    policy: PolicyOptions = msgspec.field(default_factory=PolicyOptions)
     commands: CommandOptions = msgspec.field(default_factory=CommandOptions)
     container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
-    log: LogOptions = msgspec.field(default_factory=LogOptions)
     audit: AuditOptions = msgspec.field(default_factory=AuditOptions)
-    policy: PolicyOptions = msgspec.field(default_factory=PolicyOptions)
+    log: LogOptions = msgspec.field(default_factory=LogOptions)
     origin: StoredOrigin | None = None
     below: Below | None = None
     anchor: int | None = None
@@ -414,26 +652,29 @@ def _unknown_option(name: str) -> TypeError:
 # Name of the group -> its type.
 _GROUPS: Final[Mapping[str, type[Value]]] = {
     "workspace": WorkspaceOptions,
-    "kernel": KernelOptions,
-    "limits": LimitOptions,
     "content": ContentOptions,
-    "remote": RemoteOptions,
+    "limits": LimitOptions,
     "journal": JournalOptions,
+    "kernel": KernelOptions,
+    "remote": RemoteOptions,
+    "policy": PolicyOptions,
     "commands": CommandOptions,
     "container": ContainerOptions,
-    "log": LogOptions,
     "audit": AuditOptions,
-    "policy": PolicyOptions,
+    "log": LogOptions,
 }
 
 
-def _defaults(group_type: type[Value]) -> Iterator[tuple[str, Any]]:
-    defaults = group_type.__struct_defaults__  # those of the last fields
-    return zip(group_type.__struct_fields__[-len(defaults) :], defaults, strict=True)
+@functools.cache
+def declared_options() -> Mapping[str, tuple[Any, Option]]:
+    """Return the type and the declaration of each option, by its flat name."""
+    fields = chain.from_iterable(map(structs.fields, _GROUPS.values()))
+    return {each.name: (each.type, each.default_factory) for each in fields if isinstance(each.default_factory, Option)}
 
 
-# The default of every option that has one, by its flat name.
-DEFAULTS: Final = dict(chain.from_iterable(map(_defaults, _GROUPS.values())))
+def is_given(values: Mapping[str, Any], name: str) -> bool:
+    """Whether the option has a value other than its default."""
+    return bool(values[name] != declared_options()[name][1].default)
 
 
 # -- the handshake: the options that a daemon receives, and its report ------------------------------

@@ -32,8 +32,7 @@ from vfsd.daemon.snapshots.stored import StoreSnapshots
 from vfsd.machine.daemon_start import start_interpreter
 from vfsd.machine.logs import log_path, open_log
 from vfsd.operations.forks import Ancestor, ForkParams, StateId
-from vfsd.wire.option_rules import SCOPES
-from vfsd.wire.options import DEFAULTS, BackendSpec, JournalOptions, MountOptions, Ready, StoredOrigin
+from vfsd.wire.options import BackendSpec, JournalOptions, MountOptions, Ready, StoredOrigin, declared_options
 
 if TYPE_CHECKING:
     from vfsd.daemon.backends.registry import Backend
@@ -128,9 +127,9 @@ def fork_options(options: MountOptions, name: str, mountpoint: str, origin: Stor
     directory = backend.argument if backend.kind == "host" else ""
     over = BackendSpec("overlay").with_snapshot(origin.source.left_at.name, directory)
     values = options.values() | {"backend": over, "name": name, "mountpoint": mountpoint}
-    for option, scope in SCOPES.items():
-        if not scope.allows(values):
-            values[option] = DEFAULTS[option]
+    for each, (_, option) in declared_options().items():
+        if option.scope is not None and not option.scope.allows(values):
+            values[each] = option.default
     return replace(MountOptions.of(**values), journal=JournalOptions(), origin=origin)
 
 

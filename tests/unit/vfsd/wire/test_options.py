@@ -11,9 +11,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 import pytest
@@ -22,11 +22,11 @@ from click.testing import CliRunner, Result
 from tests.support.toy_backend import install_backend
 from vfsd.cli.main import cli
 from vfsd.cli.mount import mount_command
-from vfsd.client.arguments import MountArguments, mount_options
-from vfsd.wire.option_rules import SCOPES, OptionError, is_secret
-from vfsd.wire.options import BACKENDS, BackendSpec, MountOptions, known_backends, parse_backend
+from vfsd.client.arguments import FilePath, MountArguments, mount_options
+from vfsd.wire.option_rules import OptionError, is_secret
+from vfsd.wire.options import BACKENDS, BackendSpec, MountOptions, declared_options, known_backends, parse_backend
 
-DOCUMENTATION = Path(__file__).parents[4] / "docs" / "mount.md"
+REPOSITORY = Path(__file__).parents[4]
 
 # Of each option a value that is good by itself, and values that are not, or that are at a limit.
 VALUES: dict[str, list[str]] = {
@@ -161,7 +161,7 @@ def test_an_option_starts_with_the_backends_of_the_table_and_with_no_other(
     kind: str, place: Path, started: list[MountOptions]
 ) -> None:
     for option in options_of_mount():
-        scope = SCOPES.get(option.name or "")
+        scope = declared_options()[option.name or ""][1].scope if option.name in declared_options() else None
         result = mount("--backend", BACKEND_WORDS[kind], *words_of(option)[0])
         assert (result.exit_code == 0) == (scope is None or kind in scope.backends), (kind, option.name)
         if scope is not None and kind not in scope.backends:
@@ -174,18 +174,21 @@ def test_the_help_of_an_option_names_what_it_goes_with() -> None:
     assert "2048 by default. [image:REF or --sandbox]" in re.sub(r" \[x>=1\]", "", text)
 
 
-def test_the_documentation_has_the_table() -> None:
-    flags = {param.name: param.opts[-1] for param in mount_command.params}
-    rows = [f"| `{flags[name]}` | {scope.places.format_map(flags)} | {scope.why} |" for name, scope in SCOPES.items()]
-    text = DOCUMENTATION.read_text()
-    assert [row for row in rows if row not in text] == []
-    assert sum(line.startswith("| `--") for line in text.splitlines()) == len(rows)
+def test_the_document_has_what_the_options_declare() -> None:
+    subprocess.run([sys.executable, REPOSITORY / "scripts" / "mount_doc.py", "--check"], check=True)
 
 
-def test_the_documentation_has_every_argument_of_python_with_its_option() -> None:
-    flags = {param.name: param.opts[-1] for param in mount_command.params}
-    documented = re.findall(r"^\| `(\w+)` \| `(--[\w-]+)` \|", DOCUMENTATION.read_text(), re.MULTILINE)
-    assert documented == [(name, flags[name]) for name in MountArguments.__annotations__]
+# The types of Python's arguments for these declared types.
+IN_PYTHON: dict[object, object] = {tuple[str, ...]: Sequence[str], BackendSpec | None: str | None}
+
+
+def test_python_takes_every_declared_option_with_its_type() -> None:
+    declared = {
+        name: FilePath | None if option.kind in {"file", "directory"} else IN_PYTHON.get(kind, kind)
+        for name, (kind, option) in declared_options().items()
+    }
+    del declared["backend"]  # a positional argument
+    assert get_type_hints(MountArguments) == declared | {"name": str | None}
 
 
 @pytest.mark.parametrize(
@@ -210,6 +213,9 @@ def test_an_unknown_argument_is_refused_with_the_similar_ones(name: str, said: s
         ({"sandbox": 5}, 'a sandbox is a str, such as "image:REF", not int'),
         ({"protect": [5]}, "a pattern must be a str, not int"),
         ({"include": b"x"}, "a pattern must be a str, not int"),
+        ({"exclude": ".env"}, "exclude must be a list of str, not str"),
+        ({"max_bytes": "512M"}, "max_bytes must be int, not str"),
+        ({"audit": 0}, "audit must be bool, not int"),
     ],
 )
 def test_an_argument_of_the_wrong_type_is_answered_with_the_right_one(
