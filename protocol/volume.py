@@ -171,6 +171,7 @@ class VolumeCapabilities(Value):
     acls: bool = False  # stores POSIX ACLs and applies them, and the umask, to modes and to new entries
     flush: bool = False  # wants a request for each close(2)
     appends: bool = False  # finds the end of a file for an append itself
+    locks: bool = False  # can lock a directory against calls that reach it in another way
     opens: bool = False  # wants a request for each open(2) of a file
     durable: bool = True  # fsync has something to do; without, an engine need not forward it
     paths: bool = False  # tells a path of an inode
@@ -333,6 +334,23 @@ class ExtendedVolume(Volume, Protocol):
         mount, may have changed the size since.  No other write of the file, by whatever program, comes between finding
         the end and writing there.  Errors as `write`.
         """
+        ...
+
+    def lock(self, inode: int) -> Answer[None]:
+        """`locks`: lock a directory, where it really is, with flock(2) until `unlock`.  BlockingIOError if that fails.
+
+        A caller that compares a file's content and then replaces the file holds the lock, so that no such caller on
+        another mount of the directory, or beside all mounts, replaces the file in between.  Invariants:
+
+        - at most one directory is locked: `lock` first unlocks the one before;
+        - what was looked up before `lock` is looked up anew after it;
+        - a lock ends with the process or connection that took it, and not before a change that this process or
+          connection sent is made or refused.  If a connection was cut, renames into the directory fail until `unlock`.
+        """
+        ...
+
+    def unlock(self) -> Answer[None]:
+        """`locks`: unlock the directory that `lock` has locked, if there is one."""
         ...
 
     def open(self, inode: int, flags: int) -> Answer[None]:

@@ -141,8 +141,15 @@ class HostFiles:
 
     @contextmanager
     def locked(self, node: int) -> Iterator[None]:
-        with locked_directory(lambda: readable(node)):
+        directory = -1
+        try:
+            with suppress(OSError):  # the directory may not be readable, or its file system has no locks
+                directory = readable(node)
+                wait_for_lock(lambda: fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
             yield
+        finally:
+            if directory >= 0:
+                os.close(directory)
 
     def sync_names(self, node: int) -> None:
         if self._durable:
@@ -231,29 +238,18 @@ def _status(seen: os.stat_result) -> Status:
     )
 
 
-@contextmanager
-def locked_directory(open_it: Callable[[], int]) -> Iterator[None]:
-    """Lock the directory that `open_it` opens against other calls of any process, as far as that is possible."""
-    directory = -1
-    try:
-        with suppress(OSError):  # the directory may not be readable, or its file system has no locks
-            directory = open_it()
-            _lock(directory)
-        yield
-    finally:
-        if directory >= 0:
-            os.close(directory)
+def wait_for_lock(attempt: Callable[[], object]) -> bool:
+    """Call `attempt` until it raises no BlockingIOError; return whether it did in time.
 
-
-def _lock(directory: int) -> None:
-    """Lock a directory against other calls.  Goes on without after some seconds: a program may hold the lock."""
+    The caller goes on all the same: a program, and no call of vfsd, may hold the lock for hours.
+    """
     end_s = time.monotonic() + _LOCK_S
     while True:
         try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            attempt()
         except BlockingIOError:
             if time.monotonic() >= end_s:
-                return
+                return False
             time.sleep(_LOCK_POLL_S)
         else:
-            return
+            return True

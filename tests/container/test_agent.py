@@ -32,6 +32,7 @@ from tests.container.conftest import (
     running_container,
     tmpfs,
 )
+from tests.mount.conftest import edit_on_two_mounts
 from tests.support.contracts_on_mounts import OnMount
 from tests.support.waiting import wait_until
 from vfsd.client.launch import log_path
@@ -72,6 +73,15 @@ def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, contain
     check_git_works(root, workdir, container)
     shutil.rmtree(root / "clone")
     assert os.listdir(root) == []
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("transports", [("agent", "agent"), ("agent", "rootfs")])
+def test_edits_on_two_mounts_of_one_directory_at_the_same_time_are_all_kept(
+    container: Container, mount_container: MountContainer, transports: tuple[str, str]
+) -> None:
+    expected = edit_on_two_mounts(*(mount_container(container, transport=transport) for transport in transports))
+    assert inside(container, "cat", "/workspace/f").decode() == expected
 
 
 @pytest.mark.extended

@@ -7,12 +7,14 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from protocol.tool_messages import EditFileParams
 from tests.mount.programs import Program
 from tests.support.hung_daemons import end_watch
 from tests.support.lower_layers import LAYERS, NAME, make
@@ -160,6 +162,21 @@ def mounted(path: Path, *, may_say: str | None = None, **options: Any) -> Iterat
         check_invariants(workspace)
         unmount_when_idle(workspace)
     assert [line for line in complaints(workspace.name) if may_say is None or may_say not in line] == []
+
+
+def edit_on_two_mounts(*workspaces: Workspace) -> str:
+    """Edit 40 lines of file "f" on two mounts of its directory, all at the same time; return what it has to be then."""
+    first, second = (Path(each.path, "f") for each in workspaces)
+    first.write_text("".join(f"<{n}>\n" for n in range(40)))
+    assert second.read_text() == first.read_text()  # both kernels know the file
+
+    def edit(number: int) -> None:
+        with ControlClient(socket_of(workspaces[number % 2])) as client:
+            client.call("fs.edit", EditFileParams(path="f", old_text=f"<{number}>", new_text=f"[{number}]"))
+
+    with ThreadPoolExecutor(40) as threads:
+        list(threads.map(edit, range(40)))
+    return "".join(f"[{n}]\n" for n in range(40))
 
 
 @pytest.fixture(params=(*ENGINES, WRITE_BACK))

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from protocol.tool_messages import EditFileParams, GlobParams, GrepParams, RmParams
-from tests.mount.conftest import MountIt, check_invariants, mounted, socket_of
+from tests.mount.conftest import MountIt, check_invariants, edit_on_two_mounts, mounted, socket_of
 from tests.mount.engine_child import Watcher
 from tests.support.processes import is_running
 from tests.support.waiting import longer_limits, readable
@@ -347,19 +347,20 @@ def test_edits_of_many_clients_and_writes_through_the_mount_are_all_there(worksp
     assert len(os.listdir(root / "by-mount")) == 50
 
 
-@pytest.mark.both_engines
-def test_an_edit_keeps_what_was_edited_on_another_mount_of_the_directory(mount: MountIt, workdir: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds", ["host exec", *(pytest.param(both, marks=pytest.mark.extended) for both in ("host host", "exec exec"))]
+)
+def test_edits_on_two_mounts_of_one_directory_at_the_same_time_are_all_kept(
+    mount: MountIt, workdir: Path, kinds: str
+) -> None:
     below = workdir / "below"
     below.mkdir()
-    (below / "f").write_text("a=0 b=0 c=0\n")
-    first, second = (mount(backend=f"host:{below}", store=workdir / "store") for _ in range(2))
-    assert (Path(first.path) / "f").read_text() == (Path(second.path) / "f").read_text()  # both kernels know it
-
-    for workspace, name in ((first, "a"), (second, "b"), (first, "c")):
-        with ControlClient(socket_of(workspace)) as client:
-            client.call("fs.edit", EditFileParams(path="f", old_text=f"{name}=0", new_text=f"{name}=1"))
-
-    assert (below / "f").read_text() == "a=1 b=1 c=1\n"
+    options = {
+        "host": {"backend": f"host:{below}", "store": workdir / "store"},
+        "exec": {"backend": f"exec:{sys.executable}", "workdir": str(below)},
+    }
+    assert edit_on_two_mounts(*(mount(**options[kind]) for kind in kinds.split())) == (below / "f").read_text()
+    assert os.listdir(below) == ["f"]
 
 
 @pytest.mark.extended

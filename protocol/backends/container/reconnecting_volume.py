@@ -120,6 +120,7 @@ class ReconnectingVolume:
             self_check=True,
             acls=supports_acl,
             appends=True,
+            locks=True,
             paths=True,
             recoverable=keep is not None,
             handover=prepare is not None,
@@ -138,6 +139,7 @@ class ReconnectingVolume:
         self._next_volume: Volume | None = None  # while `connect` looks up files in it
         self._map = InodeMap()
         self._run = 0  # grows with each connect and disconnect
+        self._locked: tuple[int, int] | None = None  # a directory, and the run in which it was locked
 
     @property
     def connected(self) -> bool:
@@ -453,6 +455,8 @@ class ReconnectingVolume:
         flags: int = 0,
         caller: Caller = SUPERUSER,
     ) -> Answer[None]:
+        if self._locked is not None and self._locked[0] == new_parent and self._locked[1] != self._run:
+            raise os_error(errno.EIO)  # the lock has ended: another mount may have replaced what the caller compared
         done = self._connected().rename(self._inner(parent), name, self._inner(new_parent), new_name, flags, caller)
         return self._then(done, lambda _: self._moved((parent, name), (new_parent, new_name), flags))
 
@@ -467,6 +471,18 @@ class ReconnectingVolume:
             self._map.put(moved, new)
         if replaced is not None and replaced is not moved and flags & RENAME_EXCHANGE and not flags & RENAME_WHITEOUT:
             self._map.put(replaced, old)
+
+    def lock(self, inode: int) -> Answer[None]:
+        """See `protocol.volume.ExtendedVolume`."""
+
+        def locked(_: None) -> None:
+            self._locked = (inode, self._run)
+
+        return self._then(extended(self._connected()).lock(self._inner(inode)), locked)
+
+    def unlock(self) -> Answer[None]:
+        self._locked = None
+        return extended(self._connected()).unlock()
 
     # -- directories -------------------------------------------------------------------------------
     def readdir(self, inode: int, cookie: int) -> Answer[Iterator[DirectoryEntry]]:

@@ -18,6 +18,7 @@ Threading: any thread.  Operations hold the table's lock while they use the tabl
 """
 
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -76,6 +77,7 @@ class HostFiles(Generic[A]):
         self._uid = os.geteuid()
         self._gid = os.getegid()
         self._creating = threading.Lock()  # the umask belongs to the process
+        self._locked: "Handle | None" = None
 
     def shown(self, node: HostInode, seen: os.stat_result) -> A:
         """Show the attributes of an inode."""
@@ -377,6 +379,19 @@ class HostFiles(Generic[A]):
                 self._unpin_if_named(victim)
             else:
                 self._removed(victim, target, new_name)
+
+    def lock(self, inode: int) -> None:
+        """See `protocol.volume.ExtendedVolume`."""
+        self.unlock()
+        above = self.descriptors.directory(self.node(inode))
+        handle = Handle(os.open(b".", _O_LIST, dir_fd=above.fd))
+        fcntl.flock(handle.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._locked = handle
+
+    def unlock(self) -> None:
+        handle, self._locked = self._locked, None
+        if handle is not None:
+            fcntl.flock(handle.fd, fcntl.LOCK_UN)  # a process that was forked meanwhile may have the descriptor, too
 
     # -- directories and content -------------------------------------------------------------------
     def listed(self, inode: int, cookie: int) -> "Iterator[Listed]":

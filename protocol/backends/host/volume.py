@@ -85,6 +85,7 @@ class HostVolume(RepeatableFiles[HostAttributes]):
             self_check=True,
             acls=self.has_acls(),
             appends=True,
+            locks=True,
             paths=True,
             orphans=True,
             recoverable=True,
@@ -93,6 +94,7 @@ class HostVolume(RepeatableFiles[HostAttributes]):
 
     def close(self) -> None:
         """Close every descriptor.  The volume cannot be used after that."""
+        self.unlock()
         self.descriptors.close()
         self._external_changes.close()
 

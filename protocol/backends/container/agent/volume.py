@@ -122,7 +122,7 @@ class AgentVolume:
     ) -> None:
         self.read_only = read_only
         self.capabilities: Final = VolumeCapabilities(
-            acls=supports_acl, appends=True, recoverable=True, handover=True, answers_once=True
+            acls=supports_acl, appends=True, locks=True, recoverable=True, handover=True, answers_once=True
         )
         self.known: list[KnownInode] = []  # of the predecessor
         self.on_taken: Callable[[HeldHelper], None] = lambda _: None
@@ -376,6 +376,13 @@ class AgentVolume:
         _check_name(name)
         _check_name(new_name)
         await self._change(Op.RENAME, (parent, new_parent, flags, *self._owner(caller)), (name, new_name))
+
+    async def lock(self, inode: int) -> None:
+        """See `protocol.volume.ExtendedVolume`."""
+        await self._change(Op.LOCK, (inode,))
+
+    async def unlock(self) -> None:
+        await self._change(Op.UNLOCK, ())
 
     def _check_new_name(self, name: bytes) -> None:
         self._check_writable()

@@ -130,7 +130,8 @@ class Files:
             Op.APPEND: self.append, Op.FALLOCATE: _nothing(inodes.fallocate), Op.SEEK: _number(inodes.seek),
             Op.COPY: _number(inodes.copy_range), Op.FSYNC: self.fsync, Op.STATFS: self.statfs,
             Op.GETXATTR: _string(inodes.getxattr), Op.SETXATTR: self.setxattr, Op.LISTXATTR: self.listxattr,
-            Op.REMOVEXATTR: _nothing(inodes.removexattr), Op.KNOWN: self.known,
+            Op.REMOVEXATTR: _nothing(inodes.removexattr), Op.KNOWN: self.known, Op.LOCK: _nothing(inodes.lock),
+            Op.UNLOCK: _nothing(inodes.unlock),
         }  # fmt: skip
 
     # -- inodes --------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ slow disk, a network file system), another thread becomes the leader: at once fo
 replies when its operation is done, and ends.  So fast requests cost no thread switch, and do not wait for slow ones.
 
 A change that is executed when its stream is replaced goes on.  A daemon that has failed its request, because the stream
-was cut, waits for it (SETTLE) before it changes anything else.
+was cut, waits for it (SETTLE) before it changes anything else.  A directory that its stream has locked (LOCK) stays
+locked until then, and no longer.
 
 The program ends when its standard input ends, or, if it holds, when no other stream follows in time (`sessions`).
 
@@ -79,6 +80,7 @@ class Server:
         self._lock = threading.Lock()
         self._changing: "dict[Session, int]" = {}  # how many changes of each stream are executed
         self._changed = threading.Condition(self._lock)
+        self._locking: "Session | None" = None  # the stream that locked a directory last
         self._awake = threading.Event()
         self._term = 0  # the leader has this number; threads with others end after their reply
         self._served = 0
@@ -138,6 +140,8 @@ class Server:
                     self._busy = True
                     if op in CHANGES:
                         self._changing[session] = self._changing.get(session, 0) + 1
+                        if op == Op.LOCK:
+                            self._locking = session
                     if op in SLOW and self._threads < _MOST_THREADS:
                         self._elect(session)
                 if not self._awake.is_set():
@@ -212,6 +216,13 @@ class Server:
             if not self._changing[session]:
                 del self._changing[session]
                 self._changed.notify_all()
+            self._unlock_after()
+
+    def _unlock_after(self) -> None:
+        """Unlock the directory of a stream that has ended, once none of its changes is executed any more."""
+        if self._locking not in (None, self._session) and self._locking not in self._changing:
+            self._locking = None
+            self._files.inodes.unlock()
 
     def _settle(self) -> Reply:
         with self._lock:
@@ -231,6 +242,7 @@ class Server:
         with self._lock:
             before, self._session = self._session, session
             self._hold_s = seconds
+            self._unlock_after()
             self._joined += 1
             term = self._term
             self._elect(session)
@@ -248,6 +260,7 @@ class Server:
             if not self._hold_s:
                 os._exit(0)
             self._session = None
+            self._unlock_after()
             joined = self._joined
         session.close()
         use_stderr(None)

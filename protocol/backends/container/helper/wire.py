@@ -94,6 +94,8 @@ class Op:
     END = 36  # -> no reply; end the helper
     SETTLE = 37  # -> ; wait until no change of an earlier stream is executed any more
     APPEND = 38  # inode, whether to clear suid and sgid; data -> written, the file's size after that
+    LOCK = 39  # inode of a directory, until UNLOCK, the next LOCK or the end of the stream
+    UNLOCK = 40
 
 
 # Operations that wait for a disk or move much data: another thread serves the next request at once.
@@ -103,7 +105,7 @@ SLOW = frozenset({Op.FALLOCATE, Op.COPY, Op.FSYNC, Op.TREE_NEXT})
 CHANGES = frozenset(
     {
         Op.SETATTR, Op.MKNOD, Op.MKDIR, Op.SYMLINK, Op.LINK, Op.UNLINK, Op.RMDIR, Op.RENAME, Op.WRITE, Op.APPEND,
-        Op.FALLOCATE, Op.COPY, Op.SETXATTR, Op.REMOVEXATTR, Op.TMPFILE,
+        Op.FALLOCATE, Op.COPY, Op.SETXATTR, Op.REMOVEXATTR, Op.TMPFILE, Op.LOCK, Op.UNLOCK,
     }
 )  # fmt: skip
 MAKES = frozenset({Op.MKNOD, Op.MKDIR, Op.SYMLINK, Op.LINK, Op.TMPFILE})  # whose replies have a lookup

@@ -35,12 +35,12 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from time import monotonic
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, TypeVar
 
 import msgspec
 import trio
 
-from protocol.adapters.host_files import HostFiles, locked_directory, readable
+from protocol.adapters.host_files import HostFiles, wait_for_lock
 from protocol.adapters.path_filesystem import PathFilesystem
 from protocol.adapters.trees import TreeFiles
 from protocol.adapters.volume import VolumeFilesystem
@@ -58,7 +58,7 @@ from protocol.tool_messages import (
 from protocol.tools import ToolContext
 from protocol.tree import Tree
 from protocol.types import WriteResult
-from protocol.volume import USUAL_UMASK, Caller
+from protocol.volume import USUAL_UMASK, Caller, extended
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import CacheInvalidation, snapshotable
 from vfsd.daemon.audit.service import acting_through_mount
@@ -293,18 +293,6 @@ class FsMethods:
         )
 
 
-@runtime_checkable
-class _DirectoryVolume(Protocol):
-    """A volume over a directory of this machine."""
-
-    @property
-    def root_fd(self) -> int: ...
-
-    def directory(self, inode: int) -> int:
-        """Return an O_PATH descriptor of a directory, which is valid until the next call."""
-        ...
-
-
 class _ServedFiles(HostFiles):
     """The files of a mount whose directory below other programs change, too: what the kernel has cached does not count.
 
@@ -327,14 +315,21 @@ class _ServedFiles(HostFiles):
     @contextmanager
     def locked(self, node: int) -> Iterator[None]:
         """Lock the directory below as well, for calls on other mounts of it."""
-        volume = self._volume
         with super().locked(node):
-            if not isinstance(volume, _DirectoryVolume):
+            if not self._volume.capabilities.locks:
                 yield
                 return
+            volume = extended(self._volume)
             inode = self.status(node).inode  # here: the serving loop, which answers, must not ask
-            with locked_directory(lambda: trio.from_thread.run_sync(lambda: readable(volume.directory(inode)))):
+            is_locked = False
+            with suppress(OSError):  # the directory may not be readable, or its file system has no locks
+                is_locked = wait_for_lock(lambda: trio.from_thread.run(repeated, lambda: volume.lock(inode)))
+            try:
                 yield
+            finally:
+                if is_locked:
+                    with suppress(OSError):  # the connection was lost, and the lock with it
+                        trio.from_thread.run(repeated, volume.unlock)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import select
 import socket
@@ -252,6 +254,30 @@ def test_a_daemon_can_wait_for_the_changes_of_a_stream_that_was_cut(slow: tuple[
     assert following.reply()[:2] == (1, 0)
     assert names(gate.with_name("served")) == ["made"]
     assert following.call(Op.SETTLE)[1] == 0
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "left open"])
+def test_a_lock_ends_with_its_stream_and_not_before_the_changes_of_the_stream(
+    slow: tuple[Helper, Path], is_closed: bool
+) -> None:
+    helper, gate = slow
+    directory = os.open(gate.with_name("served"), os.O_RDONLY)
+    helper.first.send(pack(6, Op.LOCK, (ROOT,)) + mkdir(b"made", key=5) + pack(8, Op.GETATTR, (ROOT,)))
+    assert [helper.first.reply()[:2] for _ in range(2)] == [(6, 0), (8, 0)]
+    if is_closed:
+        helper.first.close()
+    following = helper.joined()
+    following.call(Op.GETATTR, ROOT)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    gate.unlink()
+    fcntl.flock(directory, fcntl.LOCK_EX)
+    assert names(gate.with_name("served")) == ["made"]
+    assert following.call(Op.LOCK, ROOT)[1] == errno.EAGAIN
+    os.close(directory)
+    assert [
+        following.call(op, *numbers)[1] for op, numbers in ((Op.LOCK, (ROOT,)), (Op.LOCK, (ROOT,)), (Op.UNLOCK, ()))
+    ] == [0] * 3
 
 
 def test_what_the_kernel_has_is_forgotten(helper: Helper, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import stat
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import trio
 
 from protocol.backends.container.inode_map import InodeMap
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
+from protocol.backends.host.volume import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller, Volume
 from protocol.volume_extensions import CacheInvalidation
@@ -210,6 +212,28 @@ def test_the_kernel_is_told_to_forget_every_name_and_every_inode(reconnecting: R
         assert {(change.parent, change.name) for change in told.entries} == {(ROOT_INODE, b"d"), (directory, b"f")}
         assert {change.inode for change in told.inodes} == {ROOT_INODE, directory, number}
         assert all(change.content for change in told.inodes)
+
+
+def test_after_a_cut_nothing_is_renamed_into_a_directory_whose_lock_has_ended(
+    reconnecting: ReconnectingVolume, tmp_path: Path
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "f").write_text("edited")
+    first, second = HostVolume(tmp_path), HostVolume(tmp_path)
+    connect(reconnecting, first)
+    directory = walk(reconnecting, b"d")
+    reconnecting.lock(directory)
+    reconnecting.disconnect()
+    connect(reconnecting, second)
+
+    failing(errno.EIO, lambda: reconnecting.rename(directory, b"f", directory, b"g"))
+    reconnecting.rename(directory, b"f", ROOT_INODE, b"f")
+    failing(errno.EAGAIN, lambda: reconnecting.lock(directory))  # `first` has it still
+    first.close()
+    reconnecting.unlock()
+    reconnecting.lock(directory)
+    reconnecting.rename(ROOT_INODE, b"f", directory, b"f")
+    second.close()
 
 
 def test_a_volume_that_fails_while_it_is_looked_through_is_not_connected(reconnecting: ReconnectingVolume) -> None:
