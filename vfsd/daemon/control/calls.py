@@ -15,7 +15,6 @@ import keyword
 import logging
 import os
 import resource
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Literal
@@ -293,16 +292,6 @@ def decode_params(request: Request) -> Any:
     return params
 
 
-def decoded_bytes(value: object) -> int:
-    """The memory that a decoded message takes."""
-    size = sys.getsizeof(value)
-    if isinstance(value, msgspec.Struct):
-        return size + sum(decoded_bytes(getattr(value, field)) for field in value.__struct_fields__)
-    if isinstance(value, dict):
-        return size + sum(map(decoded_bytes, value)) + sum(map(decoded_bytes, value.values()))
-    return size + sum(map(decoded_bytes, value)) if isinstance(value, list | tuple) else size
-
-
 async def answer(request: Request, handler: Handler, params: Any, call: CallContext) -> Sequence[bytes]:
     """Run `handler`, and return the line that answers `request`, in pieces."""
     number = request_id(request)
@@ -376,12 +365,6 @@ def _text_and_path(error: BaseException, code: int | None) -> tuple[str, str | N
         return text, None
     path = wire_path(os.fsencode(error.filename))
     return f"{text}: {shortened(path)}", path
-
-
-def busy_line(number: RequestId) -> bytes:
-    """Return the error for a request that does not fit in the budget."""
-    text = "the daemon is holding too many large requests; try again"
-    return error_line(number, OPERATION_FAILED, text, ErrorData("EBUSY"))
 
 
 def error_line(number: RequestId, code: int, message: str, data: ErrorData | None = None) -> bytes:

@@ -1,8 +1,7 @@
 """The control socket in the daemon: accepts clients, reads requests, runs calls and writes answers, within limits.
 
 A client holds at most this much memory: one request line, `calls_at_once` running requests, and as many answers as wait
-for it to read.  The large requests of all clients share one budget, which counts what a request takes once it is
-decoded.  They are decoded one at a time, in a worker thread.  A client that stops reading is dropped.
+for it to read.  Large requests are decoded one at a time, in a worker thread.  A client that stops reading is dropped.
 
 Runs on the daemon's serving loop and never blocks it; handlers do long work in worker threads.
 """
@@ -13,7 +12,6 @@ import contextlib
 import errno
 import logging
 import os
-import resource
 import select
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -26,10 +24,8 @@ from vfsd.daemon.control.calls import (
     CallContext,
     Handler,
     answer,
-    busy_line,
     decode_params,
     decode_request,
-    decoded_bytes,
     error_line,
     request_id,
     result_line,
@@ -54,9 +50,7 @@ from vfsd.wire.messages import (
 from vfsd.wire.sockets import BoundSocket, bind, peer_credentials
 
 _logger = logging.getLogger(__name__)
-_SMALL_BYTES: Final = 16 * 1024  # a request of this size always fits in the budget
-_MOST_SPARES: Final = 32
-_SPARE_SHARE: Final = 4  # at most this fraction of the limit: 12 of 48
+_SMALL_BYTES: Final = 16 * 1024  # a request of this size is decoded on the loop
 
 
 class ConnectionLimits(Value):
@@ -65,57 +59,9 @@ class ConnectionLimits(Value):
     connections: int = 256  # when one more client connects, the connection that is idle for longest is closed
     calls_at_once: int = 8  # of one connection; its next request waits
     request_bytes: int = MAX_REQUEST_BYTES
-    held_bytes: int = 16 * 1024 * 1024  # of all requests that are being read or run, without small ones
     idle_s: float = 600.0  # without a running call and without a byte; clients reconnect
     stall_s: float = 30.0  # without reading a byte of waiting output
     progress_s: float = 0.1  # between two progress messages of a connection
-
-
-class Budget:
-    """The bytes of requests that all connections hold together.
-
-    The first _SMALL_BYTES of each request are free, so small requests are accepted even if the budget is used up.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._left = limit_bytes
-        self.decoding = trio.CapacityLimiter(1)  # a request that is refused for its size takes memory until then
-
-    def resize(self, held: int, wanted: int) -> bool:
-        """Change a reservation from `held` to `wanted` bytes; False, without a change, if they do not fit."""
-        more = max(0, wanted - _SMALL_BYTES) - max(0, held - _SMALL_BYTES)
-        if more > self._left:
-            return False
-        self._left -= more
-        return True
-
-
-class SpareDescriptors:
-    """Descriptors that are kept open, and closed when a call or accept(2) needs descriptors.  Serving loop only.
-
-    With them calls work even if the process has used all others.  Requests through the mount may use them first; then
-    the call fails with EMFILE.
-    """
-
-    def __init__(self) -> None:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._count = _MOST_SPARES if soft == resource.RLIM_INFINITY else min(_MOST_SPARES, soft // _SPARE_SHARE)
-        self._held: list[int] = []
-        self.refill()
-
-    def release(self) -> bool:
-        """Close all spares; False if there is none."""
-        had_any = bool(self._held)
-        while self._held:
-            os.close(self._held.pop())
-        return had_any
-
-    def refill(self) -> None:
-        """Open the missing spares, as far as the limit allows."""
-        with contextlib.suppress(OSError):
-            while len(self._held) < self._count:  # dup(2) is four times as fast as open(2)
-                opened = os.dup(self._held[0]) if self._held else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-                self._held.append(opened)
 
 
 _Found: TypeAlias = bytes | tuple[Handler, Any]  # an error line, or a request's handler and its decoded parameters
@@ -134,8 +80,8 @@ _CLOSING_LINE: Final = b'{"jsonrpc":"2.0","method":"%s","params":{}}\n' % CLOSIN
 class ClientConnection:
     """One client.  `serve` runs until the connection ends; `hang_up` and `drop_idle` end it from outside.
 
-    The caller closes the socket.  `client` is equal for the connections of one program.  `idle_since`: when its last
-    call ended, or it was opened, on trio's clock.
+    The caller closes the socket.  `decoding` is shared by all connections, and `client` is equal for those of one
+    program.  `idle_since`: when its last call ended, or it was opened, on trio's clock.
     """
 
     def __init__(
@@ -143,20 +89,17 @@ class ClientConnection:
         sock: trio.socket.SocketType,
         methods: Mapping[str, Handler],
         limits: ConnectionLimits,
-        budget: Budget,
-        spares: SpareDescriptors,
+        decoding: trio.CapacityLimiter,
         *,
         client: Hashable = None,
     ) -> None:
         self._sock = sock
         self._client = self if client is None else client
-        self._spares = spares
         self.is_leaving = False  # `drop_idle` was called
         self.idle_since = trio.current_time()
         self._writing = False
         self._has_request = False  # one that has not become a call yet
-        self._budget = budget
-        self._buffered = 0  # what `budget` holds for `lines`
+        self._decoding = decoding
         self._methods = methods
         self._limits = limits
         self._scope = trio.CancelScope()
@@ -222,7 +165,6 @@ class ClientConnection:
                         await self._answer_requests()
                         inner.cancel_scope.cancel()
         finally:
-            self._budget.resize(self._buffered, 0)
             for call in self._unanswered:
                 call.answered()
             # Calls refer to their connection: without this their memory waits for the garbage collector.
@@ -257,28 +199,14 @@ class ClientConnection:
                 return None
             if not data:
                 # A request without a newline: complete, as `printf | nc` sends it, or truncated.  Both are answered.
-                line = self._lines.take_rest()
-                self._account()
-                return line or None
+                return self._lines.take_rest() or None
             self._lines.feed(data)
             self._lines.skip_empty_lines()
-            if not self._account():
-                await self._send(busy_line(None))
-                return None
         self._lines.skip_empty_lines()
-        self._account()
         if len(line) > self._limits.request_bytes:
             await self._refuse_length()
             return None
         return line
-
-    def _account(self) -> bool:
-        """Reserve the buffered bytes; False if they do not fit in the budget."""
-        buffered = self._lines.partial_bytes
-        if not self._budget.resize(self._buffered, buffered):
-            return False
-        self._buffered = buffered
-        return True
 
     async def _refuse_length(self) -> None:
         text = f"the request is longer than {self._limits.request_bytes} bytes"
@@ -300,50 +228,32 @@ class ClientConnection:
     async def _take_line(self, line: bytes, calls: trio.Nursery) -> None:
         if not line.strip():
             return
-        held_bytes = len(line)
-        self._budget.resize(0, held_bytes)  # `_account` has just returned as much
-        try:
-            request, found, size_bytes = await self._decoded(line)
-            del line
-            if isinstance(request, bytes):
-                await self._send(request)
-                return
-            if request.method == CANCEL_METHOD:
-                found = self._cancel(request)
-            if not isinstance(found, bytes) and not self._budget.resize(held_bytes, size_bytes):
-                found = busy_line(request_id(request))
-            if isinstance(found, bytes):
-                if request.id is not msgspec.UNSET:
-                    await self._send(found)
-                return
-            held_bytes = size_bytes
-            # While all slots are in use nothing is read: the kernel's buffer fills, and the client waits.
-            await self._slots.acquire()
-            request = msgspec.structs.replace(request, params=msgspec.Raw(b""))  # which has the line
-            call = self._new_call(request)
-            self._running[call] = request.method
-            self._unanswered.add(call)
-            calls.start_soon(self._run, call, request, held_bytes, *found)
-            held_bytes = 0  # `_run` gives it back
-        finally:
-            self._budget.resize(held_bytes, 0)
-
-    async def _decoded(self, line: bytes) -> tuple[Request | bytes, _Found, int]:
-        """Return the request in `line`, what `_find` finds, and the bytes that the request takes once it is decoded.
-
-        An error line in place of the request if it is none; as what is found, if it cannot be run.
-        """
-
-        def decode() -> tuple[Request | bytes, _Found, int]:
-            request = decode_request(line)
-            if isinstance(request, bytes) or request.method == CANCEL_METHOD:
-                return request, b"", 0
-            found = self._find(request)
-            return request, found, 0 if isinstance(found, bytes) else max(len(line), decoded_bytes(found[1]))
-
         if len(line) <= _SMALL_BYTES:
-            return decode()
-        return await trio.to_thread.run_sync(decode, limiter=self._budget.decoding)
+            request, found = self._decoded(line)
+        else:
+            request, found = await trio.to_thread.run_sync(self._decoded, line, limiter=self._decoding)
+        del line
+        if isinstance(request, bytes):
+            await self._send(request)
+            return
+        if request.method == CANCEL_METHOD:
+            found = self._cancel(request)
+        if isinstance(found, bytes):
+            if request.id is not msgspec.UNSET:
+                await self._send(found)
+            return
+        # While all slots are in use nothing is read: the kernel's buffer fills, and the client waits.
+        await self._slots.acquire()
+        request = msgspec.structs.replace(request, params=msgspec.Raw(b""))  # which has the line
+        call = self._new_call(request)
+        self._running[call] = request.method
+        self._unanswered.add(call)
+        calls.start_soon(self._run, call, request, *found)
+
+    def _decoded(self, line: bytes) -> tuple[Request | bytes, _Found]:
+        """Return the request in `line`, or an error line if it is none; and what `_find` finds.  Any thread."""
+        request = decode_request(line)
+        return request, b"" if isinstance(request, bytes) or request.method == CANCEL_METHOD else self._find(request)
 
     def _cancel(self, request: Request) -> bytes:
         """Cancel a call, and return the answer at once, without waiting for the call."""
@@ -378,9 +288,8 @@ class ClientConnection:
             drop_client=self.hang_up,
         )
 
-    async def _run(self, call: CallContext, request: Request, size_bytes: int, handler: Handler, params: Any) -> None:
+    async def _run(self, call: CallContext, request: Request, handler: Handler, params: Any) -> None:
         call.task = trio.lowlevel.current_task()
-        self._spares.release()
         try:
             pieces = await answer(request, handler, params, call)
             if request.id is msgspec.UNSET:
@@ -391,11 +300,9 @@ class ClientConnection:
                 await self._send(figures)
             await self._outbox.send(_Line(pieces, lambda: self._answered(call)))
         finally:
-            self._spares.refill()
             self._running.pop(call, None)
             self.idle_since = trio.current_time()
             self._slots.release()
-            self._budget.resize(size_bytes, 0)
 
     def _answered(self, call: CallContext) -> None:
         self._unanswered.discard(call)
@@ -478,7 +385,7 @@ class ControlServer:
         self._methods = methods
         self._allowed = frozenset({os.getuid(), 0}) if allowed_uids is None else allowed_uids
         self._limits = limits or ConnectionLimits()
-        self._budget = Budget(self._limits.held_bytes)
+        self._decoding = trio.CapacityLimiter(1)
         self._connections: dict[ClientConnection, None] = {}  # the oldest first
         self._closed = trio.Event()  # set when the next connection closes
         self._accepting = False
@@ -497,7 +404,6 @@ class ControlServer:
         FileExistsError if a running daemon serves that path, or if a file of another type exists there.
         """
         bound = self.bound = self.bound or bind(self._path)
-        spares = SpareDescriptors()
         try:
             bound.sock.setblocking(False)
             listener = trio.socket.from_stdlib_socket(bound.sock)
@@ -505,17 +411,14 @@ class ControlServer:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(hangups.run)
                     task_status.started()
-                    await self._accept_clients(listener, nursery, hangups, spares)
+                    await self._accept_clients(listener, nursery, hangups)
         finally:
-            spares.release()
             if self._is_handed_over:
                 bound.sock.close()  # the path belongs to another daemon
             else:
                 bound.close()
 
-    async def _accept_clients(
-        self, listener: trio.socket.SocketType, nursery: trio.Nursery, hangups: _Hangups, spares: SpareDescriptors
-    ) -> None:
+    async def _accept_clients(self, listener: trio.socket.SocketType, nursery: trio.Nursery, hangups: _Hangups) -> None:
         while True:
             # First, because without free descriptors accept(2) fails with EMFILE even if no client waits.
             await trio.lowlevel.wait_readable(listener)
@@ -529,9 +432,8 @@ class ControlServer:
                 self._accepting = False
                 if error.errno not in _OUT_OF_RESOURCES:
                     raise
-                await self._make_room(spares, error)
+                await self._make_room(error)
                 continue
-            spares.refill()
             self._accepting = False
             refusal = self._refusal(sock)
             if refusal is not None:
@@ -539,7 +441,7 @@ class ControlServer:
             else:
                 # Counted here, not in the new task, so that the next accept counts it.
                 pid = peer_credentials(sock).pid or None  # 0: the process is in another pid namespace
-                connection = ClientConnection(sock, self._methods, self._limits, self._budget, spares, client=pid)
+                connection = ClientConnection(sock, self._methods, self._limits, self._decoding, client=pid)
                 self._connections[connection] = None
                 nursery.start_soon(self._serve_client, sock, connection, hangups)
 
@@ -586,18 +488,13 @@ class ControlServer:
         """Leave the socket's path to another daemon, which has a duplicate of the socket."""
         self._is_handed_over = True
 
-    async def _make_room(self, spares: SpareDescriptors, error: OSError) -> None:
+    async def _make_room(self, error: OSError) -> None:
         """After accept(2) failed with `error` for lack of a resource, free a descriptor or wait."""
-        if error.errno == errno.EMFILE:
-            # First, because spare descriptors are for running calls, not for clients without a request.
-            if self._drop_longest_idle():
-                await self._closed.wait()
-                return
-            if spares.release():
-                return
+        if error.errno == errno.EMFILE and self._drop_longest_idle():
+            await self._closed.wait()
+            return
         _logger.warning("control: cannot accept a client: %s", error.strerror)
         await trio.sleep(_ACCEPT_PAUSE_S)
-        spares.refill()
 
     def _drop_longest_idle(self) -> bool:
         """Close the connection that is idle for longest; False if all are in use."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import random
 import resource
-import socket
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -276,39 +274,6 @@ async def test_connections_that_run_calls_are_kept_and_one_more_is_refused_until
             await client.stream.aclose()
 
 
-async def test_without_free_descriptors_calls_are_answered(path: str) -> None:
-    async def read(params: Any, call: CallContext) -> Empty:
-        with open(os.devnull, "rb"):
-            return Empty()
-
-    async with serving(path, {"check": read}):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        clients = [socket.socket(socket.AF_UNIX) for _ in range(40)]
-        highest = max(client.fileno() for client in clients)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
-        held = []
-        answers = []
-        try:
-            with contextlib.suppress(OSError):
-                while True:
-                    held.append(os.dup(0))
-            for client in clients:
-                client.connect(path)
-                client.sendall(b'{"jsonrpc": "2.0", "method": "check", "id": 1}\n')
-                client.setblocking(False)
-                asked = trio.socket.from_stdlib_socket(client)
-                with trio.fail_after(30):
-                    answers.append(json.loads(await asked.recv(4096)))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for descriptor in held:
-                os.close(descriptor)
-        assert [answer.get("result", answer) for answer in answers] == [{}] * 40
-        await assert_others_are_served(path)
-        for client in clients:
-            client.close()
-
-
 async def test_a_call_that_finds_no_descriptor_says_so_and_names_the_limit(path: str) -> None:
     async def read(params: Any, call: CallContext) -> Empty:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/some/file")
@@ -376,51 +341,6 @@ async def test_another_user_is_refused_by_uid(
         assert "65534" in caplog.text
 
 
-async def test_large_requests_share_a_budget_and_small_ones_always_find_room(path: str) -> None:
-    started, release = trio.Event(), trio.Event()
-
-    async def drop(params: DropParams, call: CallContext) -> Empty:
-        started.set()
-        await release.wait()
-        return Empty()
-
-    large = "x" * 400_000
-    async with serving(path, {"drop": drop}, limits=ConnectionLimits(held_bytes=500_000)), peer(path) as first:
-        await first.call("drop", 1, name=large)
-        await started.wait()
-        async with peer(path) as second:
-            with contextlib.suppress(trio.BrokenResourceError):  # refused before it was all sent
-                await second.call("drop", 2, name=large)
-            error = await second.error()
-            assert (error["code"], error["data"]["errno"]) == (OPERATION_FAILED, "EBUSY")
-        await assert_others_are_served(path)
-        assert await first.is_alive()
-        release.set()
-        assert "result" in (await first.receive() or {})
-        await assert_budget_is_free(path, large)
-
-
-async def test_the_budget_counts_what_a_request_takes_once_it_is_decoded(path: str) -> None:
-    started, release = trio.Event(), trio.Event()
-
-    async def drop(params: DropParams, call: CallContext) -> Empty:
-        started.set()
-        await release.wait()
-        return Empty()
-
-    names = [str(number) for number in range(6_000)]  # 60 KB of JSON, 380 KB of strings
-    async with serving(path, {"drop": drop}, limits=ConnectionLimits(held_bytes=500_000)), peer(path) as first:
-        await first.call("drop", 1, name="x", also=names)
-        await started.wait()
-        async with peer(path) as second:
-            await second.call("drop", 2, name="x", also=names)
-            answer = await second.receive() or {}
-            assert (answer["id"], answer["error"]["data"]["errno"]) == (2, "EBUSY")
-        release.set()
-        assert "result" in (await first.receive() or {})
-        await assert_budget_is_free(path, "x" * 400_000)
-
-
 async def test_a_request_may_list_only_so_much_and_the_error_says_how_much(path: str) -> None:
     async def drop(params: DropParams, call: CallContext) -> Empty:
         return Empty()
@@ -433,37 +353,3 @@ async def test_a_request_may_list_only_so_much_and_the_error_says_how_much(path:
         assert error["code"] == INVALID_PARAMS
         assert f"`also` has {MAX_LISTED + 1:,} elements, at most {MAX_LISTED:,} are allowed" in error["message"]
         assert await client.is_alive()
-
-
-@pytest.mark.parametrize("ending", ["in mid-line", "in mid-call", "refused"])
-async def test_the_budget_is_given_back_however_a_connection_ends(path: str, ending: str) -> None:
-    block = trio.Event()
-
-    async def drop(params: DropParams, call: CallContext) -> Empty:
-        if params.name.startswith("wait"):
-            block.set()
-            await trio.sleep_forever()
-        return Empty()
-
-    async with serving(path, {"drop": drop}, limits=ConnectionLimits(held_bytes=500_000)) as server:
-        for _ in range(5):
-            async with peer(path) as client:
-                if ending == "in mid-line":
-                    await client.stream.send_all(b"x" * 400_000)
-                    await trio.testing.wait_all_tasks_blocked()
-                elif ending == "in mid-call":
-                    await client.call("drop", name="wait".ljust(400_000))
-                    await block.wait()
-                else:
-                    with contextlib.suppress(trio.BrokenResourceError):  # refused before it was all sent
-                        await client.stream.send_all(b"x" * 600_000)
-                    assert (await client.error())["data"]["errno"] == "EBUSY"
-            while server.connections:
-                await trio.testing.wait_all_tasks_blocked(0.01)
-        await assert_budget_is_free(path, "x" * 400_000)
-
-
-async def assert_budget_is_free(path: str, name: str) -> None:
-    async with peer(path) as client:
-        await client.call("drop", name=name)
-        assert "result" in (await client.receive() or {})
