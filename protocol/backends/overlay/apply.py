@@ -150,7 +150,7 @@ class OverlayApply:
         the error that stopped the run after that; each path then has its old or its new state.
         """
         self._keep_going = keep_going
-        self._lower.forget_directories()  # another program may have replaced a directory since
+        self._lower.close_directories()  # another program may have replaced a directory since
         found = list(changes(self._base, self._live, paths=self._paths, keep_going=keep_going))
         result = Applied(found)
         if self._paths:
@@ -204,7 +204,7 @@ class OverlayApply:
             self._execute(found, begun)
         except BaseException as error:  # noqa: BLE001 -- the caller raises it, after noting what was done
             result.error = error
-        self._lower.forget_directories()  # those that this run removed
+        self._lower.close_directories()  # those that this run removed
         try:
             begun.clear()
         except BaseException as error:  # noqa: BLE001 -- the same; what this run wrote is noted in both cases

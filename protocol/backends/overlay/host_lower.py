@@ -147,7 +147,7 @@ class HostLower(RootDirectory, Lower):
     def close(self) -> None:
         """Forget all descriptors except the root's."""
         self._files.clear()
-        self.forget_directories()
+        self.close_directories()
 
 
 def _kind(entry: os.DirEntry[str]) -> int:

@@ -224,7 +224,7 @@ class OverlayVolume(MemoryVolume):
             numbers = [*{*overlay.table, *kept}, *(() if known is None else known.expected_numbers)]
         if len(numbers) > _CHECKED_BEFORE:
             return
-        self.directory.forget_directories()
+        self.directory.close_directories()
         for first in range(0, len(numbers), _CHECKED_AT_ONCE):
             with self._lock:
                 for number in numbers[first : first + _CHECKED_AT_ONCE]:

@@ -523,14 +523,14 @@ class OverlayImage(Image):
             deque(introductions.listing(number), maxlen=0)
 
     def _changed(self) -> list[int]:
-        """Return the inodes of the lower layer that were ever changed."""
+        """Return the inodes of the lower layer that were ever changed, those that are gone included."""
         state = self._overlay
         numbers = {number for number, inode in dict.items(state.table) if inode.epoch}
         numbers = numbers.union(*(epoch.inodes for epoch in state.log.epochs()))
         found = []
         for number in sorted(numbers):
             versions = [each for each in state.versions(number) if isinstance(each, OverlayInode)]
-            if any(each.epoch for each in versions):
+            if any(each.epoch for each in versions) or (versions and state.table.loaded(number) is None):
                 found.append(number)
         return found
 

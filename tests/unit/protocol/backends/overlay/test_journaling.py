@@ -153,6 +153,23 @@ def test_a_hole_over_parts_of_two_blocks_needs_no_lower_layer_later(below: Path)
     assert shown(replayed_over(bytes(below), journal.batches())) == shown(volume)
 
 
+@pytest.mark.parametrize("change", ["unlink", "replace"])
+def test_an_image_has_what_was_removed_so_a_replay_needs_no_lower_layer(below: Path, change: str) -> None:
+    volume = OverlayVolume(bytes(below))
+    directory = number(volume, b"d")
+    if change == "unlink":
+        volume.unlink(directory, b"f")
+        volume.unlink(ROOT_INODE, b"second")
+    else:
+        volume.rename(ROOT_INODE, b"link", directory, b"f")
+        volume.rename(number(volume, b"d", b"deep"), b"file", ROOT_INODE, b"second")
+    journal = JournalInMemory()
+    journal.keep(volume)
+    replayed_over(AbsentLower(), journal.batches()).check_invariants()
+    (below / "d" / "f").unlink()
+    assert shown(replayed_over(bytes(below), journal.batches())) == shown(volume)
+
+
 def test_an_import_whose_files_are_recorded_ahead_is_there_with_its_places_in_the_lower_layer(below: Path) -> None:
     volume = OverlayVolume(bytes(below))
     journal = JournalInMemory()
