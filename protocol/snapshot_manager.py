@@ -71,7 +71,7 @@ class SnapshotManager:
         except FileExistsError:
             raise SnapshotExistsError(name) from None  # another manager was faster and wrote its own record
         except BaseException:
-            self._forget_record(name)
+            self._delete_record(name)
             raise
         return self._snapshot(name, record)
 
@@ -117,7 +117,7 @@ class SnapshotManager:
             os.unlink(self._path(name, _ARCHIVE))
         except FileNotFoundError:
             raise SnapshotNotFoundError(name) from None
-        self._forget_record(name)
+        self._delete_record(name)
 
     # -- files -------------------------------------------------------------------------------
     def _path(self, name: str, suffix: str) -> str:
@@ -141,7 +141,7 @@ class SnapshotManager:
         except (OSError, msgspec.DecodeError):
             return _Record(datetime.fromtimestamp(made_ns / 1e9, UTC), self._filesystem.root)
 
-    def _forget_record(self, name: str) -> None:
+    def _delete_record(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(name, _RECORD))
 

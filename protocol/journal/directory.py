@@ -243,7 +243,7 @@ class Journal:
 
     @classmethod
     def in_memory(cls) -> Journal:
-        """Begin a journal that is on no disk: what another process needs to continue with this state."""
+        """Begin a journal that is on no disk: what a successor needs to continue with this state."""
         descriptor = os.memfd_create("vfsd-journal")
         header = FileHeader(FORMAT_VERSION, "log", secrets.token_hex(16), {}, 1, 1, secrets.randbits(32))
         encoded = header.encoded()

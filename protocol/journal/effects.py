@@ -59,7 +59,7 @@ BASE: Final = 47  # the present state is what changes are compared with
 IDENTITIES: Final = 48  # of files that an apply wrote
 RENEWED: Final = 49  # files of the lower layer whose ctime an apply changed
 DEVICE: Final = 50  # the device number of the lower layer, which can be another one after a reboot
-KNOWN: Final = 51  # in an image for another process, never in a journal: what the kernel knows of the lower layer
+KNOWN: Final = 51  # in an image for a successor, never in a journal: what the kernel knows of the lower layer
 
 _NS: Final = 10**9
 # Of the most frequent effects, which a replay reads itself.

@@ -394,7 +394,7 @@ class Log:
         self._file.close()
 
 
-# -- handover to another process -------------------------------------------------------------------
+# -- handover to a successor -----------------------------------------------------------------------
 _IMAGE: Final = "the image"
 _MAGIC: Final = 0x56465344
 _BUFFER_BYTES: Final = 1 << 20
@@ -477,8 +477,8 @@ class LogFollower:
         self._parts: list[bytes] = []  # of a batch that is not complete
 
     def batches(self, end: int) -> Iterator[list[bytes]]:
-        """Yield the batches up to the offset `end`, to which the other process has written complete records."""
-        # What was read ahead may have been written since.
+        """Yield the batches up to the offset `end`, to which the giving process has written complete records."""
+        # A record that was read ahead in part may be complete now.
         self._file.seek(0, io.SEEK_END)
         for record in read_records(self._file, replace(self._header, first=self._sequence), self._offset, end):
             self._offset, self._sequence = record.end, record.sequence + 1

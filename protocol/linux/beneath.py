@@ -93,7 +93,7 @@ class RootDirectory:
     """A host directory and what lies below it.  Paths are bytes relative to it; b"" is the directory itself.
 
     `same_mount` refuses other mounts below it (EXDEV).  `kept` is how many descriptors of subdirectories are cached.
-    Code that removes or renames a directory calls `forget_directories` afterwards.
+    Code that removes or renames a directory calls `close_directories` afterwards.
     """
 
     def __init__(self, directory: DirectoryReference, *, same_mount: bool = False, kept: int = 1) -> None:
@@ -114,7 +114,7 @@ class RootDirectory:
         self._directories.clear()
         self._root.close()
 
-    def forget_directories(self) -> None:
+    def close_directories(self) -> None:
         """Close the cached descriptors of subdirectories."""
         self._directories.clear()
 

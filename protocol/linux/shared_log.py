@@ -1,6 +1,6 @@
 """SharedLog: records in memory that outlive the process that writes them.
 
-The log is an anonymous file (memfd_create(2)).  Another process that has a descriptor of it reads it after the writer
+The log is an anonymous file (memfd_create(2)).  A successor that has a descriptor of it reads it after the writer
 died, at whatever moment that was, and continues it.  Nothing is on disk: the log ends with the last descriptor.
 
 Invariants:
@@ -138,4 +138,4 @@ def written_records(descriptor: int, start: int, end: int) -> Iterator[bytes]:
             first = after
         pending = pending[first:]
     if pending:
-        raise OSError(errno.EBADMSG, "the log of the other process cannot be read")
+        raise OSError(errno.EBADMSG, "the predecessor's log cannot be read")

@@ -64,7 +64,7 @@ _FETCHED: Final = """[core]
 [uploadpack]
 \tallowAnySHA1InWant = true
 """
-# What a private repository shares with the repository of a workspace, and the settings that say how to read it.
+# A private repository shares these with the repository of a workspace, and the settings that say how to read it.
 _LINKED: Final = ("objects", "refs", "packed-refs", "reftable", "shallow")
 _FORMATS: Final = ("objectFormat", "refStorage")
 _HEADS: Final = "refs/heads/"

@@ -3,7 +3,7 @@
 Nothing is copied: what the merge did not change is read from `ours`, and what it took is read from `theirs`.
 
 Inode numbers: what was in `ours` keeps its number.  Other entries get numbers from 2**64 on, which no kernel uses, so
-that a number of another process is never mistaken for one of `ours`.
+that a number of the other workspace is never mistaken for one of `ours`.
 
 `Contents` decides the contents of the files, symlinks and devices that both sides have.  Texts that both sides changed
 are collected first and merged together, because git is slow to start.

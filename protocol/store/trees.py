@@ -265,7 +265,7 @@ class MountedSnapshot(NumberedTree, LowerTree):
 
     @property
     def lease_descriptor(self) -> int:
-        """The descriptor that holds the lease: with a duplicate of it, another process keeps the contents."""
+        """The descriptor that holds the lease: a process with a duplicate of it keeps the contents."""
         return self._lease.descriptor
 
     @property
@@ -322,7 +322,7 @@ _NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL
 class Lease:
     """A lease on the snapshot with this root.  Make it while the store's lock is held shared.  OSError.
 
-    Another process that has a duplicate of `descriptor` holds the lease, too.
+    Each process that has a duplicate of `descriptor` holds the lease.
     """
 
     def __init__(self, layout: Layout, root: Row, inodes: Row | None) -> None:

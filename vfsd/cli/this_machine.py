@@ -70,7 +70,7 @@ def _show_findings(findings: Sequence[Finding]) -> None:
 _SHELLS: Final = ("bash", "zsh", "fish")
 _VARIABLE: Final = "_VFSD_COMPLETE"  # the name that click derives from the program's name
 
-# What click's scripts lack.  Each pair is a part of a script, and what replaces it.
+# Corrections of click's scripts.  Each pair is a part of a script, and what replaces it.
 _CHANGES: Final = (
     # bash breaks words at the characters of COMP_WORDBREAKS, such as ":" and "=", and replaces only what follows the
     # last one.  This joins the words that no blank separates; `before` is what bash keeps of the last one.

@@ -208,7 +208,7 @@ class Daemon:
         self._policy = served.policy
         self._run_fork = functools.partial(run_daemon, starter=start.starter)
         if served.policy is not None:
-            # What was added at run time too: the daemon of an upgrade, and forks, start from these options.
+            # With the rules that were added at run time: an upgrade, and forks, start from these options.
             options = replace(options, policy=served.policy.options)
         self.options = options
         self.engine = engine

@@ -209,7 +209,7 @@ class MountedVolume:
     async def snapshots_hidden(self) -> None:
         """Return when programs see in `.snapshots` only what the policy shows now."""
         if self._snapshot_directory is not None:
-            await self._snapshot_directory.forget_all(self.engine)
+            await self._snapshot_directory.invalidate(self.engine)
 
     async def invalidate(self, invalidation: CacheInvalidation, changed: Sequence[bytes] | None = None) -> None:
         """Return when no program can see the state before the change; inotify events follow in the background.

@@ -393,10 +393,10 @@ class ReconnectingVolume:
         return self._then(answer, lambda found: self._entered(found, dentry))
 
     def _removed(self, answer: Answer[None], dentry: DentryKey) -> Answer[None]:
-        def forget(_: None) -> None:
+        def untrack(_: None) -> None:
             self._map.take(dentry)
 
-        return self._then(answer, forget)
+        return self._then(answer, untrack)
 
     # -- inodes ------------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Answer[Attributes]:

@@ -226,7 +226,7 @@ class DirectoryTarget:
         self._unsynced.directory(path.rpartition(b"/")[0])
         if directory:
             os.rmdir(name, dir_fd=parent)
-            self._root.forget_directories()
+            self._root.close_directories()
             self._unlocked.pop(path, None)
             return
         self._check(parent, name, path, expected)

@@ -299,7 +299,7 @@ class Packs:
             generation = self._layout.generation()
             if generation != self._generation:
                 self._generation = generation
-                self._forget(set(self._packs))
+                self._remove(set(self._packs))
             before = self._listed
             stamp = self._stamp()
             if stamp is not None and stamp == before:
@@ -327,7 +327,7 @@ class Packs:
         names = {_stem(name): name for name in listed}
         gone = self._packs.keys() - names.keys()
         if gone:
-            self._forget(gone)
+            self._remove(gone)
         self.damaged = {name: error for name, error in self.damaged.items() if name in names.values()}
         for stem, name in names.items():
             pack = self._packs.get(stem)
@@ -356,7 +356,7 @@ class Packs:
         except FileNotFoundError:  # dropped since it was listed, so it has the other suffix
             return Pack.from_file(os.path.join(self._directory, _stem(name) + ".pack"))
 
-    def _forget(self, stems: set[str]) -> None:
+    def _remove(self, stems: set[str]) -> None:
         for stem in stems:
             descriptor = self._files.pop(stem, None)
             if descriptor is not None:
@@ -372,7 +372,7 @@ class Packs:
     def reread(self) -> None:
         """Read all packs again, including those that were replaced under the same name."""
         with self._lock:
-            self._forget(set(self._packs))
+            self._remove(set(self._packs))
             self.refresh()
 
     def all(self) -> list[Pack]:

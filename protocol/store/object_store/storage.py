@@ -50,7 +50,7 @@ _CLIENT_OPTIONS: Final = frozenset({
     "allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only", "pool_idle_timeout",
     "pool_max_idle_per_host", "proxy_url", "timeout", "user_agent",
 })  # fmt: skip
-# What a directory of file:/// may hold: see `packs`.
+# The entries that a directory of file:/// may have: see `packs`.
 _NAMES_OF_A_STORE: Final = frozenset({FORMAT, NAMES, PACKS, CONDEMNED, REPAIRED})
 _PATH_STYLE: Final = "path_style"
 _ENDPOINT: Final = re.compile(r"(.*_)?endpoint(_url)?(_s3)?")
@@ -413,7 +413,7 @@ _REASONS: Final = (
 )
 _STATUS: Final = re.compile(r"status code: (\d{3}) ([A-Z][A-Za-z ]*)")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
-# What an error says of the object, which must not be taken for a reason: keys may have any name.
+# The names of objects in an error, which must not be taken for its reason: keys may have any name.
 _KEYS: Final = re.compile(r"(?<=://)([^/\s]+)/\S*|(?<=for path )\S+|(?<=at location )\S+|(?<=path: )\S+")
 _ERRNO: Final = re.compile(r"\(os error (\d+)\)")  # how a store in a directory reports a failed system call
 _FINAL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR})

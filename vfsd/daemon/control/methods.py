@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vfsd.daemon.daemon import Daemon
     from vfsd.daemon.keeper.keeping import Kept
 
-# What the mount answers while no container is connected, and the root directory that could not be examined.
+# The errors of a mount whose container is not connected, or whose root directory could not be examined.
 _LOST: Final = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN})
 
 

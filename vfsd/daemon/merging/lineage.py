@@ -179,8 +179,8 @@ class MergeLog:
             self._events.append((serial, tuple(merged)))
             self._keep(self.encoded(), with_next)
 
-    def forget(self, oldest_serial: int) -> None:
-        """Forget the events that no snapshot from `oldest_serial` on needs."""
+    def drop_events(self, oldest_serial: int) -> None:
+        """Drop the events that no snapshot from `oldest_serial` on needs."""
         needed = [at for at, (since, _) in enumerate(self._events) if since < oldest_serial]
         if needed and needed[-1] > 0:
             self._events = [(0, self._events[needed[-1]][1]), *self._events[needed[-1] + 1 :]]

@@ -35,7 +35,7 @@ from vfsd.operations.forks import ChangesParams, ChangesResult, DropMergedParams
 from vfsd.wire.messages import ATTEMPTS, RECEIVE_BYTES, ClosingError, ControlError, Exchange, LineBuffer, from_wire_path
 from vfsd.wire.sockets import connect, peer_credentials
 
-_FORGET_S: Final = 5.0
+_DROP_S: Final = 5.0
 
 
 class Other(Value):
@@ -114,7 +114,7 @@ class OtherWorkspaces:
                 yield Other(here, other, bases, base, theirs, result.state)
             except BaseException:
                 if merges is not None:
-                    await _forget(peer, here.name, params.keep)
+                    await _have_dropped(peer, here.name, params.keep)
                 raise
 
     async def _whole(self, peer: Peer, here: Lineage, other: Lineage, stack: AsyncExitStack) -> Other:
@@ -148,9 +148,9 @@ class _Deltas:
         return [reader.finish() for reader in self._readers]
 
 
-async def _forget(peer: Peer, target: str, keep: list[int]) -> None:
+async def _have_dropped(peer: Peer, target: str, keep: list[int]) -> None:
     """Have `peer` drop a state that was not merged after all.  If it cannot, it does so before the next merge."""
-    with trio.move_on_after(_FORGET_S, shield=True), contextlib.suppress(OSError):
+    with trio.move_on_after(_DROP_S, shield=True), contextlib.suppress(OSError):
         await call_peer(peer, "drop_merged", DropMergedParams(target=target, keep=keep))
 
 

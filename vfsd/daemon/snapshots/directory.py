@@ -65,7 +65,7 @@ class SnapshotDirectory:
         """Whether the kernel knows something of the snapshots."""
         return self.volume.is_entered
 
-    async def forget_all(self, engine: Engine) -> None:
+    async def invalidate(self, engine: Engine) -> None:
         """Return when programs see of the snapshots only what the policy shows now."""
         await self._states.close_unused(())  # the next read opens what is shown
         if self.is_entered:
@@ -83,14 +83,14 @@ class SnapshotDirectory:
         taken_over = trio.Event()
 
         async def run() -> None:
-            await self._forget_earlier(engine)
+            await self._invalidate_earlier(engine)
             taken_over.set()
 
         nursery.start_soon(run)
         with trio.move_on_after(_TAKE_OVER_S):
             await taken_over.wait()
 
-    async def _forget_earlier(self, engine: Engine) -> None:
+    async def _invalidate_earlier(self, engine: Engine) -> None:
         try:
             names = [shown_name(info) for info in await self._infos()]
             entries = [EntryChange(FIRST_INODE, name, 0, 0) for name in names if name is not None]

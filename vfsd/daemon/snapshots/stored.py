@@ -461,7 +461,7 @@ class StoreSnapshots(SnapshotService):
                     await self._drop_staged()
             if outcome.problems:  # what is missing comes with the next merge
                 await self.note_merged(before)
-            self.merges.forget(min((info.serial for info in await self._all()), default=0))
+            self.merges.drop_events(min((info.serial for info in await self._all()), default=0))
             return msgspec.structs.replace(outcome, source=new.source)
 
     async def _resume_staged(self, name: str, observer: CallObserver) -> Outcome:

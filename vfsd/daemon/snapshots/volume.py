@@ -535,7 +535,7 @@ class VolumeSnapshots(SnapshotService):
         self, source: str, safety: SnapshotInfo | None, made: _Change | None = None, step: str | None = None
     ) -> Outcome:
         """Build the answer, and drop the safety snapshots that are not needed: expired ones, and a second copy."""
-        self.merges.forget(min((info.serial for info in self._volume.snapshots()), default=0))
+        self.merges.drop_events(min((info.serial for info in self._volume.snapshots()), default=0))
         if made is not None and made.earlier is not None and safety is not None:
             self._drop_if_there(safety.name)
             safety = made.earlier

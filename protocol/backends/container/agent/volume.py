@@ -407,7 +407,7 @@ class AgentVolume:
         count, is_changing = self._change_count, self._changes_in_flight > 0
         most = (wanted + 2) * (ENTRY.size + NAME_MAX)
         reply = await self._link.call(
-            Op.READDIR, (inode, cookie, wanted), most_bytes=most, undo=lambda reply: self._forget_page(reply, cookie)
+            Op.READDIR, (inode, cookie, wanted), most_bytes=most, undo=lambda reply: self._release_page(reply, cookie)
         )
         entries = self._checked(lambda: list(entries_in(string_in(reply[1], most), cookie, self._ids)))
         self._drop_page(inode)
@@ -418,7 +418,7 @@ class AgentVolume:
             self._drop_page(next(iter(self._pages)))
         return iter(page.entries)
 
-    def _forget_page(self, reply: Reply, cookie: int) -> None:
+    def _release_page(self, reply: Reply, cookie: int) -> None:
         for one in self._checked(lambda: list(entries_in(string_in(reply[1], CHUNK_BYTES), cookie))):
             if one.seen is not None:
                 self._link.forget(one.seen.inode, 1)

@@ -206,7 +206,7 @@ class Server:
     def _answered(self, keys: bytes) -> Reply:
         with self._lock:
             for (key,) in KEY.iter_unpack(keys):
-                self._answers.forget(key)
+                self._answers.drop(key)
         return (), ()
 
     # -- streams that follow ----------------------------------------------------------------------
@@ -356,7 +356,7 @@ class Answers:
         waiting, call.waiting = call.waiting, []
         return waiting
 
-    def forget(self, key: int) -> None:
+    def drop(self, key: int) -> None:
         """The kernel has the reply to this request."""
         self._calls.pop(key, None)
 

@@ -104,7 +104,7 @@ class Replay:
         self._waiting: dict[int, bytes] = {}  # INODE effects whose attributes are not set yet, by inode
         self._stored: dict[int, bytes] = {}
         self._results: deque[tuple[int, int, int]] = deque(maxlen=_RESULTS_KEPT)  # the newest REQUEST effects
-        # What changed without a request of the kernel since its caches agreed with the state.
+        # Changes without a request of the kernel since its caches agreed with the state.
         self.inodes_to_invalidate: dict[int, None] = {}
         self.names_to_invalidate: dict[tuple[int, bytes], None] = {}
 

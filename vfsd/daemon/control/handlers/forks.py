@@ -160,7 +160,7 @@ class MergeMethods:
             return Plan(done.tree, done.changes, conflicts, refuses, repositories, marked)
 
         step = f"merge {params.fork.name}"
-        # What was merged of some paths only is not recorded: the next merge compares all with the same base.
+        # A merge of some paths only is not recorded: the next merge compares all with the same base.
         how = {"dry_run": params.dry_run, "touch": params.touch, "is_whole": is_whole}
         return await self._run(params.fork, plan, step, call, **how)
 
@@ -505,7 +505,7 @@ def _send(trees: Sequence[Tree], call: CallContext, max_bytes: int) -> None:
             call.progress_nowait(paths, 0, "files")
 
     for old, new in itertools.pairwise(trees):
-        # What a LayeredTree differs in from others, only a LayeredTree knows.
+        # Only a LayeredTree knows in what it differs from others.
         write_delta(old, LayeredTree(new) if isinstance(old, LayeredTree) else new, write, keep_going)
     pieces.flush()
 

@@ -460,7 +460,7 @@ class UnmountMethods:
         if self._kept is not None and not params.discard and params.token is None:
             await self._check_kept(self._kept, params, call)
         await self._mounted.wait_unused()
-        # What the kernel refuses itself need not be looked for, which takes long next to many processes.  But then the
+        # Where the kernel refuses by itself no search is needed, which takes long next to many processes.  But then the
         # sandbox would be gone already.
         held = await self._holders(unseen_by_umount=not self._commands.has_sandbox)
         if not params.lazy:

@@ -85,7 +85,7 @@ class Operations:
         self._cleaned: set[int] = set()  # whose dirty pages were written back for the request that comes again
         self._record_statfs = record_statfs
         self.waits_for_syncs = False  # the session waits for `unsynced` before it answers
-        # What the answer to the last request has to wait for: see `ExtendedVolume.unsynced`.
+        # The last request is answered when this is done: see `ExtendedVolume.unsynced`.
         self.unsynced: Callable[[], Awaitable[None]] | None = None
         self.table: Final = self._handlers()
 

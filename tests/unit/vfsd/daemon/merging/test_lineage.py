@@ -83,9 +83,9 @@ def test_a_snapshot_has_what_was_merged_when_it_was_taken() -> None:
     log.record(9, log.at(5))  # a restore of snapshot 5
     assert log.now == (one,)
     assert log.serials_of("f") == {3, 6}
-    log.forget(8)
+    log.drop_events(8)
     assert [log.at(serial) for serial in (8, 10)] == [(two,), (one,)]
-    log.forget(20)
+    log.drop_events(20)
     assert (log.now, log.serials_of("f")) == ((one,), {3})
 
 
