@@ -29,7 +29,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## .venv with vfsd and the developers' tools
-	@$(BOOTSTRAP)
+	@$(BOOTSTRAP) dev
 
 demo: ## a tour on a real mount: git, snapshot, damage, diff, restore, export
 	@$(BOOTSTRAP) fuse
@@ -89,22 +89,22 @@ coverage: ## the tests of SUITE (short, all), and which lines and branches they 
 	@status=0; $(MAKE) test COVERAGE=1 || status=$$?; $(MAKE) coverage-report; exit $$status
 
 coverage-report: ## what the last measured run reached
-	@$(BOOTSTRAP)
+	@$(BOOTSTRAP) dev
 	@if compgen -G '.coverage.*' >/dev/null; then $(BIN)/coverage combine --quiet; fi
 	@$(BIN)/coverage report --skip-covered
 
 lint: ## ruff (rules and format) and strict types
-	@$(BOOTSTRAP)
+	@$(BOOTSTRAP) dev
 	@status=0; for check in 'ruff check .' 'ruff format --check .' mypy; do \
 	echo "$$check"; $(BIN)/$$check || status=1; done; exit $$status
 
 format: ## let ruff format the code and mend what it can
-	@$(BOOTSTRAP)
+	@$(BOOTSTRAP) dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 man: ## docs/man, and the generated parts of docs/json.md and docs/mount.md
-	@$(BOOTSTRAP)
+	@$(BOOTSTRAP) dev
 	$(BIN)/python -m vfsd.cli.man_pages docs/man
 	$(BIN)/python scripts/json_doc.py
 	$(BIN)/python scripts/mount_doc.py

@@ -1,6 +1,6 @@
 """Let an agent of the Claude Agent SDK work on a copy of a project, and apply what it did.
 
-pip install 'vfsd[claude-agent]'
+.venv/bin/pip install --editable '.[claude-agent]'
 python examples/claude_agent.py ~/project "make the tests pass"
 """
 

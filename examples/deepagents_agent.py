@@ -1,4 +1,4 @@
-"""deepagents: `pip install 'vfsd[deepagents]'`, `python examples/deepagents_agent.py /tmp/agent`.
+"""deepagents (extra `deepagents`): `python examples/deepagents_agent.py /tmp/agent`.
 
 The model is a script here, so that the example runs without a key.  With a real one: create_deep_agent(model="...").
 """

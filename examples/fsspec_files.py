@@ -1,4 +1,4 @@
-"""fsspec: `pip install 'vfsd[fsspec]'`, `vfsd mount /tmp/agent --name agent`, `python examples/fsspec_files.py agent`.
+"""fsspec (extra `fsspec`): `vfsd mount /tmp/agent --name agent`, `python examples/fsspec_files.py agent`.
 
 Mount an empty workspace: the example writes into it.
 """

@@ -1,4 +1,4 @@
-"""OpenAI Agents SDK: `pip install 'vfsd[openai-agents]'`, `python examples/openai_agents_editor.py /tmp/agent`.
+"""OpenAI Agents SDK (extra `openai-agents`): `python examples/openai_agents_editor.py /tmp/agent`.
 
 The operation is what a model sends to the tool, so that the example runs without a key.  With a model:
 Agent(name="coder", tools=[ApplyPatchTool(editor=VfsdEditor(workspace))]).

@@ -1,4 +1,4 @@
-"""OpenAI Agents SDK: `pip install 'vfsd[openai-agents]'`, `python examples/openai_agents_sandbox.py /tmp/agent`.
+"""OpenAI Agents SDK (extra `openai-agents`): `python examples/openai_agents_sandbox.py /tmp/agent`.
 
 The model is a script here, so that the example runs without a key: it damages a file, and the program takes that back.
 """

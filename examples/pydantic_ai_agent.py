@@ -1,4 +1,4 @@
-"""Pydantic AI: `pip install 'vfsd[pydantic-ai]'`, `python examples/pydantic_ai_agent.py /tmp/agent`.
+"""Pydantic AI (extra `pydantic-ai`): `python examples/pydantic_ai_agent.py /tmp/agent`.
 
 The model is a script here, so that the example runs without a key: it damages a file and returns to its snapshot.
 """

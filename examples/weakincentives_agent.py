@@ -1,4 +1,4 @@
-"""weakincentives (WINK): `pip install 'vfsd[weakincentives]'`, `python examples/weakincentives_agent.py PROJECT`.
+"""weakincentives (WINK) (extra `weakincentives`): `python examples/weakincentives_agent.py PROJECT`.
 
 The calls that a model would make are a script here, so that the example runs without a key.  With a real one:
 ClaudeAgentSDKAdapter().evaluate(prompt, session=session), whose agent works in the section's directory.

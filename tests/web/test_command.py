@@ -108,4 +108,4 @@ def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "hypercorn.config", None)
     result = run()
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert "vfsd[web]" in result.stderr
+    assert "[web]" in result.stderr

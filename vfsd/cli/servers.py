@@ -41,7 +41,7 @@ def web_command(app: App, files: tuple[str, ...], port: int, opens: bool) -> Non
     The server listens at 127.0.0.1 only.  The URL has a token that only you know: it gives its holder the rights of
     these commands.  Ctrl-C ends the server; the workspaces keep running.
 
-    It needs packages: pip install 'vfsd[web]'.
+    It needs the extra `web`: without its packages the command prints what installs them.
     """
     try:
         # Optional packages, and start-up: `vfsd web --help` needs none of these.
@@ -110,7 +110,7 @@ def mcp_command(app: App, address: str | None, token_file: str | None) -> None:
 
     Calls fail, with the reason, while the workspace does not run, and work again after it was mounted again.
 
-    It needs a package: pip install 'vfsd[mcp]'.
+    It needs the extra `mcp`: without its package the command prints what installs it.
     """
     if address is None and token_file is not None:
         raise click.UsageError("--token-file needs --http")

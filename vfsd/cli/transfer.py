@@ -71,7 +71,7 @@ def push_command(
     Without --snapshot and --as the name is push-, the date and the time.  A name that exists with another state is
     refused without --replace.  The credentials come from the environment, as for the tools of each cloud.
 
-    It needs a package: pip install 'vfsd[remote]'.
+    It needs the extra `remote`: without its package the command prints what installs it.
     """
     _check_url(destination)
     option_values(store_options)  # before the daemon saves
@@ -168,7 +168,7 @@ def pull_command(app: App, source: str, name: str | None, store: str | None, sto
     overlay:snapshot:NAME@SOURCE if other workspaces have snapshots of the same name.  `vfsd restore NAME --of SOURCE`
     restores it in a running workspace.  `vfsd store list` shows it.
 
-    It needs a package: pip install 'vfsd[remote]'.
+    It needs the extra `remote`: without its package the command prints what installs it.
     """
     url, _, wanted = source.partition("#")
     _check_url(url)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shlex
 import time
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ from vfsd.client.arguments import running_workspace
 from vfsd.client.connection import daemon_end
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.directories import drop_command
-from vfsd.machine.mountinfo import mount_at
+from vfsd.machine.mountinfo import mount_at, unmounting_command
 from vfsd.machine.mounts import clear_dead_mount, is_dead, is_held
 from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_record, remove_place, remove_record
 from vfsd.operations.snapshots import ExportResult
@@ -150,7 +149,7 @@ def _with_successor(record: WorkspaceRecord) -> WorkspaceRecord:
     deadline = time.monotonic() + _SUCCESSOR_TIMEOUT_S
     while not (record.alive or record.is_kept) and _is_held_for(record):
         if time.monotonic() > deadline:
-            detach = f"fusermount3 -u -z {shlex.quote(record.mountpoint)}"
+            detach = unmounting_command(record.mountpoint, lazy=True)
             what = f"the daemon of {record.name} is dead, but another process holds its mount"
             raise OSError(
                 errno.EBUSY,

@@ -1,1 +1,1 @@
-"""Adapters for agent frameworks and protocols.  Each module needs the extra of its name: `pip install 'vfsd[mcp]'`."""
+"""Adapters for agent frameworks and protocols.  Each module needs the extra of its name (docs/install.md)."""

@@ -32,9 +32,9 @@ from protocol.journal.directory import has_journal, is_locked, read_journal
 from protocol.values import Value
 from vfsd.machine import runtime
 from vfsd.machine.directories import drop_command, journal_directory, journal_names, journals_directory
-from vfsd.machine.interpreter import foreign_protocol
-from vfsd.machine.mountinfo import mounts, vfsd_mounts
-from vfsd.machine.mounts import is_dead
+from vfsd.machine.interpreter import foreign_protocol, install_command
+from vfsd.machine.mountinfo import mounts, unmounting_command, vfsd_mounts
+from vfsd.machine.mounts import detach, is_dead
 from vfsd.machine.resources import CPU_LATENCY_DEVICE, UDEV_RULE, idle_cpus
 
 KERNEL_MIN: Final = (5, 15)  # for the native engine (vfsd/kernel/engines/native/mounting.py)
@@ -225,13 +225,13 @@ def _check_fusermount3(host: Host) -> Iterator[Finding]:
 
 
 def _check_pyfuse3(host: Host) -> Iterator[Finding]:
-    """Check the reference engine, which is the fallback if the kernel is too old for the native one."""
+    """Check the reference engine, an extra, which is the fallback if the kernel is too old for the native one."""
     error = host.pyfuse3_error
     if error is not None:
         headers = _install(
             "gcc pkg-config libfuse3-dev python3-dev", "gcc pkgconf-pkg-config fuse3-devel python3-devel"
         )
-        advice = f"{headers}; then: {shlex.quote(sys.executable)} -m pip install pyfuse3"
+        advice = f"{headers}; then: {install_command('pyfuse3')}"
         what = f"cannot be imported ({error}): no --engine pyfuse3; mounts use the native engine"
         yield _problem("pyfuse3", what, advice, optional=(host.kernel or KERNEL_MIN) >= KERNEL_MIN)
         return
@@ -400,8 +400,7 @@ def _check_podman(host: Host) -> Iterator[Finding]:
         yield from _left_containers(host)
     yield from _podman_limits(host)
     if importlib.util.find_spec("podman") is None:
-        advice = f"{shlex.quote(sys.executable)} -m pip install 'vfsd[container]'"
-        yield _problem("podman client", "the Python package is missing", advice)
+        yield _problem("podman client", "the Python package is missing", install_command("container"))
     else:
         yield _fine("podman client", f"version {importlib.metadata.version('podman')}")
 
@@ -515,8 +514,8 @@ def _dead_mounts(records: Mapping[str, runtime.WorkspaceRecord]) -> Iterator[Fin
             if record is not None and not record.alive and record.mountpoint == mount.mountpoint:
                 yield _problem("dead mount", what, f"vfsd unmount {record.name}; or {_mount_again(record)}")
             else:
-                path = shlex.quote(mount.mountpoint)
-                yield _problem("dead mount", what, f"fusermount3 -u -z {path}; or mount there again: vfsd mount {path}")
+                detach, path = unmounting_command(mount.mountpoint, lazy=True), shlex.quote(mount.mountpoint)
+                yield _problem("dead mount", what, f"{detach}; or mount there again: vfsd mount {path}")
 
 
 def _dead_sockets(records: Mapping[str, runtime.WorkspaceRecord]) -> Iterator[Finding]:
@@ -558,7 +557,8 @@ def _check_mount(_host: Host) -> Iterator[Finding]:
                 command, stdin=subprocess.DEVNULL, capture_output=True, timeout=DEEP_TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired:
-            subprocess.run(["fusermount3", "-u", "-z", directory], capture_output=True, check=False)
+            with contextlib.suppress(OSError):
+                detach(directory, lazy=True)
             yield _problem("mount", f"not finished after {DEEP_TIMEOUT_S} s", optional=False)
             return
     if done.returncode == 0:

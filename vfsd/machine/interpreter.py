@@ -101,16 +101,60 @@ def foreign_protocol() -> tuple[str, str] | None:
     if found is not None and os.path.realpath(found) == os.path.realpath(expected) and not others:
         return None
     if found is None:
-        return "vfsd's package `protocol` is not installed", f"{shlex.quote(sys.executable)} -m pip install vfsd again"
+        return "vfsd's package `protocol` is not installed", f"install vfsd again: {install_command()}"
     names = f" of the distribution {', '.join(others)}" if others else ""
     advice = f"uninstall it and install vfsd again, or install vfsd in an environment of its own ({sys.executable})"
     return f"the package `protocol` in {found}{names} is in the way of vfsd's", advice
 
 
 def missing_package(feature: str, error: ImportError, extra: str = "container") -> OSError:
-    """Return the error for `feature`, which needs the packages that `pip install 'vfsd[EXTRA]'` adds."""
-    advice = f"{shlex.quote(sys.executable)} -m pip install 'vfsd[{extra}]'"
-    return OSError(errno.EOPNOTSUPP, f"{feature} lacks a package ({error}): {advice}")
+    """Return the error for `feature`, which needs the packages of an extra."""
+    return OSError(errno.EOPNOTSUPP, f"{feature} lacks a package ({error}): {install_command(extra)}")
+
+
+def install_command(extra: str | None = None) -> str:
+    """Return the shell command that installs vfsd again as it is installed here, with the packages of `extra`.
+
+    It names the checkout, wheel or URL that this installation was made from: a package index need not have vfsd.
+    """
+    place, url, is_editable = _installed_from()
+    extras = f"[{extra}]" if extra else ""
+    requirement = shlex.quote(f"{place or 'vfsd'}{extras}" if not url else f"vfsd{extras} @ {url}")
+    editable = "--editable " if is_editable else ""
+    # The files in which `uv tool` and pipx keep what they know of an environment.
+    if os.path.exists(os.path.join(sys.prefix, "uv-receipt.toml")):
+        return f"uv tool install --force {editable}{requirement}"
+    if os.path.exists(os.path.join(sys.prefix, "pipx_metadata.json")):
+        return f"pipx install --force {editable}{requirement}"
+    python = shlex.quote(sys.executable)
+    has_pip = importlib.util.find_spec("pip") is not None
+    pip = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
+    return f"{pip} {editable}{requirement}"
+
+
+def _installed_from() -> tuple[str | None, str | None, bool]:
+    """Return the path or the URL that vfsd was installed from, and whether it is an editable installation.
+
+    Source: PEP 610, direct_url.json, which is missing for what comes from a package index.
+    """
+    # Start-up: an error has time.
+    import json  # noqa: PLC0415
+    from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415
+    from urllib.parse import unquote, urlsplit  # noqa: PLC0415
+
+    checkout = os.path.dirname(os.path.dirname(os.path.abspath(vfsd.__file__)))
+    try:
+        record = json.loads(distribution("vfsd").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        record = {}
+    url = record.get("url")
+    if url is None:
+        is_checkout = os.path.exists(os.path.join(checkout, "pyproject.toml"))
+        return (checkout, None, True) if is_checkout else (None, None, False)
+    if url.startswith("file:"):
+        return unquote(urlsplit(url).path), None, bool(record.get("dir_info", {}).get("editable"))
+    source = record.get("vcs_info")
+    return None, f"{source['vcs']}+{url}@{source['commit_id']}" if source else url, False
 
 
 def clear_frames(error: BaseException) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 from typing import Final, NamedTuple
 
 from protocol.errors import NotMountedError
@@ -50,6 +52,13 @@ class Mount(NamedTuple):
     def describe(self) -> str:
         """Name the mount in a message: "workspace 'a'", or "ext4 (/dev/vda)"."""
         return f"workspace {self.workspace!r}" if self.is_vfsd else f"{self.filesystem} ({self.source})"
+
+
+def unmounting_command(mountpoint: str, *, lazy: bool = False) -> str:
+    """Return the shell command with which a person unmounts `mountpoint`; root need not have fusermount3."""
+    program = "fusermount3 -u" if shutil.which("fusermount3") or os.geteuid() else "umount"
+    options = ["", " -z" if program != "umount" else " -l"][lazy]
+    return f"{program}{options} {shlex.quote(mountpoint)}"
 
 
 def parse_mountinfo(content: bytes) -> list[Mount]:

@@ -5,7 +5,7 @@ a request can show that a daemon is dead, so a child process sends one, and is a
 
 Threading: all functions block, and `unmount` waits for the daemon; the daemon calls them from a worker thread.
 
-Source: fusermount3(1), umount(8); fs/fuse/dev.c (ENOTCONN once /dev/fuse is closed).
+Source: fusermount3(1), umount(2); fs/fuse/dev.c (ENOTCONN once /dev/fuse is closed).
 """
 
 from __future__ import annotations
@@ -46,6 +46,14 @@ except OSError as error:
 """
 _OWNER: Final = re.compile(r"user_id=(\d+),group_id=(\d+)")
 UNMOUNT_TIMEOUT_S: Final = 30.0
+_HELPER: Final = "fusermount3"
+_MNT_DETACH: Final = 2  # linux/fs.h
+# umount2(2) with UMOUNT_NOFOLLOW, for root and in user namespaces.  The exit status is the errno.
+_UNMOUNT: Final = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+sys.exit(libc.umount2(os.fsencode(sys.argv[1]), 8 | int(sys.argv[2])) and ctypes.get_errno())
+"""
 _BUSY_PAUSES_S: Final = (0.02, 0.1, 0.2)  # before umount(2) is called again
 
 
@@ -154,7 +162,7 @@ def clear_dead_mount(path: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> Mount 
         if nested:
             where = ", ".join(f"{below.describe()} at {below.mountpoint}" for below in nested)
             raise OSError(errno.EBUSY, f"the dead {mount.describe()} has mounts below it: {where}", path)
-        if mount_at(path) == mount and not _detach(mount.mountpoint, lazy=True):  # unchanged since the probe
+        if mount_at(path) == mount and not detach(mount.mountpoint, lazy=True):  # unchanged since the probe
             raise busy_error(mount.mountpoint)
         cleared = mount
     return cleared
@@ -170,10 +178,10 @@ def unmount(path: str, *, lazy: bool = False) -> None:
     """
     mountpoint = _mountpoint_of(path)
     for pause_s in _BUSY_PAUSES_S:
-        if _detach(mountpoint, lazy=lazy):
+        if detach(mountpoint, lazy=lazy):
             return
         time.sleep(pause_s)
-    if not _detach(mountpoint, lazy=lazy):
+    if not detach(mountpoint, lazy=lazy):
         raise busy_error(mountpoint)
 
 
@@ -183,7 +191,7 @@ def unmount_unused(path: str) -> bool:
     Faster than `unmount` where it is used, because nothing looks for the processes.
     OSError (EINVAL) if no workspace is mounted there.
     """
-    return _detach(_mountpoint_of(path), lazy=False)
+    return detach(_mountpoint_of(path), lazy=False)
 
 
 def _mountpoint_of(path: str) -> str:
@@ -203,12 +211,20 @@ def busy_error(mountpoint: str) -> OSError:
     return OSError(errno.EBUSY, f"busy: held by {reason}", mountpoint)
 
 
-def _detach(mountpoint: str, *, lazy: bool) -> bool:
-    """Return whether it was detached; False if it is busy."""
-    command = _unmount_command(lazy=lazy)
+def detach(mountpoint: str, *, lazy: bool) -> bool:
+    """Unmount whatever is mounted on top at `mountpoint`; return whether it was unmounted, False if it is busy.
+
+    OSError: EPERM if this user may not; ETIMEDOUT.
+    """
+    # A child in both cases, because umount(2) may wait for the daemon.  It accesses only the parent directory.
+    has_helper = shutil.which(_HELPER) is not None
+    if has_helper:
+        command = [_HELPER, "-u", *(["-z"] if lazy else []), "--", mountpoint]
+    else:
+        command = [sys.executable, "-I", "-S", "-c", _UNMOUNT, mountpoint, str(_MNT_DETACH if lazy else 0)]
     try:
         done = subprocess.run(
-            [*command, "--", mountpoint],
+            command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             cwd="/",
@@ -217,21 +233,17 @@ def _detach(mountpoint: str, *, lazy: bool) -> bool:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        reason = f"{command[0]} did not finish within {UNMOUNT_TIMEOUT_S:.0f} s"
-        raise OSError(errno.ETIMEDOUT, reason, mountpoint) from None
+        name = _HELPER if has_helper else "umount(2)"
+        raise OSError(errno.ETIMEDOUT, f"{name} did not finish within {UNMOUNT_TIMEOUT_S:.0f} s", mountpoint) from None
     if done.returncode == 0:
         return True
+    if not has_helper:
+        if done.returncode == errno.EBUSY:
+            return False
+        needs = f"; install {_HELPER} (package fuse3), or unmount as root" if done.returncode == errno.EPERM else ""
+        raise OSError(done.returncode, f"umount(2) failed: {os.strerror(done.returncode)}{needs}", mountpoint)
     said = done.stderr.decode("utf-8", "replace").strip() or f"exit status {done.returncode}"
     if "busy" in said.lower():
         return False
     code = errno.EPERM if "permi" in said.lower() else errno.EIO
-    raise OSError(code, f"{command[0]}: {said.splitlines()[-1]}", mountpoint)
-
-
-def _unmount_command(*, lazy: bool) -> list[str]:
-    # fusermount3 first, for root too: it accesses only the parent directory, never a mount that hangs.
-    if shutil.which("fusermount3"):
-        return ["fusermount3", "-u", *(["-z"] if lazy else [])]
-    if shutil.which("umount"):
-        return ["umount", "--internal-only", "--no-canonicalize", *(["--lazy"] if lazy else [])]
-    raise FileNotFoundError(errno.ENOENT, "neither fusermount3 nor umount was found; install fuse3")
+    raise OSError(code, f"{_HELPER}: {said.splitlines()[-1]}", mountpoint)

@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import re
-import shlex
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +20,7 @@ import msgspec
 from protocol.errors import NotMountedError
 from protocol.linux.regular_file import read_regular, write_atomically
 from vfsd.machine.directories import journal_backend, journal_directory, mount_command
-from vfsd.machine.mountinfo import Mount, find_mount, vfsd_mounts
+from vfsd.machine.mountinfo import Mount, find_mount, unmounting_command, vfsd_mounts
 from vfsd.machine.selection import (
     PLACES,
     RECORD_SUFFIX,
@@ -331,7 +330,7 @@ def _lost_mount(name: str, path: str | None) -> Mount | None:
 
 def no_socket(mount: Mount) -> str:
     """Describe a mount without a record: "no control socket in ...", and what to do."""
-    unmount = f"unmount it, without a check for unsaved changes, with `fusermount3 -u {shlex.quote(mount.mountpoint)}`"
+    unmount = f"unmount it, without a check for unsaved changes, with `{unmounting_command(mount.mountpoint)}`"
     return f"no control socket in {socket_dir()}: set ${RUNTIME_VARIABLE} as it was set for the mount, or {unmount}"
 
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import errno
 import logging
-import shlex
-import sys
 from typing import TYPE_CHECKING, Final
 
 from vfsd.kernel.engines.native import NativeEngine
+from vfsd.machine.interpreter import install_command
 from vfsd.machine.logs import log_failure
 from vfsd.wire.options import ENGINES_GROUP, known_engines, load_entry_point
 
@@ -36,7 +35,7 @@ def mount_engine(choice: str, volume: Volume, settings: EngineSettings, imperson
     """Mount `volume` and return the engine that will serve it.  OSError if the mount cannot be made.
 
     `choice` is the name of an engine, or "auto": native, and pyfuse3 if this kernel does not support native; the
-    engine's `fallback_reason` and the log say why.  pyfuse3 has to be installed only in that case.
+    engine's `fallback_reason` and the log say why.  Only then pyfuse3, an extra, has to be installed.
     EINVAL if there is no engine of that name, EOPNOTSUPP if it cannot be imported.
     """
     reason = None
@@ -81,7 +80,7 @@ def _import_pyfuse3(reason: str | None) -> type[Pyfuse3Engine]:
         # Start-up: libfuse is loaded only if this engine is needed.
         from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine  # noqa: PLC0415
     except ImportError as error:
-        install = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall pyfuse3"
+        install = install_command("pyfuse3")
         text = (
             f"the pyfuse3 engine cannot be loaded ({error}): install it ({install}; `vfsd doctor` names what it needs)"
         )

@@ -11,6 +11,7 @@ import anyio
 import pytest
 from click.testing import CliRunner
 
+import vfsd
 from vfsd.cli.main import cli
 from vfsd.integrations.mcp.access import Address, TokenRequired, new_token, parse_address, read_token
 
@@ -114,5 +115,5 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     result = CliRunner().invoke(cli, ["mcp", *words])
     assert result.exit_code == 1
     assert "`vfsd mcp` lacks a package" in result.stderr
-    assert "-m pip install 'vfsd[mcp]'" in result.stderr
+    assert f"{Path(vfsd.__file__).parents[1]}[mcp]" in result.stderr
     assert result.stdout == ""

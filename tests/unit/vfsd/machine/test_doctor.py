@@ -165,7 +165,7 @@ def test_without_pyfuse3_nothing_that_is_needed_is_missing_where_the_native_engi
     pyfuse3 = found("pyfuse3", host)
     assert (pyfuse3.ok, pyfuse3.optional) == (False, True)
     assert "native" in pyfuse3.what
-    assert "pip install pyfuse3" in pyfuse3.advice
+    assert "[pyfuse3]" in pyfuse3.advice
 
 
 def test_a_kernel_too_old_for_the_native_engine_needs_pyfuse3(machine: Path) -> None:

@@ -1,7 +1,7 @@
 """The mount besides its requests: made and ended, negotiated, notified, and taken over from a daemon that died.
 
-Mounting is by mount(2), which only root may call, or through fusermount3; unmounting through
-fusermount3.  It opens /dev/fuse, mounts it and passes the descriptor back over the socket that the environment variable
+Mounting is by mount(2), which root may call, also root of a user namespace with its own mounts, or through fusermount3.
+That opens /dev/fuse, mounts it and passes the descriptor back over the socket that the environment variable
 _FUSE_COMMFD names, as it does for libfuse (lib/mount.c).  libfuse itself is not used, because it answers INIT in its
 own loop.
 
@@ -28,6 +28,7 @@ import io
 import math
 import mmap
 import os
+import shutil
 import socket
 import stat
 import struct
@@ -42,6 +43,7 @@ from vfsd.kernel.engines.base import EngineSettings, mount_options
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.wire import InitFlag, Opcode
 from vfsd.machine.mountinfo import SOURCE_PREFIX, VFSD_TYPE, mounts_at
+from vfsd.machine.mounts import detach
 from vfsd.wire.sockets import receive_descriptors
 
 _FUSERMOUNT: Final = "fusermount3"
@@ -66,35 +68,50 @@ class FuseMount(Value):
 
 
 def mount(settings: EngineSettings, *, checked: bool = True) -> tuple[int, FuseMount]:
-    """Mount, and return the descriptor of /dev/fuse, whose first request is INIT.  OSError with fusermount3's message.
+    """Mount, and return the descriptor of /dev/fuse, whose first request is INIT.
+
+    OSError with fusermount3's message; ENODEV if there is no /dev/fuse.
 
     `checked`: the kernel checks permissions from the attributes; the volume never does.
     """
     # Resolved before the mount exists: afterwards this process would have to answer its own request.
     mountpoint = os.path.realpath(settings.mountpoint)
-    descriptor = _mount_as_root(settings, mountpoint, checked) if os.geteuid() == 0 else None
-    if descriptor is None:
+    try:
+        descriptor = _mount_directly(settings, mountpoint, checked)
+    except OSError as error:
+        is_missing = error.filename == _DEVICE and error.errno == errno.ENOENT
+        if is_missing or shutil.which(_FUSERMOUNT) is None:
+            raise _explained(error, mountpoint) from None
+        # It finds the same error as mount(2), and says more about it.
         descriptor = _mount_with_fusermount(settings, mountpoint, checked)
     devices = _devices(mountpoint)
     return descriptor, FuseMount(mountpoint, devices[-1] if devices else 0)
 
 
-def _mount_as_root(settings: EngineSettings, mountpoint: str, checked: bool) -> int | None:
-    """Mount without a helper process.  None if that fails: fusermount3 finds the same error and says more about it."""
-    try:
-        descriptor = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
+def _mount_directly(settings: EngineSettings, mountpoint: str, checked: bool) -> int:
+    """Mount without a helper process.  OSError: EPERM for a user without CAP_SYS_ADMIN."""
+    descriptor = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
     try:
         root_type = stat.S_IFMT(os.stat(mountpoint).st_mode)
-        options = [f"fd={descriptor},rootmode={root_type:o},user_id=0,group_id={os.getegid()}"]
+        options = [f"fd={descriptor},rootmode={root_type:o},user_id={os.geteuid()},group_id={os.getegid()}"]
         options += mount_options(settings, checked=checked) & _KERNEL_OPTIONS
         flags = _MS_NOSUID | _MS_NODEV | (_MS_RDONLY if settings.read_only else 0)
         syscalls.mount(SOURCE_PREFIX + settings.name, mountpoint, VFSD_TYPE, flags, ",".join(options))
     except OSError:
         os.close(descriptor)
-        return None
+        raise
     return descriptor
+
+
+def _explained(error: OSError, mountpoint: str) -> OSError:
+    """Return `error` of `_mount_directly`, which fusermount3 cannot help, with what to do."""
+    if error.filename == _DEVICE:
+        reason = f"{_DEVICE} cannot be opened ({error.strerror}): `vfsd doctor` says what to do"
+        return OSError(errno.ENODEV, reason, mountpoint)
+    reason = f"mount(2) failed ({error.strerror})"
+    if error.errno == errno.EPERM:
+        reason += f", and {_FUSERMOUNT}, which mounts for users, is missing: install it (package fuse3)"
+    return OSError(error.errno, reason, mountpoint)
 
 
 def _mount_with_fusermount(settings: EngineSettings, mountpoint: str, checked: bool) -> int:
@@ -125,19 +142,19 @@ def is_mounted(made: FuseMount) -> bool:
 def unmount(made: FuseMount) -> None:
     """Unmount, lazily if the mount is busy.  OSError if that fails too.
 
-    EBUSY if another mount covers this one: fusermount3 would remove that mount.
+    EBUSY if another mount covers this one: that mount would be removed.
     """
     message = "covered by another mount"
-    for arguments in (["-u"], ["-u", "-z"]):
+    for lazy in (False, True):
         devices = _devices(made.mountpoint)
         if made.device not in devices:
             return
         if devices[-1] != made.device:
             break
-        done = subprocess.run(
-            [_FUSERMOUNT, *arguments, "--", made.mountpoint], stdin=subprocess.DEVNULL, capture_output=True, check=False
-        )
-        message = done.stderr.decode(errors="replace").strip()
+        try:
+            detach(made.mountpoint, lazy=lazy)
+        except OSError as error:
+            message = error.strerror or str(error)
     if is_mounted(made):
         raise OSError(errno.EBUSY, message, made.mountpoint)
 

@@ -17,16 +17,15 @@ libfuse reports why a mount failed only as text on standard error, which is capt
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
 import os
 import select
 import stat
-import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import pyfuse3
@@ -46,6 +45,7 @@ from vfsd.kernel.engines.base import (
 )
 from vfsd.kernel.engines.pyfuse3.handlers import Handlers
 from vfsd.machine.mountinfo import mount_at
+from vfsd.machine.mounts import detach
 
 _logger = logging.getLogger(__name__)
 
@@ -147,7 +147,8 @@ class Pyfuse3Engine:
             # A thread waits in the kernel with this session, perhaps for a request that nobody will answer.  The
             # session must outlive that thread, so it is not closed; the process ends soon.
             _logger.warning("unmounting %s while an invalidation is running", self._settings.mountpoint)
-            subprocess.run(["fusermount3", "-u", "-z", "-q", self._settings.mountpoint], check=False)
+            with contextlib.suppress(OSError):  # it is not mounted any more
+                detach(self._settings.mountpoint, lazy=True)
             return
         # libfuse detaches lazily: this does not wait for programs that use the mount.  It detaches whatever is mounted
         # there, so not where this mount is gone, although a copy in another mount namespace keeps the connection.
@@ -199,7 +200,7 @@ class Pyfuse3Engine:
         with self._notification():
             pyfuse3.invalidate_entry(parent, name)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _notification(self) -> Iterator[None]:
         """Keep `unmount` from destroying the session while this thread uses it."""
         with self._lock:
@@ -259,7 +260,7 @@ def read_without_blocking(descriptor: int) -> None:
 _MAX_TEXT_BYTES: Final = 4096
 
 
-@contextmanager
+@contextlib.contextmanager
 def capture_standard_error() -> Iterator[bytearray]:
     """Capture what libfuse, and the fusermount3 that it starts, write to descriptor 2 in the block."""
     captured = bytearray()
