@@ -71,7 +71,7 @@ class DaemonWithNowhere(ExecDaemon):
 
 
 def running_here(text: str) -> int:
-    """The processes below this one with `text` in their command lines."""
+    """How many processes of this machine have `text` in their command lines."""
     shown = subprocess.run(["ps", "-e", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
     lines = (line.split(None, 1) for line in shown.splitlines())
     ours = [args for _, args in lines if text in args and "vfsd.cli" not in args and "supervisor.py" not in args]
