@@ -9,7 +9,7 @@ Integers are little-endian.  A time is seconds and nanoseconds, because the file
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -31,7 +31,7 @@ BLOCK: Final = 11  # a block of content without holes
 SPARSE_BLOCK: Final = 12  # a block of content: its length and its written pages
 SHARED_BLOCK: Final = 13  # a block of content that is one of an inode in a snapshot
 NO_BLOCK: Final = 14  # a block of content is a hole
-RESERVATIONS: Final = 15  # all pages promised by fallocate(2)
+RESERVATIONS: Final = 15  # all pages promised by fallocate(2): the first, the page after the last, whether it is data
 SNAPSHOT: Final = 16  # the present state is kept
 DROP: Final = 17  # a snapshot is dropped
 NOTE: Final = 18  # a value that the user of the volume keeps with it
@@ -135,36 +135,36 @@ def subjects(effect: bytes) -> tuple[int, int, int]:
     return code, _NUMBER.unpack_from(effect)[1], 0
 
 
-def write(number: int, offset: int, length: int) -> bytes:
-    """Return the beginning of a WRITE effect; its `length` bytes follow."""
-    return WRITE_LAYOUT.pack(WRITE, number, offset, length)
+# Of the kinds of layout: the code says which effect it is, and its comment above what the fields mean.
+def of_number(code: int, number: int = 0) -> bytes:
+    """Return an effect that has only a number, such as FREE."""
+    return _NUMBER.pack(code, number)
 
 
-def truncate(number: int, size: int) -> bytes:
-    """Return the effect that the content of a file ends at `size`, or before."""
-    return _NUMBER_AND_OFFSET.pack(TRUNCATE, number, size)
+def at_offset(code: int, number: int, offset: int) -> bytes:
+    """Return an effect with a number and an offset, index or result: TRUNCATE, NO_BLOCK, REQUEST."""
+    return _NUMBER_AND_OFFSET.pack(code, number, offset)
 
 
-def punch(number: int, offset: int, length: int) -> bytes:
-    """Return the effect of a hole in a file."""
-    return _RANGE.pack(PUNCH, number, offset, length)
+def of_range(code: int, number: int, offset: int, length: int) -> bytes:
+    """Return a PUNCH or RESERVE, or a STORED_BLOCK, whose numbers are the index of the block and of its STORE."""
+    return _RANGE.pack(code, number, offset, length)
 
 
-def reserve(number: int, offset: int, length: int) -> bytes:
-    """Return the effect of fallocate(2) on a range of a file."""
-    return _RANGE.pack(RESERVE, number, offset, length)
+def with_value(code: int, number: int, value: object) -> bytes:
+    """Return an effect with a value of any type, such as SNAPSHOT and those of overlays."""
+    encoded = msgspec.msgpack.encode(value)
+    return _NUMBER_AND_LENGTH.pack(code, number, len(encoded)) + encoded
+
+
+def with_data(code: int, number: int, offset: int, length: int) -> bytes:
+    """Return the beginning of a WRITE, a BLOCK at an index, or a STORE at 0; its `length` bytes follow."""
+    return WRITE_LAYOUT.pack(code, number, offset, length)
 
 
 def xattrs(number: int, values: Mapping[bytes, bytes] | None) -> bytes:
     """Return the effect that an inode has exactly these extended attributes."""
-    encoded = msgspec.msgpack.encode(list(values.items()) if values else [])
-    return _NUMBER_AND_LENGTH.pack(XATTRS, number, len(encoded)) + encoded
-
-
-def xattr(number: int, name: bytes, value: bytes | None) -> bytes:
-    """Return the effect that an inode has this extended attribute; None: that it has none of this name."""
-    encoded = msgspec.msgpack.encode((name, value))
-    return _NUMBER_AND_LENGTH.pack(XATTR, number, len(encoded)) + encoded
+    return with_value(XATTRS, number, list(values.items()) if values else [])
 
 
 def target(number: int, value: bytes) -> bytes:
@@ -172,25 +172,10 @@ def target(number: int, value: bytes) -> bytes:
     return _NUMBER_AND_LENGTH.pack(TARGET, number, len(value)) + value
 
 
-def free(number: int) -> bytes:
-    """Return the effect that an inode is gone."""
-    return _NUMBER.pack(FREE, number)
-
-
-def reset(number: int) -> bytes:
-    """Return the effect that an inode has neither content nor extended attributes."""
-    return _NUMBER.pack(RESET, number)
-
-
-def block(number: int, index: int, length: int) -> bytes:
-    """Return the beginning of a BLOCK effect; its `length` bytes follow."""
-    return WRITE_LAYOUT.pack(BLOCK, number, index, length)
-
-
 def sparse_block(number: int, index: int, length: int, pages: Mapping[int, bytes]) -> bytes:
     """Return the effect that a block of a file has `length` bytes, and holes where `pages` has no page."""
     encoded = msgspec.msgpack.encode((length, list(pages.items())))
-    return WRITE_LAYOUT.pack(SPARSE_BLOCK, number, index, len(encoded)) + encoded
+    return with_data(SPARSE_BLOCK, number, index, len(encoded)) + encoded
 
 
 def shared_block(number: int, index: int, serial: int, source: int, source_index: int) -> bytes:
@@ -198,78 +183,14 @@ def shared_block(number: int, index: int, serial: int, source: int, source_index
     return _SHARED.pack(SHARED_BLOCK, number, index, serial, source, source_index)
 
 
-def store(number: int, length: int) -> bytes:
-    """Return the beginning of a STORE effect; its `length` bytes follow."""
-    return WRITE_LAYOUT.pack(STORE, number, 0, length)
-
-
-def stored_block(number: int, index: int, stored: int) -> bytes:
-    """Return the effect that a block is that of the STORE effect `stored`, which no other block is."""
-    return _RANGE.pack(STORED_BLOCK, number, index, stored)
-
-
-def stored_effects(stored: int) -> bytes:
-    """Return the effect of all effects that the STORE effect `stored` has, once."""
-    return _NUMBER.pack(STORED_EFFECTS, stored)
-
-
-def no_block(number: int, index: int) -> bytes:
-    """Return the effect that a block of a file is a hole."""
-    return _NUMBER_AND_OFFSET.pack(NO_BLOCK, number, index)
-
-
-def reservations(number: int, ranges: Iterable[tuple[int, int, bool]]) -> bytes:
-    """Return the effect that a file has exactly these reserved pages: first, page after the last, is data."""
-    encoded = msgspec.msgpack.encode([tuple(each) for each in ranges])
-    return _NUMBER_AND_LENGTH.pack(RESERVATIONS, number, len(encoded)) + encoded
-
-
-def snapshot(info: msgspec.Struct) -> bytes:
-    """Return the effect of taking a snapshot."""
-    encoded = msgspec.msgpack.encode(info)
-    return _NUMBER_AND_LENGTH.pack(SNAPSHOT, 0, len(encoded)) + encoded
-
-
-def drop(serial: int) -> bytes:
-    """Return the effect of dropping a snapshot."""
-    return _NUMBER.pack(DROP, serial)
-
-
-def next_inode(number: int) -> bytes:
-    """Return the effect that new inodes get numbers from `number` on."""
-    return _NUMBER.pack(NEXT, number)
-
-
-def request(unique: int, result: int) -> bytes:
-    """Return the effect that a call of the kernel's request `unique` had `result`: an inode number, a count, or 0."""
-    return _NUMBER_AND_OFFSET.pack(REQUEST, unique, result)
-
-
-def connection() -> bytes:
-    """Return the effect of a mount whose kernel knows no file and has sent no request yet."""
-    return _NUMBER.pack(CONNECTION, 0)
-
-
 def listed(number: int) -> bytes:
     """Return the effect that the names of a directory get cookies."""
-    return _NUMBER.pack(LISTED_DOWNWARD, number)
+    return of_number(LISTED_DOWNWARD, number)
 
 
 def cookies(number: int, of: DirectoryCookies) -> bytes:
     """Return the effect that the names of a directory have the cookies `of`."""
-    encoded = msgspec.msgpack.encode((list(of.pairs()), of.following))
-    return _NUMBER_AND_LENGTH.pack(COOKIES if of.ascends else COOKIES_DOWNWARD, number, len(encoded)) + encoded
-
-
-def invalidated() -> bytes:
-    """Return the effect that the kernel's caches agree with the state."""
-    return _NUMBER.pack(INVALIDATED, 0)
-
-
-def of_overlay(code: int, number: int, value: object) -> bytes:
-    """Return one of the effects of overlays."""
-    encoded = msgspec.msgpack.encode(value)
-    return _NUMBER_AND_LENGTH.pack(code, number, len(encoded)) + encoded
+    return with_value(COOKIES if of.ascends else COOKIES_DOWNWARD, number, (list(of.pairs()), of.following))
 
 
 def note(key: str, value: bytes) -> bytes:

@@ -54,7 +54,7 @@ def lower_effect(inode: OverlayInode, links: list[tuple[int, bytes]]) -> bytes:
     """Return the LOWER effect of an inode."""
     xattrs = None if inode.xattrs is None else list(inode.xattrs.items())
     value = LowerValue(inode.lower.record, effects.inode(inode), links, xattrs, inode.target)
-    return effects.of_overlay(effects.LOWER, inode.inode, value)
+    return effects.with_value(effects.LOWER, inode.inode, value)
 
 
 class Expected(NamedTuple):
@@ -156,11 +156,11 @@ class KnownInodes:
         """Record the entries of a directory."""
         kind = self._state.kind
         rows = [(name, child, kind(child) & TYPE_MASK, keys.get(name)) for name, child in entries.items()]
-        self._append(effects.of_overlay(effects.LISTING, number, rows))
+        self._append(effects.with_value(effects.LISTING, number, rows))
 
     def corrected(self, number: int, kind: int) -> None:
         """Record that a name, which is not loaded, has become another type of file, or none."""
-        self._append(effects.of_overlay(effects.KIND, number, kind))
+        self._append(effects.with_value(effects.KIND, number, kind))
 
     def listed(self, number: int) -> None:
         """Record that the entries of a directory get cookies."""
@@ -193,11 +193,11 @@ class KnownInodes:
                 continue
             if children is not None:
                 rows = [(name, at, state.kind(at) & TYPE_MASK, keys.get(at)) for name, at in children.items()]
-                yield effects.of_overlay(effects.LISTING, number, rows)
+                yield effects.with_value(effects.LISTING, number, rows)
                 if inode.cookies is not None:
                     yield effects.cookies(number, inode.cookies)
         for number, inode in list(dict.items(state.table)):
             if isinstance(inode, OverlayInode) and number not in state.recorded:
                 yield lower_effect(inode, [])
         for number, value in self._expected.items():
-            yield effects.of_overlay(effects.LOWER, number, msgspec.Raw(value))
+            yield effects.with_value(effects.LOWER, number, msgspec.Raw(value))

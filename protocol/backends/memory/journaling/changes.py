@@ -82,14 +82,14 @@ def epoch_effects(
         if now is not None and number not in recorded:
             yield effects.inode(now)
             if before is None:
-                yield effects.reset(number)
+                yield effects.of_number(effects.RESET, number)
             yield from inode_details(before, now, sources(number), ahead)
     if ahead is not None and recorded:
         yield from ahead.entry_effects()
     yield from _changed_names(epoch, end, recorded)
     for number, now in end.inodes.items():
         if now is None:
-            yield effects.free(number)
+            yield effects.of_number(effects.FREE, number)
 
 
 def _changed_names(epoch: Epoch, end: EpochEnd, recorded: Collection[int]) -> Iterator[bytes]:
@@ -118,7 +118,7 @@ def inode_details(
     number = now.inode
     followed = now.followed
     if followed is not None and (before is None or before.followed != followed):
-        yield effects.of_overlay(effects.FOLLOWED, number, followed)
+        yield effects.with_value(effects.FOLLOWED, number, followed)
     if now.xattrs is not (None if before is None else before.xattrs):
         yield effects.xattrs(number, now.xattrs)
     if now.target is not None and (before is None or before.target != now.target):
@@ -129,21 +129,21 @@ def inode_details(
         return
     source, old_source = (None if each is None else each.source for each in (content, old))
     if source != old_source:
-        yield effects.of_overlay(effects.CONTENT, number, source)
+        yield effects.with_value(effects.CONTENT, number, source)
         old = None
     visible = None if content is None else content.visible
     if visible is not None and (old is None or old.visible != visible):
-        yield effects.of_overlay(effects.VISIBLE, number, visible)
+        yield effects.with_value(effects.VISIBLE, number, visible)
     old_blocks = old.blocks if old is not None else {}
     blocks = content.blocks if content is not None else {}
     for index in old_blocks.keys() - blocks.keys():
-        yield effects.no_block(number, index)
+        yield effects.at_offset(effects.NO_BLOCK, number, index)
     changed = {index: block for index, block in blocks.items() if old_blocks.get(index) is not block}
     if changed:
         yield from _changed_blocks(number, changed, sources, ahead)
     reserved = content.reserved if content is not None else ()
     if reserved != (old.reserved if old is not None else ()):
-        yield effects.reservations(number, reserved)
+        yield effects.with_value(effects.RESERVATIONS, number, list(reserved))
 
 
 def _changed_blocks(
@@ -160,7 +160,7 @@ def _changed_blocks(
             if kept is None:
                 left[index] = block
             else:
-                yield effects.stored_block(number, index, kept)
+                yield effects.of_range(effects.STORED_BLOCK, number, index, kept)
         changed = left
     if changed and callable(sources):
         sources = sources()
@@ -177,7 +177,7 @@ def whole_block(number: int, index: int, block: Block) -> Iterator[bytes]:
     if isinstance(block, SparseBlock):
         yield effects.sparse_block(number, index, block.length, block.pages)
     else:
-        yield effects.block(number, index, len(block)) + block
+        yield effects.with_data(effects.BLOCK, number, index, len(block)) + block
 
 
 def _sources(state: MemoryState, epoch: Epoch, number: int) -> dict[int, Source]:
@@ -279,7 +279,7 @@ class RecordedAhead:
             if node.children:
                 directories.append(node)
             yield effects.inode(node)
-            yield effects.reset(node.inode)
+            yield effects.of_number(effects.RESET, node.inode)
             yield from inode_details(None, node, {}, self)
 
     def _store_effects(self, pieces: Iterable[bytes]) -> Iterator[int]:
@@ -303,7 +303,7 @@ class RecordedAhead:
         log, number = self._journal.log, self._count
         log.require(len(data) + _EFFECT_BYTES)
         # A part: it is not synced, and does not count unless something after it does.
-        log.append([effects.store(number, len(data)), data], Kind.PART)
+        log.append([effects.with_data(effects.STORE, number, 0, len(data)), data], Kind.PART)
         self._count += 1
         return number
 
@@ -320,11 +320,11 @@ class RecordedAhead:
 
     def inode_effects(self) -> Iterator[bytes]:
         """Yield the effects that make the stored inodes."""
-        return map(effects.stored_effects, self._inode_parts)
+        return map(functools.partial(effects.of_number, effects.STORED_EFFECTS), self._inode_parts)
 
     def entry_effects(self) -> Iterator[bytes]:
         """Yield the effects that make the entries of the stored inodes."""
-        return map(effects.stored_effects, self._entry_parts)
+        return map(functools.partial(effects.of_number, effects.STORED_EFFECTS), self._entry_parts)
 
     def clear(self) -> None:
         """Forget everything: the transaction is recorded, or will not be."""
@@ -382,7 +382,7 @@ class Image:
         for at, (epoch, end) in enumerate(zip(epochs, self._ends(epochs), strict=True)):
             if epoch.info is not None:
                 named = at
-                yield effects.snapshot(epoch.info)
+                yield effects.with_value(effects.SNAPSHOT, 0, epoch.info)
             yield from self.begin_epoch(epoch)
             for number, before in epoch.inodes.items():
                 if before is not None and named > self._touched.get(number, -1):
@@ -390,8 +390,8 @@ class Image:
                 self._touched[number] = at
             yield from epoch_effects(epoch, end, lambda _: self._sources)
         yield from self.cookies()
-        yield effects.next_inode(self._state.next_inode)
-        yield effects.invalidated()  # an image is begun when no change is in progress
+        yield effects.of_number(effects.NEXT, self._state.next_inode)
+        yield effects.of_number(effects.INVALIDATED)  # an image is begun when no change is in progress
         for key, value in self._notes.items():
             yield effects.note(key, value)
 

@@ -99,7 +99,7 @@ class Recorder:
 
     def connect(self) -> None:
         """Record that a new mount begins: its kernel knows no file, and numbers its requests from the start."""
-        self._pending.append(effects.connection())
+        self._pending.append(effects.of_number(effects.CONNECTION))
         with contextlib.suppress(OSError):  # the disk is full: the first change records it
             self.flush()
 
@@ -122,7 +122,7 @@ class Recorder:
 
     def invalidated(self) -> None:
         """See `JournaledVolume.invalidated`."""
-        self._pending.append(effects.invalidated())
+        self._pending.append(effects.of_number(effects.INVALIDATED))
 
     # -- records ---------------------------------------------------------------------------------
     @property
@@ -142,7 +142,7 @@ class Recorder:
         if self._in_transaction:
             return
         if self.request and result is not None:
-            pieces = (*pieces, effects.request(self.request, result))
+            pieces = (*pieces, effects.at_offset(effects.REQUEST, self.request, result))
         if self._pending:
             pieces = (*self._pending, *pieces)
             self._pending.clear()
@@ -251,7 +251,7 @@ class Recorder:
     def removed(self, directory: Inode, name: bytes, node: Inode) -> None:
         """Record that a name was removed."""
         number = node.inode
-        after = effects.inode(node) if number in self._inodes else effects.free(number)
+        after = effects.inode(node) if number in self._inodes else effects.of_number(effects.FREE, number)
         self.commit(effects.entry(directory.inode, name, 0), effects.inode(directory), after, result=0)
 
     def renamed(
@@ -271,7 +271,7 @@ class Recorder:
         pieces.append(effects.entry(parent, name, left))
         pieces.append(effects.entry(new_parent, new_name, self._number(new_parent, new_name)))
         if victim is not None and is_gone:
-            pieces.append(effects.free(victim.inode))
+            pieces.append(effects.of_number(effects.FREE, victim.inode))
         self.commit(*pieces, result=0)
 
     def _number(self, parent: int, name: bytes) -> int:
@@ -286,7 +286,7 @@ class Recorder:
 
     def freed(self, inode: int) -> None:
         """Record, with the next change, that the last user of an inode without a name is gone."""
-        self._pending.append(effects.free(inode))
+        self._pending.append(effects.of_number(effects.FREE, inode))
         if len(self._pending) >= _MOST_PENDING:
             with contextlib.suppress(OSError):  # the next call reports it
                 self.flush()
@@ -298,7 +298,9 @@ class Recorder:
     def changed(self, node: Inode, size: int | None) -> None:
         """Record the attributes of an inode.  `size`: it was set to this."""
         # At the same size, too: that frees pages which are reserved beyond it.
-        pieces = [effects.truncate(node.inode, size)] if size is not None and size <= self._size else []
+        pieces = (
+            [effects.at_offset(effects.TRUNCATE, node.inode, size)] if size is not None and size <= self._size else []
+        )
         self.commit(*pieces, effects.inode(node), *self._changed_xattrs(node), result=node.inode)
 
     def _changed_xattrs(self, node: Inode) -> tuple[bytes, ...]:
@@ -308,7 +310,7 @@ class Recorder:
     def changed_xattr(self, node: Inode, name: bytes) -> None:
         """Record one extended attribute."""
         value = None if node.xattrs is None else node.xattrs.get(name)
-        self.commit(effects.inode(node), effects.xattr(node.inode, name, value), result=0)
+        self.commit(effects.inode(node), effects.with_value(effects.XATTR, node.inode, (name, value)), result=0)
 
     # -- content ---------------------------------------------------------------------------------
     def begin_write(self, node: Inode, offset: int, data: Buffer) -> None:
@@ -322,7 +324,7 @@ class Recorder:
         log, length = self.journal.log, len(data)
         log.require(length + _CALL_BYTES)
         size = _WRITE_BYTES + length + (effects.REQUEST_LAYOUT.size if self.request else 0)
-        self._begun = log.begin(size, effects.write(node.inode, offset, length), data)
+        self._begun = log.begin(size, effects.with_data(effects.WRITE, node.inode, offset, length), data)
 
     def wrote(self, node: Inode, offset: int, data: Buffer, done: int, *before: Buffer) -> None:
         """Record the first `done` bytes of a write, after the effects `before`."""
@@ -330,17 +332,21 @@ class Recorder:
         if begun is None or done < len(data) or self._pending:
             written = data if done == len(data) else memoryview(data)[:done]
             attributes = effects.inode(node), *self._changed_xattrs(node)
-            self.commit(*before, effects.write(node.inode, offset, done), written, *attributes, result=done)
+            self.commit(
+                *before, effects.with_data(effects.WRITE, node.inode, offset, done), written, *attributes, result=done
+            )
             return
         request, rest = self.request, effects.inode(node)
-        self.journal.log.complete(begun, data, rest + effects.request(request, done) if request else rest)
+        self.journal.log.complete(
+            begun, data, rest + effects.at_offset(effects.REQUEST, request, done) if request else rest
+        )
 
     def wrote_partly(self, node: Inode, offset: int, length: int) -> None:
         """Record the content of a range in which a write ended without memory: complete blocks of it were written."""
         length = min(length, node.size - offset)
         if node.content is not None and length > 0:
             data = node.content.read(offset, length)
-            self.commit(effects.write(node.inode, offset, length), data, effects.inode(node))
+            self.commit(effects.with_data(effects.WRITE, node.inode, offset, length), data, effects.inode(node))
 
     def begin_allocation(self, node: Inode, *, is_hole: bool) -> None:
         """Prepare fallocate(2): as `begin`."""
@@ -348,20 +354,20 @@ class Recorder:
 
     def allocated(self, node: Inode, offset: int, length: int, *, is_hole: bool) -> None:
         """Record a hole, or pages that were promised."""
-        effect = effects.punch if is_hole else effects.reserve
+        code = effects.PUNCH if is_hole else effects.RESERVE
         attributes = effects.inode(node), *self._changed_xattrs(node)
-        self.commit(effect(node.inode, offset, length), *attributes, result=0)
+        self.commit(effects.of_range(code, node.inode, offset, length), *attributes, result=0)
 
     # -- snapshots -------------------------------------------------------------------------------
     def took(self, info: SnapshotInfo) -> None:
         """Record a new snapshot; a safety snapshot with the change that it precedes: a crash keeps both or neither."""
         if info.kind == "safety":
-            self._pending.append(effects.snapshot(info))
+            self._pending.append(effects.with_value(effects.SNAPSHOT, 0, info))
         else:
-            self.commit(effects.snapshot(info))
+            self.commit(effects.with_value(effects.SNAPSHOT, 0, info))
 
     def _dropped(self, serial: int) -> None:
-        self._pending.append(effects.drop(serial))
+        self._pending.append(effects.of_number(effects.DROP, serial))
 
 
 def xattr_bytes(node: Inode | None) -> int:

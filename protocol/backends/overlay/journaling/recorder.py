@@ -110,7 +110,7 @@ class ApplyRecord:
     def base(self, epoch: Epoch) -> None:
         """Add the changes since the beginning of `epoch`, and that the present state is the base: the next epoch."""
         self.changes(epoch)
-        self.add([effects.of_overlay(effects.BASE, self._state.log.serial + 1, None)])
+        self.add([effects.with_value(effects.BASE, self._state.log.serial + 1, None)])
 
     def end(self) -> None:
         """Have the record count.  OSError."""
@@ -212,7 +212,7 @@ class OverlayRecorder(Recorder):
         while self._corrections:
             links, number, kind = self._corrections.popleft()
             if any(directory in self._overlay.listed for directory, _ in links):
-                yield effects.of_overlay(effects.KIND, number, kind)
+                yield effects.with_value(effects.KIND, number, kind)
 
     def _record_epoch(self, epoch: Epoch) -> None:
         with self._overlay.lock:
@@ -290,7 +290,7 @@ class OverlayRecorder(Recorder):
                 if index in content.blocks:
                     pieces += whole_block(number, index, content.blocks[index])
             if content.limit != writing.limit or content.masked is not writing.masked:
-                pieces.append(effects.of_overlay(effects.VISIBLE, number, content.visible))
+                pieces.append(effects.with_value(effects.VISIBLE, number, content.visible))
         super().wrote(node, offset, data, done, *pieces)
 
     def wrote_partly(self, node: Inode, offset: int, length: int) -> None:
@@ -302,7 +302,9 @@ class OverlayRecorder(Recorder):
         for index in range(offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)):
             if index in content.blocks:
                 pieces += whole_block(number, index, content.blocks[index])
-        self.commit(*pieces, effects.reservations(number, content.reserved), effects.inode(node))
+        self.commit(
+            *pieces, effects.with_value(effects.RESERVATIONS, number, list(content.reserved)), effects.inode(node)
+        )
 
     def begin_allocation(self, node: Inode, *, is_hole: bool) -> None:
         content = node.content
@@ -322,11 +324,11 @@ class OverlayRecorder(Recorder):
         pieces: list[bytes] = []
         for index in sorted(content.blocks.keys() - self._blocks):
             pieces += whole_block(number, index, content.blocks[index])
-        pieces.append(effects.of_overlay(effects.VISIBLE, number, content.visible))
+        pieces.append(effects.with_value(effects.VISIBLE, number, content.visible))
         if is_hole:
-            pieces.append(effects.punch(number, offset, length))
+            pieces.append(effects.of_range(effects.PUNCH, number, offset, length))
         else:
-            pieces.append(effects.reservations(number, content.reserved))
+            pieces.append(effects.with_value(effects.RESERVATIONS, number, list(content.reserved)))
         self.commit(*pieces, effects.inode(node), *self._changed_xattrs(node), result=0)
 
 
@@ -367,7 +369,7 @@ class Introductions:
             self._listed.append(number)
             self._state.listed.add(number)
             rows = [(name, child, self._kind(child)) for name, child in entries.items()]
-            yield effects.of_overlay(effects.LISTING, number, rows)
+            yield effects.with_value(effects.LISTING, number, rows)
 
     def cookies(self) -> Iterator[bytes]:
         """Yield the cookies of the listed directories, if a program has read their entries."""
@@ -404,7 +406,7 @@ def kept(file: LowerFile) -> Iterator[bytes]:
     """Yield the effects with the content of a file that an apply replaced."""
     for offset in range(0, max(1, file.size), _KEPT_BYTES):
         data = file.read(offset, min(_KEPT_BYTES, file.size - offset))
-        yield effects.of_overlay(effects.KEPT, 0, KeptValue(file.record, offset, data))
+        yield effects.with_value(effects.KEPT, 0, KeptValue(file.record, offset, data))
 
 
 def kept_files(state: OverlayState) -> list[LowerFile]:
@@ -420,13 +422,13 @@ def kept_files(state: OverlayState) -> list[LowerFile]:
 def identities_effect(identities: Mapping[bytes, Identity | None]) -> bytes:
     """Return the effect with the identities of the files that applies wrote."""
     rows = [(path, None if found is None else identity_record(found)) for path, found in identities.items()]
-    return effects.of_overlay(effects.IDENTITIES, 0, rows)
+    return effects.with_value(effects.IDENTITIES, 0, rows)
 
 
 def renewed_effect(renewed: Mapping[tuple[int, int], Identity]) -> bytes:
     """Return the effect of other ctimes of files below."""
     rows = [(*key, identity_record(found)) for key, found in renewed.items()]
-    return effects.of_overlay(effects.RENEWED, 0, rows)
+    return effects.with_value(effects.RENEWED, 0, rows)
 
 
 Listing: TypeAlias = list[tuple[bytes, int, int]]
@@ -474,13 +476,13 @@ class OverlayImage(Image):
                 yield effects.cookies(number, live.cookies)
 
     def effects(self) -> Iterator[bytes]:
-        yield effects.of_overlay(effects.DEVICE, self._overlay.device, None)
+        yield effects.with_value(effects.DEVICE, self._overlay.device, None)
         for file in kept_files(self._overlay):
             yield from kept(file)
         yield from super().effects()
         yield identities_effect(self._identities)
         for record in () if self.known is None else self.known.records():
-            yield effects.of_overlay(effects.KNOWN, 0, record)
+            yield effects.with_value(effects.KNOWN, 0, record)
 
     def checked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         """Yield `pieces` unchecked: an entry may lead to an inode that is only below."""
@@ -488,7 +490,7 @@ class OverlayImage(Image):
 
     def begin_epoch(self, epoch: Epoch) -> Iterator[bytes]:
         if epoch is self._base:
-            yield effects.of_overlay(effects.BASE, epoch.serial, None)
+            yield effects.with_value(effects.BASE, epoch.serial, None)
 
     def beginning(self, inodes: PreInodes, names: PreNames) -> Iterator[bytes]:
         state = self._overlay
