@@ -35,6 +35,7 @@ ANSWERS: dict[str, type[msgspec.Struct]] = {
     "apply": snapshots.ApplyResult,
     "fork": forks.ForkResult,
     "merge": forks.MergeResult,
+    "revert": forks.RevertResult,
     "policy": workspace.PolicyResult,
     "compact": workspace.CompactResult,
 }
@@ -46,6 +47,7 @@ RECORDS = (
     declaration.ExpiredRecord,
     forks.ConflictRecord,
     declaration.RepositoryRecord,
+    forks.RangeRecord,
 )
 NAMES = {each.__name__: f"[{each.__name__.removesuffix('Record').lower()}]" for each in RECORDS}
 PYTHON = {"None": "null", "True": "true", "False": "false", "CHANGES_LISTED": f"{snapshots.CHANGES_LISTED:,}"}
@@ -60,12 +62,13 @@ NAMES |= {
 
 def fields(struct: type[msgspec.Struct]) -> Iterator[tuple[str, str, str]]:
     """Yield the name, the type and the comment of each field."""
-    source = textwrap.dedent(inspect.getsource(struct))
-    lines = source.splitlines()
-    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            _, _, comment = lines[node.end_lineno - 1].partition("  # ")
-            yield node.target.id, kind(node.annotation), comment
+    for each in [each for each in reversed(struct.__mro__) if each not in (object, *msgspec.Struct.__mro__)]:
+        source = textwrap.dedent(inspect.getsource(each))
+        lines = source.splitlines()
+        for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                _, _, comment = lines[node.end_lineno - 1].partition("  # ")
+                yield node.target.id, kind(node.annotation), comment
 
 
 def kind(annotation: ast.expr) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vfsd.client.results import Policy as Policy
     from vfsd.client.results import Repository as Repository
     from vfsd.client.results import Restored as Restored
+    from vfsd.client.results import Reverted as Reverted
     from vfsd.client.results import Snapshot as Snapshot
     from vfsd.client.results import Status as Status
     from vfsd.client.results import Unmounted as Unmounted
@@ -48,6 +49,7 @@ _MODULES: Final = {
         "Policy",
         "Repository",
         "Restored",
+        "Reverted",
         "Snapshot",
         "Status",
         "Unmounted",

@@ -159,6 +159,7 @@ ConflictReason: TypeAlias = Literal[
     "mode",  # both sides changed the permission bits
     "owner",  # both sides changed the owner or the group
     "xattrs",  # both sides changed the same extended attribute
+    "shared",  # `vfsd revert`: others changed it in the range, too
     "links",  # the names of one file (hard links) would need different content
 ]
 

@@ -98,7 +98,7 @@ def test_every_change_needs_its_own_origin_and_the_token_of_the_form(
     before, own = [each.name for each in workspace.snapshots()], {**site.headers, "content-type": FORM}
     fields = f"&name=x&snapshot=one&kind=restore&fork=demo&force=yes&mountpoint={workspace.path}-fork"
     token = f"form_token={site.credentials.form_token}"
-    pages = ("snapshot", "restore", "drop", "fork", "merge", "adopt", "apply", "discard")
+    pages = ("snapshot", "restore", "drop", "fork", "merge", "revert", "adopt", "apply", "discard")
     for page in pages:
         for headers, body in (
             (own, token),

@@ -285,6 +285,23 @@ def test_snapshots_are_taken_and_dropped(site: Site, workspace: Workspace, story
     assert site.post("/w/demo/snapshot", name="a/b").status == 400
 
 
+def test_a_change_is_reverted_and_later_ones_stay(site: Site, workspace: Workspace, root: Path) -> None:
+    workspace.snapshot("one")
+    (root / "doomed").write_text("x")
+    workspace.snapshot("toolu_1", tag="claude:tool session=s id=toolu_1: Bash: make")
+    (root / "later").write_text("y")
+    workspace.snapshot("two")
+    timeline = site.get("/w/demo/").text
+    assert "revert?tool_call=toolu_1" in timeline
+    assert "revert?since=toolu_1&amp;until=two" in timeline
+    page = site.get("/w/demo/revert", tool_call="toolu_1")
+    assert "Revert tool call toolu_1, and keep everything later?" in page.words
+    done = site.post("/w/demo/revert", **site.form("/w/demo/revert", tool_call="toolu_1"))
+    assert "Reverted tool call toolu_1: 1 removed." in done.words
+    assert not (root / "doomed").exists()
+    assert (root / "later").exists()
+
+
 def test_a_fork_is_made_and_merged(site: Site, workdir: Path, root: Path, story: None) -> None:
     made = site.post("/w/demo/fork", mountpoint=str(workdir / "f"), name="try")
     assert "The fork try is mounted" in made.words

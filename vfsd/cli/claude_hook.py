@@ -23,9 +23,9 @@ try:
 
     # At the end: modules of the standard library come first.
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    from vfsd.client.agent_points import label_of, note_session, point_of, snapshot_name, text_of
     from vfsd.client.quick_call import ask, run_for_agent
     from vfsd.machine import selection
+    from vfsd.machine.agent_points import label_of, note_session, point_of, snapshot_name, text_of
 except KeyboardInterrupt:
     sys.exit(130)
 

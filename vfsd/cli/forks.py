@@ -1,4 +1,4 @@
-"""`vfsd fork`, `merge`, `adopt`, `apply` and `discard`: copies of a workspace, and what becomes of their changes."""
+"""`vfsd fork`, `merge`, `adopt`, `revert`, `apply` and `discard`: copies of a workspace, and merges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
@@ -29,6 +29,7 @@ from vfsd.cli.common.values import (
     NAME,
     complete_path,
     complete_path_of_fork,
+    complete_revert,
     complete_snapshot,
     complete_workspace,
     touch_option,
@@ -38,7 +39,7 @@ from vfsd.cli.unmount import unmount_running
 from vfsd.client.arguments import fork_target
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_record, unique_name
-from vfsd.operations.forks import ConflictRecord, Conflicts, ForkResult, MergeResult
+from vfsd.operations.forks import ConflictRecord, Conflicts, ForkResult, MergeResult, RevertResult
 from vfsd.operations.snapshots import ApplyResult, RestoreResult
 from vfsd.operations.workspace import UnmountParams
 
@@ -275,6 +276,94 @@ def adopt_command(app: App, fork: str, dry_run: bool, force: bool, touch: bool) 
     _merge(app, request, "adopted", dry_run=dry_run, advice=_ADOPT_ADVICE)
 
 
+@click.command(
+    "revert",
+    cls=Command,
+    examples="""
+    vfsd revert turn-3..turn-4             # what changed between the two, and nothing later
+    vfsd revert src turn-3..turn-4         # only below src
+    vfsd revert --tool-call toolu_01A09q90qw90
+    vfsd revert --session 0f3a7c11-4b52 --dry-run
+    vfsd revert --session 0f3a7c11-4b52 turn-3..   # only its calls since turn-3
+    vfsd restore --undo                    # take the revert back
+    """,
+)
+@click.argument("arguments", metavar="[PATH]... [SINCE..UNTIL]", nargs=-1, shell_complete=complete_revert)
+@click.option("--tool-call", metavar="ID", help="Undo what this call of an agent's tool changed.")
+@click.option("--session", metavar="ID", help="Undo what the calls of this session of an agent changed.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would be changed, and change nothing.")
+@click.option(
+    "--conflicts",
+    type=click.Choice(["fail", "ours", "theirs", "markers"]),
+    default="fail",
+    show_default=True,
+    help="What to do with paths that were changed again since, and that cannot be merged.",
+)
+@touch_option
+@click.pass_obj
+def revert_command(
+    app: App,
+    arguments: tuple[str, ...],
+    tool_call: str | None,
+    session: str | None,
+    dry_run: bool,
+    conflicts: Conflicts,
+    touch: bool,
+) -> None:
+    """Undo what changed between two states, and keep everything later.
+
+    SINCE and UNTIL are snapshots; without UNTIL it is the present state.  A restore goes back to a state and takes
+    everything later with it; a revert undoes the changes between two states, and merges the rest: text that was
+    changed again since is merged by lines, as git does.
+
+    --tool-call and --session undo what one call of an agent's tool, or all calls of a session, changed, as the agent's
+    hooks and the log recorded it: what you and other agents changed meanwhile stays.  `vfsd hooks install` installs the
+    hooks, and `vfsd rewind --list` lists the calls and sessions.  Where the log does not reach back to a call,
+    everything that changed between the states before and after it is undone, and the command says so.
+
+    A conflict is a path that was changed again, in a way that does not go together with the older state, or that
+    others changed, too, between two states that were kept.  --conflicts says what happens then:
+
+    \b
+    fail     nothing is changed; the conflicts are listed (exit status 1)
+    ours     keep the present version
+    theirs   take the version of the older state
+    markers  write both versions into text files, between <<<<<<< and >>>>>>>; where that
+             is not possible, keep the present version and put the older one next to it
+
+    It is one step, as a merge is, and `vfsd restore --undo` takes it back.  A git repository is reverted as a whole, or
+    stays as it is if it was changed again.  Times are those of the older state; --touch is as for `vfsd merge`.
+    """
+    since, until, paths = _range(arguments)
+    is_of_agent = tool_call is not None or session is not None
+    if tool_call is not None and session is not None:
+        raise click.UsageError("--tool-call and --session exclude each other: give one")
+    if since is None and not is_of_agent:
+        raise click.UsageError("name two states, SINCE..UNTIL, as the last argument, or give --tool-call or --session")
+    app.paths = paths
+    request = app.requests.revert(
+        (since or None) if is_of_agent else since,
+        until,
+        paths,
+        tool_call=tool_call,
+        session=session,
+        conflicts=conflicts,
+        dry_run=dry_run,
+        touch=touch,
+    )
+    _merge(app, request, "reverted", dry_run=dry_run, advice=_REVERT_ADVICE, has_markers=conflicts == "markers")
+
+
+def _range(arguments: Sequence[str]) -> tuple[str | None, str | None, Sequence[str]]:
+    """Return SINCE, UNTIL and the PATHs; SINCE is None without a range, and UNTIL is None for the present state."""
+    last = arguments[-1] if arguments else ""
+    since, dots, until = last.partition("..")
+    if not dots or "/" in last or last == "..":
+        return None, None, arguments
+    return since, until or None, arguments[:-1]
+
+
+_REVERT_ADVICE: Final = "choose with --conflicts ours, theirs or markers, or give the PATHs to revert"
 _MERGE_ADVICE: Final = "choose with --conflicts ours, theirs or markers, or change one side and merge again"
 _ADOPT_ADVICE: Final = "`vfsd merge` keeps the changes of both, --force replaces those of this workspace"
 
@@ -282,30 +371,30 @@ _ADOPT_ADVICE: Final = "`vfsd merge` keeps the changes of both, --force replaces
 def _merge(
     app: App,
     request: RemoteCall[Any],
-    verb: Literal["merged", "adopted"],
+    verb: Literal["merged", "adopted", "reverted"],
     *,
     dry_run: bool,
     advice: str,
     has_markers: bool = False,
 ) -> None:
-    def show(answer: MergeResult) -> None:
+    def show(answer: MergeResult | RevertResult) -> None:
+        what = output.show_path(answer.reverted if isinstance(answer, RevertResult) else answer.fork)
+        for warning in answer.warnings if isinstance(answer, RevertResult) else ():
+            output.note(warning)
         if dry_run:
             show_changes(answer.changes)
-        for conflict in answer.conflicts[:_CONFLICTS_SHOWN]:
-            output.note(_described(conflict, is_applied=answer.applied, has_markers=has_markers))
-        if len(answer.conflicts) > _CONFLICTS_SHOWN:
-            output.note(f"and {len(answer.conflicts) - _CONFLICTS_SHOWN:,} more conflicts, which --json lists")
+        _show_conflicts(answer, has_markers=has_markers)
         if answer.applied and answer.safety_snapshot is None:
             if not answer.repositories:
-                output.say(f"nothing to do: {answer.fork} has no changes that are not here")
+                output.say(f"nothing to do: {what} has no changes that are {_HERE[verb]}")
         elif answer.applied:
-            for line in outcome_lines(f"{verb} {answer.fork}", answer.counts, answer.safety_snapshot, answer.older):
+            for line in outcome_lines(f"{verb} {what}", answer.counts, answer.safety_snapshot, answer.older):
                 output.say(line)
         elif dry_run and output.on_terminal(err=True):
             output.note(f"would change: {count_words(answer.counts)}")
         if _is_refused(answer, dry_run=dry_run):
             found = output.counted(len(answer.conflicts), "conflict")
-            output.report(f"{found} with {answer.fork}; nothing was changed: {advice}")
+            output.report(f"{found} with {what}; nothing was changed: {advice}")
         show_repositories(answer.repositories)
         show_expired(answer.expired)
 
@@ -313,6 +402,13 @@ def _merge(
     app.emit(answer, show)
     if _is_refused(answer, dry_run=dry_run):
         click.get_current_context().exit(1)
+
+
+def _show_conflicts(answer: MergeResult | RevertResult, *, has_markers: bool) -> None:
+    for conflict in answer.conflicts[:_CONFLICTS_SHOWN]:
+        output.note(_described(conflict, is_applied=answer.applied, has_markers=has_markers))
+    if len(answer.conflicts) > _CONFLICTS_SHOWN:
+        output.note(f"and {len(answer.conflicts) - _CONFLICTS_SHOWN:,} more conflicts, which --json lists")
 
 
 def _described(conflict: ConflictRecord, *, is_applied: bool, has_markers: bool) -> str:
@@ -325,7 +421,10 @@ def _described(conflict: ConflictRecord, *, is_applied: bool, has_markers: bool)
     return f"{text}; the file has markers" if is_applied and has_markers and conflict.reason == "content" else text
 
 
-def _is_refused(answer: MergeResult, *, dry_run: bool) -> bool:
+_HERE: Final = {"merged": "not here", "adopted": "not here", "reverted": "still here"}
+
+
+def _is_refused(answer: MergeResult | RevertResult, *, dry_run: bool) -> bool:
     return bool(answer.conflicts) and not answer.applied and not dry_run
 
 

@@ -19,7 +19,7 @@ from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.changes import show_dry_run, show_outcome, show_problems
 from vfsd.cli.common.values import touch_option
 from vfsd.cli.common.wording import nothing_to_restore, signed_counts
-from vfsd.client.agent_points import AgentPoint, parse_tag, session_above
+from vfsd.machine.agent_points import AgentPoint, parse_tag, session_above
 from vfsd.machine.selection import socket_dir
 from vfsd.operations.snapshots import RestoreResult, SnapshotRecord, SnapshotsResult
 from vfsd.wire.messages import wire_path
@@ -297,6 +297,9 @@ def _name_others(moments: Sequence[_Moment], chosen: _Moment, *, dry_run: bool) 
         verb = "would also undo" if dry_run else "this also undoes"
         work = f"{output.counted(calls, 'tool call')} of session {session or 'without an id'}"
         output.note(f"{verb} {work}, the newest one is {output.show_path(newest)!r}")
+    if others and chosen.point.session:
+        words = shlex.join(["vfsd", "revert", "--session", chosen.point.session, f"{chosen.snapshot.name}.."])
+        output.note(f"`{words}` undoes only the calls of session {chosen.point.session}, and keeps the work of others")
 
 
 def _chosen(moments: Sequence[_Moment], to: str | None) -> _Moment:

@@ -62,6 +62,7 @@ _GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "drop": ("snapshots", "Delete snapshots."),
         "prune": ("prune", "Remove the snapshots that no rule keeps."),
         "restore": ("snapshots", "Restore the workspace, or some paths, from a snapshot or archive."),
+        "revert": ("forks", "Undo what changed between two states, and keep everything later."),
         "timeline": ("history", "Show the snapshots, what each changed, and who did it."),
         "diff": ("snapshots", "Show what changed between two snapshots, or since one."),
         "log": ("history", "Show which program changed what, and when."),

@@ -37,7 +37,7 @@ from vfsd.client.arguments import FilePath, UserPath, wire_paths
 from vfsd.client.connection import ControlError
 from vfsd.client.results import Exported, Restored, Snapshot
 from vfsd.operations.declaration import Peer
-from vfsd.operations.forks import AdoptParams, ForkParams, MergeParams
+from vfsd.operations.forks import AdoptParams, ForkParams, MergeParams, RevertParams
 from vfsd.operations.snapshots import (
     ApplyParams,
     DiffParams,
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         Patch,
         Policy,
         Restored,
+        Reverted,
         Snapshot,
         Status,
         Unmounted,
@@ -367,6 +368,44 @@ class Requests:
         """
         params = AdoptParams(fork=_peer(fork), force=force, dry_run=dry_run, touch=touch)
         return RemoteCall("adopt", params, _to("Merged"), on_progress)
+
+    def revert(
+        self,
+        since: str | None = None,
+        until: str | None = None,
+        paths: Iterable[UserPath] = (),
+        *,
+        tool_call: str | None = None,
+        session: str | None = None,
+        conflicts: Literal["fail", "ours", "theirs", "markers"] = "fail",
+        dry_run: bool = False,
+        touch: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> RemoteCall[Reverted]:
+        """Undo what changed from snapshot `since` to snapshot `until` (None: the live state), and keep later changes.
+
+        With `tool_call` or `session`, an id that the hooks of an agent kept, undo only what that call, or the calls of
+        that session, changed; then `since` can be left out.  Paths that were changed again since are merged as for
+        `merge`, and `conflicts` says what happens to those that cannot be merged: "ours" keeps them as they are now,
+        "theirs" takes the older state.
+
+        `Reverted.applied` says whether anything was changed, and `Reverted.conflicts` why not.  `undo` takes a revert
+        back.  SnapshotNotFoundError; OSError: EINVAL if `until` is older than `since`; ENOENT for an unknown call or
+        session; EBUSY as for `merge`.  `touch` is as for `restore`.
+        """
+        if (tool_call is not None and session is not None) or (since is None and tool_call is None and session is None):
+            raise ValueError("give `since`, or one of `tool_call` and `session`")
+        params = RevertParams(
+            since=since,
+            until=until,
+            tool_call=tool_call,
+            session=session,
+            paths=self._paths(paths),
+            conflicts=conflicts,
+            dry_run=dry_run,
+            touch=touch,
+        )
+        return RemoteCall("revert", params, _to("Reverted"), on_progress)
 
     # -- archives ---------------------------------------------------------------------------------
     def export(

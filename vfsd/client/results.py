@@ -223,6 +223,29 @@ class Merged:
 
 
 @dataclass(frozen=True, slots=True)
+class Reverted:
+    """The changes that a revert made, or with `dry_run` would make.
+
+    `reverted` describes what was undone, and `ranges` are the states before and after it, the newest first; None is the
+    live state.  `warnings` say why changes of other programs may be undone, too.  The rest is as in `Merged`.
+    """
+
+    reverted: str
+    ranges: tuple[tuple[str, str | None], ...]
+    applied: bool
+    counts: Counts
+    changes: tuple[Change, ...]
+    conflicts: Mapping[str, Conflict] = field(default_factory=dict)
+    truncated: bool = False
+    safety_snapshot: str | None = None
+    expired: Mapping[str, datetime] = field(default_factory=dict)
+    undo_steps: int = 0
+    repositories: Mapping[str, Repository] = field(default_factory=dict)
+    older: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Exported:
     """The archive that was written: its path, the number and size of its files, and its own size.
 
@@ -426,6 +449,12 @@ def _ready(answer: ForkResult) -> Ready:
 CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
     "Snapshot": _convert(Snapshot, changes=_unchanged),
     "Merged": _convert(Merged, conflicts=_merged_conflicts),
+    "Reverted": _convert(
+        Reverted,
+        conflicts=_merged_conflicts,
+        ranges=lambda records: tuple((each.since, each.until) for each in records),
+        warnings=tuple,
+    ),
     "Diff": _diff,
     "Patch": _patch,
     "Status": _status,

@@ -20,9 +20,9 @@ import anyio
 import anyio.to_thread
 from claude_agent_sdk import HookMatcher
 
-from vfsd.client.agent_points import AgentPoint, point_of, snapshot_name
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.workspace import Workspace
+from vfsd.machine.agent_points import AgentPoint, point_of, snapshot_name
 
 TIMEOUT_S: Final = 20.0  # a snapshot of a large host directory takes seconds
 _MARGIN_S: Final = 20.0  # a cancelled call waits for the daemon for a while

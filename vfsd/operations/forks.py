@@ -1,4 +1,4 @@
-"""The operations on forks: make, merge and adopt one, and the calls between two daemons.
+"""The operations that merge: make, merge and adopt a fork, revert a range of states; and the calls between two daemons.
 
 A client calls `merge` or `adopt` on the target.  The target's daemon then calls `lineage` and `changes` on the other
 workspace's daemon.
@@ -79,19 +79,9 @@ class ConflictRecord(msgspec.Struct, omit_defaults=True):
     kept_as: str | None = None
 
 
-class MergeResult(msgspec.Struct):
-    """Result of `merge` and of `adopt`.
+class PlanResult(msgspec.Struct, kw_only=True):
+    """What the results of `merge`, `adopt` and `revert` have in common; see `MergeResult`."""
 
-    `base` is the newest snapshot that both workspaces have completely: the changes of both sides are counted from it,
-    except at paths that were merged by themselves since.  It is empty if `adopt` with `force` found none.
-    `applied` is False for a dry run, and if conflicts prevented the merge: then nothing was changed, and `changes` are
-    those without the conflicts.
-    `counts` covers all changes, `changes` lists the first CHANGES_LISTED.  `safety_snapshot` is the state before; None
-    if nothing was changed.
-    """
-
-    fork: str
-    base: str
     applied: bool
     counts: ChangeCounts
     changes: list[ChangeRecord]
@@ -102,6 +92,61 @@ class MergeResult(msgspec.Struct):
     undo_steps: int = 0
     older: int = 0  # as in RestoreResult
     repositories: list[RepositoryRecord] = []
+
+
+class MergeResult(PlanResult, kw_only=True):
+    """Result of `merge` and of `adopt`.
+
+    `applied` is False for a dry run, and if conflicts prevented the merge: then nothing was changed, and `changes` are
+    those without the conflicts.
+    `counts` covers all changes, `changes` lists the first CHANGES_LISTED.  `safety_snapshot` is the state before; None
+    if nothing was changed.
+    `base` is the newest snapshot that both workspaces have completely: the changes of both sides are counted from it,
+    except at paths that were merged by themselves since.  It is empty if `adopt` with `force` found none.
+    """
+
+    fork: str
+    base: str
+
+
+class RevertParams(Params):
+    """Parameters of `revert`: undo the changes from the snapshot `since` to the snapshot `until`, and keep later ones.
+
+    `until`: None is the live state.  `tool_call` and `session` limit it to the changes of one call of an agent's tool,
+    or of all calls of a session; then `since` may be None, for the oldest state.  `paths` limits it to these paths.
+    `conflicts` says what happens to paths that were changed again since, as in MergeParams: "theirs" takes the older
+    state.
+    """
+
+    since: str | None = None
+    until: str | None = None
+    tool_call: str | None = None
+    session: str | None = None
+    paths: list[str] = []
+    conflicts: Conflicts = "fail"
+    dry_run: bool = False
+    touch: bool = False  # as in RestoreParams
+
+
+class RangeRecord(msgspec.Struct):
+    """The states before and after changes that are undone.
+
+    `until`: null is the live state.  `since`: "" is the directory below an overlay.
+    """
+
+    since: str
+    until: str | None
+
+
+class RevertResult(PlanResult, kw_only=True):
+    """Result of `revert`.  `reverted` describes what was undone, `ranges` are the states, the newest first.
+
+    `warnings`: why a range may have changes of other programs, too.  The rest is as for `merge`.
+    """
+
+    reverted: str
+    ranges: list[RangeRecord]
+    warnings: list[str] = []
 
 
 class AdoptParams(Params):
@@ -206,10 +251,12 @@ class DropMergedParams(Params):
 
 _FORK: Final = ("the fork", "no fork was made", "the fork is mounted; `vfsd unmount` removes it")
 _MERGE: Final = ("the merge", UNCHANGED, f"the merge is complete{UNDO_HINT}")
+_REVERT: Final = ("the revert", UNCHANGED, f"the revert is complete{UNDO_HINT}")
 _ADOPTION: Final = ("the adoption", UNCHANGED, f"the adoption is complete{UNDO_HINT}")
 OPERATIONS: Final = (
     Operation("fork", ForkParams, ForkResult, *_FORK),
     Operation("merge", MergeParams, MergeResult, *_MERGE, audited=True),
+    Operation("revert", RevertParams, RevertResult, *_REVERT, audited=True),
     Operation("adopt", AdoptParams, MergeResult, *_ADOPTION, audited=True),
     Operation("lineage", Empty, Lineage),
     Operation("changes", ChangesParams, ChangesResult),

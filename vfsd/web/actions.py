@@ -1,9 +1,9 @@
-"""The pages that change something: snapshot, restore, undo, redo, drop, fork, merge, adopt, apply and discard.
+"""The pages that change something: snapshot, restore, undo, redo, revert, drop, fork, merge, adopt, apply, discard.
 
-A GET shows what would happen: a restore, an undo and a merge as a dry run.  A POST with the token of the form does it,
-and leads to a page with the outcome, which offers to undo it.  A restore, an undo and a redo name the time of the state
-that they go to, so a snapshot that took over the name meanwhile is not restored, and a form that is sent twice, or from
-two tabs, does not undo two steps.
+A GET shows what would happen: a restore, an undo, a merge and a revert as a dry run.  A POST with the token of the form
+does it, and leads to a page with the outcome, which offers to undo it.  A restore, an undo and a redo name the time of
+the state that they go to, so a snapshot that took over the name meanwhile is not restored, and a form that is sent
+twice, or from two tabs, does not undo two steps.
 
 Threading: the event loop.  A change is completed even if the browser leaves meanwhile.  No await between two accesses
 of `Outcomes`.
@@ -28,7 +28,7 @@ from starlette.responses import RedirectResponse, Response
 from vfsd.client.arguments import fork_target
 from vfsd.client.async_connection import finish
 from vfsd.client.requests import RemoteCall
-from vfsd.client.results import Applied, Change, Counts, Merged, Restored
+from vfsd.client.results import Applied, Change, Counts, Merged, Restored, Reverted
 from vfsd.machine.text import counted
 from vfsd.web.access import Credentials
 from vfsd.web.pages import given, sources_of, workspace_of
@@ -79,7 +79,11 @@ def problem_lines(problems: Mapping[str, object]) -> list[str]:
 
 
 def confirm(
-    request: Request, template: str, source: WorkspaceSource, found: Restored | Merged | Applied, **values: Any
+    request: Request,
+    template: str,
+    source: WorkspaceSource,
+    found: Restored | Merged | Reverted | Applied,
+    **values: Any,
 ) -> Response:
     """Show what a change would do, `found` by a dry run, and ask whether to make it."""
     shown: dict[str, Any] = {"counts": found.counts, "changes": listed(found.changes), "up": href(source.key, "")}
@@ -192,7 +196,7 @@ async def changed(
     request: Request,
     source: WorkspaceSource,
     what: str,
-    found: Restored | Merged,
+    found: Restored | Merged | Reverted,
     notes: Sequence[str] = (),
     *,
     back: Literal["undo", "redo"] = "undo",
@@ -321,7 +325,12 @@ class Outcomes:
         return self._kept.get(name)
 
 
-_POLICIES: Final = ("fail", "ours", "theirs", "markers")
+_POLICIES: Final = {
+    "fail": "change nothing",
+    "ours": "keep the present version",
+    "theirs": "take the other version",
+    "markers": "write both, with markers",
+}
 
 
 def _force(form: Mapping[str, str]) -> bool:
@@ -349,9 +358,11 @@ async def confirm_merge(request: Request) -> Response:
         "merge.html",
         source,
         found,
-        fork=fork,
+        title=f"Merge {fork} into {source.title}?",
+        action="merge",
+        hidden={"fork": fork},
         policy=policy,
-        policies=_POLICIES,
+        policies={**_POLICIES, "ours": f"keep {source.title}", "theirs": f"take {fork}"},
         conflicts=[*_conflicts(found), *_repositories(found)],
         can_merge=policy != "fail" or not found.conflicts,
     )
@@ -362,7 +373,7 @@ async def merge(request: Request) -> Response:
     form = await fields(request)
     source, fork = _pair(request, form)
     found = await complete(source, source.requests.merge(fork, conflicts=_policy(form), touch=_touch(form)))
-    return await _merged(request, source, found, f"Merged {fork}", [*_conflicts(found), *_repositories(found)])
+    return await _merged(request, source, found, fork, f"Merged {fork}", [*_conflicts(found), *_repositories(found)])
 
 
 def _policy(given: Mapping[str, str]) -> Literal["fail", "ours", "theirs", "markers"]:
@@ -372,21 +383,26 @@ def _policy(given: Mapping[str, str]) -> Literal["fail", "ours", "theirs", "mark
     return cast("Literal['fail', 'ours', 'theirs', 'markers']", policy)
 
 
-def _conflicts(found: Merged) -> list[str]:
+def _conflicts(found: Merged | Reverted) -> list[str]:
     return problem_lines({path: f"{each.reason}: {each.detail}" for path, each in found.conflicts.items()})
 
 
-def _repositories(found: Merged | Applied) -> list[str]:
+def _repositories(found: Merged | Reverted | Applied) -> list[str]:
     lines = problem_lines({path: each.detail for path, each in found.repositories.items()})
     return [*lines, *(command for each in found.repositories.values() for command in each.commands)]
 
 
 async def _merged(
-    request: Request, source: WorkspaceSource, found: Merged, what: str, notes: Sequence[str] = ()
+    request: Request,
+    source: WorkspaceSource,
+    found: Merged | Reverted,
+    other: str,
+    what: str,
+    notes: Sequence[str] = (),
 ) -> Response:
     if found.applied:
         return await changed(request, source, what, found, notes)
-    title = f"Nothing was changed: {counted(len(found.conflicts), 'conflict')} with {found.fork}."
+    title = f"Nothing was changed: {counted(len(found.conflicts), 'conflict')} with {other}."
     return done(request, source, title=title, notes=_conflicts(found))
 
 
@@ -402,7 +418,46 @@ async def adopt(request: Request) -> Response:
     form = await fields(request)
     source, fork = _pair(request, form)
     found = await complete(source, source.requests.adopt(fork, force=_force(form), touch=_touch(form)))
-    return await _merged(request, source, found, f"Adopted {fork}")
+    return await _merged(request, source, found, fork, f"Adopted {fork}")
+
+
+def _revert_call(
+    source: WorkspaceSource, given: Mapping[str, str], *, dry_run: bool
+) -> tuple[RemoteCall[Reverted], dict[str, str]]:
+    """Build the request of a revert of a call or of a range; also return its form fields."""
+    hidden = {name: given[name] for name in ("since", "until", "tool_call") if given.get(name)}
+    policy = _policy(given)
+    call = source.requests.revert(**cast("Any", hidden), conflicts=policy, dry_run=dry_run, touch=_touch(given))
+    return call, hidden
+
+
+async def confirm_revert(request: Request) -> Response:
+    """GET `/w/KEY/revert`: show what the revert of a call, or of a range of states, would change."""
+    source, policy = workspace_of(request), _policy(request.query_params)
+    call, hidden = _revert_call(source, request.query_params, dry_run=True)
+    found = await source.run(call)
+    return confirm(
+        request,
+        "merge.html",
+        source,
+        found,
+        title=f"Revert {found.reverted}, and keep everything later?",
+        action="revert",
+        hidden=hidden,
+        policy=policy,
+        policies={**_POLICIES, "theirs": "take the older version"},
+        conflicts=[*found.warnings, *_conflicts(found), *_repositories(found)],
+        can_merge=policy != "fail" or not found.conflicts,
+    )
+
+
+async def revert(request: Request) -> Response:
+    """POST `/w/KEY/revert`: undo what a call, or a range of states, changed."""
+    form = await fields(request)
+    source = workspace_of(request)
+    found = await complete(source, _revert_call(source, form, dry_run=False)[0])
+    notes = [*found.warnings, *_conflicts(found), *_repositories(found)]
+    return await _merged(request, source, found, found.reverted, f"Reverted {found.reverted}", notes)
 
 
 # -- overlays -----------------------------------------------------------------------------------------

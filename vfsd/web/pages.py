@@ -32,6 +32,7 @@ from protocol.types import ChangeCounts
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import Change, Counts, Patch, Policy, Snapshot
 from vfsd.client.timeline import Mark, Step, authors, marks, timeline
+from vfsd.machine.agent_points import parse_tag
 from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.fs import FsEntry
 from vfsd.operations.snapshots import DiffParams, DiffResult
@@ -124,6 +125,7 @@ async def show_timeline(request: Request) -> Response:
         steps=steps[start : start + STEPS],
         older=steps[start + STEPS - 1].name if len(steps) > start + STEPS else None,
         first=start == 0,
+        calls={step.name: _call(step.snapshot) for step in steps[start : start + STEPS]},
         counts=counts,
         live_counts=live,
         authors={name: [each for each, _ in found.most_common(AUTHORS + 1)] for name, found in (told or {}).items()},
@@ -159,6 +161,12 @@ async def _authors(source: WorkspaceSource, steps: Sequence[Step]) -> Mapping[st
         if error.errno != errno.EOPNOTSUPP:
             raise
         return {}  # mounted with --no-audit
+
+
+def _call(snapshot: Snapshot | None) -> str:
+    """Return the id of the tool call that the hooks of an agent kept this state after; "" for any other state."""
+    point = None if snapshot is None else parse_tag(snapshot.tag)
+    return "" if point is None or point.kind != "tool" else point.tool_use_id
 
 
 async def _live_counts(source: WorkspaceSource, live: Step) -> Counts | None:

@@ -119,6 +119,7 @@ def application(sources: Sources, credentials: Credentials, port: int) -> ASGIAp
         ("drop", actions.confirm_drop, actions.drop),
         ("fork", actions.ask_fork, actions.fork),
         ("merge", actions.confirm_merge, actions.merge),
+        ("revert", actions.confirm_revert, actions.revert),
         ("adopt", actions.confirm_adopt, actions.adopt),
         ("apply", actions.confirm_apply, actions.apply),
         ("discard", actions.confirm_discard, actions.discard),

@@ -203,6 +203,18 @@ def complete_restore(ctx: click.Context, param: click.Parameter, incomplete: str
     return snapshots or [CompletionItem(incomplete, type="file")]
 
 
+def complete_revert(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer ranges of snapshots, SINCE..UNTIL, and paths."""
+    since, dots, _ = incomplete.partition("..")
+    found = complete_snapshot(ctx, param, "")
+    if dots and "/" not in since:
+        ranges = [f"{since}..{item.value}" for item in found]
+    else:
+        ranges = [f"{item.value}.." for item in found]
+    matching = [CompletionItem(each) for each in ranges if each.startswith(incomplete)]
+    return matching or _paths(ctx, incomplete)
+
+
 def complete_of(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
     """Offer the workspaces that have snapshots in the store."""
     return _offer(lambda: _stored_workspaces(ctx), incomplete)

@@ -587,7 +587,9 @@ OBJECT_BYTES: Final = 640  # of an `Entry` with its numbers and without its text
 _TEXT_BYTES: Final = 64  # of a string, without its characters
 PATHS_LISTED: Final = 100  # of one entry for many changes at once, such as a restore
 # Changes of a directory that are changes of everything below it, too.
-_OF_WHOLE_DIRECTORIES: Final = frozenset({"rename", "exchange", "restore", "import", "merge", "adopt", "fs.rm"})
+OF_WHOLE_DIRECTORIES: Final = frozenset(
+    {"rename", "exchange", "restore", "import", "merge", "adopt", "revert", "fs.rm"}
+)
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
@@ -634,7 +636,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         """
         if self.count > len(self.paths) > 0:
             return True  # not all of its paths are known
-        is_named = scope.meets if self.change in _OF_WHOLE_DIRECTORIES else scope.covers
+        is_named = scope.meets if self.change in OF_WHOLE_DIRECTORIES else scope.covers
         return any(one is not None and is_named(one) for one in self.paths or (self.path, self.other)) or scope.covers(
             b""
         )

@@ -1,4 +1,4 @@
-"""The tools that the server offers: those of `protocol.tools`, snapshot, snapshots, restore, diff, log; and resources.
+"""The tools that the server offers: those of `protocol.tools`, of snapshots, restore, revert, diff, log; and resources.
 
 The files of the workspace are resources: vfsd://NAME/PATH, percent-encoded.  The list is bounded, because a workspace
 may have a million files: it has the first LISTED files by path that the tool `glob` finds.  Every other file can be
@@ -13,9 +13,10 @@ import mimetypes
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
+import msgspec
 from msgspec import Meta
 
 from protocol.tool_messages import GlobParams, Params
@@ -25,9 +26,9 @@ from protocol.types import ChangeCounts
 from vfsd.client.connection import ControlError
 from vfsd.client.log import LoggedChange
 from vfsd.client.requests import OnProgress, RemoteCall
-from vfsd.client.results import Change, Diff, Patch, Restored, Snapshot
+from vfsd.client.results import Change, Diff, Patch, Restored, Reverted, Snapshot
 from vfsd.integrations.mcp.session import Session
-from vfsd.machine.text import link_note
+from vfsd.machine.text import counted, link_note
 from vfsd.operations.fs import FsReadParams, FsReadResult
 from vfsd.operations.workspace import StatusResult, nameless
 from vfsd.wire.messages import wire_path
@@ -184,6 +185,43 @@ def _restored_lines(params: RestoreToolParams, restored: Restored) -> list[str]:
     return lines
 
 
+class RevertToolParams(Params, frozen=True):
+    since: Annotated[_Name | None, Meta(description="The snapshot before the changes.")] = None
+    until: Annotated[_Name | None, Meta(description="The snapshot after them; by default the present state.")] = None
+    tool_call: Annotated[str | None, Meta(description="Instead: the id of a tool call that the hooks kept.")] = None
+    session: Annotated[str | None, Meta(description="Instead: the id of a session, for all its calls.")] = None
+    paths: _Paths = ()
+    conflicts: Annotated[
+        Literal["fail", "ours", "theirs", "markers"],
+        Meta(
+            description="For what was changed again since: change nothing, keep the present version, take the older"
+            " one, or write both with conflict markers."
+        ),
+    ] = "fail"
+    dry_run: Annotated[bool, Meta(description="Only say what would change.")] = False
+
+
+async def _revert(params: RevertToolParams, session: Session, on_progress: OnProgress) -> str:
+    values = msgspec.structs.asdict(params)
+    found: Reverted = await session.send((await session.requests()).revert(**values, on_progress=on_progress))
+    lines = [f"({each})" for each in found.warnings]
+    if found.conflicts and not found.applied and not params.dry_run:
+        lines.append(f"Nothing was changed: {counted(len(found.conflicts), 'conflict')}")
+    elif not found.counts.total:
+        lines.append(f"Nothing to change: {found.reverted} has no changes that are still here")
+    else:
+        lines += [
+            f"{'Would have reverted' if params.dry_run else 'Reverted'} {found.reverted}:",
+            _counted(found.counts),
+        ]
+        lines += _change_lines(found.changes, found.counts, _PATHS_SHOWN)
+    lines += _some([f"(conflict: {path}: {each.reason}, {each.detail})" for path, each in found.conflicts.items()])
+    lines += [f"({path}: {each.detail})" for path, each in found.repositories.items()]
+    if found.safety_snapshot is not None:
+        lines.append(f"The state before is kept as {found.safety_snapshot}; undo brings it back.")
+    return "\n".join(lines)
+
+
 # -- diff ------------------------------------------------------------------------------------------
 class DiffToolParams(Params, frozen=True):
     since: Annotated[_Name | None, Meta(description="A snapshot; by default the newest one.")] = None
@@ -289,6 +327,15 @@ _WORKSPACE_TOOLS: Final = (
         RestoreToolParams,
         Hints("Restore a snapshot", destructive=True),
         _restore,
+        writes=True,
+    ),
+    ServedTool(
+        "revert",
+        "Undo what changed between two snapshots, or in one tool call or session, and keep everything later. The state "
+        "before is kept, and undo of the tool restore brings it back.",
+        RevertToolParams,
+        Hints("Revert changes", destructive=True),
+        _revert,
         writes=True,
     ),
     ServedTool(

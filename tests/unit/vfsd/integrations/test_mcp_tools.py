@@ -48,7 +48,7 @@ def test_every_tool_of_the_protocol_is_offered_with_its_own_words() -> None:
     for name, tool in TOOLS.items():
         served = SERVED_TOOLS[name]
         assert (served.description, served.json_schema()) == (tool.description, tool.json_schema())
-    assert SERVED_TOOLS.keys() - TOOLS.keys() == {"snapshot", "snapshots", "restore", "diff", "log"}
+    assert SERVED_TOOLS.keys() - TOOLS.keys() == {"snapshot", "snapshots", "restore", "revert", "diff", "log"}
 
 
 def test_every_schema_is_an_object() -> None:
@@ -60,7 +60,7 @@ def test_the_hints_say_what_a_tool_may_do() -> None:
     destroying = {name for name, tool in SERVED_TOOLS.items() if tool.hints.destructive}
     reaching_out = {name for name, tool in SERVED_TOOLS.items() if tool.hints.open_world}
     assert reading == {"ls", "read_file", "glob", "grep", "snapshots", "diff", "log"}
-    assert destroying == {"write_file", "edit_file", "rm", "restore", "shell", "python"}
+    assert destroying == {"write_file", "edit_file", "rm", "restore", "revert", "shell", "python"}
     assert reaching_out == {"shell", "python"}
 
 
@@ -77,7 +77,7 @@ def test_a_workspace_gets_the_tools_that_work_in_it() -> None:
     assert names(None) == names(status(commands="on this host")) == everything
     assert names(status()) == everything - {"shell", "python"}
     reading = status(commands="on this host", read_only=True)
-    assert names(reading) == everything - {"write_file", "edit_file", "rm", "restore"}
+    assert names(reading) == everything - {"write_file", "edit_file", "rm", "restore", "revert"}
 
 
 # -- files and commands -----------------------------------------------------------------------------

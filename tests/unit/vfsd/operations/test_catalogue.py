@@ -18,6 +18,7 @@ from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.handlers.forks import ForkMethod, MergeMethods, MergeSource
 from vfsd.daemon.control.handlers.fs import FsMethods
 from vfsd.daemon.control.handlers.log import LogMethods
+from vfsd.daemon.control.handlers.revert import RevertMethods
 from vfsd.daemon.control.handlers.snapshots import SnapshotMethods
 from vfsd.daemon.control.handlers.workspace import SavedStates, UnmountMethods, WorkspaceMethods
 from vfsd.daemon.control.methods import Methods
@@ -27,7 +28,7 @@ from vfsd.operations.catalogue import OPERATIONS
 
 GROUPS: tuple[type[object], ...] = (
     Methods, WorkspaceMethods, SavedStates, UnmountMethods, Upgrade, ForkMethod, SnapshotMethods, TreeMethods,
-    MergeSource, MergeMethods, LogMethods, FsMethods, ExecMethods,
+    MergeSource, MergeMethods, RevertMethods, LogMethods, FsMethods, ExecMethods,
 )  # fmt: skip
 
 
@@ -53,6 +54,7 @@ CALLS: tuple[tuple[Callable[..., Any], type[msgspec.Struct], set[str]], ...] = (
     (Requests.apply, snapshots.ApplyParams, {"stream"}),
     (Requests.merge, forks.MergeParams, set()),
     (Requests.adopt, forks.AdoptParams, set()),
+    (Requests.revert, forks.RevertParams, set()),
     (Requests.policy, workspace.PolicyParams, set()),
     (Requests.log, workspace.LogParams, {"since_ns"}),
     (Requests.watch, workspace.LogParams, {"since_ns"}),

@@ -8,9 +8,7 @@ A merge:
 
 1. The other daemon keeps its state and sends its changes (`vfsd.daemon.merging.other`).
 2. A worker thread computes the new state from immutable trees, while the mount answers.
-3. One step puts it in place, as a restore does, unless a program has changed one of the paths since: then everything
-   begins again with the new state.  For a volume with snapshots of its own, that is a step on the serving loop.  Else
-   a thread changes the files, each atomically; a path that a program changes meanwhile is left, and reported.
+3. One step puts it in place, or everything begins again with the new state (`vfsd.daemon.merging.plan`).
 
 Nothing is changed before the third step, in neither workspace, except that the other one has a snapshot more.
 
@@ -24,18 +22,16 @@ import contextlib
 import errno
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from protocol.diff.tree_diff import Change, changes, count, entry_or_none, has_links, is_at_or_below, outermost
+from protocol.diff.tree_diff import Change, changes, count, entry_or_none, has_links
 from protocol.errors import SnapshotNotFoundError, shown
-from protocol.merge.sides import Conflict
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
-from protocol.values import Value
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import ForkableVolume, SnapshotInfo
 from vfsd.daemon.control.calls import CallContext, absolute_path, tree_paths
@@ -50,6 +46,7 @@ from vfsd.daemon.forks.forks import Forks, Steps
 from vfsd.daemon.merging.delta import differences, write_delta
 from vfsd.daemon.merging.lineage import with_merged
 from vfsd.daemon.merging.other import Other, OtherWorkspaces
+from vfsd.daemon.merging.plan import Plan, check_writable, conflict_record, keep_going_of, put, retried
 from vfsd.daemon.merging.trees import EmptyTree, LayeredTree, SourceStates
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import (
@@ -58,8 +55,6 @@ from vfsd.daemon.snapshots.base import (
     MERGED_TAG,
     UNOBSERVED,
     CallObserver,
-    LiveState,
-    NewState,
     Outcome,
     SnapshotService,
     fork_tag,
@@ -84,6 +79,7 @@ from vfsd.operations.forks import (
     MergedState,
     MergeParams,
     MergeResult,
+    PlanResult,
     StateId,
 )
 from vfsd.operations.snapshots import CHANGES_LISTED
@@ -94,32 +90,8 @@ if TYPE_CHECKING:
     from vfsd.daemon.forks.stored import StoredForks
     from vfsd.daemon.snapshots.store_restore import Stored
 
-_ATTEMPTS: Final = 5  # while programs change paths that are merged
 _PATHS_SHOWN: Final = 3
 _LOST: Final = "changed here and not in the other workspace, so it would be lost"
-
-
-class Plan(Value):
-    """A new state: `tree`, how it differs from the present one, and the conflicts.
-
-    `refuses`: the conflicts prevent it.  `repositories`: those that both workspaces changed, and that stay as they are.
-    `marked`: the paths that may have conflict markers.
-    """
-
-    tree: Tree
-    changes: Sequence[Change]
-    conflicts: Sequence[ConflictRecord]
-    refuses: bool
-    repositories: Sequence[bytes] = ()
-    marked: Sequence[bytes] = ()
-
-
-class _ChangedMeanwhileError(Exception):
-    """Programs changed paths that are about to be replaced."""
-
-    def __init__(self, paths: Sequence[bytes]) -> None:
-        super().__init__(paths)
-        self.paths = paths
 
 
 class MergeMethods:
@@ -148,12 +120,12 @@ class MergeMethods:
 
         paths = await tree_paths(params.paths)
         is_whole = not paths or b"" in paths
-        keep_going = _keep_going(call)
+        keep_going = keep_going_of(call)
 
         def plan(other: Other, ours: Tree) -> Plan:
             done = merge(other.base, ours, other.theirs, paths=paths, policy=params.conflicts, keep_going=keep_going)
             refuses = params.conflicts == "fail" and bool(done.conflicts)
-            conflicts = list(map(_record, done.conflicts))
+            conflicts = list(map(conflict_record, done.conflicts))
             repositories = done.repositories if not is_whole else _with_missing(done.repositories, other, ours)
             has_markers = params.conflicts == "markers"
             marked = [each.path for each in done.conflicts if has_markers and not each.kept_as]
@@ -168,7 +140,7 @@ class MergeMethods:
         from protocol.merge.repositories import Repositories  # noqa: PLC0415 (as above)
         from protocol.merge.sides import Trees  # noqa: PLC0415
 
-        keep_going = _keep_going(call)
+        keep_going = keep_going_of(call)
 
         def plan(other: Other, ours: Tree) -> Plan:
             found = [
@@ -201,22 +173,18 @@ class MergeMethods:
         is_whole: bool = True,
         needs_base: bool = True,
     ) -> MergeResult:
-        if self._options.read_only and not dry_run:
-            raise OSError(errno.EROFS, f"workspace {self._options.name!r} is mounted read-only")
-        changed: Sequence[bytes] = ()
+        check_writable(self._options, dry_run=dry_run)
+        merges = self._snapshots.merges if is_whole and not dry_run else None
+
+        async def attempt() -> MergeResult:
+            async with self._others.opened(peer, merges=merges, needs_base=needs_base) as other:
+                return await self._attempt(other, plan, step, call, dry_run=dry_run, touch=touch)
+
         async with self._one_at_a_time:
-            for _ in range(_ATTEMPTS):
-                try:
-                    merges = self._snapshots.merges if is_whole and not dry_run else None
-                    async with self._others.opened(peer, merges=merges, needs_base=needs_base) as other:
-                        return await self._attempt(other, plan, step, call, dry_run=dry_run, touch=touch)
-                except _ChangedMeanwhileError as error:
-                    changed = error.paths
-                except _NotAppliedError as answer:  # an error, so that the other workspace drops what it kept
-                    return answer.result
-        named = ", ".join(map(shown, changed[:_PATHS_SHOWN])) or "the workspace"
-        reason = f"programs keep changing what is merged ({named}), so nothing was changed: stop them and try again"
-        raise OSError(errno.EBUSY, reason)
+            try:
+                return await retried(attempt)
+            except _NotAppliedError as answer:  # an error, so that the other workspace drops what it kept
+                return answer.result
 
     async def _attempt(
         self,
@@ -239,22 +207,11 @@ class MergeMethods:
             if other.state is not None:
                 merged = with_merged(other.here, other.lineage, other.state, made.repositories)
                 complete = with_merged(other.here, other.lineage, other.state)
-            new = _new_state(view, made, other.lineage.name, merged)
-
-            def check(live: Tree | None) -> None:
-                if self._snapshots.merges.now != merged_before:
-                    raise _ChangedMeanwhileError(())
-                if live is not None:
-                    _check_unchanged(view.tree, live, made.changes)
-
-            if not made.changes:
-                check(None)
-                call.commit()
-                await self._snapshots.note_merged(new.merged)
-                answer = _result(other, made, applied=True)
-            else:
-                outcome = await self._snapshots.put_merged(new, step, call, check, touch=touch)
-                answer = self._answer(other, made, outcome)
+            new = made.state(view, other.lineage.name, merged)
+            outcome = await put(new, self._snapshots, step, merged_before, call, touch=touch)
+            answer = _result(other, made, applied=True)
+            if outcome is not None:
+                note_outcome(answer, outcome, self._snapshots)
         if made.repositories:
             answer.repositories, is_complete = await self._fetch_branches(made, other.lineage.name)
             if is_complete and self._snapshots.merges.now == merged:
@@ -267,16 +224,6 @@ class MergeMethods:
         target = self._mounted.mountpoint
         return await in_thread(fetched_repositories, made.repositories, source, target, fork, made.marked)
 
-    def _answer(self, other: Other, made: Plan, outcome: Outcome) -> MergeResult:
-        answer = _result(other, made, applied=True)
-        left = outcome.problems.items()
-        answer.conflicts += [ConflictRecord(wire_path(path), "left", reason) for path, reason in left]
-        answer.safety_snapshot = outcome.safety
-        answer.expired = expired_records(outcome.expired, self._snapshots.collect_pruned())
-        answer.undo_steps = outcome.undo_steps
-        answer.older = outcome.older
-        return answer
-
 
 class _NotAppliedError(Exception):
     """The merge is not applied: a dry run, or one with conflicts."""
@@ -284,59 +231,6 @@ class _NotAppliedError(Exception):
     def __init__(self, result: MergeResult) -> None:
         super().__init__()
         self.result = result
-
-
-def _keep_going(call: CallContext) -> Callable[[], None]:
-    paths = 0
-
-    def keep_going() -> None:
-        nonlocal paths
-        paths += 1
-        call.raise_if_cancelled()
-        call.progress_nowait(paths, 0, "files")
-
-    return keep_going
-
-
-def _is_directory_metadata(change: Change) -> bool:
-    """Whether a directory stays and only its metadata change."""
-    old, new = change.old, change.new
-    return old is not None and new is not None and old.is_dir and new.is_dir
-
-
-def _new_state(before: LiveState, made: Plan, source: str, merged: Sequence[MergedState]) -> NewState:
-    directories = [change.path for change in made.changes if _is_directory_metadata(change)]
-    paths = outermost([change.path for change in made.changes if not _is_directory_metadata(change)])
-    return NewState(before, made.tree, made.changes, paths, directories, source, merged)
-
-
-def _check_unchanged(old: Tree, live: Tree, replaced: Sequence[Change]) -> None:
-    """_ChangedMeanwhileError if `live` differs from `old` at a path that is replaced, or in a way that moves it."""
-    whole = {change.path for change in replaced if not _is_directory_metadata(change)}
-    alone = {change.path for change in replaced if _is_directory_metadata(change)}
-    above = _directories_above({*whole, *alone})
-    changed = [
-        change.path
-        for change in changes(old, live)
-        if change.path in alone or is_at_or_below(change.path, whole) or (change.path in above and _is_replaced(change))
-    ]
-    if changed:
-        raise _ChangedMeanwhileError(changed)
-
-
-def _is_replaced(change: Change) -> bool:
-    """Whether another directory, or none, is at the path now."""
-    return change.old is None or change.new is None or change.old.inode != change.new.inode
-
-
-def _directories_above(paths: Collection[bytes]) -> set[bytes]:
-    found: set[bytes] = set()
-    for path in paths:
-        above = path.rpartition(b"/")[0]
-        while above and above not in found:
-            found.add(above)
-            above = above.rpartition(b"/")[0]
-    return found
 
 
 def _with_missing(repositories: Sequence[bytes], other: Other, ours: Tree) -> list[bytes]:
@@ -352,23 +246,35 @@ def _with_missing(repositories: Sequence[bytes], other: Other, ours: Tree) -> li
     return sorted(found)
 
 
-def _record(conflict: Conflict) -> ConflictRecord:
-    kept_as = wire_path(conflict.kept_as) if conflict.kept_as else None
-    return ConflictRecord(wire_path(conflict.path), conflict.reason, conflict.detail, kept_as)
-
-
 def _result(other: Other, made: Plan, *, applied: bool = False) -> MergeResult:
-    listed = made.changes[:CHANGES_LISTED]
     return MergeResult(
         fork=other.lineage.name,
         base="" if other.bases is None else other.bases.base.state.name,
-        applied=applied,
-        counts=count(made.changes) if made.changes else ChangeCounts(),
-        changes=[change_record(change) for change in listed],
-        conflicts=list(made.conflicts),
-        truncated=len(listed) < len(made.changes),
         repositories=planned_repositories(made.repositories, other.lineage.name),
+        applied=applied,
+        **planned(made),
     )
+
+
+def planned(made: Plan) -> dict[str, Any]:
+    """Return the fields of a PlanResult that the plan alone decides."""
+    listed = made.changes[:CHANGES_LISTED]
+    return {
+        "counts": count(made.changes) if made.changes else ChangeCounts(),
+        "changes": [change_record(change) for change in listed],
+        "conflicts": list(made.conflicts),
+        "truncated": len(listed) < len(made.changes),
+    }
+
+
+def note_outcome(answer: PlanResult, outcome: Outcome, snapshots: SnapshotService) -> None:
+    """Add to the answer how the plan was put in place."""
+    left = outcome.problems.items()
+    answer.conflicts += [ConflictRecord(wire_path(path), "left", reason) for path, reason in left]
+    answer.safety_snapshot = outcome.safety
+    answer.expired = expired_records(outcome.expired, snapshots.collect_pruned())
+    answer.undo_steps = outcome.undo_steps
+    answer.older = outcome.older
 
 
 # -- the side that is merged -----------------------------------------------------------------------

@@ -49,6 +49,7 @@ from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.handlers.forks import ForkMethod, MergeMethods, MergeSource
 from vfsd.daemon.control.handlers.fs import FsMethods
 from vfsd.daemon.control.handlers.log import LogMethods
+from vfsd.daemon.control.handlers.revert import RevertMethods
 from vfsd.daemon.control.handlers.snapshots import SnapshotMethods
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.forks.forks import Forks, has_state
@@ -125,6 +126,7 @@ class WorkspaceMethods:
             TreeMethods(mounted, snapshots, options, forks.base, others),
             source,
             MergeMethods(mounted, source, options, others),
+            RevertMethods(mounted, snapshots, options, audit),
             LogMethods(audit, snapshots),
             FsMethods(mounted, options, commands, snapshots),
             ExecMethods(commands),

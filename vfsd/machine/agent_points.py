@@ -3,6 +3,8 @@
     claude:tool session=0f3a... prompt=77c1... id=toolu_01...: Bash: npm test
     claude:prompt session=0f3a... prompt=77c1...: add a test for the parser
 
+The log of a workspace has a label like this one for each change that a call made: "claude toolu_01...: Bash: npm test".
+
 A hook also notes which process is the agent of which session, in the directory `agents` next to the sockets, so that
 `vfsd rewind` in a command of the agent knows the session that asks.
 
@@ -147,6 +149,12 @@ def label_of(event: Mapping[str, Any]) -> str | None:
         return None
     point = point_of({**event, "hook_event_name": "PostToolUse"})
     return None if point is None else " ".join(filter(None, (AGENT, point.tool_use_id))) + ": " + point.text
+
+
+def call_of_label(label: str | None) -> str:
+    """Return the id of the tool call that a label of `label_of` names; "" for any other label."""
+    agent, _, name = (label or "").partition(": ")[0].partition(" ")
+    return _id(name) if agent == AGENT else ""
 
 
 def text_of(members: Mapping[str, Any], name: str) -> str:

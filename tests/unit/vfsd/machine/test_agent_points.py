@@ -1,4 +1,4 @@
-"""vfsd.client.agent_points: the tag of an agent's snapshot is read back as it was written, whatever the agent sent."""
+"""vfsd.machine.agent_points: the tag of an agent's snapshot is read back as it was written, whatever the agent sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.volume_extensions import TAG_MAX_BYTES
-from vfsd.client.agent_points import KINDS, AgentPoint, parse_tag, snapshot_name
+from vfsd.machine.agent_points import KINDS, AgentPoint, parse_tag, snapshot_name
 
 ANY_TEXT = st.text(st.characters(), max_size=400)
 
