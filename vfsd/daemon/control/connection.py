@@ -1,7 +1,8 @@
 """The control socket in the daemon: accepts clients, reads requests, runs calls and writes answers, within limits.
 
 A client holds at most this much memory: one request line, `calls_at_once` running requests, and as many answers as wait
-for it to read.  Large requests are decoded one at a time, in a worker thread.  A client that stops reading is dropped.
+for it to read.  All clients together have `large_calls` large requests, which are being read or are run; they are
+decoded one at a time, in a worker thread.  A client that stops reading is dropped.
 
 Runs on the daemon's serving loop and never blocks it; handlers do long work in worker threads.
 """
@@ -50,7 +51,8 @@ from vfsd.wire.messages import (
 from vfsd.wire.sockets import BoundSocket, bind, peer_credentials
 
 _logger = logging.getLogger(__name__)
-_SMALL_BYTES: Final = 16 * 1024  # a request of this size is decoded on the loop
+_SMALL_BYTES: Final = 16 * 1024  # a request of this size is decoded on the loop, and always has room
+_BUSY: Final = "the daemon has too many large requests; try again"
 
 
 class ConnectionLimits(Value):
@@ -59,6 +61,7 @@ class ConnectionLimits(Value):
     connections: int = 256  # when one more client connects, the connection that is idle for longest is closed
     calls_at_once: int = 8  # of one connection; its next request waits
     request_bytes: int = MAX_REQUEST_BYTES
+    large_calls: int = 8  # of all connections; each takes at most some 3 MB once it is decoded
     idle_s: float = 600.0  # without a running call and without a byte; clients reconnect
     stall_s: float = 30.0  # without reading a byte of waiting output
     progress_s: float = 0.1  # between two progress messages of a connection
@@ -80,8 +83,9 @@ _CLOSING_LINE: Final = b'{"jsonrpc":"2.0","method":"%s","params":{}}\n' % CLOSIN
 class ClientConnection:
     """One client.  `serve` runs until the connection ends; `hang_up` and `drop_idle` end it from outside.
 
-    The caller closes the socket.  `decoding` is shared by all connections, and `client` is equal for those of one
-    program.  `idle_since`: when its last call ended, or it was opened, on trio's clock.
+    The caller closes the socket.  `decoding`, and `large`, the room for large requests, are shared by all connections;
+    `client` is equal for those of one program.  `idle_since`: when its last call ended, or it was opened, on trio's
+    clock.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class ClientConnection:
         methods: Mapping[str, Handler],
         limits: ConnectionLimits,
         decoding: trio.CapacityLimiter,
+        large: trio.Semaphore,
         *,
         client: Hashable = None,
     ) -> None:
@@ -100,6 +105,8 @@ class ClientConnection:
         self._writing = False
         self._has_request = False  # one that has not become a call yet
         self._decoding = decoding
+        self._large = large
+        self._is_large = False  # the request that is being read holds a place of `large`
         self._methods = methods
         self._limits = limits
         self._scope = trio.CancelScope()
@@ -165,6 +172,7 @@ class ClientConnection:
                         await self._answer_requests()
                         inner.cancel_scope.cancel()
         finally:
+            self._give_room_back()
             for call in self._unanswered:
                 call.answered()
             # Calls refer to their connection: without this their memory waits for the garbage collector.
@@ -182,6 +190,7 @@ class ClientConnection:
                     self._has_request = True
                     await self._take_line(line, calls)
                     self._has_request = False
+                    self._give_room_back()
                 # The client may have closed only its writing side: complete its calls.
                 for _ in range(self._limits.calls_at_once):
                     await self._slots.acquire()
@@ -202,6 +211,8 @@ class ClientConnection:
                 return self._lines.take_rest() or None
             self._lines.feed(data)
             self._lines.skip_empty_lines()
+            if not await self._find_room(self._lines.partial_bytes):
+                return None
         self._lines.skip_empty_lines()
         if len(line) > self._limits.request_bytes:
             await self._refuse_length()
@@ -225,8 +236,29 @@ class ClientConnection:
                     self.drop_idle()
                 return None
 
+    async def _find_room(self, size_bytes: int) -> bool:
+        """Wait until the request that is being read has a place among the large ones, if it needs one.
+
+        False, after an error line, if none becomes free in time.
+        """
+        if size_bytes > _SMALL_BYTES and not self._is_large:
+            with trio.move_on_after(self._limits.stall_s):
+                await self._large.acquire()
+                self._is_large = True
+            if not self._is_large:
+                await self._send(error_line(None, OPERATION_FAILED, _BUSY, ErrorData("EBUSY")))
+                return False
+        return True
+
+    def _give_room_back(self) -> None:
+        if self._is_large:
+            self._large.release()
+        self._is_large = False
+
     async def _take_line(self, line: bytes, calls: trio.Nursery) -> None:
         if not line.strip():
+            return
+        if not await self._find_room(len(line)):
             return
         if len(line) <= _SMALL_BYTES:
             request, found = self._decoded(line)
@@ -248,7 +280,8 @@ class ClientConnection:
         call = self._new_call(request)
         self._running[call] = request.method
         self._unanswered.add(call)
-        calls.start_soon(self._run, call, request, *found)
+        calls.start_soon(self._run, call, request, self._is_large, *found)
+        self._is_large = False  # `_run` gives the place back
 
     def _decoded(self, line: bytes) -> tuple[Request | bytes, _Found]:
         """Return the request in `line`, or an error line if it is none; and what `_find` finds.  Any thread."""
@@ -288,7 +321,7 @@ class ClientConnection:
             drop_client=self.hang_up,
         )
 
-    async def _run(self, call: CallContext, request: Request, handler: Handler, params: Any) -> None:
+    async def _run(self, call: CallContext, request: Request, is_large: bool, handler: Handler, params: Any) -> None:
         call.task = trio.lowlevel.current_task()
         try:
             pieces = await answer(request, handler, params, call)
@@ -303,6 +336,8 @@ class ClientConnection:
             self._running.pop(call, None)
             self.idle_since = trio.current_time()
             self._slots.release()
+            if is_large:
+                self._large.release()
 
     def _answered(self, call: CallContext) -> None:
         self._unanswered.discard(call)
@@ -386,6 +421,7 @@ class ControlServer:
         self._allowed = frozenset({os.getuid(), 0}) if allowed_uids is None else allowed_uids
         self._limits = limits or ConnectionLimits()
         self._decoding = trio.CapacityLimiter(1)
+        self._large = trio.Semaphore(self._limits.large_calls)
         self._connections: dict[ClientConnection, None] = {}  # the oldest first
         self._closed = trio.Event()  # set when the next connection closes
         self._accepting = False
@@ -441,7 +477,9 @@ class ControlServer:
             else:
                 # Counted here, not in the new task, so that the next accept counts it.
                 pid = peer_credentials(sock).pid or None  # 0: the process is in another pid namespace
-                connection = ClientConnection(sock, self._methods, self._limits, self._decoding, client=pid)
+                connection = ClientConnection(
+                    sock, self._methods, self._limits, self._decoding, self._large, client=pid
+                )
                 self._connections[connection] = None
                 nursery.start_soon(self._serve_client, sock, connection, hangups)
 

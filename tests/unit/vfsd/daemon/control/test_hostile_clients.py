@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -353,3 +354,55 @@ async def test_a_request_may_list_only_so_much_and_the_error_says_how_much(path:
         assert error["code"] == INVALID_PARAMS
         assert f"`also` has {MAX_LISTED + 1:,} elements, at most {MAX_LISTED:,} are allowed" in error["message"]
         assert await client.is_alive()
+
+
+async def test_large_requests_have_a_number_of_places_and_small_ones_always_find_room(path: str) -> None:
+    started, release = trio.Event(), trio.Event()
+
+    async def drop(params: DropParams, call: CallContext) -> Empty:
+        started.set()
+        await release.wait()
+        return Empty()
+
+    large = "x" * 400_000
+    limits = ConnectionLimits(large_calls=1, stall_s=0.2)
+    async with serving(path, {"drop": drop}, limits=limits), peer(path) as first:
+        await first.call("drop", 1, name=large)
+        await started.wait()
+        async with peer(path) as second:
+            with contextlib.suppress(trio.BrokenResourceError):  # refused before it was all sent
+                await second.call("drop", 2, name=large)
+            error = await second.error()
+            assert (error["code"], error["data"]["errno"]) == (OPERATION_FAILED, "EBUSY")
+        await assert_others_are_served(path)
+        async with peer(path) as waiting:
+            release.set()
+            await waiting.call("drop", 3, name=large)
+            assert "result" in (await waiting.receive() or {})
+        assert "result" in (await first.receive() or {})
+
+
+@pytest.mark.parametrize("ending", ["in mid-line", "in mid-call"])
+async def test_a_place_for_a_large_request_is_given_back_however_its_connection_ends(path: str, ending: str) -> None:
+    started = trio.Event()
+
+    async def drop(params: DropParams, call: CallContext) -> Empty:
+        if params.name.startswith("wait"):
+            started.set()
+            await trio.sleep_forever()
+        return Empty()
+
+    async with serving(path, {"drop": drop}, limits=ConnectionLimits(large_calls=1)) as server:
+        for _ in range(3):
+            async with peer(path) as client:
+                if ending == "in mid-line":
+                    await client.stream.send_all(b"x" * 400_000)
+                    await trio.testing.wait_all_tasks_blocked()
+                else:
+                    await client.call("drop", name="wait".ljust(400_000))
+                    await started.wait()
+            while server.connections:
+                await trio.sleep(0.01)
+        async with peer(path) as client:
+            await client.call("drop", 1, name="x" * 400_000)
+            assert "result" in (await client.receive() or {})
