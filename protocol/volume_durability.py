@@ -76,6 +76,13 @@ class JournaledVolume(SnapshotableVolume, Protocol):
         """Record, with the next change, that the kernel's caches agree with the state."""
         ...
 
+    def take_unrecorded(self) -> CacheInvalidation:
+        """Return what the kernel's caches may have wrong, once: calls that failed although the state has their change.
+
+        The journal's disk did not take their record; the journal writes it when the disk works again.
+        """
+        ...
+
     @property
     def wants_image(self) -> bool:
         """Whether the journal has grown so much that an image of the state should replace it."""

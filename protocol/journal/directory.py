@@ -341,7 +341,7 @@ class Journal:
         log = _begin_log(self.directory, header, self.policy)
         old, self.log = self.log, log
         self._header = header
-        log.on_failure, log.defers_syncs = old.on_failure, old.defers_syncs
+        log.defers_syncs = old.defers_syncs
         self._older_bytes += old.end
         old.close()
         return header.number

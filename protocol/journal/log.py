@@ -8,8 +8,12 @@ Invariants:
    the end, so the next record overwrites what it left; until then its checksum tells that it is no record.
 3. `synced` is at most the end, and everything before it was written before an fdatasync(2) that succeeded.
 4. After a failed fsync(2) the kernel may have dropped the pages that it could not write, and a second fsync(2) would
-   succeed without them (fsync(2), "Fsyncgate").  So the log stops: `require` and `sync` fail from then on.  The same
-   holds after a failed append, because then the state has a change that the file lacks.
+   succeed without them (fsync(2), "Fsyncgate").  After a failed append the state has a change that the file lacks.  So
+   the log stops: `require` and `sync` fail until it is mended.
+5. While the log has stopped, `_held` has the records that could not be appended, in order; they follow the end.  An
+   append whose change the caller takes back (`undone`) holds an ABORT instead.
+6. A mend writes all records after `synced` again, each only if its checksum and sequence say that it was read as it was
+   written, then those of `_held`, and syncs.  If that fails, the log stays stopped, and the mend is tried again.
 
 When records reach the disk (`FsyncPolicy`, with Redis's names): "always" calls fdatasync(2) in `append`, on the thread
 that appends, or leaves it to a caller that does not answer before `sync` has returned (`defers_syncs`); "everysec" has
@@ -20,7 +24,8 @@ The space after the end reads as zeros.  Before small records the zeros are writ
 overwrite pages and extents that exist, so appending and syncing them changes no metadata of the file.  A file system
 that copies on write needs new space for that, which `require` has not allocated, so there no zeros are written.
 
-Threading: one thread calls `require` and `append`.  Any thread may call `sync`.
+Threading: one thread calls `require` and `append`.  Any thread may call `sync`.  A thread of the log's own mends it and
+("everysec") syncs it; while the log has stopped, that thread alone writes, and `_sync_lock` guards `_held`.
 
 A handover is a state that one process writes and another one reads: an image, which is a stream of records in a pipe,
 and the log of what changed since.  The second process reads the log as far as the first one says that it is written.
@@ -34,7 +39,7 @@ import io
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, Final, Literal, Protocol
 
 from msgspec.structs import replace
@@ -92,6 +97,10 @@ class LogFile(Protocol):
         """As posix_fallocate(3)."""
         ...
 
+    def reader(self) -> BinaryIO:
+        """Open what was written for reading."""
+        ...
+
     def truncate(self, length: int) -> None: ...
 
     def sync(self) -> None:
@@ -116,6 +125,9 @@ class DescriptorFile:
 
     def allocate(self, offset: int, length: int) -> None:
         os.posix_fallocate(self._descriptor, offset, length)
+
+    def reader(self) -> BinaryIO:
+        return open(os.dup(self._descriptor), "rb")  # no call that writes depends on the position, which they share
 
     def truncate(self, length: int) -> None:
         os.ftruncate(self._descriptor, length)
@@ -155,14 +167,13 @@ class Batch:
 
     def _append(self, kind: Kind) -> None:
         self._log.require(self._size)
-        self._log.append(self._parts, kind)
+        self._log.append(self._parts, kind, undone=True)
         self._parts, self._size = [], 0
 
     def abort(self) -> None:
         """Have what was appended not count."""
-        if self._is_begun and self._log.failure is None:
-            self._log.require(0, removes=True)
-            self._log.append([], Kind.ABORT)
+        if self._is_begun:
+            self._log.abort()
 
 
 class Log:
@@ -183,11 +194,11 @@ class Log:
         self._small = 0  # so many small records were the last ones
         self._sealed_end = extent.end if extent.is_closed else -1
         self._failure: OSError | None = None
+        self._held: list[bytes] = []
         self._sync_lock = threading.Lock()
         self._unsynced = threading.Event()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self.on_failure: Callable[[OSError], None] | None = None
         self.defers_syncs = False
 
     @property
@@ -234,18 +245,30 @@ class Log:
             self._allocated += size
             return
 
-    def append(self, pieces: Sequence[Buffer], kind: Kind = Kind.COMMIT) -> None:
+    def append(self, pieces: Sequence[Buffer], kind: Kind = Kind.COMMIT, *, undone: bool = False) -> None:
         """Append a record whose payload is `pieces`; `require` granted the space.
 
-        OSError if it cannot be written, or (with "always") synced; the log has then stopped.
+        OSError if it cannot be written, or (with "always") synced; the log has then stopped, and writes the record when
+        it is mended.  `undone`: the caller then takes the change back, and the record stays out.
         """
-        if self._failure is not None:
-            raise self._stopped()
         length = sum(map(len, pieces))
         if length <= _JOINED_BYTES or len(pieces) > _MAX_PIECES:
             pieces = (b"".join(pieces),)
-        head = frame(self._magic, kind, self.sequence, self.synced, pieces)
-        self._write([head, *pieces], FRAME_BYTES + length, kind)
+        head = frame(self._magic, kind, self.sequence + len(self._held), self.synced, pieces)
+        self._write([head, *pieces], FRAME_BYTES + length, kind, undone=undone)
+
+    def abort(self) -> None:
+        """Have the parts that were appended last not count, now or when the log is mended.  OSError if it is full."""
+        with self._sync_lock:
+            if self._failure is not None:
+                if not self._held:
+                    self._held.append(self._abort_record())
+                return
+        self.require(0, removes=True)
+        self.append([], Kind.ABORT, undone=True)
+
+    def _abort_record(self) -> bytes:
+        return frame(self._magic, Kind.ABORT, self.sequence + len(self._held), self.synced, [])
 
     def begin(self, length: int, start: bytes, data: Buffer) -> Begun:
         """Begin a record whose payload has `length` bytes: `start`, `data`, and what `complete` adds.
@@ -260,13 +283,11 @@ class Log:
 
         No other record was appended since.
         """
-        if self._failure is not None:
-            raise self._stopped()
         head = completed(self._magic, record, rest)
         size = len(head) + len(data) + len(rest)
         self._write([head, data, rest] if size > _JOINED_BYTES else [b"".join((head, data, rest))], size, Kind.COMMIT)
 
-    def _write(self, pieces: list[Buffer], size: int, kind: Kind) -> None:
+    def _write(self, pieces: list[Buffer], size: int, kind: Kind, *, undone: bool = False) -> None:
         """Write a record of `size` bytes at the end."""
         pad = padding(size)
         if pad:
@@ -274,13 +295,17 @@ class Log:
             size += len(pad)
         self._small = self._small + 1 if size <= _SMALL_BYTES else 0
         try:
+            if self._failure is not None:
+                raise self._stopped()
             if self.end + size > self._zeroed and self._small >= _ZEROED_AFTER and self._writes_zeros:
                 self._write_zeros()
             written = self._file.write(pieces, self.end)
             if written < size:
                 self._write_rest(b"".join(pieces), written)
         except OSError as error:
-            self._stop(error)
+            with self._sync_lock:
+                self._held.append(self._abort_record() if undone else b"".join(pieces))
+                self._stop(error)
             raise
         self.end += size
         self.sequence += 1
@@ -301,8 +326,12 @@ class Log:
 
     def _write_rest(self, record: bytes, written: int) -> None:
         """Complete a short write: a signal, a limit, or a write of 2 GiB ends one."""
-        while written < len(record):
-            more = self._file.write([memoryview(record)[written:]], self.end + written)
+        self._write_at(self.end + written, memoryview(record)[written:])
+
+    def _write_at(self, offset: int, data: Buffer) -> None:
+        written = 0
+        while written < len(data):
+            more = self._file.write([memoryview(data)[written:]], offset + written)
             if more <= 0:
                 raise OSError(errno.EIO, "the journal could not be written")
             written += more
@@ -325,19 +354,58 @@ class Log:
             self.synced = end
 
     def _stop(self, error: OSError) -> None:
+        """Refuse records from now on, with the lock held, and have them accepted again once the disk works."""
         if self._failure is None:
             self._failure = error
             _logger.error(
-                "the journal cannot be written (%s): the workspace refuses changes from now on; save its content"
-                " with `vfsd export`, and mount it again", error.strerror or error,
+                "the journal cannot be written (%s): the workspace refuses changes until its disk works again; `vfsd"
+                " export` saves its content elsewhere", error.strerror or error,
                 extra={"operation": "journal"},
             )  # fmt: skip
-            if self.on_failure is not None:
-                self.on_failure(error)
+            self._unsynced.set()
+            if self._thread is None and self._margin:  # an image is not continued
+                self._start_thread()
 
     def _stopped(self) -> OSError:
         assert self._failure is not None
-        return OSError(errno.EIO, f"the journal cannot be written ({self._failure.strerror}): no change is accepted")
+        reason = f"the journal cannot be written ({self._failure.strerror}): no change is accepted until it can"
+        return OSError(self._failure.errno or errno.EIO, reason)
+
+    def mend(self) -> None:
+        """Write again, after a failure, what may not be on disk; accept records from then on.  OSError."""
+        with self._sync_lock:
+            if self._failure is None:
+                return
+            self._write_again()
+            end = self.end
+            for record in self._held:
+                self._write_at(end, record)
+                end += len(record)
+            self._file.sync()
+            if self._held:
+                self.end, self.sequence = end, self.sequence + len(self._held)
+                self._held.clear()
+            self.synced = end
+            self._failure = None
+        _logger.info("the journal is written again", extra={"operation": "journal"})
+
+    def _write_again(self) -> None:
+        """Write the records between `synced` and the end again.  OSError (EIO) if one cannot be read any more."""
+        offset, sequence = self.synced, self.sequence
+        with self._file.reader() as reader:
+            reader.seek(offset)
+            while offset < self.end:
+                record = read_record(reader, self._magic, offset)
+                if record is None or sequence not in (self.sequence, record.sequence):
+                    break
+                pieces = [record.payload]
+                head = frame(self._magic, Kind(record.kind), record.sequence, record.synced, pieces)
+                self._write_at(offset, b"".join((head, record.payload, padding(len(head) + len(record.payload)))))
+                offset, sequence = record.end, record.sequence + 1
+        if (offset, sequence) != (self.end, self.sequence):
+            raise OSError(
+                errno.EIO, f"the record at offset {offset} cannot be read any more: mount the workspace again"
+            )
 
     def _start_thread(self) -> None:
         self._thread = threading.Thread(target=self._sync_every_second, name="vfsd-journal", daemon=True)
@@ -346,13 +414,13 @@ class Log:
     def _sync_every_second(self) -> None:
         while True:
             self._unsynced.wait()
-            if self._stopping.wait(_EVERY_S) or self._failure is not None:
+            if self._stopping.wait(_EVERY_S):
                 return
             self._unsynced.clear()  # before the sync: a record that is appended meanwhile waits for the next one
             try:
-                self.sync()
-            except OSError:
-                return  # logged
+                self.sync() if self._failure is None else self.mend()
+            except OSError:  # logged
+                self._unsynced.set()
 
     # -- the end ---------------------------------------------------------------------------------
     def seal(self) -> None:
@@ -382,6 +450,7 @@ class Log:
             self._thread.join()
             self._thread = None
         try:
+            self.mend()
             self.sync()
             with contextlib.suppress(OSError):
                 self.seal()
@@ -411,6 +480,9 @@ class _Pipe:
 
     def allocate(self, offset: int, length: int) -> None:
         pass
+
+    def reader(self) -> BinaryIO:
+        raise OSError(errno.ESPIPE, "a pipe cannot be read again")
 
     def truncate(self, length: int) -> None:
         pass

@@ -27,6 +27,7 @@ from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.programs import failed, succeeded, vfsd, wait_ended
 from tests.support.rights import need_root
 from tests.support.tree_hash import tree_hash
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 from vfsd.machine.directories import journal_directory
 
@@ -305,6 +306,47 @@ def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent
     finally:
         persistent.end()
         subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.extended
+def test_when_a_disk_that_reported_errors_works_again_changes_do_and_all_that_was_answered_survives(
+    persistent: Persistent, workdir: Path
+) -> None:
+    """The disk is a file with holes on a full tmpfs: what the file system wrote to its cache cannot be written back."""
+    need_root()
+    outer, disk = workdir / "outer", workdir / "disk"
+    outer.mkdir()
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", outer], check=True)
+    try:
+        (outer / "image").touch()
+        os.truncate(outer / "image", 64 << 20)
+        made = ["mkfs.ext4", "-q", "-O", "^has_journal", "-E", "lazy_itable_init=0,nodiscard", outer / "image"]
+        subprocess.run(made, check=True)
+        subprocess.run(["mount", "-o", "loop", outer / "image", disk], check=True)
+        persistent.journal = disk / "journal"
+        workspace, root = persistent.mount(), persistent.path
+        with contextlib.suppress(OSError), (outer / "filler").open("wb", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+        (root / "answered").write_bytes(os.urandom(100_000))
+        with pytest.raises(OSError, match=r"Input/output error|No space left"), (root / "answered").open("rb") as file:
+            os.fsync(file.fileno())
+        with pytest.raises(OSError, match=r"Input/output error|No space left"):
+            (root / "refused").touch()
+        assert workspace.status().journal_failure
+        content = (root / "answered").read_bytes()
+        (outer / "filler").unlink()
+        wait_until(lambda: workspace.status().journal_failure is None, "the journal is written again")
+        assert os.listdir(root) == ["answered"]
+        (root / "later").write_bytes(b"x")
+        persistent.kill()
+        persistent.mount()
+        assert {each.name: each.read_bytes() for each in root.iterdir()} == {"answered": content, "later": b"x"}
+    finally:
+        persistent.end()
+        for place in (disk, outer):
+            subprocess.run(["umount", "-l", place], check=False)
 
 
 @pytest.mark.parametrize("event", ["compaction", "death"])

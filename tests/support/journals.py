@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.inode import Inode
@@ -34,16 +35,23 @@ class FileInMemory(LogFile):
     def __init__(self, limit: int | None = None) -> None:
         self.content = bytearray(HEADER.encoded())
         self.limit = limit
+        self.error = 0  # with which the disk answers writes, of which it makes the first half, and syncs
 
     def write(self, buffers: Sequence[Buffer], offset: int) -> int:
         data = b"".join(buffers)
         self.content.extend(bytes(max(0, offset - len(self.content))))
+        if self.error:
+            self.content[offset : offset + len(data) // 2] = data[: len(data) // 2]
+            raise OSError(self.error, os.strerror(self.error))
         self.content[offset : offset + len(data)] = data
         return len(data)
 
     def allocate(self, offset: int, length: int) -> None:
         if self.limit is not None and offset + length > self.limit:
             raise OSError(28, "No space left on device")
+
+    def reader(self) -> BinaryIO:
+        return io.BytesIO(self.content)
 
     def truncate(self, length: int) -> None:
         del self.content[length:]
@@ -52,7 +60,8 @@ class FileInMemory(LogFile):
         return True
 
     def sync(self) -> None:
-        pass
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
 
     def close(self) -> None:
         pass

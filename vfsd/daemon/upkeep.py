@@ -71,6 +71,9 @@ class Compaction:
         """Compact the journal whenever it has grown enough, until cancelled."""
         while True:
             await trio.sleep(_CHECK_S)
+            unrecorded = self._volume.take_unrecorded()
+            if unrecorded.inodes:
+                await self._mounted.invalidate_caches(unrecorded)
             try:
                 await self._compact_if_large()
             except OSError as error:
@@ -99,7 +102,7 @@ class Compaction:
         """Do what `compact` does, with the lock held."""
         status = self._volume.journal_status()
         if status.failure is not None:
-            reason = f"the journal cannot be compacted ({status.failure}): export the content, and mount it again"
+            reason = f"the journal cannot be compacted ({status.failure}): `vfsd export` saves the content elsewhere"
             raise OSError(errno.EIO, reason, status.directory)
         before = status.size_bytes
         async with self._mounted.change_lock:  # no import is in preparation

@@ -307,6 +307,10 @@ class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
             else:
                 self.notes.pop(key, None)
 
+    def take_unrecorded(self) -> CacheInvalidation:
+        """See `JournaledVolume`."""
+        return CacheInvalidation() if self.recorder is None else self.recorder.take_unrecorded()
+
     @property
     def wants_image(self) -> bool:
         """See `JournaledVolume`."""

@@ -303,7 +303,7 @@ class RecordedAhead:
         log, number = self._journal.log, self._count
         log.require(len(data) + _EFFECT_BYTES)
         # A part: it is not synced, and does not count unless something after it does.
-        log.append([effects.with_data(effects.STORE, number, 0, len(data)), data], Kind.PART)
+        log.append([effects.with_data(effects.STORE, number, 0, len(data)), data], Kind.PART, undone=True)
         self._count += 1
         return number
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +37,7 @@ from protocol.journal.log import Batch
 from protocol.journal.records import Begun, Buffer
 from protocol.volume import ROOT_INODE
 from protocol.volume_durability import UNIQUE_RESEND, JournalStatus
+from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch
@@ -71,6 +72,8 @@ class Recorder:
         self._xattrs: dict[bytes, bytes] | None = None
         self._size = 0
         self._begun: Begun | None = None  # of the usual write
+        self._unrecorded: list[EntryChange | InodeChange] = []
+        self._recorded: Sequence[Buffer] = ()  # by the last call, while `defers_syncs`
         state.log.on_drop = self._dropped
 
     def unbind(self) -> None:
@@ -94,8 +97,21 @@ class Recorder:
         log = self._log
         if not log.defers_syncs or log.synced >= log.end or (of_request and log.end == self._before_request):
             return None
+        return functools.partial(self._wait_synced, log, log.end, self._recorded)
+
+    async def _wait_synced(self, log: Log, end: int, pieces: Sequence[Buffer]) -> None:
         assert self.wait_synced is not None
-        return functools.partial(self.wait_synced, log, log.end)
+        try:
+            await self.wait_synced(log, end)
+        except OSError:
+            self._unrecorded += _changes_in(pieces)
+            raise
+
+    def take_unrecorded(self) -> CacheInvalidation:
+        """See `JournaledVolume.take_unrecorded`."""
+        changes, self._unrecorded = self._unrecorded, []
+        entries = [each for each in changes if isinstance(each, EntryChange)]
+        return CacheInvalidation(entries, [each for each in changes if isinstance(each, InodeChange)])
 
     def connect(self) -> None:
         """Record that a new mount begins: its kernel knows no file, and numbers its requests from the start."""
@@ -147,7 +163,13 @@ class Recorder:
             pieces = (*self._pending, *pieces)
             self._pending.clear()
         if pieces:
-            self._log.append(pieces)
+            if self._log.defers_syncs:
+                self._recorded = pieces
+            try:
+                self._log.append(pieces)
+            except OSError:
+                self._unrecorded += _changes_in(pieces)
+                raise
 
     def flush(self) -> None:
         """Record what waits for the next record.  OSError."""
@@ -337,9 +359,14 @@ class Recorder:
             )
             return
         request, rest = self.request, effects.inode(node)
-        self.journal.log.complete(
-            begun, data, rest + effects.at_offset(effects.REQUEST, request, done) if request else rest
-        )
+        self._recorded = (rest,)
+        try:
+            self.journal.log.complete(
+                begun, data, rest + effects.at_offset(effects.REQUEST, request, done) if request else rest
+            )
+        except OSError:
+            self._unrecorded += _changes_in((rest,))
+            raise
 
     def wrote_partly(self, node: Inode, offset: int, length: int) -> None:
         """Record the content of a range in which a write ended without memory: complete blocks of it were written."""
@@ -368,6 +395,21 @@ class Recorder:
 
     def _dropped(self, serial: int) -> None:
         self._pending.append(effects.of_number(effects.DROP, serial))
+
+
+def _changes_in(pieces: Iterable[Buffer]) -> Iterator[EntryChange | InodeChange]:
+    """Yield the names and inodes that the effects `pieces` change."""
+    effect = iter(pieces)
+    for piece in effect:
+        code = piece[0]
+        if code == effects.WRITE:
+            next(effect)  # the content
+        elif code in (effects.ENTRY, effects.INODE):
+            _, number, child = effects.subjects(bytes(piece))
+            if code == effects.INODE:
+                yield InodeChange(number, content=True)
+            else:
+                yield EntryChange(number, bytes(piece)[effects.ENTRY_LAYOUT.size :], 0, child)
 
 
 def xattr_bytes(node: Inode | None) -> int:

@@ -201,11 +201,13 @@ class OverlayRecorder(Recorder):
         if self._in_transaction:
             return
         corrections = list(self._corrected())
-        if sum(map(len, corrections)) > _CORRECTIONS_BYTES:
+        if sum(map(len, corrections)) > _CORRECTIONS_BYTES and self._log.failure is None:
             self._log.require(sum(map(len, (*corrections, *self._pending, *pieces))), removes=True)
         self._pending += corrections
-        super().commit(*pieces, result=result)
-        self._recorded_pending()
+        try:
+            super().commit(*pieces, result=result)
+        finally:
+            self._recorded_pending()  # a record that cannot be written yet is held
 
     def _corrected(self) -> Iterator[bytes]:
         """Yield the effects of names that changed below, in directories that the journal has."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Sequence
+from typing import BinaryIO
 
 from protocol.journal.log import LogFile
 from protocol.journal.records import Buffer
@@ -36,6 +38,9 @@ class UnreliableFile(LogFile):
 
     def allocate(self, offset: int, length: int) -> None:
         self.size = max(self.size, offset + length)
+
+    def reader(self) -> BinaryIO:
+        return io.BytesIO(self.present)
 
     def truncate(self, length: int) -> None:
         del self.present[length:]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.journal.directory import Journal, JournalFiles, drop_journal, has_journal, is_locked, read_journal
-from protocol.journal.log import FsyncPolicy, Log
+from protocol.journal.log import Batch, FsyncPolicy, Log
 from protocol.journal.records import (
     FORMAT_VERSION,
     Extent,
@@ -297,39 +297,76 @@ def test_after_a_power_failure_everything_synced_is_there(
     assert len(found) >= synced
 
 
-def test_after_a_failed_sync_no_change_is_accepted() -> None:
+@pytest.mark.parametrize("keeps_pages", [True, False])
+def test_after_a_failed_sync_records_are_accepted_when_those_before_are_written_again(keeps_pages: bool) -> None:
     file, log = unreliable()
     log.require(4)
     log.append([b"data"])
     file.fails = True
     with pytest.raises(OSError, match="Input/output error"):
         log.sync()
-    file.fails = False  # a second fsync(2) would succeed without the lost pages
-    with pytest.raises(OSError, match="no change is accepted"):
-        log.sync()
-    with pytest.raises(OSError, match="no change is accepted") as raised:
-        log.require(1)
-    assert raised.value.errno == errno.EIO
+    for call in (log.sync, lambda: log.require(1)):
+        with pytest.raises(OSError, match="no change is accepted") as raised:
+            call()
+        assert raised.value.errno == errno.EIO
+    file.fails = False
+    if not keeps_pages:  # a second fsync(2) would succeed without them
+        file.present = bytearray(file.synced)
+        with pytest.raises(OSError, match="cannot be read any more"):
+            log.mend()
+        with pytest.raises(OSError, match="no change is accepted"):
+            log.require(1)
+        return
+    log.mend()
+    log.require(4)
+    log.append([b"more"])
+    log.sync()
+    assert payloads(bytes(file.synced)) == [b"data", b"more"]
 
 
-def test_a_disk_that_becomes_read_only_within_a_record_keeps_the_records_before_it() -> None:
+def payloads(content: bytes) -> list[bytes]:
+    file = io.BytesIO(content)
+    header = read_header(file, "log")
+    start = file.tell()
+    extent = verify(file, header, "log")
+    return [record.payload for record in read_records(file, header, start, extent.end)]
+
+
+def test_a_record_that_a_read_only_disk_tears_is_written_when_the_disk_works_again() -> None:
     file, log = unreliable()
     for data in (b"first", b"second"):
         log.require(len(data))
         log.append([data])
     file.is_read_only = True
     log.require(100)
-    with pytest.raises(OSError, match="Read-only file system") as raised:
-        log.append([b"x" * 100])
-    assert raised.value.errno == errno.EROFS
-    file.is_read_only = False  # the change that failed is missing, so none may follow
-    with pytest.raises(OSError, match="no change is accepted"):
-        log.require(1)
-    content = io.BytesIO(bytes(file.present))
+    for attempt in (lambda: log.append([b"x" * 100]), lambda: log.require(1), log.mend):
+        with pytest.raises(OSError, match="Read-only file system") as raised:
+            attempt()
+        assert raised.value.errno == errno.EROFS
+    assert payloads(bytes(file.present)) == [b"first", b"second"]
+    file.is_read_only = False
+    log.mend()
+    assert payloads(bytes(file.synced)) == [b"first", b"second", b"x" * 100]
+
+
+def test_a_batch_that_a_read_only_disk_tears_never_counts() -> None:
+    file, log = unreliable()
+    batch = Batch(log)
+    batch.add([b"part" * 300_000])
+    file.is_read_only = True
+    batch.add([b"rest"])
+    with pytest.raises(OSError, match="Read-only file system"):
+        batch.end()
+    batch.abort()
+    file.is_read_only = False
+    log.mend()
+    log.require(4)
+    log.append([b"next"])
+    log.sync()
+    content = io.BytesIO(bytes(file.synced))
     header = read_header(content, "log")
-    start = content.tell()
-    extent = verify(content, header, "log")
-    assert [record.payload for record in read_records(content, header, start, extent.end)] == [b"first", b"second"]
+    kinds = [record.kind for record in read_records(content, header, content.tell(), log.end)]
+    assert kinds == [Kind.PART, Kind.ABORT, Kind.COMMIT]
 
 
 def test_everysec_syncs_in_a_thread(directory: str) -> None:

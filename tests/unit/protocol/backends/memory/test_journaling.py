@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import pytest
 from protocol.backends.memory import MemoryVolume
 from protocol.tree import filled
 from protocol.volume import RENAME_WHITEOUT, ROOT_INODE, SUPERUSER, AttributeChanges
+from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange
 from tests.support.journals import JournalInMemory, assert_same_volume, facts, replayed
 from tests.support.trees import DictTree
 
@@ -71,6 +73,70 @@ def test_a_change_of_an_extended_attribute_costs_its_own_bytes_and_not_those_of_
     for name in again.listxattr(number):
         volume.removexattr(number, name)
     assert not assert_recorded(volume, journal).listxattr(number)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whenever_its_disk_fails_the_journal_has_every_answered_change_and_in_the_end_the_state(
+    volume: MemoryVolume, seed: int
+) -> None:
+    journal, choice = journal_of(volume), random.Random(seed)
+    answered: dict[bytes, bytes | None] = {}
+    failed: set[bytes] = set()
+
+    def write(name: bytes, data: bytes) -> None:
+        number = file(volume, name) if volume.find(ROOT_INODE, name) is None else volume.lookup(ROOT_INODE, name).inode
+        volume.setattr(number, AttributeChanges(size=0))
+        volume.write(number, 0, data)
+
+    def replace(name: bytes, data: bytes) -> None:
+        with volume.changes():
+            if volume.find(ROOT_INODE, name) is not None:
+                volume.unlink(ROOT_INODE, name)
+            write(name, data)
+
+    for turn in range(60):
+        journal.file.error = choice.choice((0, 0, 0, 0, errno.EROFS, errno.EIO))
+        if not journal.file.error and choice.random() < 0.7:
+            journal.log.mend()
+        name, data = b"f%d" % choice.randrange(4), b"%d" % turn * choice.choice((1, 100_000))
+        try:
+            if choice.random() < 0.2:
+                journal.log.sync()
+            choice.choice((write, replace))(name, data)
+        except OSError as error:
+            assert error.errno in {errno.EROFS, errno.EIO}  # noqa: PT017 -- most calls succeed
+            failed.add(name)
+        else:
+            answered[name] = data
+            failed.discard(name)
+        killed = replayed(journal.batches())
+        for each, content in answered.items():
+            if each not in failed:
+                number = killed.lookup(ROOT_INODE, each).inode
+                assert bytes(killed.read(number, 0, 1 << 20)) == content
+    journal.file.error = 0
+    journal.log.mend()
+    assert_recorded(volume, journal)
+
+
+def test_calls_whose_record_a_disk_did_not_take_are_named_for_the_kernels_caches(volume: MemoryVolume) -> None:
+    journal = journal_of(volume)
+    number = file(volume, b"f")
+    journal.file.error = errno.EROFS
+    for call in (lambda: volume.write(number, 0, b"x"), lambda: volume.mkdir(ROOT_INODE, b"d", 0o755, SUPERUSER)):
+        with pytest.raises(OSError, match="Read-only file system"):
+            call()
+    assert volume.take_unrecorded() == CacheInvalidation([], [InodeChange(number, content=True)])
+    journal.file.error = 0
+    journal.log.mend()
+    assert volume.take_unrecorded() == CacheInvalidation([], [])
+    journal.file.error = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        volume.mkdir(ROOT_INODE, b"d", 0o755, SUPERUSER)
+    made = volume.lookup(ROOT_INODE, b"d").inode
+    unrecorded = volume.take_unrecorded()
+    assert unrecorded.entries == [EntryChange(ROOT_INODE, b"d", 0, made)]
+    assert {change.inode for change in unrecorded.inodes} == {ROOT_INODE, made}
 
 
 def test_a_note_about_the_next_change_is_recorded_with_it_or_not_at_all(volume: MemoryVolume) -> None:
