@@ -1,4 +1,4 @@
-"""The tour in README.md, and the example of docs/store.md, work when they are pasted, and print what is shown there."""
+"""The tour in docs/tour.md and the example of docs/store.md work when pasted, and print what is shown there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")  # git's templates differ between versions,
 
 def blocks(document: str, section: str) -> list[tuple[str, str]]:
     """The blocks of a section, up to the next one of the same level, each with its language."""
-    text = (REPOSITORY / document).read_text()
+    text = (REPOSITORY / document).read_text() + "\n## "
     start = text.index(f"\n## {section}\n")
     return _BLOCK.findall(text[start : text.index("\n## ", start + 1)])
 
@@ -60,7 +60,7 @@ def typed_in_one_shell(script: str, home: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("document", "section", "mounts"), [("README.md", "A tour", 3), ("docs/store.md", "An example", 1)]
+    ("document", "section", "mounts"), [("docs/tour.md", "The tour", 3), ("docs/store.md", "An example", 1)]
 )
 def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path, document: str, section: str, mounts: int) -> None:
     found = blocks(document, section)
