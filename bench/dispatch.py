@@ -1,14 +1,14 @@
 """What a request costs in the engine and the memory volume: nothing is mounted, and replies go to /dev/null.
 
-    python -m bench.dispatch [--count N] [--rounds N] [--snapshot] [--log] [--profile OPERATION]
+    python -m bench.dispatch [--count N] [--rounds N] [--snapshot] [--default] [--profile OPERATION]
 
 Each request is put into the engine's buffer and answered as the loop would.  The clock is the thread's CPU time, the
 fastest of the rounds; where the machine counts instructions (perf_event_open(2)) those stand beside it, the median.
 What the driver itself needs (copying the request, the write to /dev/null) is measured with an unknown opcode and is not
 taken off: it is shown as "driver".
 
-With `--log` a second engine, whose changes are logged, takes turns with the first; the last columns are what it takes
-more.
+With `--default` two more engines take turns with the first: one that has `.snapshots`, and one that also logs changes, as
+a mount without options does.  Their columns are what they take more than the volume alone.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Literal
 
+from protocol.adapters.snapshot_directory import SnapshotDirectoryVolume
 from protocol.backends.memory import MemoryVolume
+from protocol.volume import Volume
 from vfsd.daemon.audit.log import AuditLog
+from vfsd.daemon.snapshots.directory import VolumeStates
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine, wire
 from vfsd.kernel.engines.native.mounting import negotiate
@@ -61,17 +65,23 @@ def message(opcode: int, node: int, body: bytes = b"", unique: int = 8) -> Messa
     return wire.FUSE_IN_HEADER.pack(length, opcode, unique, node, 1000, 1000, os.getpid(), 0, 0) + body
 
 
-class Driver:
-    """An engine over a fresh volume, and requests for it.  `log`: its changes are logged."""
+Mount = Literal["volume", ".snapshots", "default"]  # each has what those before it have
 
-    def __init__(self, count: int, snapshot: bool, *, log: bool = False) -> None:
+
+class Driver:
+    """An engine over a fresh volume, and requests for it."""
+
+    def __init__(self, count: int, snapshot: bool, mount: Mount) -> None:
         self.count = count
         self.volume = MemoryVolume()
-        self.engine = NativeEngine(self.volume, EngineSettings("/nowhere", "dispatch"))
+        served: Volume = self.volume
+        if mount != "volume":
+            served = SnapshotDirectoryVolume(self.volume, VolumeStates(self.volume), is_visible=False)
+        self.engine = NativeEngine(served, EngineSettings("/nowhere", "dispatch"))
         init = message(Opcode.INIT, 0, struct.pack("=IIIII44x", 7, 44, 131072, 0xFFFFFFFF, 0xFF))
         self.engine._agreement = negotiate(init, len(init), cache_timeout_s=float("inf"), acl=True)
-        self.engine._operations = self.engine._operations_over(self.volume, self.engine._replies)
-        self.log = AuditLog(self.volume) if log else None
+        self.engine._operations = self.engine._operations_over(served, self.engine._replies)
+        self.log = AuditLog(self.volume) if mount == "default" else None
         if self.log is not None:
             self.engine.observe(self.log)
         self.null = os.open(os.devnull, os.O_WRONLY)
@@ -157,44 +167,43 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000, help="requests of each kind in a round")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--snapshot", action="store_true", help="a snapshot is taken once the files are made")
-    parser.add_argument("--log", action="store_true", help="also what the log of changes adds to each request")
+    parser.add_argument("--default", action="store_true", help="also what a mount without options adds to each request")
     parser.add_argument("--profile", metavar="OPERATION", help="where one kind spends its calls, instead of the table")
     options = parser.parse_args()
     interpreter.set_up("bench")
     with ExitStack() as stack:
-        drivers = [
-            Driver(options.count, options.snapshot, log=log) for log in ((False, True) if options.log else (False,))
-        ]
-        for driver in drivers:
+        mounts: tuple[Mount, ...] = ("volume", ".snapshots", "default") if options.default else ("volume",)
+        drivers = {mount: Driver(options.count, options.snapshot, mount) for mount in mounts}
+        for driver in drivers.values():
             stack.callback(driver.close)
         if options.profile:
-            profile(drivers[-1], options.rounds, options.profile)
+            profile(driver, options.rounds, options.profile)
         else:
             table(drivers, options.rounds)
 
 
-def table(drivers: list[Driver], rounds: int) -> None:
-    """Print what each kind of request costs with the first driver, and what it costs more with the second one."""
+def table(drivers: dict[Mount, Driver], rounds: int) -> None:
+    """Print what each kind of request costs with the first driver, and what it costs more with each other one."""
     instructions = Instructions()
-    costs: list[dict[str, list[tuple[float, float]]]] = [{} for _ in drivers]
+    costs: dict[Mount, dict[str, list[tuple[float, float]]]] = {mount: {} for mount in drivers}
 
     for _ in range(rounds):
-        for driver, found in zip(drivers, costs, strict=True):
+        for mount, driver in drivers.items():
             for name, messages in driver.steps():
                 counted, started = instructions.now(), time.thread_time_ns()
                 driver.answer(messages)
                 cpu_ns, counted = time.thread_time_ns() - started, instructions.now() - counted
-                found.setdefault(name, []).append((cpu_ns / len(messages), counted / len(messages)))
+                costs[mount].setdefault(name, []).append((cpu_ns / len(messages), counted / len(messages)))
 
-    log = f"{'log: us':>12}{'instructions':>14}" if len(drivers) > 1 else ""
-    print(f"{'request':24}{'us':>8}{'instructions':>14}{log}")
-    for name in costs[0]:
+    first, *others = costs
+    print(f"{'request':24}{'us':>8}{'instructions':>14}" + "".join(f"{mount:>12}{'':>14}" for mount in others))
+    for name in costs[first]:
         (cpu_us, count), *more = [
             (min(cpu for cpu, _ in found[name]) / 1000, statistics.median(count for _, count in found[name]))
-            for found in costs
+            for found in costs.values()
         ]
-        log = "".join(f"{with_us - cpu_us:12.2f}{with_count - count:14,.0f}" for with_us, with_count in more)
-        print(f"{name:24}{cpu_us:8.2f}{count:14,.0f}{log}")
+        added = "".join(f"{with_us - cpu_us:+12.2f}{with_count - count:+14,.0f}" for with_us, with_count in more)
+        print(f"{name:24}{cpu_us:8.2f}{count:14,.0f}{added}")
 
 
 def profile(driver: Driver, rounds: int, wanted: str) -> None:
