@@ -7,8 +7,8 @@ fastest of the rounds; where the machine counts instructions (perf_event_open(2)
 What the driver itself needs (copying the request, the write to /dev/null) is measured with an unknown opcode and is not
 taken off: it is shown as "driver".
 
-With `--default` two more engines take turns with the first: one that has `.snapshots`, and one that also logs changes, as
-a mount without options does.  Their columns are what they take more than the volume alone.
+With `--default` two more engines take turns with the first: one that has `.snapshots`, and one that also logs changes,
+as a mount without options does.  Their columns are what they take more than the volume alone.
 """
 
 from __future__ import annotations

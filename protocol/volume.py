@@ -177,6 +177,7 @@ class VolumeCapabilities(Value):
     paths: bool = False  # tells a path of an inode
     orphans: bool = False  # finds an inode without a name by its number
     shortcuts: bool = False  # has faster forms of the most frequent calls
+    snapshot_directory: bool = False  # adds `.snapshots` to the volume `below` (`protocol.adapters.snapshot_directory`)
 
 
 @runtime_checkable
@@ -402,6 +403,15 @@ class ExtendedVolume(Volume, Protocol):
         """`journal`: return what an answer has to wait for: a function that waits for the disk (OSError); or None.
 
         `of_request`: only for what was recorded since `answering` began to count for a request.
+        """
+        ...
+
+    @property
+    def below(self) -> Volume:
+        """`snapshot_directory`: the volume without `.snapshots`, which an engine may call instead of this one.
+
+        That is for calls whose inode numbers are all less than FIRST_INODE, if none is the root, or the call neither
+        lists it nor names `.snapshots` in it.
         """
         ...
 

@@ -6,6 +6,9 @@ FIRST_INODE or higher, which no volume below uses.  It is a hash of the snapshot
 file with several names: of its inode number in the snapshot), so it stays the same while the snapshot exists and one
 process serves it, and those of two snapshots differ.
 
+An engine may call the volume below directly where the capability `snapshot_directory` says so, as the native engine
+does: then most requests cost one comparison more than without `.snapshots`.
+
 Everything in `.snapshots` is read-only (EROFS).  When a snapshot is dropped, its inodes are stale (ESTALE).
 
 Threading: as in `protocol.volume`.  The state changes between awaits only: a call looks at its node, may wait for
@@ -21,6 +24,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from hashlib import blake2b
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar, cast
+
+from msgspec.structs import replace
 
 from protocol.errors import SnapshotNotFoundError, os_error, shown
 from protocol.tree import Tree, TreeEntry, names_in
@@ -39,7 +44,6 @@ from protocol.volume import (
     PlainEntry,
     StatFs,
     Volume,
-    VolumeCapabilities,
     catching,
     extended,
     then,
@@ -66,12 +70,17 @@ class SnapshotStates(Protocol):
 class SnapshotDirectoryVolume:
     """`volume`, with `.snapshots` at its root; listings of the root show it if `is_visible`."""
 
-    def __init__(self, volume: Volume, states: SnapshotStates, *, is_visible: bool, seed: bytes = b"") -> None:
+    def __init__(
+        self, volume: Volume, states: SnapshotStates, *, is_visible: bool, seed: bytes = b"", waits: bool = False
+    ) -> None:
         """`seed`, up to 64 bytes: volumes with different ones number the files differently.
 
         A process that continues the mount of another one needs its own: the kernel still forgets the other's numbers.
+        `waits`: `states` return awaitables, so this volume has no `shortcuts`.
         """
         self._volume: Final = extended(volume)
+        below = volume.capabilities
+        self.capabilities: Final = replace(below, snapshot_directory=True, shortcuts=below.shortcuts and not waits)
         self._states = states
         self._is_visible = is_visible
         self._inodes = SnapshotInodes(seed)
@@ -84,8 +93,9 @@ class SnapshotDirectoryVolume:
         """Called with an inode whose pages a program has changed in the kernel's cache, through a mapping."""
 
     @property
-    def capabilities(self) -> VolumeCapabilities:
-        return self._volume.capabilities
+    def below(self) -> Volume:
+        """See `ExtendedVolume`."""
+        return self._volume
 
     @property
     def read_only(self) -> bool:

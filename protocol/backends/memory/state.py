@@ -532,11 +532,9 @@ class MemoryState:
 
     def path(self, inode: Inode) -> bytes | None:
         """Return one path of a live inode, or None if it has no name."""
-        if inode.inode == ROOT_INODE:
-            return b""
         for link in inode.links:
             return self.link_path(link)
-        return None
+        return b"" if inode.inode == ROOT_INODE else None
 
     def path_of(self, number: int) -> bytes | None:
         """See `protocol.volume.ExtendedVolume`."""
@@ -546,6 +544,8 @@ class MemoryState:
     def link_path(self, link: Link) -> bytes:
         """Return the path of one name of a live inode."""
         number, name = link
+        if number == ROOT_INODE:
+            return name
         names = [name]
         while number != ROOT_INODE:
             number, name = self.inodes[number].parent_link

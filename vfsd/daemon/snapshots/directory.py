@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import trio
-from msgspec.structs import replace
 
 from protocol.adapters.snapshot_directory import (
     FIRST_INODE,
@@ -27,7 +26,7 @@ from protocol.adapters.snapshot_directory import (
 )
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree
-from protocol.volume import Volume, VolumeCapabilities
+from protocol.volume import Volume
 from protocol.volume_extensions import (
     CacheInvalidation,
     EntryChange,
@@ -156,7 +155,8 @@ def open_directory(
     if stored is None:
         return None
     of_store = StoreStates(stored, shown)
-    return SnapshotDirectory(WithStoredSnapshots(served, of_store, is_visible=is_visible, seed=seed), of_store)
+    directory = SnapshotDirectoryVolume(served, of_store, is_visible=is_visible, seed=seed, waits=True)
+    return SnapshotDirectory(directory, of_store)
 
 
 T = TypeVar("T")
@@ -270,11 +270,3 @@ class StoreStates:
             if not opened.is_used or (existing is not None and serial not in existing):
                 await self._close(serial)
             opened.is_used = False
-
-
-class WithStoredSnapshots(SnapshotDirectoryVolume):
-    """A volume whose snapshots are read in threads, so without the shortcuts that never wait."""
-
-    @property
-    def capabilities(self) -> VolumeCapabilities:
-        return replace(super().capabilities, shortcuts=False)

@@ -1,7 +1,7 @@
 """Reports each change of the mount to an observer (`vfsd.kernel.engines.base.ChangeObserver`).
 
-`observe` replaces the handlers of the changing opcodes by ones that call the observer once the volume has made the
-change.  Without an observer the table of handlers stays as it is, so a request costs no more.
+`observe` adds a report to the handlers of the changing opcodes.  The session calls it once the volume has made the
+change, before it sends the reply.
 
 Threading: the loop.  A request whose answer is awaited is reported when it is complete, so in the order in which the
 volume completed the changes.
@@ -9,24 +9,24 @@ volume completed the changes.
 
 from __future__ import annotations
 
+import functools
 import stat
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+import struct
+from collections.abc import Awaitable
+from typing import Final
 
 from protocol.errors import DeniedByPolicyError
 from protocol.volume import RENAME_EXCHANGE, Attributes
 from vfsd.kernel.engines.base import ChangeObserver, attribute_change
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.operations import Operations
-from vfsd.kernel.engines.native.requests import BODY, Method, Request
+from vfsd.kernel.engines.native.requests import BODY, Method, Report, Request
 from vfsd.kernel.engines.native.wire import Opcode
 from vfsd.kernel.engines.native.write_back import BARRIER_INODE
 
-# Takes the inode of the request, its message, the message's length and the volume's answer.
-Report = Callable[[int, Request, int, Any], None]
-
 _TIMES: Final = wire.FATTR_ATIME | wire.FATTR_MTIME | wire.FATTR_ATIME_NOW | wire.FATTR_MTIME_NOW
 _OWNER: Final = wire.FATTR_UID | wire.FATTR_GID
+_VALID: Final = struct.Struct("=I").unpack_from  # the first field of fuse_setattr_in
 
 
 def observe(operations: Operations, observer: ChangeObserver) -> None:
@@ -35,7 +35,7 @@ def observe(operations: Operations, observer: ChangeObserver) -> None:
     reports = _Reports(observer).by_opcode
     for opcode, report in reports.items():
         if opcode in table:
-            table[opcode] = table[opcode]._replace(method=_reporting(table[opcode].method, report))
+            table[opcode] = table[opcode]._replace(report=report)
     if Opcode.OPEN in table:  # the volume has a policy
         for opcode in (Opcode.OPEN, *reports):
             if opcode in table:
@@ -63,31 +63,21 @@ def _reporting_denials(method: Method, observer: ChangeObserver) -> Method:
     return handle
 
 
-def _reporting(method: Method, report: Report) -> Method:
-    def handle(node: int, message: Request, length: int) -> object:
-        answer = method(node, message, length)
-        if hasattr(answer, "__await__"):
-            # The next request overwrites the buffer.  No report reads the data of a write.
-            return _later(answer, report, node, bytearray(message[: min(length, _HEAD_BYTES)]), length)
-        report(node, message, length, answer)
-        return answer
-
-    return handle
-
-
-# Of a message with names, which have 255 bytes, or for SYMLINK a target of 4,095 after the name.
-_HEAD_BYTES: Final = 8192
-
-
-async def _later(answer: Awaitable[Any], report: Report, node: int, message: bytearray, length: int) -> object:
-    result = await answer
-    report(node, message, length, result)
-    return result
-
-
 def _thread(message: Request) -> int:
     thread: int = wire.IN_HEADER_ROUTE.unpack_from(message, 0)[3]
     return thread
+
+
+@functools.lru_cache(maxsize=256)
+def _change(valid: int) -> str | None:
+    """Name the change of a SETATTR; kept, because naming it takes longer than the rest of its decoding."""
+    return attribute_change(
+        size=bool(valid & wire.FATTR_SIZE),
+        owner=bool(valid & _OWNER),
+        mode=bool(valid & wire.FATTR_MODE),
+        times=bool(valid & _TIMES),
+        kill=not valid & ~(wire.FATTR_FH | wire.FATTR_CTIME),
+    )
 
 
 class _Reports:
@@ -108,7 +98,7 @@ class _Reports:
             Opcode.UNLINK: _removed(observer, "unlink"),
             Opcode.RMDIR: _removed(observer, "rmdir"),
             Opcode.RENAME: self._rename,
-            Opcode.RENAME2: self._rename2,
+            Opcode.RENAME2: _renamed(observer),
             Opcode.FALLOCATE: self._changed("allocate"),
             Opcode.SETXATTR: self._changed("setxattr"),
             Opcode.REMOVEXATTR: self._changed("removexattr"),
@@ -119,14 +109,8 @@ class _Reports:
         self._observer.written(_thread(message), target, count)
 
     def _setattr(self, node: int, message: Request, _length: int, _: object) -> None:
-        valid = wire.FUSE_SETATTR_IN.unpack_from(message, BODY)[0]
-        change = attribute_change(
-            size=bool(valid & wire.FATTR_SIZE),
-            owner=bool(valid & _OWNER),
-            mode=bool(valid & wire.FATTR_MODE),
-            times=bool(valid & _TIMES),
-            kill=not valid & ~(wire.FATTR_FH | wire.FATTR_CTIME),
-        )
+        (valid,) = _VALID(message, BODY)
+        change = _change(valid)
         if change is not None and node != BARRIER_INODE:
             self._observer.inode_changed(change, _thread(message), node)
 
@@ -145,15 +129,9 @@ class _Reports:
         self._observer.linked(_thread(message), inode, node, name)
 
     def _rename(self, node: int, message: Request, length: int, _: object) -> None:
-        self._renamed(node, message, *wire.RENAME_NAMES[length](message, BODY))
-
-    def _rename2(self, node: int, message: Request, length: int, _: object) -> None:
-        new_parent, flags, names = wire.RENAME2_NAMES[length](message, BODY)
-        self._renamed(node, message, new_parent, names, exchange=bool(flags & RENAME_EXCHANGE))
-
-    def _renamed(self, node: int, message: Request, new_parent: int, names: bytes, *, exchange: bool = False) -> None:
+        new_parent, names = wire.RENAME_NAMES[length](message, BODY)
         name, _, new_name = names.partition(b"\0")
-        self._observer.renamed(_thread(message), node, name, new_parent, new_name, exchange=exchange)
+        self._observer.renamed(_thread(message), node, name, new_parent, new_name, exchange=False)
 
     def _changed(self, change: str) -> Report:
         return lambda node, message, _length, _: self._observer.inode_changed(change, _thread(message), node)
@@ -188,3 +166,14 @@ def _removed(observer: ChangeObserver, change: str) -> Report:
         changed(change, route(message, 0)[3], node, unpack[length](message, BODY)[0])
 
     return remove
+
+
+def _renamed(observer: ChangeObserver) -> Report:
+    renamed, unpack, route = observer.renamed, wire.RENAME2_NAMES, wire.IN_HEADER_ROUTE.unpack_from
+
+    def rename(node: int, message: Request, length: int, _: object) -> None:
+        new_parent, flags, names = unpack[length](message, BODY)
+        name, _, new_name = names.partition(b"\0")
+        renamed(route(message, 0)[3], node, name, new_parent, new_name, exchange=flags & RENAME_EXCHANGE != 0)
+
+    return rename

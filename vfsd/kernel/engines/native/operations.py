@@ -16,13 +16,16 @@ from typing import Any, Final, TypeVar
 
 import trio
 
+from protocol.adapters.snapshot_directory import FIRST_INODE, NAME
 from protocol.errors import NotReadyError, os_error
 from protocol.volume import (
+    ROOT_INODE,
     Answer,
     AttributeChanges,
     Attributes,
     Buffer,
     Caller,
+    ExtendedVolume,
     PlainEntry,
     Volume,
     extended,
@@ -48,6 +51,10 @@ class Operations:
     `flags` are the negotiated ones.  `cancel` cancels a pending request.  `invalidate_attributes` invalidates the
     kernel's cached attributes of an inode; `invalidate_content` does so soon, with its pages.  `record_statfs` gets the
     thread's id of each statfs request.  `written_back`: see `vfsd.kernel.engines.base`.
+
+    `snapshots`: the operations over the volume that adds `.snapshots` to this one.  The session gives them the requests
+    whose node is FIRST_INODE or higher.  Requests that list the root, name `.snapshots` in it, or have such a number in
+    their body come here, and are put to that volume.
     """
 
     def __init__(
@@ -62,9 +69,13 @@ class Operations:
         invalidate_content: Callable[[int], None] = lambda _inode: None,
         written_back: Callable[[], NotReadyError] | None = None,
         record_statfs: Callable[[int], None] = lambda _thread_id: None,
+        snapshots: Operations | None = None,
     ) -> None:
         self._volume: Final = extended(volume)
-        self.background_requests = 0  # so many that the kernel may have sent from its background queue
+        self.served: Final = volume
+        self.snapshots: Final = snapshots
+        self._outer = None if snapshots is None else extended(snapshots.served)
+        self._background_requests = 0  # so many that the kernel may have sent from its background queue
         self.replies = replies
         self._umask_is_ours = InitFlag.DONT_MASK in flags  # the volume applies the umask, not the kernel
         capabilities = volume.capabilities
@@ -167,6 +178,11 @@ class Operations:
 
         return counted
 
+    @property
+    def sent_in_background(self) -> int:
+        """The number of requests that the kernel may have sent from its background queue."""
+        return self._background_requests + (0 if self.snapshots is None else self.snapshots.sent_in_background)
+
     def everything_unsynced(self, opcode: int) -> Callable[[], Awaitable[None]] | None:
         """Return what the answer to a request that took more than one step has to wait for."""
         if not self.waits_for_syncs or opcode not in _CHANGING:
@@ -176,11 +192,17 @@ class Operations:
     # -- inodes ------------------------------------------------------------------------------
     def _lookup(self, node: int, message: Request, length: int) -> object:
         (name,) = wire.NAME[length](message, BODY)
+        if node == ROOT_INODE and name == NAME and self._outer is not None:
+            return self._outer.lookup(node, name)
         return self._volume.lookup(node, name) if self._short is None else self._short.find(node, name)
 
     def _forget(self, node: int, message: Request, _length: int) -> None:
+        self.forget(node, wire.FUSE_FORGET_IN.unpack_from(message, BODY)[0])
+
+    def forget(self, node: int, lookups: int) -> None:
+        """See `Volume.forget`."""
         self._cached.pop(node, None)
-        self._volume.forget(node, wire.FUSE_FORGET_IN.unpack_from(message, BODY)[0])
+        self._volume.forget(node, lookups)
 
     def _batch_forget(self, _node: int, message: Request, length: int) -> None:
         count, _ = wire.FUSE_BATCH_FORGET_IN.unpack_from(message, BODY)
@@ -188,8 +210,11 @@ class Operations:
         end = start + min(count, (length - start) // wire.FUSE_FORGET_ONE.size) * wire.FUSE_FORGET_ONE.size
         forget, cached = self._volume.forget, self._cached
         for node, lookups in wire.FUSE_FORGET_ONE.iter_unpack(memoryview(message)[start:end]):
-            cached.pop(node, None)
-            forget(node, lookups)
+            if node >= FIRST_INODE and self.snapshots is not None:
+                self.snapshots.forget(node, lookups)
+            else:
+                cached.pop(node, None)
+                forget(node, lookups)
 
     def _getattr(self, node: int, _message: Request, _length: int) -> object:
         if node in self._cached:
@@ -299,27 +324,37 @@ class Operations:
 
     def _link(self, node: int, message: Request, length: int) -> object:
         inode, name = wire.LINK_NAME[length](message, BODY)
+        if inode >= FIRST_INODE and self._outer is not None:
+            return self._outer.link(inode, node, name)
         return self._volume.link(inode, node, name)
 
     def _unlink(self, node: int, message: Request, length: int) -> object:
         (name,) = wire.NAME[length](message, BODY)
+        if node == ROOT_INODE and name == NAME and self._outer is not None:
+            return self._outer.unlink(node, name)
         return self._volume.unlink(node, name)
 
     def _rmdir(self, node: int, message: Request, length: int) -> object:
         (name,) = wire.NAME[length](message, BODY)
+        if node == ROOT_INODE and name == NAME and self._outer is not None:
+            return self._outer.rmdir(node, name)
         return self._volume.rmdir(node, name)
 
     def _rename(self, node: int, message: Request, length: int) -> object:
         new_parent, names = wire.RENAME_NAMES[length](message, BODY)
-        name, new_name = _split(names)
-        return self._volume.rename(node, name, new_parent, new_name)
+        return self._renaming(node, message, new_parent, 0, names)
 
     def _rename2(self, node: int, message: Request, length: int) -> object:
-        new_parent, flags, names = wire.RENAME2_NAMES[length](message, BODY)
+        return self._renaming(node, message, *wire.RENAME2_NAMES[length](message, BODY))
+
+    def _renaming(self, node: int, message: Request, new_parent: int, flags: int, names: bytes) -> object:
         name, new_name = _split(names)
+        volume = self._volume
+        if self._outer is not None and (new_parent >= FIRST_INODE or (node == ROOT_INODE and name == NAME)):
+            volume = self._outer
         if not flags:
-            return self._volume.rename(node, name, new_parent, new_name)
-        return self._volume.rename(node, name, new_parent, new_name, flags, self._caller(message, 0))
+            return volume.rename(node, name, new_parent, new_name)
+        return volume.rename(node, name, new_parent, new_name, flags, self._caller(message, 0))
 
     def _tmpfile(self, node: int, message: Request, _length: int) -> object:
         _, mode, umask, _ = wire.FUSE_CREATE_IN.unpack_from(message, BODY)
@@ -336,7 +371,12 @@ class Operations:
         return packed
 
     def _entries(self, node: int, cookie: int) -> Answer[Iterator[PlainEntry]]:
-        return self._volume.readdir(node, cookie) if self._short is None else self._short.entries(node, cookie)
+        volume = self._listed(node)
+        return volume.readdir(node, cookie) if self._short is None else volume.entries(node, cookie)
+
+    def _listed(self, directory: int) -> ExtendedVolume:
+        """Return the volume that lists `directory`; for the root it has the shortcuts of this one."""
+        return self._outer if directory == ROOT_INODE and self._outer is not None else self._volume
 
     def _readdirplus(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
@@ -356,7 +396,7 @@ class Operations:
     def _direntsplus(self, node: int, entries: Iterator[PlainEntry], size: int) -> bytes | Coroutine[Any, Any, bytes]:
         """Pack the entries that fit into `size` bytes with their attributes; each adds a lookup of its inode."""
         pack, quiet = self.replies.direntplus, self._short
-        lookup = self._volume.lookup if quiet is None else quiet.find
+        lookup = self._listed(node).lookup if quiet is None else self._listed(node).find
         parts: list[bytes] = []
         waiting: list[tuple[int, PlainEntry, Awaitable[Attributes]]] = []
         end = 0
@@ -401,7 +441,7 @@ class Operations:
         _, offset, size, _, _, _, _ = wire.FUSE_READ_IN.unpack_from(message, BODY)
         if offset < 0 or size > MAX_WRITE_BYTES:
             raise os_error(errno.EINVAL)
-        self.background_requests += 1
+        self._background_requests += 1
         self._cached[node] = True
         if self._short is not None:
             return self._short.read_pieces(node, offset, size)  # `writev` joins them
@@ -413,7 +453,7 @@ class Operations:
         if offset < 0 or WRITE_DATA_AT + size > length:
             raise os_error(errno.EINVAL)
         if flags & wire.FUSE_WRITE_CACHE:
-            self.background_requests += 1
+            self._background_requests += 1
             if self._kernel_sets_times:
                 return then(self._volume.getattr(node), lambda found: self._write_cached(found, offset, data))
             self._cached[node] = True
@@ -492,7 +532,10 @@ class Operations:
 
     def _copy_file_range(self, node: int, message: Request, _length: int) -> object:
         _, offset, target, _, target_offset, size, _ = wire.FUSE_COPY_FILE_RANGE_IN.unpack_from(message, BODY)
-        copied = self._volume.copy_range(node, offset, target, target_offset, min(size, _MAX_COPY_BYTES))
+        volume = self._volume
+        if target >= FIRST_INODE and self._outer is not None:
+            volume = self._outer
+        copied = volume.copy_range(node, offset, target, target_offset, min(size, _MAX_COPY_BYTES))
         return then(copied, self._clear_set_id(target, message))
 
     def _fsync(self, node: int, message: Request, _length: int) -> object:

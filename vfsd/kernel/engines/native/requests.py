@@ -36,16 +36,42 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Request = bytearray | mmap.mmap  # the session's buffer; the message is its first `length` bytes
 Method = Callable[[int, Request, int], Any]
+# Takes the inode of the request, its message, the message's length and the volume's answer.
+Report = Callable[[int, Request, int, Any], None]
 
 BODY: Final = wire.IN_HEADER_BYTES
 
 
 class Handler(NamedTuple):
-    """The handling of one opcode: the minimum length of its message, its method, and the packer of its answer."""
+    """The handling of one opcode: the minimum length of its message, its method, and the packer of its answer.
+
+    `report`: called with a change that was made, before the reply is sent.
+    """
 
     min_length: int
     method: Method
     reply: Callable[[int, Any], Message]
+    report: Report | None = None
+
+
+# Of a message with names, which have 255 bytes, or for SYMLINK a target of 4,095 after the name.
+_HEAD_BYTES: Final = 8192
+
+
+def reported(
+    answer: Awaitable[Any], report: Report | None, node: int, message: Request, length: int
+) -> Awaitable[object]:
+    """Return `answer`, reported when it is there.  No report reads the data of a write."""
+    if report is None:
+        return answer
+    # The next request overwrites the buffer.
+    return _reported(answer, report, node, bytearray(message[: min(length, _HEAD_BYTES)]), length)
+
+
+async def _reported(answer: Awaitable[Any], report: Report, node: int, message: bytearray, length: int) -> object:
+    result = await answer
+    report(node, message, length, result)
+    return result
 
 
 def then(answer: T | Awaitable[T], change: Callable[[T], object]) -> object:

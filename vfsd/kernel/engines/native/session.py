@@ -30,6 +30,7 @@ from typing import Any, Final
 import msgspec
 import trio
 
+from protocol.adapters.snapshot_directory import FIRST_INODE
 from protocol.errors import NotReadyError
 from protocol.values import Value
 from protocol.volume import Volume, extended
@@ -55,7 +56,15 @@ from vfsd.kernel.engines.native.mounting import (
 )
 from vfsd.kernel.engines.native.operations import Operations
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
-from vfsd.kernel.engines.native.requests import BufferPool, Handler, PendingRequest, Request, error_answer, send_reply
+from vfsd.kernel.engines.native.requests import (
+    BufferPool,
+    Handler,
+    PendingRequest,
+    Request,
+    error_answer,
+    reported,
+    send_reply,
+)
 from vfsd.kernel.engines.native.wakeups import Poller, RunnableThreads, Wakeups, make_wakeups
 from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, InitFlag, Opcode
 from vfsd.kernel.engines.native.write_back import BARRIER_INODE, Barrier
@@ -250,6 +259,12 @@ class NativeEngine:
         self._buffer = self._buffers.take()
 
     def _operations_over(self, volume: Volume, replies: Replies) -> Operations:
+        if not volume.capabilities.snapshot_directory:
+            return self._plain_operations(volume, replies)
+        snapshots = self._plain_operations(volume, replies)
+        return self._plain_operations(extended(volume).below, replies, snapshots)
+
+    def _plain_operations(self, volume: Volume, replies: Replies, snapshots: Operations | None = None) -> Operations:
         operations = Operations(
             volume,
             replies,
@@ -260,6 +275,7 @@ class NativeEngine:
             invalidate_content=self._stale.add,
             written_back=functools.partial(base.written_back, self, self._settings.mountpoint),
             record_statfs=self._markers.record,
+            snapshots=snapshots,
         )
         if self._barrier is not None:
             self._barrier.add_to(operations)
@@ -373,28 +389,31 @@ class NativeEngine:
 
     def _respond(self, descriptor: int, length: int, may_postpone: bool = True) -> None:
         """Answer the request in the buffer; never raises."""
-        buffer: Request = self._buffer
-        opcode, unique, node, pid = wire.IN_HEADER_ROUTE.unpack_from(buffer, 0)
+        opcode, unique, node, pid = wire.IN_HEADER_ROUTE.unpack_from(self._buffer, 0)
         self._requests += 1
-        if self._ring is not None and opcode == _WRITE:
-            buffer = bytearray(buffer[:length])  # the loop goes on with this buffer, also if the answer comes later
+        # With a ring the loop goes on with its buffer, also if the answer comes later.
+        is_copied = self._ring is not None and opcode == _WRITE
+        buffer: Request = bytearray(self._buffer[:length]) if is_copied else self._buffer
         operations = self._operations
         impersonator = self._impersonator
         try:
             # Requests of the kernel itself have pid 0, and so has an impersonator without a thread.
             if impersonator is not None and pid and pid == impersonator.thread_id and opcode in _IMPERSONATED:
                 operations = self._impersonate(impersonator.volume)
+            if node >= FIRST_INODE and operations.snapshots is not None:
+                operations = operations.snapshots
             handler = operations.table.get(opcode)
             if handler is None or length < handler.min_length:
                 self._refuse(descriptor, unique, handler, length)
                 return
-            _, method, reply = handler
+            _, method, reply, report = handler
             if self._postponed and node == BARRIER_INODE:
                 # Answered after them: see `write_back`.
                 self._postpone(unique, length)
                 return
             answer = method(node, buffer, length)
             if hasattr(answer, "__await__"):
+                answer = reported(answer, report, node, buffer, length)
                 self._answer_later(descriptor, operations, opcode, unique, answer)
                 return
             if (
@@ -406,9 +425,13 @@ class NativeEngine:
                 self._postpone(unique, length)
                 return
             message = reply(unique, answer)
+            if report is not None:
+                report(node, buffer, length, answer)
         except NotReadyError as error:
-            again = functools.partial(method, node, bytearray(buffer[:length]), length)
-            self._answer_later(descriptor, operations, opcode, unique, repeated(again, error), has_begun=False)
+            request = bytearray(buffer[:length])
+            answer = repeated(functools.partial(method, node, request, length), error)
+            answer = reported(answer, report, node, request, length)
+            self._answer_later(descriptor, operations, opcode, unique, answer, has_begun=False)
             return
         except Exception as error:  # noqa: BLE001  (logged there)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC and may_postpone:
@@ -577,8 +600,8 @@ class NativeEngine:
         """
         if not await self._markers.pass_one():
             return False
-        before = self._operations.background_requests - len(self._pending)
-        if not await self._markers.pass_one() or self._operations.background_requests - before >= MAX_BACKGROUND:
+        before = self._operations.sent_in_background - len(self._pending)
+        if not await self._markers.pass_one() or self._operations.sent_in_background - before >= MAX_BACKGROUND:
             return False
         postponed = self._postponed
         while postponed and self._postponed is postponed and self._nursery is not None:
