@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import errno
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -27,10 +26,8 @@ from tests.container.conftest import (
     MountContainer,
     StartContainer,
     attempt,
-    check_git_works,
     inside,
     running_container,
-    tmpfs,
 )
 from tests.mount.conftest import edit_on_two_mounts
 from tests.support.contracts_on_mounts import OnMount
@@ -44,37 +41,6 @@ pytestmark = [pytest.mark.fuse, pytest.mark.workspaces(transport="agent", compla
 
 
 # -- inside and outside ------------------------------------------------------------------------------
-@pytest.mark.extended
-@pytest.mark.both_engines
-def test_what_is_edited_outside_runs_inside_and_what_is_written_inside_is_read_outside(
-    container: Container, workspace: Workspace, root: Path
-) -> None:
-    assert (workspace.status().transport, workspace.status().container) == ("agent", "running")
-    (root / "bin").mkdir()
-    for text in ("hello", "changed"):  # a program that is written to cannot be executed, one that was can
-        (root / "bin" / "program").write_text(f"#!/bin/sh\necho {text}, $1 > /workspace/said\n")
-        (root / "bin" / "program").chmod(0o755)
-        inside(container, "/workspace/bin/program", "you")
-        assert (root / "said").read_text() == f"{text}, you\n"
-        (root / "said").unlink()
-    shutil.copy("/bin/true", root / "bin" / "true")
-    with (root / "bin" / "true").open("r+b") as program:
-        program.write(b"\x7fELF")
-    assert attempt(container, "/workspace/bin/true")[0] != 126, "its file is still open for writing (ETXTBSY)"
-
-    inside(container, "cd /workspace; mkdir out; echo made inside > out/result; ln -s result out/link; mkfifo out/fifo")
-    assert (root / "out" / "link").read_text() == "made inside\n"
-    assert stat.S_ISFIFO((root / "out" / "fifo").lstat().st_mode)
-
-
-@pytest.mark.extended
-@pytest.mark.both_engines
-def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, container: Container) -> None:
-    check_git_works(root, workdir, container)
-    shutil.rmtree(root / "clone")
-    assert os.listdir(root) == []
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("transports", [("agent", "agent"), ("agent", "rootfs")])
 def test_edits_on_two_mounts_of_one_directory_at_the_same_time_are_all_kept(
@@ -128,58 +94,6 @@ def test_an_unlinked_file_and_a_removed_directory_stay_while_they_are_open(root:
     os.close(directory)
 
 
-def test_a_read_only_mount_of_it_changes_nothing(container: Container, mount_container: MountContainer) -> None:
-    inside(container, "mkdir /workspace; echo x > /workspace/f")
-    root = Path(mount_container(container, transport="agent", read_only=True).path)
-
-    assert (root / "f").read_text() == "x\n"
-    for change in ((root / "f").unlink, (root / "d").mkdir, lambda: (root / "f").write_text("y")):
-        with pytest.raises(OSError, check=lambda error: error.errno == errno.EROFS):
-            change()
-
-
-def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
-    start_container: StartContainer, python_image: str, mount_container: MountContainer
-) -> None:
-    container = start_container(python_image, options=tmpfs("/workspace", size=2**20))
-    root = Path(mount_container(container, transport="agent").path)
-
-    with pytest.raises(OSError, match="No space left"):
-        (root / "big").write_bytes(b"x" * 2**21)
-    assert os.statvfs(root).f_bavail == 0
-    (root / "big").unlink()
-    (root / "small").write_bytes(b"y" * 65536)
-
-    assert inside(container, "wc -c < /workspace/small").strip() == b"65536"
-
-
-def test_a_read_only_root_is_read_and_a_directory_that_cannot_be_made_is_told_of(
-    start_container: StartContainer, python_image: str, mount_container: MountContainer
-) -> None:
-    container = start_container(python_image, options={"read_only": True})
-    root = Path(mount_container(container, transport="agent", workdir="/etc").path)
-
-    assert (root / "passwd").read_text().startswith("root:")
-    with pytest.raises(OSError, match="Read-only file system"):
-        (root / "new").mkdir()
-    with pytest.raises(OSError, match="read-only; name a volume"):
-        mount_container(container, transport="agent", workdir="/workspace")
-
-
-def test_what_root_makes_here_is_the_containers_own_users(
-    start_container: StartContainer, python_image: str, mount_container: MountContainer
-) -> None:
-    container = start_container(python_image, options={"user": "dev"})
-    root = Path(mount_container(container, transport="agent", workdir="/srv/app").path)
-    (root / "f").write_text("x")
-    (root / "d").mkdir()
-
-    assert inside(container, "cd /srv; stat -c '%u:%g' app app/f app/d").split() == [b"1000:1000"] * 3
-    inside(container, "echo more >> /srv/app/f; touch /srv/app/d/new /srv/app/new")
-    os.chown(root / "f", 0, 0)
-    assert (root / "f").stat().st_uid == 0
-
-
 def test_ids_are_the_containers_own_where_its_user_namespace_maps_them(
     start_container: StartContainer, python_image: str, mount_container: MountContainer
 ) -> None:
@@ -214,18 +128,6 @@ def test_many_files_made_read_and_removed_by_many_at_once_are_all_right(
         assert int(inside(container, "find /workspace -name '*.done' -type f | wc -l")) == count
         list(pool.map(os.unlink, [path for path in root.rglob("*.done")]))  # noqa: C416
     assert inside(container, "find /workspace -type f | wc -l") == b"0\n"
-
-
-@pytest.mark.both_engines
-def test_a_large_file_goes_in_and_out_unchanged(root: Path, container: Container) -> None:
-    content = os.urandom(1 << 20) * 8
-    (root / "large").write_bytes(content)
-    copy = shutil.copyfile(root / "large", root / "copy")
-
-    assert Path(copy).read_bytes() == content
-    assert inside(container, "cmp /workspace/large /workspace/copy && wc -c < /workspace/copy") == b"%d\n" % len(
-        content
-    )
 
 
 # -- what is interrupted, and what ends ------------------------------------------------------------------
@@ -380,19 +282,6 @@ def test_a_hostile_helper_is_refused_and_costs_the_host_nothing(
 
     with pytest.raises(OSError, match=said):
         mount_container(container, transport="agent")
-
-
-def test_symlinks_to_the_hosts_files_are_the_containers_own(root: Path, container: Container) -> None:
-    inside(
-        container,
-        "echo inside > /secret; cd /workspace; ln -s /secret absolute; ln -s ../secret up; ln -s /proc/1/root proc",
-    )
-
-    assert os.readlink(root / "absolute") == "/secret"
-    assert not (root / "absolute").exists()  # on this host, where there is none
-    for name in ("absolute", "up", "proc"):
-        (root / name).unlink()
-    assert inside(container, "cat /secret") == b"inside\n"
 
 
 def test_a_fork_bomb_at_its_limit_leaves_the_mount_served(

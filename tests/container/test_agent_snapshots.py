@@ -11,7 +11,6 @@ import pytest
 
 from protocol.backends.container.podman.service import Container
 from tests.container.conftest import MountContainer, inside
-from tests.mount.test_host_backend import tree_of
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
@@ -104,19 +103,6 @@ def test_what_was_just_written_inside_is_in_the_snapshot_whatever_the_kernel_has
 
 
 @pytest.mark.extended
-def test_open_files_go_on_through_a_restore(workspace: Workspace, root: Path) -> None:
-    (root / "f").write_text("one")
-    workspace.snapshot("one")
-    (root / "f").write_text("two")
-    with (root / "f").open("r+b", buffering=0) as file:
-        workspace.restore("one")
-        assert file.read() == b"two"
-        file.write(b" and on")
-        assert os.pread(file.fileno(), 100, 0) == b"two and on"
-    assert (root / "f").read_text() == "one"
-
-
-@pytest.mark.extended
 def test_a_container_goes_into_an_archive_and_another_comes_out_of_it(
     workspace: Workspace, root: Path, container: Container, workdir: Path
 ) -> None:
@@ -132,18 +118,6 @@ def test_a_container_goes_into_an_archive_and_another_comes_out_of_it(
 
 
 @pytest.mark.extended
-def test_diff_names_what_was_changed_inside(workspace: Workspace, root: Path, container: Container) -> None:
-    fill(root)
-    workspace.snapshot("one")
-    inside(container, "cd /workspace; echo changed > d/f7; rm d/f8; mkdir new")
-
-    found = {(change.path, change.change) for change in workspace.diff("one").changes}
-
-    assert found >= {("d/f7", "modified"), ("d/f8", "removed"), ("new", "added")}
-    assert {path for path, kind in found if kind != "metadata"} == {"d/f7", "d/f8", "new"}
-
-
-@pytest.mark.extended
 def test_snapshots_outlive_the_mount(container: Container, mount_container: MountContainer) -> None:
     first = mount_container(container, transport="agent")
     (Path(first.path) / "f").write_text("kept")
@@ -156,19 +130,3 @@ def test_snapshots_outlive_the_mount(container: Container, mount_container: Moun
     assert [one.name for one in again.snapshots()] == ["before"]
     again.restore("before")
     assert inside(container, "cat /workspace/f") == b"kept"
-
-
-@pytest.mark.extended
-def test_the_snapshot_directory_equals_a_copy_that_was_made_then(
-    workspace: Workspace, root: Path, workdir: Path
-) -> None:
-    fill(root)
-    before = tree_of(root)
-    workspace.snapshot("before")
-    shutil.rmtree(root / "d")
-    (root / "large").write_bytes(b"changed")
-
-    assert tree_of(root / ".snapshots" / "before") == before
-    assert ".snapshots" not in os.listdir(root)
-    workspace.drop("before")
-    assert not (root / ".snapshots" / "before").exists()

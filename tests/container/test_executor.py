@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 import trio
 
-from protocol.adapters.host import HostFilesystem
 from protocol.backends.container.exec.container_processes import ContainerProcesses
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.workspace import AgentTransport
-from protocol.execution.executor import Command, ExecResult, Executor
+from protocol.execution.executor import Command, ExecResult
 from protocol.execution.runner import BlockingExecutor, CommandLimits
-from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import StartContainer, control, inside, running_container
 
 SLEEPERS = 'ps -o args | grep "[s]leep [1-9]000" || true'
@@ -61,28 +59,6 @@ def sleepers(container: Container) -> list[str]:
     return inside(container, SLEEPERS).decode().splitlines()
 
 
-def test_it_is_an_executor(executor: BlockingExecutor) -> None:
-    assert isinstance(executor, Executor)
-
-
-def test_output_error_and_exit_status_come_apart(executor: BlockingExecutor) -> None:
-    done = executor.run(["sh", "-c", "echo out; echo err >&2; exit 3"])
-    assert (done.exit_status, done.stdout, done.stderr) == (3, b"out\n", b"err\n")
-    assert not done.timed_out
-    assert not done.truncated
-
-
-def test_a_command_runs_in_its_directory_with_its_environment(executor: BlockingExecutor) -> None:
-    done = executor.run(["sh", "-c", 'pwd; echo "$X"'], cwd="sub", env={"X": "1 2"})
-    assert done.stdout == b"/workspace/sub\n1 2\n"
-
-
-def test_standard_input_is_given_whole_and_ends(executor: BlockingExecutor) -> None:
-    content = os.urandom(1 << 20)
-    assert executor.run(["cat"], stdin=content, output_limit_bytes=1 << 21).stdout == content
-    assert executor.run(["cat"]).stdout == b""
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [100, 200_000])
 @pytest.mark.parametrize("script", ["exec <&-", "head -c 5 >/dev/null"])
@@ -107,11 +83,6 @@ def test_with_input_too_it_is_the_program_that_runs_with_its_own_errors(executor
     with pytest.raises(FileNotFoundError) as caught:
         executor.run(["no-such-program"], stdin=b"x")
     assert caught.value.filename == "no-such-program"
-
-
-def test_output_beyond_the_limit_is_thrown_away_and_the_command_goes_on(executor: BlockingExecutor) -> None:
-    done = executor.run(["sh", "-c", "head -c 1000000 /dev/zero; echo end >&2"], output_limit_bytes=10)
-    assert (done.stdout, done.stderr, done.truncated, done.exit_status) == (bytes(10), b"end\n", True, 0)
 
 
 def test_a_signal_that_ends_a_command_is_told_as_the_runtime_does(executor: BlockingExecutor) -> None:
@@ -297,17 +268,3 @@ def test_an_agent_that_cannot_start_leaves_no_monitor_of_podmans(
     with pytest.raises(OSError, match=r"no Python 3|not a directory"):
         AgentTransport(container.service, "/etc/passwd").probe(container.inspect())
     wait_for_monitors(container, 1)  # the container's own
-
-
-def test_the_shell_and_python_tools_run_in_the_container(
-    start_container: StartContainer, python_image: str, tmp_path: Path
-) -> None:
-    container = start_container(python_image)
-    inside(container, "mkdir /workspace && echo hello > /workspace/f")
-    context = ToolContext(
-        HostFilesystem(tmp_path), executor=BlockingExecutor(ContainerCommandRunner(lambda: container))
-    )
-    shell = TOOLS["shell"].call({"command": "cat f; echo $((6 * 7))"}, context)
-    assert (shell.stdout, shell.exit_status) == ("hello\n42\n", 0)
-    python = TOOLS["python"].call({"code": "import sys; print(open('f').read()); sys.exit(2)"}, context)
-    assert (python.stdout, python.exit_status) == ("hello\n\n", 2)

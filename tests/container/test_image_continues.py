@@ -18,7 +18,6 @@ from tests.container.workspaces import KeptImage, OneContainer, check_removed, e
 from tests.mount.conftest import check_invariants
 from tests.mount.kept_workspaces import (
     change_at_random,
-    check_executed_once,
     end_kept,
     facts,
     kill_replacements,
@@ -67,11 +66,6 @@ def test_a_random_writer_sees_what_its_twin_sees(kept: KeptImage, workdir: Path,
     assert "restarted the daemon" in succeeded(vfsd("status", "-w", kept.name))
     assert succeeded(vfsd("exec", "-w", kept.name, "--", "echo", "in the container")) == "in the container\n"
     check_invariants(workspace)
-
-
-@pytest.mark.extended
-def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptImage) -> None:
-    check_executed_once(kept, "exclusive create")
 
 
 def test_replacements_are_killed_while_they_take_the_container_over(kept: KeptImage) -> None:

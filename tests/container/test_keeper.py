@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from tests.container.conftest import MAPPED, StartContainer, control, inside
 from tests.container.test_restart import is_served_again
 from tests.container.workspaces import KeptContainer, ended_after, keeper_that_gives_up
 from tests.mount.conftest import check_invariants
-from tests.mount.kept_workspaces import change_at_random, check_executed_once, end_kept, facts
+from tests.mount.kept_workspaces import check_executed_once, end_kept
 from tests.mount.programs import Program, log_of, succeeded, vfsd
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
@@ -76,18 +74,6 @@ def test_open_files_mappings_directories_and_locks_continue(kept: KeptContainer)
 
 
 @pytest.mark.extended
-def test_a_random_writer_sees_what_its_twin_sees(kept: KeptContainer, workdir: Path, runs_long: bool) -> None:
-    workspace = kept.mount()
-    twin = workdir / "twin"
-    twin.mkdir()
-    deadline = time.monotonic() + (300 if runs_long else 2)
-    with kept.being_killed(1):
-        change_at_random([kept.path, twin], 1, lambda: time.monotonic() > deadline and kept.kills > 3)
-    assert facts(kept.path) == facts(twin)
-    check_invariants(workspace)
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("change", ["exclusive create", "rename"])
 def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptContainer, change: str) -> None:
     check_executed_once(kept, change)
@@ -98,29 +84,6 @@ def test_an_owner_is_mapped_also_by_the_next_daemon(keep: Callable[..., KeptCont
     kept = keep(options=MAPPED)
     check_executed_once(kept, "mkdir")
     assert {path.stat().st_uid for path in kept.path.rglob("*")} == {0}
-
-
-@pytest.mark.extended
-def test_files_that_the_container_removed_or_that_have_no_name_are_stale(keep: Callable[..., KeptContainer]) -> None:
-    kept = keep()
-    kept.mount()
-    for name in ("nameless", "removed", "kept"):
-        (kept.path / name).write_bytes(b"x")
-    with (
-        (kept.path / "nameless").open("rb") as nameless,
-        (kept.path / "removed").open("rb") as removed,
-        (kept.path / "kept").open("rb") as other,
-    ):
-        (kept.path / "nameless").unlink()
-        kept.kill()
-        inside(kept.container, "rm /workspace/removed; mv /workspace/kept /workspace/moved")
-        for file in (nameless, removed):
-            with pytest.raises(OSError, match="Stale") as raised:
-                os.pread(file.fileno(), 1, 0)
-            assert raised.value.errno == errno.ESTALE
-        assert (kept.path / "moved").read_bytes() == b"x"
-        assert os.pread(other.fileno(), 1, 0) == b"x"  # found again at its new name
-    assert os.listdir(kept.path) == ["moved"]
 
 
 @pytest.mark.extended
@@ -189,23 +152,4 @@ def test_a_container_that_is_restarted_is_served_and_the_helper_in_it_has_a_keep
         succeeded(vfsd("upgrade", kept.name))
         assert os.pread(file.fileno(), 9, 0) == b"y"
     assert inside(kept.container, "cat /workspace/file") == b"y"
-    check_invariants(Workspace.attach(kept.name))
-
-
-@pytest.mark.extended
-def test_the_helper_keeps_files_that_the_container_removed_or_that_have_no_name(
-    keep: Callable[..., KeptContainer], python_image: str
-) -> None:
-    kept = keep("agent", image=python_image)
-    kept.mount()
-    for name in ("nameless", "removed"):
-        (kept.path / name).write_bytes(b"x")
-    with (kept.path / "nameless").open("r+b", buffering=0) as nameless, (kept.path / "removed").open("rb") as removed:
-        (kept.path / "nameless").unlink()
-        kept.kill()
-        inside(kept.container, "rm /workspace/removed")
-        nameless.write(b"y")
-        kept.kill()
-        assert (os.pread(nameless.fileno(), 9, 0), os.pread(removed.fileno(), 9, 0)) == (b"y", b"x")
-    assert os.listdir(kept.path) == []
     check_invariants(Workspace.attach(kept.name))

@@ -102,15 +102,6 @@ def test_inspecting_shows_what_a_container_was_made_with(
     assert inside(container, "cat /proc/self/status | grep ^Uid").split()[1] == b"1000"
 
 
-def test_a_container_has_no_network_and_a_limit_of_processes_unless_asked_otherwise(
-    start_container: StartContainer,
-) -> None:
-    container = start_container()
-
-    assert inside(container, "ls /sys/class/net").split() == [b"lo"]
-    assert shown(container)["HostConfig"]["PidsLimit"] > 0
-
-
 @pytest.mark.extended
 def test_a_container_goes_through_its_life(start_container: StartContainer) -> None:
     container = start_container()
@@ -162,18 +153,6 @@ def test_two_containers_of_one_name_cannot_be_made(
 
     with pytest.raises(FileExistsError, match=container.name):
         podman.create(ContainerSpec(busybox_image, name=container.name))
-
-
-@pytest.mark.extended
-def test_containers_are_found_by_their_labels(start_container: StartContainer, podman: PodmanService) -> None:
-    one = start_container(labels={"mine": "1", "kind": "x"})
-    two = start_container(labels={"mine": "2", "kind": "x"})
-    start_container()
-    control(two, "stop", timeout=0)
-
-    assert {state.id for state in podman.labelled({"mine": ""})} == {one.id, two.id}
-    assert [state.id for state in podman.labelled({"mine": "2", "kind": "x"})] == [two.id]
-    assert podman.labelled({"mine": "3"}) == []
 
 
 # -- images -------------------------------------------------------------------------------------------
@@ -240,12 +219,6 @@ def test_a_pull_that_fails_says_whether_registry_access_or_image_is_missing(
         pytest.raises(OSError, match="start one: podman system service"),
     ):
         gone.pull("localhost/x:1")
-
-
-def test_a_python_image_runs_python(start_container: StartContainer, python_image: str) -> None:
-    container = start_container(python_image)
-
-    assert inside(container, "python3", "-c", "import json, socket, unittest; print(6 * 7)") == b"42\n"
 
 
 # -- another machine, by ssh --------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from protocol.backends.container.podman.service import Container
-from protocol.store import Store
 from tests.container.conftest import MountContainer, inside
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
@@ -22,27 +21,6 @@ def numbers_and_ctimes(root: str) -> dict[str, tuple[int, int]]:
     """What git compares of each file."""
     found = {path.name: path.lstat() for path in Path(root).rglob("*")}
     return {name: (seen.st_ino, seen.st_ctime_ns) for name, seen in found.items()}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("hide", [(), ("*.hidden",)], ids=["all", "policy"])
-@pytest.mark.parametrize("transport", ["agent", "rootfs"])
-def test_snapshots_have_the_inode_numbers_and_ctimes(
-    mount_container: MountContainer, container: Container, workdir: Path, transport: str, hide: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("VFSD_STORE_DIR", str(workdir / "store"))
-    source = mount_container(container, transport=transport, hide=hide)
-    Path(source.path, "directory").mkdir()
-    Path(source.path, "directory", "file").write_text("in the container")
-    expected = numbers_and_ctimes(source.path)
-    source.snapshot("one")
-    with Store(workdir / "store") as store:
-        (key,) = store.workspaces()
-        mounted = store.mounted(key, "one")
-        entries = [*mounted.entries(b""), *mounted.entries(b"directory")]
-        mounted.close_lease()
-    assert {entry.name.decode(): (entry.inode, entry.ctime_ns) for entry in entries} == expected
 
 
 @pytest.mark.extended

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import shutil
 import subprocess
 import time
 from contextlib import suppress
@@ -16,7 +15,7 @@ import pytest
 from protocol.backends.container.podman.service import Container
 from protocol.backends.container.rootfs import ContainerInit
 from protocol.backends.container.workspace import open_container
-from tests.container.conftest import MAPPED, MountContainer, StartContainer, check_git_works, inside, tmpfs
+from tests.container.conftest import MAPPED, MountContainer, StartContainer, inside, tmpfs
 
 pytestmark = [pytest.mark.fuse, pytest.mark.workspaces(transport="rootfs")]
 
@@ -24,29 +23,6 @@ pytestmark = [pytest.mark.fuse, pytest.mark.workspaces(transport="rootfs")]
 @pytest.fixture
 def container(start_container: StartContainer) -> Container:
     return start_container()
-
-
-@pytest.mark.extended
-@pytest.mark.both_engines
-def test_what_is_edited_outside_runs_inside(container: Container, root: Path) -> None:
-    script = root / "bin" / "hello"
-    script.parent.mkdir()
-    script.write_text("#!/bin/sh\necho hello, $1\n")
-    script.chmod(0o755)
-
-    assert inside(container, "/workspace/bin/hello", "you") == b"hello, you\n"
-
-
-@pytest.mark.extended
-@pytest.mark.both_engines
-def test_what_is_written_inside_is_read_outside(container: Container, root: Path) -> None:
-    inside(
-        container,
-        "mkdir -p /workspace/out && echo made inside > /workspace/out/result && ln -s result /workspace/out/link",
-    )
-
-    assert (root / "out" / "result").read_text() == "made inside\n"
-    assert (root / "out" / "link").read_text() == "made inside\n"
 
 
 @pytest.mark.extended
@@ -60,12 +36,6 @@ def test_a_working_directory_of_ones_own_choice_is_made_when_missing(
     Path(workspace.path, "f").write_text("x")
     assert inside(container, "cat /srv/app/work/f") == b"x"
     assert (workspace.status().transport, workspace.status().container) == ("rootfs", "running")
-
-
-@pytest.mark.extended
-@pytest.mark.both_engines
-def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, container: Container) -> None:
-    check_git_works(root, workdir, container)
 
 
 # -- the container changes beside the mount ----------------------------------------------------------
@@ -110,22 +80,6 @@ def test_files_replaced_inside_while_they_are_read_outside_are_never_a_mixture(
 
 
 # -- a hostile container ------------------------------------------------------------------------------
-@pytest.mark.extended
-def test_nothing_made_inside_leads_the_daemon_to_the_hosts_files(container: Container, root: Path) -> None:
-    """The daemon reads only the container's files; a program on this host that follows a link gets this host's file."""
-    inside(
-        container,
-        "cd /workspace; echo inside > /secret; ln -s /secret absolute; ln -s ../secret up;"
-        "mkdir d; ln -s ../../../secret d/up; ln -s /proc/1/root proc; ln -s . loop",
-    )
-    assert os.readlink(root / "absolute") == "/secret"
-    assert not (root / "absolute").exists()  # on this host, where there is none
-    assert not (root / "d" / "up").exists()
-    assert inside(container, "cat /workspace/absolute /workspace/up") == b"inside\n" * 2
-    shutil.rmtree(root / "d")  # removes the link, not what it leads to
-    assert inside(container, "cat /secret") == b"inside\n"
-
-
 @pytest.mark.extended
 def test_a_working_directory_behind_links_is_the_containers_own(
     start_container: StartContainer, mount_container: MountContainer, workdir: Path
@@ -203,49 +157,6 @@ def mount_flags(mountpoint: Path) -> set[str]:
 
 
 # -- what the container's file system is -------------------------------------------------------------
-@pytest.mark.extended
-def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
-    start_container: StartContainer, mount_container: MountContainer
-) -> None:
-    container = start_container(options=tmpfs("/workspace", size=2**20))
-    root = Path(mount_container(container).path)
-
-    with pytest.raises(OSError, match="No space left"):
-        (root / "big").write_bytes(b"x" * 2**21)
-    assert os.statvfs(root).f_bavail == 0
-    (root / "big").unlink()
-    (root / "small").write_bytes(b"y" * 65536)
-
-    assert inside(container, "wc -c < /workspace/small").strip() == b"65536"
-
-
-def test_a_read_only_root_is_read_and_not_written(
-    start_container: StartContainer, mount_container: MountContainer
-) -> None:
-    container = start_container(options={"read_only": True})
-
-    root = Path(mount_container(container, workdir="/etc").path)
-
-    assert (root / "passwd").read_text().startswith("root:")
-    for change in (lambda: (root / "passwd").write_text("x"), (root / "new").mkdir):
-        with pytest.raises(OSError, match="Read-only file system"):
-            change()
-    assert "read-only; name a volume" in refused(container, "/workspace")
-
-
-def test_a_read_only_mount_changes_nothing_inside(
-    start_container: StartContainer, mount_container: MountContainer
-) -> None:
-    container = start_container()
-    inside(container, "mkdir /workspace; echo x > /workspace/f")
-
-    root = Path(mount_container(container, read_only=True).path)
-
-    assert (root / "f").read_text() == "x\n"
-    with pytest.raises(OSError, match="Read-only file system"):
-        (root / "f").unlink()
-
-
 def test_what_is_mounted_below_is_not_entered(start_container: StartContainer, mount_container: MountContainer) -> None:
     container = start_container(options=tmpfs("/workspace/below"))
     root = Path(mount_container(container).path)
@@ -285,21 +196,6 @@ def test_owners_are_shown_as_the_container_shows_them(
         os.chown(root / "made", 70000, -1)  # nobody in the container
     refused = subprocess.run(["setfacl", "-m", "u:1000:r", root / "made"], check=False, capture_output=True, text=True)
     assert "not supported" in refused.stderr  # ids in there would have to be translated
-
-
-def test_what_root_makes_here_is_the_containers_own_users(
-    start_container: StartContainer, mount_container: MountContainer
-) -> None:
-    container = start_container(options={"user": "dev"})
-    root = Path(mount_container(container).path)
-
-    (root / "f").write_text("x")
-    (root / "d").mkdir()
-
-    assert owner(root) == owner(root / "f") == owner(root / "d") == (1000, 1000)
-    inside(container, "echo more >> /workspace/f; touch /workspace/d/new /workspace/new")
-    os.chown(root / "f", 0, 0)
-    assert owner(root / "f") == (0, 0)
 
 
 def owner(path: Path) -> tuple[int, int]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -112,47 +110,6 @@ def test_a_sandbox_sees_nothing_else_of_this_machine(sandboxed: SandboxIt, podma
 
 
 @pytest.mark.extended
-def test_many_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt, runs_long: bool) -> None:
-    count = 50 if runs_long else 12
-    workspace = sandboxed(snapshot_each=True)
-    root = Path(workspace.path)
-    states: dict[str, dict[str, bytes]] = {}
-
-    def content() -> dict[str, bytes]:
-        return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-    for number in range(count):
-        script = f"echo {number} > f{number % 7}; mkdir -p d{number % 5}; echo {number} >> d{number % 5}/log"
-        done = fs_exec(workspace, script + (f"; rm -f f{(number + 3) % 7}" if number % 3 else ""))
-        assert done.exit_status == 0
-        assert done.snapshot == f"exec-{number + 1}"
-        states[done.snapshot] = content()
-    assert len({str(state) for state in states.values()}) == count
-    for number, (name, state) in enumerate(reversed(states.items())):
-        workspace.restore(name)
-        assert content() == state, name
-        if number % 10 == 0:
-            seen = fs_exec(workspace, "cat $(find . -type f | sort)").stdout
-            assert seen == b"".join(state[path] for path in sorted(state, key=lambda path: f"./{path}"))
-    tags = {snapshot.name: snapshot.tag for snapshot in workspace.snapshots()}
-    assert (tags["exec-1"] or "").startswith("sh -c 'echo 0 > f0")
-
-
-@pytest.mark.extended
-def test_a_fork_has_a_sandbox_of_its_own(sandboxed: SandboxIt, podman: PodmanService, workdir: Path) -> None:
-    source = sandboxed()
-    fs_exec(source, "echo source > file")
-    with source.fork(workdir / "fork", name=f"{workdir.name}-fork") as fork:
-        (of_source,), (of_fork,) = sandboxes(podman, source), sandboxes(podman, fork)
-        assert of_source.id != of_fork.id
-        assert fs_exec(fork, "cat file; echo fork > file").stdout == b"source\n"
-        assert fs_exec(source, "cat file").stdout == b"source\n"
-        fork.unmount()
-        assert sandboxes(podman, fork) == []
-    assert fs_exec(source, "cat file").stdout == b"source\n"
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["overlay", "host"])
 def test_overlay_and_host_workspaces_have_sandboxes_too(sandboxed: SandboxIt, workdir: Path, kind: str) -> None:
     below = workdir / "below"
@@ -192,53 +149,6 @@ def test_a_python_project_is_tested_in_the_sandbox(
     assert run(where, "--", "python3", "-B", "-m", "unittest").returncode == 1
 
 
-def bring_git(root: Path) -> list[str]:
-    """Put this machine's git into the workspace, for an image that has none; options of `vfsd exec` that use it."""
-    git = shutil.which("git")
-    assert git is not None
-    shown = subprocess.run(["ldd", git], capture_output=True, text=True, check=True).stdout
-    (root / "tools").mkdir()
-    for path in [git, *re.findall(r"=> (/\S+) \(0x", shown)]:
-        shutil.copy(path, root / "tools")
-    for name in ("git-upload-pack", "git-receive-pack"):
-        (root / "tools" / name).symlink_to("git")
-    variables = {
-        "PATH": "/workspace/tools:/usr/bin:/bin",
-        "GIT_EXEC_PATH": "/workspace/tools",
-        "LD_LIBRARY_PATH": "/workspace/tools",
-        "GIT_CONFIG_GLOBAL": "/dev/null",
-    }
-    return [word for name, value in variables.items() for word in ("-e", f"{name}={value}")]
-
-
-@pytest.mark.extended
-def test_a_repository_is_cloned_and_tested_in_the_sandbox(
-    sandboxed: SandboxIt, python_image: str, podman: PodmanService, workdir: Path
-) -> None:
-    workspace = sandboxed(image=python_image)
-    root = Path(workspace.path)
-    where = where_of(workspace, container_of(podman, workspace))
-    git = bring_git(root)
-    origin = root / "origin"
-    subprocess.run(["git", "init", "-q", origin], check=True)
-    for number in range(60):
-        (origin / f"test_{number}.py").write_text(
-            f"import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual({number}, {number})\n"
-        )
-    subprocess.run(["git", "-C", origin, "add", "."], check=True)
-    subprocess.run(["git", "-C", origin, "commit", "-qm", "first"], check=True)
-    cloned = run(where, *git, "--", "git", "clone", "-q", "--no-local", "/workspace/origin", "/workspace/clone")
-    assert (cloned.returncode, cloned.stdout) == (0, b""), cloned.stderr
-    tested = run(where, "--cwd", "clone", "--", "python3", "-m", "unittest", "discover", "-p", "test_*.py")
-    assert tested.returncode == 0
-    assert b"Ran 60 tests" in tested.stderr
-    # What was written in there is a repository here, and the other way round.
-    status = subprocess.run(["git", "-C", root / "clone", "status", "-s"], capture_output=True, text=True, check=True)
-    assert status.stdout == "?? __pycache__/\n"
-    (root / "clone" / "new").write_text("from here")
-    assert run(where, *git, "--cwd", "clone", "--", "git", "status", "-s", "new").stdout == b"?? new\n"
-
-
 @pytest.mark.extended
 def test_the_shell_and_python_tools_run_in_the_sandbox(sandboxed: SandboxIt, python_image: str) -> None:
     workspace = sandboxed(image=python_image)
@@ -254,36 +164,6 @@ def test_the_shell_and_python_tools_run_in_the_sandbox(sandboxed: SandboxIt, pyt
         workspace.executor.run(["no-such-program"])
 
 
-# A shell gives up when it cannot fork; this does not.
-BOMB = """
-import os, time
-while True:
-    try:
-        os.fork()
-    except OSError:
-        time.sleep(0.05)
-"""
-
-
-@pytest.mark.extended
-def test_a_fork_bomb_stays_below_its_limit_and_ends_at_its_time(
-    sandboxed: SandboxIt, python_image: str, podman: PodmanService
-) -> None:
-    workspace = sandboxed(image=python_image, pids_limit=80)
-    root = Path(workspace.path)
-    where = where_of(workspace, container_of(podman, workspace))
-    with started(where, "--timeout", "4", "--", "python3", "-c", BOMB) as client:
-        most = 0
-        while client.poll() is None:
-            most = max(most, processes_in(podman, workspace))
-            (root / "f").write_text("the mount answers")  # and so does the daemon:
-            assert workspace.status().files == 1
-        assert client.returncode == 124
-    assert 40 < most <= 81
-    assert fs_exec(workspace, "cat f").stdout == b"the mount answers"
-    assert where.running("os.fork") == 0
-
-
 @pytest.mark.extended
 def test_memory_beyond_its_limit_is_the_commands_loss_alone(sandboxed: SandboxIt, python_image: str) -> None:
     workspace = sandboxed(image=python_image, memory_bytes=96 << 20)
@@ -292,21 +172,6 @@ def test_memory_beyond_its_limit_is_the_commands_loss_alone(sandboxed: SandboxIt
     lost = workspace.executor.run(["python3", "-c", take, "400"])
     assert (lost.exit_status, lost.stdout) == (137, b"")
     assert workspace.executor.run(["echo", "fine"]).stdout == b"fine\n"
-
-
-def processes_in(podman: PodmanService, workspace: Workspace) -> int:
-    """How many processes are in the sandbox, as this machine sees them."""
-    (state,) = sandboxes(podman, workspace)
-    try:
-        namespace = os.readlink(f"/proc/{state.pid}/ns/pid")
-    except OSError:
-        return 0
-    count = 0
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                count += os.readlink(f"/proc/{name}/ns/pid") == namespace
-    return count
 
 
 # -- its life -----------------------------------------------------------------------------------------------
