@@ -63,9 +63,17 @@ def test_the_root_has_no_bytes() -> None:
     assert (encode("."), decode(b"")) == (b"", ".")
 
 
-@pytest.mark.parametrize("path", ["/".join("a" * 16), "n" * 80, "é" * 80])
-def test_a_path_within_the_limits_may_be_created(path: str) -> None:
-    CallLimits().check_new(path)
+@pytest.mark.parametrize(
+    ("limits", "path"),
+    [
+        (CallLimits(), "/".join("a" * 16)),
+        (CallLimits(), "n" * 80),
+        (CallLimits(), "é" * 80),
+        (CallLimits(depth=20, segment=200), "/".join(["n" * 200] * 20)),
+    ],
+)
+def test_a_path_within_the_limits_may_be_created(limits: CallLimits, path: str) -> None:
+    limits.check_new(path)
 
 
 @pytest.mark.parametrize(("path", "match"), [("/".join("a" * 17), "deep"), ("a/" + "n" * 81 + "/b", "81")])
@@ -83,36 +91,22 @@ def test_a_name_has_up_to_255_bytes() -> None:
             normalise(path)
 
 
-def test_limits_are_the_callers_to_choose() -> None:
-    CallLimits(depth=20, segment=200).check_new("/".join(["n" * 200] * 20))
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (OSError(errno.ENOENT, "gone", "inode 5"), FileNotFoundError, errno.ENOENT),
+        (OSError("strange"), OSError, errno.EIO),
+        (OSError(errno.EROFS, "Read-only file system"), PermissionError, errno.EROFS),  # a lack of permission
+        # A class that says more than its errno is kept.
+        (IsADirectoryError(errno.ENOTEMPTY, "Directory not empty", "a"), IsADirectoryError, errno.ENOTEMPTY),
+    ],
+)
+def test_an_error_is_given_the_path_and_an_errno_and_its_class(error: OSError, kind: type[OSError], code: int) -> None:
+    said = error.strerror or str(error)
+    with pytest.raises(kind, match=said) as caught, located("a/b"):
+        raise error
 
-
-def test_an_error_is_given_the_path_and_keeps_its_errno_and_class() -> None:
-    with pytest.raises(FileNotFoundError) as caught, located("a/b"):
-        raise OSError(errno.ENOENT, "gone", "inode 5")
-
-    assert (caught.value.errno, caught.value.strerror, caught.value.filename) == (errno.ENOENT, "gone", "a/b")
-
-
-def test_an_error_without_errno_is_given_one() -> None:
-    with pytest.raises(OSError, match="a/b") as caught, located("a/b"):
-        raise OSError("strange")
-
-    assert caught.value.errno == errno.EIO
-
-
-def test_a_read_only_file_system_is_a_lack_of_permission() -> None:
-    with pytest.raises(PermissionError) as caught, located("a/b"):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    assert (caught.value.errno, caught.value.filename) == (errno.EROFS, "a/b")
-
-
-def test_a_class_that_says_more_than_its_errno_is_kept() -> None:
-    with pytest.raises(IsADirectoryError) as caught, located("a"):
-        raise IsADirectoryError(errno.ENOTEMPTY, "Directory not empty", "a")
-
-    assert caught.value.errno == errno.ENOTEMPTY
+    assert (caught.value.errno, caught.value.filename) == (code, "a/b")
 
 
 def test_an_error_of_the_contract_is_left_as_it_is() -> None:

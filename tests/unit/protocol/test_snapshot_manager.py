@@ -89,30 +89,15 @@ def test_a_record_says_what_was_kept(filesystem: Filesystem, manager: SnapshotMa
     assert zipfile.is_zipfile(record.commit_ref)
 
 
-def test_an_id_is_given_to_a_snapshot_without_one(manager: SnapshotManager) -> None:
-    record = manager.snapshot()
-
-    assert manager.get(UUID(record.snapshot_id)) == record
-
-
-def test_a_uuid_is_an_id(manager: SnapshotManager) -> None:
-    identity = uuid4()
-
-    assert manager.snapshot(identity).snapshot_id == str(identity)
-
-
-def test_snapshots_are_listed_oldest_first(manager: SnapshotManager) -> None:
-    records = [manager.snapshot(name) for name in ("z", "a", "m")]
-
-    assert manager.list_snapshots() == records
-
-
-def test_another_manager_sees_the_same_snapshots(
+def test_an_id_is_given_or_a_uuid_and_every_manager_lists_the_oldest_first(
     filesystem: Filesystem, manager: SnapshotManager, tmp_path: Path
 ) -> None:
-    record = manager.snapshot("s1", tag="kept")
+    identity = uuid4()
+    records = [manager.snapshot(name) for name in ("z", "a", identity, None)]
 
-    assert SnapshotManager(filesystem, tmp_path / "snapshots").list_snapshots() == [record]
+    assert records[2].snapshot_id == str(identity)
+    assert manager.get(UUID(records[3].snapshot_id)) == records[3]
+    assert manager.list_snapshots() == SnapshotManager(filesystem, tmp_path / "snapshots").list_snapshots() == records
 
 
 def test_a_name_in_use_is_refused_and_the_snapshot_kept(filesystem: Filesystem, manager: SnapshotManager) -> None:
@@ -166,8 +151,16 @@ class FailsToRead(InMemoryFilesystem):
         raise OSError(5, "Input/output error", "a")
 
 
-def test_a_capture_that_fails_gives_no_id(tmp_path: Path) -> None:
-    manager = SnapshotManager(FailsToRead(), tmp_path / "snapshots")
+class ForeignThatFailsToRead(ForeignFilesystem):
+    def open_read(self, path: str) -> Any:
+        raise OSError(5, "Input/output error", path)
+
+
+@pytest.mark.parametrize("kind", [FailsToRead, ForeignThatFailsToRead])
+def test_a_capture_that_fails_gives_no_id(tmp_path: Path, kind: Callable[[], Any]) -> None:
+    filesystem = kind()
+    filesystem.write("a", "x")
+    manager = SnapshotManager(filesystem, tmp_path / "snapshots")
 
     with pytest.raises(OSError, match="Input/output error"):
         manager.snapshot("s1")
@@ -176,22 +169,6 @@ def test_a_capture_that_fails_gives_no_id(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "snapshots") == []
     with pytest.raises(SnapshotNotFoundError):
         manager.get("s1")
-
-
-class ForeignThatFailsToRead(ForeignFilesystem):
-    def open_read(self, path: str) -> Any:
-        raise OSError(5, "Input/output error", path)
-
-
-def test_a_capture_of_a_foreign_filesystem_that_fails_gives_no_id(tmp_path: Path) -> None:
-    filesystem = ForeignThatFailsToRead()
-    filesystem.write("a", "x")
-    manager = SnapshotManager(filesystem, tmp_path / "snapshots")
-
-    with pytest.raises(OSError, match="Input/output error"):
-        manager.snapshot("s1")
-
-    assert os.listdir(tmp_path / "snapshots") == []
 
 
 @pytest.mark.parametrize("target", BACKENDS)

@@ -48,69 +48,57 @@ def with_entry(tree: DictTree, path: bytes, **fields: object) -> DictTree:
     return tree
 
 
-def test_equal_trees_have_no_changes() -> None:
-    assert kinds(changes(*(DictTree({b"a": b"x", b"d/e": b"y", b"s": "a"}) for _ in range(2)))) == []
+def file(**fields: object) -> DictTree:
+    return with_entry(DictTree({b"a": (FILE, b"x")}), b"a", **fields)
+
+
+def directory(**fields: object) -> DictTree:
+    return with_entry(DictTree({b"d": None}), b"d", **fields)
+
+
+DEVICE = TreeEntry(b"", stat.S_IFCHR | 0o600, rdev=1)
+METADATA: list[dict[str, object]] = [
+    {"mode": stat.S_IFREG | 0o755}, {"uid": 7}, {"gid": 7}, {"mtime_ns": 2}, {"xattrs": {b"user.a": b"1"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (DictTree({b"a": b"x", b"d/e": b"y", b"s": "a"}), DictTree({b"a": b"x", b"d/e": b"y", b"s": "a"}), []),
+        (DictTree({b"x": b"1"}), DictTree({b"x/y": b"1"}), [(b"x", "type"), (b"x/y", "added")]),
+        (DictTree({b"x/y": b"1"}), DictTree({b"x": b"1"}), [(b"x", "type"), (b"x/y", "removed")]),
+        (DictTree({b"s": "one"}), DictTree({b"s": "two"}), [(b"s", "modified")]),
+        (DictTree({b"n": (DEVICE, b"")}), DictTree({b"n": (replace(DEVICE, rdev=2), b"")}), [(b"n", "modified")]),
+        # Equal sizes and times prove nothing.
+        (DictTree({b"a": (FILE, b"one")}), DictTree({b"a": (FILE, b"two")}), [(b"a", "modified")]),
+        # The content ends before its size.
+        (with_entry(DictTree({b"a": b"12"}), b"a", size=3), DictTree({b"a": b"123"}), [(b"a", "modified")]),
+        *((file(), file(**fields), [(b"a", "metadata")]) for fields in METADATA),
+        *((file(), file(**fields), []) for fields in ({"nlink": 2}, {"inode": 99})),
+        (directory(), directory(mtime_ns=9, size=5), []),
+        (directory(), directory(mode=stat.S_IFDIR | 0o700), [(b"d", "metadata")]),
+    ],
+)
+def test_each_difference_has_its_kind(old: DictTree, new: DictTree, expected: list[tuple[bytes, str]]) -> None:
+    assert kinds(changes(old, new)) == expected
 
 
 def test_added_modified_and_removed_files_are_told_apart() -> None:
-    old = DictTree({b"a": b"1", b"b": b"1", b"same": b"1"})
-    new = DictTree({b"b": b"2", b"c": b"1", b"same": b"1"})
+    old = DictTree({b"a": b"1", b"b": b"1", b"same": b"1", b"x": b"1"})
+    new = DictTree({b"b": b"2", b"c": b"1", b"same": b"1", b"x/y": b"1"})
     found = list(changes(old, new))
-    assert kinds(iter(found)) == [(b"a", "removed"), (b"b", "modified"), (b"c", "added")]
+    assert kinds(iter(found[:3])) == [(b"a", "removed"), (b"b", "modified"), (b"c", "added")]
     assert (found[0].old, found[0].new) == (old.entry(b"a"), None)
     assert (found[1].old, found[1].new) == (old.entry(b"b"), new.entry(b"b"))
-    assert count(found) == ChangeCounts(added=1, modified=1, removed=1)
+    assert count(found) == ChangeCounts(added=2, modified=2, removed=1)
 
 
 def test_an_added_directory_yields_all_below_it_before_its_next_sibling() -> None:
     new = DictTree({b"a/b/c": b"", b"a-b": b"", b"a/z": b"", b"a.b": b""})
-    assert kinds(changes(DictTree(), new)) == [
-        (path, "added") for path in (b"a", b"a/b", b"a/b/c", b"a/z", b"a-b", b"a.b")
-    ]
-    assert [path for path, kind in kinds(changes(new, DictTree())) if kind == "removed"] == [
-        change.path for change in changes(DictTree(), new)
-    ]
-
-
-def test_a_file_that_became_a_directory_is_a_change_of_type_with_additions_below() -> None:
-    file, directory = DictTree({b"x": b"1"}), DictTree({b"x/y": b"1"})
-    assert kinds(changes(file, directory)) == [(b"x", "type"), (b"x/y", "added")]
-    assert kinds(changes(directory, file)) == [(b"x", "type"), (b"x/y", "removed")]
-    assert count(changes(file, directory)) == ChangeCounts(added=1, modified=1)
-
-
-def test_a_symlink_is_modified_by_its_target_and_a_device_by_its_number() -> None:
-    device = TreeEntry(b"", stat.S_IFCHR | 0o600, rdev=1)
-    old = DictTree({b"s": "one", b"dev": (device, b"")})
-    new = DictTree({b"s": "two", b"dev": (replace(device, rdev=2), b"")})
-    assert kinds(changes(old, new)) == [(b"dev", "modified"), (b"s", "modified")]
-
-
-@pytest.mark.parametrize(
-    "fields", [{"mode": stat.S_IFREG | 0o755}, {"uid": 7}, {"gid": 7}, {"mtime_ns": 2}, {"xattrs": {b"user.a": b"1"}}]
-)
-def test_a_file_that_differs_only_beside_its_content_is_metadata(fields: dict[str, object]) -> None:
-    old, new = DictTree({b"a": (FILE, b"x")}), DictTree({b"a": (FILE, b"x")})
-    assert kinds(changes(old, with_entry(new, b"a", **fields))) == [(b"a", "metadata")]
-
-
-@pytest.mark.parametrize("fields", [{"nlink": 2}, {"inode": 99}])
-def test_link_counts_and_inode_numbers_are_no_change(fields: dict[str, object]) -> None:
-    old, new = DictTree({b"a": (FILE, b"x")}), DictTree({b"a": (FILE, b"x")})
-    assert kinds(changes(old, with_entry(new, b"a", **fields))) == []
-
-
-def test_a_directory_is_changed_by_its_mode_but_not_by_its_mtime() -> None:
-    old = DictTree({b"d": None})
-    assert kinds(changes(old, with_entry(DictTree({b"d": None}), b"d", mtime_ns=9, size=5))) == []
-    assert kinds(changes(old, with_entry(DictTree({b"d": None}), b"d", mode=stat.S_IFDIR | 0o700))) == [
-        (b"d", "metadata")
-    ]
-
-
-def test_equal_size_and_mtime_prove_nothing() -> None:
-    old, new = DictTree({b"a": (FILE, b"one")}), DictTree({b"a": (FILE, b"two")})
-    assert kinds(changes(old, new)) == [(b"a", "modified")]
+    paths = [b"a", b"a/b", b"a/b/c", b"a/z", b"a-b", b"a.b"]
+    assert kinds(changes(DictTree(), new)) == [(path, "added") for path in paths]
+    assert kinds(changes(new, DictTree())) == [(path, "removed") for path in paths]
 
 
 def test_content_is_compared_however_it_is_chunked() -> None:
@@ -125,11 +113,6 @@ def test_content_is_compared_however_it_is_chunked() -> None:
     assert kinds(changes(DictTree({b"a": data}), Odd({b"a": data}))) == []
     assert kinds(changes(Odd({b"a": data}), DictTree({b"a": data}))) == []
     assert kinds(changes(DictTree({b"a": data}), Odd({b"a": data[:-1] + b"!"}))) == [(b"a", "modified")]
-
-
-def test_content_that_ends_before_its_size_differs() -> None:
-    old = with_entry(DictTree({b"a": b"12"}), b"a", size=3)
-    assert kinds(changes(old, DictTree({b"a": b"123"}))) == [(b"a", "modified")]
 
 
 class Unreadable(DictTree):
@@ -191,40 +174,27 @@ def test_a_path_in_neither_tree_is_refused_before_the_first_change() -> None:
 # --- with what a tree knows -----------------------------------------------------------------------------------
 
 
-def test_only_touched_paths_are_looked_at() -> None:
-    old, new = DictTree({b"a": b"1", b"b": b"1"}), KnowingTree({b"a": b"2", b"b": b"2"})
-    new.known = {b"b"}
-    assert kinds(changes(old, new)) == [(b"b", "modified")]
+UNKNOWN = DictTree({b"d/a": b"1"})  # of inodes without a number
+KNOWN = DictTree({b"d": None, b"d/a": b"1"})
+ANOTHER = with_entry(KnowingTree({b"d": None, b"d/a": b"2", b"e/f": b""}), b"d", inode=77)
+BELOW = KnowingTree({b"d/a": b"", b"d/b/c": b"", b"d/e": b""})
 
 
-def test_a_touched_directory_of_the_same_inode_is_not_walked() -> None:
-    old, new = DictTree({b"d": None, b"d/a": b"1"}), KnowingTree({b"d": None, b"d/a": b"2"})
-    new.known = [b"d"]
-    assert kinds(changes(old, new)) == []
-
-
-def test_a_touched_directory_of_unknown_inode_is_walked() -> None:
-    old, new = DictTree({b"d/a": b"1"}), KnowingTree({b"d/a": b"2"})
-    assert old.entry(b"d").inode == new.entry(b"d").inode == 0
-    new.known = [b"d"]
-    assert kinds(changes(old, new)) == [(b"d/a", "modified")]
-
-
-def test_a_touched_path_that_is_missing_or_another_inode_is_walked() -> None:
-    old, new = DictTree({b"d": None, b"d/a": b"1"}), KnowingTree({b"d": None, b"d/a": b"2", b"e/f": b""})
-    with_entry(new, b"d", inode=77)
-    new.known = [b"e", b"e/f", b"d/a", b"d", b"nowhere"]
-    assert kinds(changes(old, new)) == [(b"d/a", "modified"), (b"e", "added"), (b"e/f", "added")]
-
-
-def test_paths_below_a_touched_directory_are_found() -> None:
-    old, new = DictTree(), KnowingTree({b"d/a": b"", b"d/b/c": b"", b"d/e": b""})
-    new.known = [b"d"]
-    assert kinds(changes(old, new, paths=[b"d/e", b"d/b"])) == [
-        (b"d/b", "added"),
-        (b"d/b/c", "added"),
-        (b"d/e", "added"),
-    ]
+@pytest.mark.parametrize(
+    ("old", "new", "known", "paths", "expected"),
+    [
+        (DictTree({b"a": b"1", b"b": b"1"}), KnowingTree({b"a": b"2", b"b": b"2"}), [b"b"], [], {b"b": "modified"}),
+        (KNOWN, KnowingTree({b"d": None, b"d/a": b"2"}), [b"d"], [], {}),  # of the same inode: not walked
+        (UNKNOWN, KnowingTree({b"d/a": b"2"}), [b"d"], [], {b"d/a": "modified"}),
+        (KNOWN, ANOTHER, [b"e", b"e/f", b"d/a", b"d", b"no"], [], {b"d/a": "modified", b"e": "added", b"e/f": "added"}),
+        (DictTree(), BELOW, [b"d"], [b"d/e", b"d/b"], dict.fromkeys((b"d/b", b"d/b/c", b"d/e"), "added")),
+    ],
+)
+def test_touched_paths_and_what_is_walked_below_them_are_looked_at(
+    old: DictTree, new: KnowingTree, known: list[bytes], paths: list[bytes], expected: dict[bytes, str]
+) -> None:
+    new.known = known
+    assert kinds(changes(old, new, paths=paths)) == list(expected.items())
 
 
 _path = st.lists(st.sampled_from([b"a", b"a-", b"b"]), min_size=1, max_size=3).map(b"/".join)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
+
 from protocol.backends.memory import MemoryVolume
 from protocol.merge.three_way import Merge, Policy, merge
 from protocol.tree import Tree, TreeEntry
@@ -38,51 +40,34 @@ def files(merged_tree: Tree) -> set[tuple[str, bytes]]:
     }
 
 
-def test_a_link_that_one_side_made_reaches_the_file_as_merged() -> None:
-    base, linked = text(b"1"), text(b"1")
+ONE, OTHER, TWO, THREE, ZERO = text(b"1"), text(b"1"), text(b"2"), text(b"3"), text(b"0")
 
-    result = merged(tree(a=base), tree(a=text(b"2")), tree(100, a=linked, b=linked))
 
-    assert files(result.tree) == {("a b", b"2")}
-    assert result.paths == (b"a", b"b")
+@pytest.mark.parametrize("policy", ["fail", "theirs"])
+@pytest.mark.parametrize(
+    ("base", "ours", "theirs", "expected", "paths"),
+    [
+        # A link that one side made reaches the file as merged.
+        ({"a": ZERO}, {"a": TWO}, {"a": ZERO, "b": ZERO}, {("a b", b"2")}, ["a", "b"]),
+        # A change reaches the names that the other side linked.
+        ({"a": ONE, "b": ZERO}, {"a": ONE, "b": ONE}, {"a": THREE, "b": ZERO}, {("a b", b"3")}, ["a", "b"]),
+        # A separated name is a file of its own.
+        ({"a": ONE, "b": ONE}, {"a": TWO, "b": TWO}, {"a": ONE, "b": OTHER}, {("a", b"2"), ("b", b"2")}, None),
+        # Links of both sides go together.
+        ({"a": ONE}, {"a": ONE, "b": ONE}, {"a": OTHER, "c": OTHER}, {("a b c", b"1")}, None),
+        # A removed name changes nothing for the others.
+        ({"a": ONE, "b": ONE}, {"a": ONE, "b": ONE}, {"a": ONE}, {("a", b"1")}, ["b"]),
+    ],
+)
+def test_links_of_one_side_are_merged_with_the_changes_of_the_other(
+    base: dict[str, File], ours: dict[str, File], theirs: dict[str, File], expected: set[tuple[str, bytes]],
+    paths: list[str] | None, policy: Policy,
+) -> None:  # fmt: skip
+    result = merged(tree(**base), tree(**ours), tree(100, **theirs), policy)
+
+    assert files(result.tree) == expected
     assert not result.conflicts
-
-
-def test_a_change_reaches_the_names_that_the_other_side_linked() -> None:
-    linked = text(b"1")
-
-    result = merged(tree(a=text(b"1"), b=text(b"0")), tree(a=linked, b=linked), tree(100, a=text(b"3"), b=text(b"0")))
-
-    assert files(result.tree) == {("a b", b"3")}
-    assert not result.conflicts
-
-
-def test_a_separated_name_is_a_file_of_its_own() -> None:
-    both, changed = text(b"1"), text(b"2")
-
-    for policy in ("fail", "theirs"):
-        base = tree(a=both, b=both)
-        result = merged(base, tree(a=changed, b=changed), tree(100, a=text(b"1"), b=text(b"1")), policy)  # type: ignore[arg-type]
-
-        assert files(result.tree) == {("a", b"2"), ("b", b"2")}
-        assert not result.conflicts
-
-
-def test_links_of_both_sides_go_together() -> None:
-    here, there = text(b"1"), text(b"1")
-
-    result = merged(tree(a=text(b"1")), tree(a=here, b=here), tree(100, a=there, c=there))
-
-    assert files(result.tree) == {("a b c", b"1")}
-
-
-def test_a_removed_name_changes_nothing_for_the_others() -> None:
-    both = text(b"1")
-
-    result = merged(tree(a=both, b=both), tree(a=both, b=both), tree(100, a=text(b"1")))
-
-    assert files(result.tree) == {("a", b"1")}
-    assert result.paths == (b"b",)
+    assert paths is None or result.paths == tuple(path.encode() for path in paths)
 
 
 def test_names_that_need_different_content_are_a_conflict() -> None:

@@ -45,28 +45,19 @@ def git(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
     return str(request.param)
 
 
-def test_changes_of_different_lines_go_together(git: str) -> None:
-    assert merged((BASE, FIRST, LAST)) == [TextResult(BOTH, is_clean=True)]
-
-
-def test_changes_of_the_same_line_get_markers(git: str) -> None:
-    (result,) = merged((b"a\n", b"b\n", b"c\n"))
-
-    assert result == TextResult(b"<<<<<<< ours\nb\n=======\nc\n>>>>>>> theirs\n", is_clean=False)
-
-
-def test_texts_without_a_base_get_markers(git: str) -> None:
-    (result,) = merged((None, b"b\n", b"c\n"))
-
-    assert result == TextResult(b"<<<<<<< ours\nb\n=======\nc\n>>>>>>> theirs\n", is_clean=False)
-
-
 def test_each_case_has_its_own_result(git: str) -> None:
-    results = merged((BASE, FIRST, LAST), (b"a\n", b"b\n", b"c\n"), (BASE, LAST, FIRST), (b"", b"x\n", b""))
+    same_line = TextResult(b"<<<<<<< ours\nb\n=======\nc\n>>>>>>> theirs\n", is_clean=False)
+    results = merged(
+        (BASE, FIRST, LAST), (b"a\n", b"b\n", b"c\n"), (None, b"b\n", b"c\n"), (BASE, LAST, FIRST), (b"", b"x\n", b"")
+    )
 
-    assert [result.is_clean for result in results] == [True, False, True, True]
-    assert results[2].content == BOTH
-    assert results[3].content == b"x\n"
+    assert results == [
+        TextResult(BOTH, is_clean=True),
+        same_line,
+        same_line,
+        TextResult(BOTH, is_clean=True),
+        TextResult(b"x\n", is_clean=True),
+    ]
 
 
 @pytest.mark.parametrize(

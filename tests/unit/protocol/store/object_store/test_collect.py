@@ -41,6 +41,14 @@ def states(local: Store, root: Path, count: int) -> None:
         local.take(KEY, f"state{number}", DirectorySource(root))
 
 
+def push_states(url: str, local: Store, root: Path, *names: str) -> None:
+    """Push the first states under these names."""
+    states(local, root, len(names))
+    with opened(url) as remote:
+        for number, name in enumerate(names):
+            remote.push(local, KEY, f"state{number}", name=name)
+
+
 def collected(url: str) -> upkeep.CollectionReport:
     time.sleep(GRACE_S * 1.2)
     with opened(url) as remote:
@@ -69,10 +77,8 @@ def before_publishing(monkeypatch: pytest.MonkeyPatch) -> BeforePublishing:
 
 
 def test_what_a_dropped_snapshot_needed_is_freed_after_the_grace_period(url: str, local: Store, root: Path) -> None:
-    states(local, root, 2)
+    push_states(url, local, root, "state0", "state1")
     with opened(url) as remote:
-        remote.push(local, KEY, "state0")
-        remote.push(local, KEY, "state1")
         remote.drop(KEY, "state0")
 
     assert collected(url).condemned_packs == 2
@@ -132,10 +138,8 @@ def test_a_snapshot_that_was_dropped_within_the_grace_period_can_still_be_read(
 def test_what_another_collection_moves_meanwhile_is_read_where_it_is_now(
     url: str, local: Store, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states(local, root, 2)
+    push_states(url, local, root, "state0", "state1")
     with opened(url) as remote:
-        remote.push(local, KEY, "state0")
-        remote.push(local, KEY, "state1")
         remote.drop(KEY, "state0")
     assert collected(url).condemned_packs == 2
     time.sleep(GRACE_S * 1.2)
@@ -163,9 +167,8 @@ def test_what_another_collection_moves_meanwhile_is_read_where_it_is_now(
 
 
 def test_a_push_does_not_rely_on_a_condemned_pack(url: str, local: Store, root: Path) -> None:
-    states(local, root, 1)
+    push_states(url, local, root, "state0")
     with opened(url) as remote:
-        remote.push(local, KEY, "state0")
         remote.drop(KEY, "state0")
     assert collected(url).condemned_packs == 2
 
@@ -179,9 +182,8 @@ def test_a_push_does_not_rely_on_a_condemned_pack(url: str, local: Store, root: 
 def test_a_push_whose_packs_are_deleted_before_it_publishes_uploads_them_again(
     url: str, local: Store, root: Path, before_publishing: BeforePublishing
 ) -> None:
-    states(local, root, 1)
+    push_states(url, local, root, "old")
     with opened(url) as remote:
-        remote.push(local, KEY, "state0", name="old")
         remote.drop(KEY, "old")
 
     def collect_twice() -> None:
@@ -195,32 +197,9 @@ def test_a_push_whose_packs_are_deleted_before_it_publishes_uploads_them_again(
         assert remote.check().ok
 
 
-def test_a_push_whose_base_is_dropped_and_collected_meanwhile_is_complete(
-    url: str, local: Store, root: Path, before_publishing: BeforePublishing
-) -> None:
-    states(local, root, 1)
-    with opened(url) as remote:
-        remote.push(local, KEY, "state0", name="base")
-    (root / "new").write_bytes(b"new")
-    local.take(KEY, "next", DirectorySource(root))
-
-    def drop_the_base() -> None:
-        with opened(url) as other:
-            other.drop(KEY, "base")
-        for _ in range(3):
-            collected(url)
-
-    before_publishing(drop_the_base)
-    with opened(url) as remote:
-        remote.push(local, KEY, "next")
-        assert remote.check().ok
-
-
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_repair_removes_damage_and_a_push_brings_it_back(url: str, local: Store, root: Path, replace: bool) -> None:
-    states(local, root, 1)
-    with opened(url) as remote:
-        remote.push(local, KEY, "state0")
+    push_states(url, local, root, "state0")
     for kind in ("data", "tree"):
         (name,) = [name for name in packs(url) if f".{kind}." in name]
         path = Path(url.removeprefix("file://"), "packs", name)
@@ -268,34 +247,36 @@ def test_after_a_repair_a_push_relies_on_no_older_snapshot(url: str, local: Stor
         assert remote.check().ok
 
 
-def test_a_base_that_is_repaired_during_the_push_is_not_relied_on(
-    url: str, local: Store, root: Path, before_publishing: BeforePublishing
+def drop_the_base(url: str) -> None:
+    with opened(url) as other:
+        other.drop(KEY, "base")
+    for _ in range(3):
+        collected(url)
+
+
+def repair_the_base(url: str) -> None:
+    (name,) = [name for name in packs(url) if ".data." in name and os.path.getsize(f"{url[7:]}/packs/{name}") > 1000]
+    os.truncate(f"{url[7:]}/packs/{name}", 100)
+    with opened(url) as other:
+        other.collect_garbage(repair=True)
+
+
+@pytest.mark.parametrize("action", [drop_the_base, repair_the_base])
+def test_a_base_that_is_dropped_or_repaired_during_the_push_is_not_relied_on(
+    url: str, local: Store, root: Path, before_publishing: BeforePublishing, action: Callable[[str], None]
 ) -> None:
-    states(local, root, 1)
-    with opened(url) as remote:
-        remote.push(local, KEY, "state0", name="base")
+    push_states(url, local, root, "base")
     (root / "new").write_bytes(b"new")
     local.take(KEY, "next", DirectorySource(root))
 
-    def repair_the_base() -> None:
-        (name,) = [
-            name for name in packs(url) if ".data." in name and os.path.getsize(f"{url[7:]}/packs/{name}") > 1000
-        ]
-        os.truncate(f"{url[7:]}/packs/{name}", 100)
-        with opened(url) as other:
-            other.collect_garbage(repair=True)
-
-    before_publishing(repair_the_base)
+    before_publishing(lambda: action(url))
     with opened(url) as remote:
         remote.push(local, KEY, "next")
         assert remote.check().ok
 
 
 def test_a_damaged_name_does_not_stop_collections_for_ever(url: str, local: Store, root: Path) -> None:
-    states(local, root, 2)
-    with opened(url) as remote:
-        remote.push(local, KEY, "state0")
-        remote.push(local, KEY, "state1")
+    push_states(url, local, root, "state0", "state1")
     Path(url.removeprefix("file://"), "names", "state0", "0000000001").write_bytes(b"not a record")
     with opened(url) as remote:
         with pytest.raises(DamagedError, match="vfsd store check --store"):
@@ -323,9 +304,7 @@ def test_a_damaged_name_does_not_stop_collections_for_ever(url: str, local: Stor
 def test_an_object_that_nobody_wrote_costs_no_memory_and_a_repair_removes_its_effect(
     url: str, local: Store, root: Path, key: str, size: int
 ) -> None:
-    states(local, root, 1)
-    with opened(url) as remote:
-        remote.push(local, KEY, "state0")
+    push_states(url, local, root, "state0")
     path = Path(url.removeprefix("file://"), key)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
