@@ -1,15 +1,19 @@
-"""The rootfs transport keeps the contracts: of volumes below a container's root, of filesystems on its mount."""
+"""Containers keep the contracts: of volumes through both transports, of filesystems on the mount of rootfs."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
+from protocol.backends.container.agent.helper_transport import helper_command, helper_program
+from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.rootfs import RootfsTransport
@@ -17,6 +21,7 @@ from protocol.testing import Clock, FilesystemContract, MakeVolume, StreamingCon
 from protocol.volume import Volume
 from tests.container.conftest import inside, running_container
 from tests.contract import test_host_volume
+from tests.support.agents import served
 from tests.support.contracts_on_mounts import OnMount
 from tests.support.host_directories import HostClock
 from tests.support.rights import needs_root
@@ -111,3 +116,51 @@ class TestFilesystem(OnMount, FilesystemContract):
 @pytest.mark.fuse
 class TestStreaming(OnMount, StreamingContract):
     pass
+
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def privileged_container(podman: PodmanService, python_image: str) -> Iterator[Container]:
+    """One container for all tests; privileged, because they mount a tmpfs each."""
+    with running_container(podman, python_image, name="agent-volumes", options={"privileged": True}) as container:
+        yield container
+
+
+class TestAgentVolumeInAContainer(test_host_volume.TestAgentVolume):
+    """The volume over a helper in a real container, over tmpfs inside it.
+
+    The two tests that list thousands of files again and again run over a helper of this machine only: what they show
+    is the same.
+    """
+
+    test_a_scan_lists_each_lasting_name_once_while_others_come_and_go = None  # type: ignore[assignment]
+    test_rm_rf_removes_each_file_while_listing = None  # type: ignore[assignment]
+
+    @pytest.fixture
+    def volume(self, privileged_container: Container) -> Iterator[MakeVolume]:  # type: ignore[override]
+        with ExitStack() as stack:
+
+            def make(
+                *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
+            ) -> Volume:
+                place = f"/volume{next(_numbers)}"
+                options = f"mode=755,size={max_bytes or 1 << 30},nr_inodes={max_inodes or 1_000_000}"
+                inside(privileged_container, f"mkdir {place} && mount -t tmpfs -o {options} t {place}")
+                program = helper_program(place)
+
+                async def open_stream(_nursery: Any) -> ExecStream:
+                    command = helper_command(program)
+                    return await open_exec(
+                        privileged_container.service, privileged_container.id, command, user="0:0", cwd="/"
+                    )
+
+                return stack.enter_context(served(open_stream, program))  # type: ignore[return-value]
+
+            yield make
+
+    @pytest.fixture
+    def shell_below(self, privileged_container: Container) -> Callable[[str], object]:
+        newest = "/volume$(ls -d /volume* | sed s,/volume,, | sort -n | tail -n 1)"
+        return lambda line: inside(privileged_container, f"cd {newest} && {line}")

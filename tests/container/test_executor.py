@@ -1,9 +1,10 @@
-"""Commands in a container, which end with all that they started."""
+"""Commands in a container, which end with all that they started; a RemoteFilesystem by such commands."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import threading
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 import trio
 
+from protocol import RemoteFilesystem
 from protocol.backends.container.exec.container_processes import ContainerProcesses
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.workspace import AgentTransport
 from protocol.execution.executor import Command, ExecResult
 from protocol.execution.runner import BlockingExecutor, CommandLimits
+from protocol.testing import FilesystemContract
 from tests.container.conftest import StartContainer, control, inside, running_container
 
 SLEEPERS = 'ps -o args | grep "[s]leep [1-9]000" || true'
@@ -268,3 +271,46 @@ def test_an_agent_that_cannot_start_leaves_no_monitor_of_podmans(
     with pytest.raises(OSError, match=r"no Python 3|not a directory"):
         AgentTransport(container.service, "/etc/passwd").probe(container.inspect())
     wait_for_monitors(container, 1)  # the container's own
+
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def python_container(podman: PodmanService, python_image: str) -> Iterator[Container]:
+    with running_container(podman, python_image, name="remote-filesystem") as container:
+        inside(container, "mkdir -p /workspace /tmp")
+        yield container
+        assert inside(container, "ls /tmp") == b"", "a copy of the program is left"
+
+
+@pytest.fixture
+def remote(python_container: Container) -> Iterator[RemoteFilesystem]:
+    directory = f"d{next(_numbers)}"
+    inside(python_container, f"mkdir /workspace/{directory}")
+    with RemoteFilesystem(BlockingExecutor(ContainerCommandRunner(lambda: python_container)), directory) as remote:
+        yield remote
+
+
+@pytest.mark.extended
+def test_files_go_into_the_container_and_back(remote: RemoteFilesystem, python_container: Container) -> None:
+    content = bytes(range(256)) * 3000
+    remote.write("src/a.py", "print(1)\n# needle\n")
+    remote.write_bytes("large", content)
+
+    assert (
+        inside(python_container, f"cd {remote.root} && cat src/a.py && wc -c < large")
+        == b"print(1)\n# needle\n768000\n"
+    )
+    inside(python_container, f"echo more >> {remote.root}/src/a.py")
+    assert remote.read("src/a.py").total_lines == 3
+    assert remote.read_bytes("large").content == content
+    assert [match.line_number for match in remote.grep("need.e", glob="*.py")] == [2]
+    assert remote.delete("src", recursive=True) == 2
+
+
+@pytest.mark.long
+class TestFilesystem(FilesystemContract):
+    @pytest.fixture
+    def filesystem(self, remote: RemoteFilesystem) -> RemoteFilesystem:
+        return remote

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.server
 import json
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,8 +20,18 @@ from protocol.backends.container.podman.address import default_address, parse_ad
 from protocol.backends.container.podman.service import ContainerNotFoundError, PodmanService
 from protocol.backends.container.podman.spec import ContainerMount, ContainerSpec
 from protocol.backends.container.workspace import open_container
-from tests.container.conftest import MountContainer, StartContainer, attempt, control, inside, shown
-from tests.container.service import running_service
+from tests.container.conftest import (
+    BUSYBOX,
+    MountContainer,
+    StartContainer,
+    attempt,
+    control,
+    import_image,
+    inside,
+    shown,
+)
+from tests.container.images import write_busybox_image
+from tests.container.service import NoPodmanError, running_service
 
 
 # -- addresses ---------------------------------------------------------------------------------------
@@ -301,3 +313,26 @@ def test_an_ssh_that_does_not_get_there_is_an_error_in_its_own_words(fake_ssh: P
 
     with pytest.raises(ConnectionRefusedError, match="publickey"):
         PodmanService("ssh://me@there/run/podman.sock").inspect("x")
+
+
+@pytest.mark.extended
+def test_a_container_starts_with_limits_that_podman_may_set(workdir: Path) -> None:
+    archive = workdir / "busybox.tar"
+    write_busybox_image(archive)
+    try:
+        with (
+            running_service(workdir / "podman", default_ulimits=True) as url,
+            contextlib.closing(PodmanService(url)) as podman,
+        ):
+            import_image(url, archive, BUSYBOX)
+            container = podman.create(ContainerSpec(BUSYBOX, name="limited"))
+            try:
+                container.start()
+                limits = [int(word) for word in inside(container, "ulimit -Hn").split()]
+            finally:
+                container.remove()
+            assert podman.labelled({}) == []  # the one that was made first, with other limits, is gone
+    except NoPodmanError as error:
+        pytest.skip(f"no Podman service can be run here: {error}")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert hard == resource.RLIM_INFINITY or 0 < limits[0] <= hard

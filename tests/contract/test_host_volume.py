@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shlex
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ from protocol.testing.volume.driver import ALICE, fails
 from protocol.volume import ROOT_INODE, Volume
 from tests.support.agents import local_agent
 from tests.support.host_directories import HostClock, mounted_tmpfs
+from tests.support.remote import remote_volume
 from tests.support.rights import needs_root
 
 pytestmark = needs_root
@@ -150,3 +153,14 @@ def test_a_host_volume_has_all_methods_of_its_protocol(tmp_path: Path) -> None:
     volume = HostVolume(os.fsencode(tmp_path))
     assert isinstance(volume, Volume)
     volume.close()
+
+
+class TestRemoteVolume(OverHostDirectory):
+    """`exec:COMMAND`, with the command `python3`."""
+
+    # As over the helper alone.
+    test_a_scan_lists_each_lasting_name_once_while_others_come_and_go = None  # type: ignore[assignment]
+    test_rm_rf_removes_each_file_while_listing = None  # type: ignore[assignment]
+
+    def opened(self, place: Path) -> AbstractContextManager[Volume]:
+        return remote_volume(shlex.quote(sys.executable), str(place))  # type: ignore[return-value]

@@ -92,21 +92,22 @@ def test_a_name_has_up_to_255_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "code"),
+    ("error", "kind", "said"),
     [
-        (OSError(errno.ENOENT, "gone", "inode 5"), FileNotFoundError, errno.ENOENT),
-        (OSError("strange"), OSError, errno.EIO),
-        (OSError(errno.EROFS, "Read-only file system"), PermissionError, errno.EROFS),  # a lack of permission
+        (OSError(errno.ENOENT, "gone", "inode 5"), FileNotFoundError, (errno.ENOENT, "gone")),
+        (OSError("strange"), OSError, (errno.EIO, "Input/output error")),
+        (OSError(errno.EROFS, "refused"), PermissionError, (errno.EROFS, "refused")),  # a lack of permission
         # A class that says more than its errno is kept.
-        (IsADirectoryError(errno.ENOTEMPTY, "Directory not empty", "a"), IsADirectoryError, errno.ENOTEMPTY),
+        (IsADirectoryError(errno.ENOTEMPTY, "full", "a/b"), IsADirectoryError, (errno.ENOTEMPTY, "full")),
     ],
 )
-def test_an_error_is_given_the_path_and_an_errno_and_its_class(error: OSError, kind: type[OSError], code: int) -> None:
-    said = error.strerror or str(error)
-    with pytest.raises(kind, match=said) as caught, located("a/b"):
+def test_an_error_is_given_the_path_and_an_errno_and_its_class(
+    error: OSError, kind: type[OSError], said: tuple[int, str]
+) -> None:
+    with pytest.raises(kind, match="a/b") as caught, located("a/b"):
         raise error
 
-    assert (caught.value.errno, caught.value.filename) == (code, "a/b")
+    assert (caught.value.errno, caught.value.strerror, caught.value.filename) == (*said, "a/b")
 
 
 def test_an_error_of_the_contract_is_left_as_it_is() -> None:

@@ -65,26 +65,6 @@ def left_in(directory: str) -> set[str]:
     return {name for name in os.listdir(directory) if name.startswith("vfsd-before-")}
 
 
-def test_an_import_is_what_the_archive_says(archive: Path) -> None:
-    volume = PlainVolume()
-    filesystem = filled(volume)
-    same = volume.memory.lookup(ROOT_INODE, b"same").inode
-
-    filesystem.import_archive(archive)
-
-    assert contents(filesystem) == {
-        "becomes-directory": None,
-        "becomes-directory/file": b"new",
-        "becomes-file": b"new",
-        "changed": b"new" * KILOBYTE,
-        "d": None,
-        "d/new": b"new" * KILOBYTE,
-        "same": b"the same",
-    }
-    assert volume.memory.lookup(ROOT_INODE, b"same").inode == same
-    volume.memory.check_invariants()
-
-
 def test_an_import_that_runs_out_of_room_changes_nothing(archive: Path) -> None:
     volume = PlainVolume(max_bytes=32 * KILOBYTE)
     filesystem = filled(volume)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import stat
-import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from protocol import InMemoryFilesystem, VolumeFilesystem
+from protocol import VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
-from protocol.paths import CallLimits
 from protocol.testing.filesystem import contents
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 
@@ -218,19 +215,6 @@ def test_a_tree_as_deep_as_a_kernel_allows_is_deleted(volume: CountingVolume, fi
     assert filesystem.delete("d", recursive=True) == 300
 
 
-def test_names_that_are_not_utf8_are_listed_read_and_deleted(
-    volume: CountingVolume, filesystem: VolumeFilesystem
-) -> None:
-    volume.forget(volume.mknod(ROOT_INODE, b"caf\xe9", stat.S_IFREG | 0o644, 0, CALLER).inode, 1)
-
-    (entry,) = filesystem.list()
-    filesystem.write(entry.path, "x")
-
-    assert entry.path == "caf\udce9"
-    assert filesystem.read(entry.path).content == "x"
-    assert filesystem.delete(entry.path) == 1
-
-
 def test_an_absolute_symlink_below_the_mountpoint_stays_inside(volume: CountingVolume) -> None:
     filesystem = VolumeFilesystem(volume, root="/mnt/here")
     filesystem.write("d/file", "inside")
@@ -267,46 +251,7 @@ def test_a_volume_that_makes_its_callers_wait_is_refused() -> None:
             VolumeFilesystem(RemoteVolume()).stat(".")
 
 
-def test_a_snapshot_of_another_filesystem_is_not_found() -> None:
-    one, other = InMemoryFilesystem(), InMemoryFilesystem()
-    snapshot = one.snapshot()
-
-    with pytest.raises(FileNotFoundError):
-        other.restore(snapshot)
-
-
 def test_snapshots_are_the_volumes_own(volume: CountingVolume, filesystem: VolumeFilesystem) -> None:
     snapshot = filesystem.snapshot(tag="mine")
 
     assert [(info.name, info.tag) for info in volume.snapshots()] == [(snapshot.commit_ref, "mine")]
-
-
-def test_streams_copy_a_file_larger_than_they_may_hold(filesystem: VolumeFilesystem, volume: CountingVolume) -> None:
-    # Sparse: what the volume keeps of it costs nothing, so what is held is the streams'.
-    filesystem.write("sparse", "")
-    volume.setattr(inode_of(volume, b"sparse"), AttributeChanges(size=64 * MEGABYTE))
-    small = VolumeFilesystem(volume, limits=CallLimits(read_bytes=MEGABYTE))
-
-    tracemalloc.start()
-    try:
-        with small.open_read("sparse") as reader:
-            total = sum(len(chunk) for chunk in reader)
-        with small.open_text("sparse") as text:
-            while text.read(MEGABYTE):
-                pass
-        page = small.read_bytes("sparse", offset=63 * MEGABYTE, limit=10)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-
-    assert (total, page.content) == (64 * MEGABYTE, bytes(10))
-    assert peak < 16 * MEGABYTE
-
-
-def test_a_read_that_ends_in_the_middle_of_the_volume_is_whole(filesystem: VolumeFilesystem) -> None:
-    data = os.urandom(3 * MEGABYTE + 5)
-    with filesystem.open_write("file") as writer:
-        writer.write_all(data[start : start + 70_000] for start in range(0, len(data), 70_000))
-
-    with filesystem.open_read("file") as reader:
-        assert reader.read() == data

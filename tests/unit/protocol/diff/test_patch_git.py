@@ -21,7 +21,7 @@ from protocol.diff.patch import Uncarried, write_patch
 from protocol.diff.tree_diff import changes, is_below
 from protocol.tree import TreeEntry
 from tests.support.trees import DictTree
-from tests.unit.protocol.diff.test_patch import ENVIRONMENT, Items
+from tests.unit.protocol.diff.test_patch import ENVIRONMENT, Items, put
 
 # What a patch may keep of an entry: git's mode (0o40000 is a directory) and the content or target.
 Seen = tuple[int, bytes]
@@ -80,20 +80,6 @@ def two_trees(draw: st.DrawFn) -> Trees:
     renamed = {path: draw(_paths) for path in both if path not in changed and draw(st.booleans())}
     new: Items = {renamed.get(path, path): content for path, content in {**both, **changed}.items()}
     return Trees(_tree({**both, **only_old}), _tree({**new, **only_new}))
-
-
-def put(tree: DictTree, root: bytes) -> None:
-    for entry in tree.walk():
-        path = os.path.join(root, entry.path)
-        if entry.is_dir:
-            os.makedirs(path, exist_ok=True)
-        elif entry.is_symlink:
-            os.symlink(entry.target, path)
-        elif entry.is_file:
-            Path(os.fsdecode(path)).write_bytes(tree.content[entry.path])
-            os.chmod(path, entry.mode & 0o777)
-        else:
-            os.mkfifo(path)
 
 
 def _seen(mode: int, content: bytes) -> Seen:
@@ -205,14 +191,14 @@ def _holds_files(tree: DictTree, path: bytes) -> bool:
 
 
 @pytest.mark.extended
-@settings(max_examples=40)
+@settings(max_examples=2 * settings().max_examples)
 @given(two_trees())
 def test_git_apply_makes_the_second_tree_of_the_first(trees: Trees) -> None:
     check(trees, None)
 
 
 @pytest.mark.extended
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples)
 @given(trees=two_trees())
 def test_git_apply_makes_the_second_index_of_the_first(empty_repository: bytes, trees: Trees) -> None:
     check(_without_git_names(trees), empty_repository)
@@ -233,17 +219,3 @@ def _without_git_names(trees: Trees) -> Trees:
         return _tree(kept)
 
     return Trees(cleaned(trees.old), cleaned(trees.new))
-
-
-@pytest.mark.long
-@settings(max_examples=5_000)
-@given(two_trees())
-def test_git_apply_makes_the_second_tree_of_the_first_at_length(trees: Trees) -> None:
-    check(trees, None)
-
-
-@pytest.mark.long
-@settings(max_examples=3_000)
-@given(trees=two_trees())
-def test_git_apply_makes_the_second_index_of_the_first_at_length(empty_repository: bytes, trees: Trees) -> None:
-    check(_without_git_names(trees), empty_repository)

@@ -63,23 +63,6 @@ def written(directory: str, payloads: list[bytes], *, clean: bool = False, polic
 PAYLOADS = [b"a" * 5, b"", b"second record", bytes(range(1, 256)) * 4, b"last"]
 
 
-@pytest.mark.parametrize("clean", [False, True])
-def test_what_was_appended_is_read_in_order(directory: str, clean: bool) -> None:
-    written(directory, PAYLOADS, clean=clean)
-    assert read(directory) == PAYLOADS
-    report = read_journal(directory).report()
-    assert (report.is_clean, report.cut_bytes, report.identity) == (clean, 0, IDENTITY)
-
-
-def test_a_journal_that_is_resumed_continues(directory: str) -> None:
-    written(directory, PAYLOADS[:2])
-    files, journal = Journal.resume(directory, "no")
-    assert [b"".join(batch) for batch in files.batches()] == PAYLOADS[:2]
-    append(journal, *PAYLOADS[2:])
-    journal.close()
-    assert read(directory) == PAYLOADS
-
-
 def test_parts_count_only_with_their_commit(directory: str) -> None:
     journal = Journal.create(directory, IDENTITY, "no")
     append(journal, b"one")

@@ -52,22 +52,6 @@ def test_the_same_change_on_both_sides_changes_nothing() -> None:
     assert not result.conflicts
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ("fail", {b"a": b"2"}),
-        ("ours", {b"a": b"2"}),
-        ("theirs", {}),
-        ("markers", {b"a": b"2"}),
-    ],
-)
-def test_deleted_in_theirs_and_changed_in_ours(policy: Policy, expected: Shown) -> None:
-    result = merged({b"a": b"1"}, {b"a": b"2"}, {}, policy)
-
-    assert reasons(result) == {b"a": "delete/modify"}
-    assert shown(result.tree) == expected
-
-
 def test_a_deleted_directory_stays_with_what_the_other_side_added() -> None:
     base: Items = {b"d/a": b"1", b"d/b": b"1"}
     added: Items = {b"d/a": b"1", b"d/b": b"1", b"d/new": b"2"}
@@ -207,18 +191,6 @@ def test_an_mtime_alone_is_no_conflict() -> None:
     assert not merged(base, theirs, {}).conflicts
 
 
-def test_a_rename_and_a_change_of_the_file() -> None:
-    base: Items = {b"old": b"1\n"}
-    renamed: Items = {b"new": b"1\n"}
-    changed: Items = {b"old": b"2\n"}
-
-    assert (
-        reasons(merged(base, renamed, changed)) == reasons(merged(base, changed, renamed)) == {b"old": "delete/modify"}
-    )
-    assert shown(merged(base, renamed, changed, "markers").tree) == {b"new": b"1\n", b"old": b"2\n"}
-    assert shown(merged(base, changed, renamed, "markers").tree) == {b"new": b"1\n", b"old": b"2\n"}
-
-
 def test_empty_directories_and_their_metadata() -> None:
     base: Items = {b"gone": None, b"here": None, b"there": None}
     ours: Items = {b"here": None, b"there": None, b"new": None}
@@ -298,10 +270,3 @@ def test_a_detail_is_one_line() -> None:
 
     assert conflict.detail.isprintable()
     assert conflict.detail.endswith(" and 6 more")
-
-
-@pytest.mark.parametrize("policy", ["fail", "ours", "theirs", "markers"])
-def test_a_directory_in_which_a_file_changed_does_not_become_a_file_silently(policy: Policy) -> None:
-    result = merged({b"d/a": b"1"}, {b"d/a": b"2"}, {b"d": b"a file"}, policy)
-
-    assert reasons(result) == {b"d": "directory/file"}

@@ -7,7 +7,6 @@ import os
 import stat
 import struct
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from protocol.diff.tree_diff import changes
 from protocol.errors import SnapshotNotFoundError
 from protocol.linux.posix_acl import DEFAULT
 from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store, TreeSource
-from protocol.store.format.blobs import LARGE_BYTES
 from protocol.store.restore import Plan
 from tests.support.rights import needs_root
 from tests.support.trees import DictTree
@@ -89,20 +87,6 @@ def test_only_what_differs_is_touched(store: Store, root: Path) -> None:
     assert os.stat(root / "same").st_ctime_ns == ctime_ns
     assert done.safety is not None
     assert done.safety.kind == "safety"
-
-
-def test_what_is_about_to_be_changed_is_told_before(store: Store, root: Path) -> None:
-    (root / "file").write_bytes(b"old")
-    take(store, root, "s")
-    (root / "file").write_bytes(b"new")
-    told: list[tuple[list[bytes], bytes]] = []
-
-    def planned(plan: Plan) -> None:
-        told.append(([change.path for change in plan.changes()], (root / "file").read_bytes()))
-
-    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None), planned=planned)
-
-    assert told == [([b"file"], b"new")]
 
 
 def test_a_plan_reports_directories_of_which_only_the_mtime_changes(store: Store, root: Path) -> None:
@@ -200,27 +184,6 @@ def test_without_removal_what_is_there_stays(store: Store, root: Path) -> None:
     assert (root / "directory" / "file").read_bytes() == b"new"
 
 
-def test_large_and_sparse_files_come_back(store: Store, root: Path) -> None:
-    content = os.urandom(LARGE_BYTES * 3 + 5)
-    (root / "large").write_bytes(content)
-    with open(root / "sparse", "wb") as file:
-        file.truncate(1 << 36)
-        file.seek(1 << 35)
-        file.write(b"data")
-    take(store, root, "s")
-    (root / "large").write_bytes(b"")
-    (root / "sparse").unlink()
-
-    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
-
-    assert (root / "large").read_bytes() == content
-    seen = os.stat(root / "sparse")
-    assert (seen.st_size, seen.st_blocks < 100) == (1 << 36, True)
-    with open(root / "sparse", "rb") as file:
-        file.seek(1 << 35)
-        assert file.read(4) == b"data"
-
-
 def test_who_has_a_file_open_keeps_what_he_reads(store: Store, root: Path) -> None:
     (root / "file").write_bytes(b"first")
     take(store, root, "s")
@@ -285,50 +248,6 @@ def test_directories_swapped_for_symlinks_lead_nowhere(store: Store, root: Path,
     assert (outside / "file").read_bytes() == b"not ours"
     assert os.listdir(outside) == ["file"]
     assert done.problems
-
-
-def test_renames_that_race_a_restore_let_nothing_out(store: Store, root: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    directory = root / "directory"
-    directory.mkdir()
-    for number in range(50):
-        (directory / f"{number}").write_bytes(b"old")
-    take(store, root, "s")
-    stop = threading.Event()
-
-    def race() -> None:
-        while not stop.is_set():
-            try:
-                os.rename(directory, tmp_path / "aside")
-                os.symlink(outside, directory)
-                os.unlink(directory)
-                os.rename(tmp_path / "aside", directory)
-            except OSError as error:
-                if error.errno not in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}:
-                    raise
-                return
-
-    for number in range(10):
-        for name in os.listdir(directory):
-            (directory / name).write_bytes(b"%d" % number)
-        thread = threading.Thread(target=race)
-        thread.start()
-        try:
-            store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
-        except OSError:
-            pass  # it may find nothing where the directory was
-        finally:
-            stop.set()
-            thread.join()
-            stop.clear()
-        assert os.listdir(outside) == []
-        if directory.is_symlink():
-            directory.unlink()
-        if (tmp_path / "aside").exists() and not directory.exists():
-            os.rename(tmp_path / "aside", directory)
-        if not directory.exists():
-            directory.mkdir()
 
 
 def test_a_restore_that_fails_half_way_says_so_until_it_is_finished(store: Store, root: Path) -> None:

@@ -279,16 +279,6 @@ def test_what_cannot_be_read_fails_a_snapshot_or_is_named(root: Path, tmp_path: 
         os.seteuid(0)
 
 
-def test_a_tree_can_be_kept_too(store: Store) -> None:
-    tree = DictTree({b"a/b": b"content", b"a/link": "b", b"empty": None, b"large": b"x" * (LARGE_BYTES + 1)})
-
-    info = store.take("container:c", "s", TreeSource(tree))
-
-    assert (info.files, info.directories, info.size_bytes) == (3, 2, 7 + LARGE_BYTES + 1)
-    with store.tree("container:c", "s") as kept:
-        assert not list(changes(tree, kept))
-
-
 def test_two_snapshots_are_compared_without_looking_at_what_is_equal(store: Store, root: Path) -> None:
     for number in range(100):
         (root / f"{number}").mkdir()
@@ -333,19 +323,6 @@ def test_directories_far_below_others_are_kept_and_come_back(store: Store, root:
     shutil.rmtree(root / "d")
     store.restore("w", DirectoryTarget(root), RestoreRequest("deep", safety=None))
     assert store.take("w", "again", DirectorySource(root)).directories == depth
-
-
-def test_a_moved_directory_leads_nowhere_else(store: Store, root: Path, tmp_path: Path) -> None:
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "secret").write_bytes(b"secret")
-    (root / "directory").mkdir()
-    store.take("w", "before", DirectorySource(root))
-    (root / "directory").rmdir()
-    os.symlink(tmp_path / "outside", root / "directory")
-    store.take("w", "after", DirectorySource(root))
-
-    with store.tree("w", "after") as tree:
-        assert [entry.path for entry in tree.walk()] == [b"", b"directory"]
 
 
 @settings(deadline=None)

@@ -446,16 +446,6 @@ def test_grep_shows_files_line_numbers_and_lines(context: ToolContext) -> None:
     assert "A needle" in shown("grep", context, pattern="NEEDLE", ignore_case=True)
 
 
-def test_a_search_may_begin_at_a_symlink_and_follows_none_below(tmp_path: Path) -> None:
-    (tmp_path / "real" / "sub").mkdir(parents=True)
-    (tmp_path / "real" / "sub" / "f").write_text("needle")
-    (tmp_path / "real" / "loop").symlink_to("..")
-    (tmp_path / "link").symlink_to("real")
-    context = ToolContext(HostFilesystem(tmp_path))
-    assert call("glob", context, pattern="*", path="link").paths == ["link/sub/f"]
-    assert [hit.path for hit in call("grep", context, pattern="needle", path="link").matches] == ["link/sub/f"]
-
-
 def test_a_search_that_is_not_wanted_any_more_ends(project: ToolContext) -> None:
     class EndedError(Exception):
         pass

@@ -567,22 +567,11 @@ def test_what_is_slow_in_the_container_does_not_hold_up_others(tmp_path: Path) -
 
 def test_reads_and_writes_of_any_size_come_through_whole(tmp_path: Path) -> None:
     content = b"".join(number.to_bytes(4, "big") for number in itertools.islice(itertools.count(), 1 << 20))
-    program = helper_program(str(tmp_path))
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            stream = await LocalStream.start(helper_command(program, sys.executable), nursery)
-            link = AgentLink(stream)
-            await link.start(program)
-            async with link.running():
-                volume = AgentVolume(link)
-                made = await volume.mknod(1, b"f", 0o100644, 0, ME)
-                assert await volume.write(made.inode, 0, content) == len(content)
-                assert bytes(await volume.read(made.inode, 0, 2 * len(content))) == content
-                assert bytes(await volume.read(made.inode, 3, 2_000_000)) == content[3:2_000_003]
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    with local_agent(str(tmp_path)) as agent:
+        made = agent.mknod(1, b"f", 0o100644, 0, ME)
+        assert agent.write(made.inode, 0, content) == len(content)
+        assert bytes(agent.read(made.inode, 0, 2 * len(content))) == content
+        assert bytes(agent.read(made.inode, 3, 2_000_000)) == content[3:2_000_003]
     assert (tmp_path / "f").read_bytes() == content
 
 

@@ -96,24 +96,6 @@ def test_before_it_is_connected_everything_is_eio(reconnecting: ReconnectingVolu
         failing(errno.EIO, call)
 
 
-def test_a_number_means_the_same_path_in_the_next_volume(reconnecting: ReconnectingVolume) -> None:
-    first, second = Shifted(0), Shifted(5)
-    for shifted in (first, second):
-        shifted.make(b"d", kind=stat.S_IFDIR)
-        shifted.make(b"d/f", b"one" if shifted is first else b"two")
-    connect(reconnecting, first.volume)
-    number = walk(reconnecting, b"d/f")
-    assert reconnecting.read(number, 0, 10) == b"one"
-
-    reconnecting.disconnect()
-    failing(errno.EIO, lambda: reconnecting.read(number, 0, 10))
-    connect(reconnecting, second.volume)
-
-    assert reconnecting.read(number, 0, 10) == b"two"
-    assert reconnecting.getattr(number).inode == number
-    assert walk(reconnecting, b"d/f") == number
-
-
 def test_a_number_whose_file_is_gone_is_stale_and_is_given_to_no_other(reconnecting: ReconnectingVolume) -> None:
     first, second = Shifted(0), Shifted(0)
     made = first.make(b"gone")
@@ -132,20 +114,6 @@ def test_a_number_whose_file_is_gone_is_stale_and_is_given_to_no_other(reconnect
     assert listed[b"other"] == seen
     assert reconnecting.read(seen, 0, 10) == b"not yours"
     failing(errno.ESTALE, lambda: reconnecting.getattr(number))
-
-
-def test_a_file_that_became_a_directory_is_another_file(reconnecting: ReconnectingVolume) -> None:
-    first, second = Shifted(0), Shifted(1)
-    first.make(b"x")
-    second.make(b"x", kind=stat.S_IFDIR)
-    connect(reconnecting, first.volume)
-    number = walk(reconnecting, b"x")
-
-    reconnecting.disconnect()
-    connect(reconnecting, second.volume)
-
-    failing(errno.ESTALE, lambda: reconnecting.getattr(number))
-    assert walk(reconnecting, b"x") != number
 
 
 def test_names_are_followed_through_renames_links_and_removals(reconnecting: ReconnectingVolume) -> None:

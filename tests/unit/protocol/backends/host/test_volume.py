@@ -307,36 +307,6 @@ def test_changes_beside_the_volume_are_seen(fs: Driver, inside: Path) -> None:
     assert fs.names() == [b"f"]
 
 
-def test_a_file_replaced_by_another_is_another_inode_and_the_open_one_goes_on(fs: Driver, inside: Path) -> None:
-    fs.file(b"f", b"old")
-    held = fs.hold(b"f")
-    assert fs.read(held) == b"old"
-    (inside / "tmp").write_bytes(b"new")
-    os.rename(inside / "tmp", inside / "f")
-    assert fs.hold(b"f") != held
-    assert (fs.read(b"f"), fs.read(held)) == (b"new", b"old")
-    assert fs.stat(held).nlink == 0
-
-
-def test_a_file_that_is_gone_and_was_not_open_is_stale(fs: Driver, inside: Path) -> None:
-    (inside / "f").write_bytes(b"1")
-    held = fs.hold(b"f")
-    os.rename(inside / "f", inside / "g")
-    with fails(errno.ESTALE):
-        fs.read(held)
-    assert fs.at(b"g") == held
-    assert fs.read(held) == b"1"
-
-
-def test_a_link_that_is_removed_elsewhere_leaves_the_other_names(fs: Driver, inside: Path) -> None:
-    (inside / "a").write_bytes(b"1")
-    os.link(inside / "a", inside / "b")
-    held = fs.hold(b"a")
-    assert fs.hold(b"b") == held
-    os.unlink(inside / "b")
-    assert (fs.read(held), fs.stat(held).nlink) == (b"1", 1)
-
-
 def test_a_directory_moved_within_the_tree_is_followed(
     fs: Driver, inside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,22 +348,6 @@ def test_an_inode_number_that_the_host_gives_again_to_another_kind_is_another_in
     assert fs.at(b"f") != held
     with fails(errno.ESTALE):
         fs.read(held)
-
-
-@pytest.mark.extended
-def test_a_scan_sees_once_what_stays_while_others_change_the_directory(fs: Driver, inside: Path) -> None:
-    for at in range(500):
-        (inside / str(at)).touch()
-    seen: list[bytes] = []
-    cookie = 0
-    while batch := [entry for _, entry in zip(range(7), fs.entries(b"", cookie), strict=False)]:
-        cookie = batch[-1].cookie
-        seen += [entry.name for entry in batch]
-        if len(seen) < 1000:
-            (inside / f"new{cookie}").touch()
-        (inside / str(cookie % 500 | 1)).unlink(missing_ok=True)
-        assert len(fs.names()) > 250  # another reader begins anew
-    assert all(seen.count(b"%d" % at) == 1 for at in range(0, 500, 2))
 
 
 # -- what is kept ----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 
 import pytest
 from hypothesis import strategies as st
@@ -172,24 +171,6 @@ class ContentMachine(RuleBasedStateMachine):
 
 
 TestContent = ContentMachine.TestCase
-
-
-def test_a_sparse_offset_costs_one_block() -> None:
-    content = Content()
-    content.write(10**15, b"x", content.growth(10**15, 1))
-    assert content.pages == 1
-    assert sum(map(len, content.blocks.values())) <= BLOCK_BYTES
-
-
-@pytest.mark.parametrize("change", [lambda c: c.write(5, b"y", 0), lambda c: c.truncate(3), lambda c: c.punch(0, 5)])
-def test_what_was_shared_is_not_changed_from_either_side(change: Callable[[Content], None]) -> None:
-    for changed in (0, 1):
-        content = Content()
-        content.write(0, b"0123", content.growth(0, 4))
-        content.write(4, b"456789", content.growth(4, 6))  # in place: the block is a bytearray now
-        pair = (content, content.share())
-        change(pair[changed])
-        assert pair[1 - changed].read(0, 10) == b"0123456789"
 
 
 def test_a_block_is_copied_once_for_many_writes() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -75,20 +74,6 @@ class ListingMachine(RuleBasedStateMachine):
 
 
 TestListing = ListingMachine.TestCase
-
-
-@given(st.sets(st.binary(min_size=1, max_size=3), max_size=60), st.integers(1, 7))
-def test_a_scan_may_remove_all_that_it_sees(names: set[bytes], at_once: int) -> None:
-    listing = DirectoryCookies(names)
-    seen: list[bytes] = []
-    cookie = 0
-    while batch := [found for _, found in zip(range(at_once), listing.after(cookie), strict=False)]:
-        for at, name in batch:
-            listing.remove(name)
-            seen.append(name)
-            cookie = at
-    assert sorted(seen) == sorted(names)
-    assert len(listing) == 0
 
 
 def test_a_running_iterator_goes_on_when_gaps_are_closed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -150,18 +149,6 @@ def test_an_error_names_a_missing_path_that_is_not_utf_8_exactly(volume: MemoryV
     assert os.fsencode(compared.value.filename) == path
 
 
-def test_a_file_removed_while_it_was_held_comes_back_with_its_content_told(volume: MemoryVolume) -> None:
-    number = make(volume, ROOT_INODE, b"f", b"then")
-    volume.lookup(ROOT_INODE, b"f")
-    volume.take_snapshot("s")
-    volume.unlink(ROOT_INODE, b"f")
-    volume.write(number, 0, b"when unlinked")
-    coherence = volume.restore_snapshot("s")
-    assert read(volume, b"f") == b"then"
-    assert at(volume, b"f") == number
-    assert InodeChange(number, content=True) in coherence.inodes
-
-
 @pytest.mark.parametrize("paths", [[b"d", b"missing"], [b"f", b"missing"], [b"d", b"f", b"moved", b"missing"]])
 def test_a_restore_that_fails_half_way_leaves_everything_as_it_was(volume: MemoryVolume, paths: list[bytes]) -> None:
     directory = make(volume, ROOT_INODE, b"d")
@@ -237,17 +224,6 @@ def test_room_that_an_import_makes_late_counts(volume: MemoryVolume) -> None:
     assert read(volume, b"a") == b"a" * 80 * 4096
 
 
-@pytest.mark.parametrize("replace", [True, False])
-def test_an_import_over_the_quota_is_refused_and_changes_nothing(volume: MemoryVolume, replace: bool) -> None:
-    make(volume, ROOT_INODE, b"a", b"live")
-    make(volume, ROOT_INODE, b"z", b"z" * 80 * 4096)
-    before = state(volume)
-    tree = DictTree({b"a": b"new", b"b": b"b" * 60 * 4096, b"c": b"c" * (60 if replace else 1) * 4096})
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        volume.import_tree(tree, replace=replace)
-    assert state(volume) == before
-
-
 def test_trees_deeper_than_the_recursion_limit_are_diffed_and_restored(volume: MemoryVolume) -> None:
     parent = ROOT_INODE
     for _ in range(3_000):
@@ -270,24 +246,6 @@ def test_an_unchanged_file_is_not_touched_by_a_restore(volume: MemoryVolume) -> 
     coherence = volume.restore_snapshot("s")
     assert volume.getattr(number) is before
     assert coherence.inodes == [InodeChange(changed, content=True)]
-
-
-def test_any_snapshot_can_be_restored_after_any_other(volume: MemoryVolume) -> None:
-    for count in range(5):
-        make(volume, ROOT_INODE, b"f%d" % count, b"%d" % count)
-        volume.take_snapshot(f"s{count}")
-    for count in (0, 4, 2, 3, 1, 4):
-        volume.restore_snapshot(f"s{count}")
-        assert sorted(entry.name for entry in volume.readdir(ROOT_INODE, 2)) == [b"f%d" % at for at in range(count + 1)]
-
-
-def test_a_name_in_use_is_refused_and_can_be_used_again_once_dropped(volume: MemoryVolume) -> None:
-    first = volume.take_snapshot("s")
-    with pytest.raises(FileExistsError):
-        volume.take_snapshot("s")
-    volume.drop_snapshot("s")
-    assert volume.take_snapshot("s").serial > first.serial
-    assert [info.name for info in volume.snapshots()] == ["s"]
 
 
 def test_a_tree_finds_what_it_has_folder_by_folder_and_nothing_else(volume: MemoryVolume) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,19 +12,6 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.volume import Caller
 from tests.support.journals import JournalInMemory
-
-
-def test_a_subclass_replaces_a_call_and_uses_the_original() -> None:
-    made = []
-
-    class Recording(MemoryVolume):
-        def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Any:
-            made.append(name)
-            return super().mkdir(parent, name, mode, caller)
-
-    Recording().mkdir(1, b"d", 0o755, Caller(0, 0, 0, 0))
-
-    assert made == [b"d"]
 
 
 @pytest.mark.parametrize("kind", [MemoryVolume, OverlayVolume])

@@ -33,13 +33,6 @@ def code_of(action: object, *arguments: object) -> int | None:
     return raised.value.errno
 
 
-def test_the_umask_is_the_volumes_where_there_is_no_default_acl(volume: MemoryVolume) -> None:
-    assert stat.S_IMODE(volume.mknod(ROOT_INODE, b"f", stat.S_IFREG | 0o666, 0, CALLER).mode) == 0o640
-    assert stat.S_IMODE(volume.mkdir(ROOT_INODE, b"d", 0o777, CALLER).mode) == 0o750
-    assert stat.S_IMODE(volume.tmpfile(ROOT_INODE, 0o666, CALLER).mode) == 0o640
-    assert stat.S_IMODE(volume.symlink(ROOT_INODE, b"l", b"x", CALLER).mode) == 0o777
-
-
 def test_a_default_acl_takes_the_umasks_place_for_all_but_symlinks(volume: MemoryVolume) -> None:
     default = acl(7, 7, 5, 7, 0)
     volume.setxattr(ROOT_INODE, DEFAULT, default, 0)

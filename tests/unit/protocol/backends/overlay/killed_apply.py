@@ -2,8 +2,7 @@
 
 It reads lines from its standard input, "apply N SEED DIRECTORY" or "recover N 0 DIRECTORY"; for each it forks a
 process that does that, and is killed by SIGKILL before its change number N on the disk (or not at all, if there are
-fewer); with "moment N 0 DIRECTORY" the apply is killed after N microseconds.  It answers with a line: "killed" or
-"done".  (A fork of the test's own process would have its threads' locks.)
+fewer).  It answers with a line: "killed" or "done".  (A fork of the test's own process would have its threads' locks.)
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -142,9 +140,7 @@ def _killing(number: int) -> Callable[[], None]:
 def _child(verb: str, number: int, seed: int, root: str) -> None:
     status = 1
     try:
-        if verb == "moment":
-            apply_work(root, lambda: None, seed)
-        elif verb == "apply":
+        if verb == "apply":
             apply_work(root, _killing(number), seed)
         else:
             recover(root, _killing(number))
@@ -160,9 +156,6 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             _child(verb, int(number), int(seed), root)
-        if verb == "moment":
-            time.sleep(int(number) / 1e6)
-            os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         said = "killed" if os.WIFSIGNALED(status) else "done" if os.waitstatus_to_exitcode(status) == 0 else "failed"
         print(said, flush=True)

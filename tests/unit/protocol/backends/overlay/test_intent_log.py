@@ -27,7 +27,6 @@ from tests.unit.protocol.backends.overlay.killed_apply import WORKER, apply_work
 Run = Callable[..., bool]
 Tree = dict[str, tuple[object, ...]]
 ANSWER_S = 60
-BY_TIME, BY_TIME_LONG = 30, 300  # applies that are killed at a random moment
 
 
 @pytest.fixture
@@ -177,24 +176,6 @@ def test_a_recovery_that_is_killed_too_is_finished_by_the_next(
             run("recover", chance.randrange(12), place)
         recover(place)
         assert tree_of(place) in (old, new), number
-        assert recover(place) is None
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_it_is_undone_or_finished(
-    copies: Callable[[], Path], below: Path, new: Tree, run: Run, runs_long: bool
-) -> None:
-    old = tree_of(below)
-    chance = random.SystemRandom()
-    longest_us = 1000
-    for _ in range(BY_TIME_LONG if runs_long else BY_TIME):
-        place = copies()
-        if run("moment", chance.randrange(longest_us), place):
-            longest_us += longest_us // 10  # how long it takes nobody knows
-        else:
-            longest_us -= longest_us // 10
-        recover(place)
-        assert tree_of(place) in (old, new)
         assert recover(place) is None
 
 

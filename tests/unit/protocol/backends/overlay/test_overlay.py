@@ -94,21 +94,6 @@ def inodes_shown(volume: OverlayVolume) -> int:
     return (usage.files or 0) + (usage.directories or 0)
 
 
-def test_a_snapshot_shows_what_nobody_had_looked_at_when_it_was_taken(below: Path) -> None:
-    volume, fs = over(below)
-    volume.take_snapshot("before")
-    fs.unlink(b"src/main.c")
-    fs.rename(b"src", b"moved")
-    fs.file(b"README2", b"new")
-    with volume.tree("before") as tree:
-        paths = [entry.path for entry in tree.walk()]
-        assert paths == [b"", b"README", b"link", b"other", b"src", b"src/deep", b"src/deep/x", b"src/main.c"]
-        assert tree.read(b"src/main.c", 0, 10) == b"main"
-    volume.restore_snapshot("before")
-    assert fs.read(b"src/deep/x") == b"x" * 10
-    volume.check_invariants()
-
-
 def test_a_thread_walks_a_view_while_the_loop_looks_and_changes(below: Path) -> None:
     for number in range(30):
         (below / f"d{number:02}").mkdir()
@@ -200,30 +185,6 @@ def test_changing_attributes_names_and_links_copies_nothing(below: Path) -> None
     assert volume.statfs().inodes_free == volume.statfs().inodes - 1
 
 
-def test_what_is_cut_off_does_not_come_back_when_the_file_grows(below: Path) -> None:
-    (below / "f").write_bytes(b"f" * (2 * BLOCK + 100))
-    volume, fs = over(below)
-    number = fs.at(b"f")
-    fs.set(number, size=BLOCK + 10)
-    fs.set(number, size=2 * BLOCK + 100)
-    assert fs.read(number, 0, 3 * BLOCK) == b"f" * (BLOCK + 10) + bytes(BLOCK + 90)
-    assert volume.usage().used_bytes == 0
-
-
-def test_the_quota_counts_what_is_above(below: Path) -> None:
-    (below / "f").write_bytes(b"f" * (4 * BLOCK))
-    volume, fs = over(below, max_bytes=BLOCK, max_inodes=2)
-    number = fs.at(b"f")
-    volume.write(number, 10, b"1")
-    with fails(errno.ENOSPC):
-        volume.write(number, 2 * BLOCK + 10, b"2")
-    assert fs.read(number, 2 * BLOCK + 10, 1) == b"f"
-    fs.file(b"new")
-    with fails(errno.ENOSPC):
-        fs.file(b"newer")
-    volume.check_invariants()
-
-
 # -- names --------------------------------------------------------------------------------------------
 def test_names_of_one_file_below_are_one_file(below: Path) -> None:
     os.link(below / "README", below / "other" / "again")
@@ -249,16 +210,6 @@ def test_a_diff_names_the_other_name_also_when_nobody_met_it(below: Path) -> Non
     volume.write(fs.at(b"README"), 0, b"READ")
     with volume.base_tree() as old, volume.tree() as new:
         assert [change.path for change in changes(old, new)] == [b"README", b"other/again"]
-
-
-def test_a_directory_made_where_one_was_removed_is_empty(below: Path) -> None:
-    _, fs = over(below)
-    fs.unlink(b"src/main.c")
-    fs.unlink(b"src/deep/x")
-    fs.rmdir(b"src/deep")
-    fs.rmdir(b"src")
-    fs.directory(b"src")
-    assert fs.names(b"src") == []
 
 
 def test_a_directory_that_became_a_symlink_is_not_followed(below: Path, tmp_path: Path) -> None:
@@ -354,15 +305,6 @@ def test_a_discarded_rename_makes_a_second_file_that_has_blocks(below: Path) -> 
     volume.check_invariants()
 
 
-def test_a_file_replaced_below_by_rename_is_found_again(below: Path) -> None:
-    _, fs = over(below)
-    number = fs.hold(b"README")
-    fs.read(number)
-    (below / "new").write_bytes(b"renamed")
-    (below / "new").rename(below / "README")
-    assert fs.read(number) == b"renamed"
-
-
 def test_what_went_away_below_before_it_was_looked_at_is_absent(below: Path) -> None:
     volume, fs = over(below)
     assert b"README" in fs.names()
@@ -406,12 +348,23 @@ def test_a_tree_follows_too_and_says_which_file_it_cannot_read(below: Path) -> N
     volume.check_invariants()
 
 
-def _rewrite(place: Path) -> None:
-    place.write_bytes(b"yy" + place.read_bytes()[2:])  # of the same size
-
-
-def _empty(place: Path) -> None:
-    place.write_bytes(b"")
+# What another program does to a file.
+CHANGES_BELOW: dict[str, Callable[[Path], object]] = {
+    "rewrite": lambda place: place.write_bytes(b"yy" + place.read_bytes()[2:]),  # of the same size
+    "empty": lambda place: place.write_bytes(b""),
+    "remove": lambda place: place.unlink(),
+    "remove the directory": lambda place: shutil.rmtree(place.parent),
+    "rename": lambda place: place.rename(place.with_name("moved")),
+    "rename the directory": lambda place: place.parent.rename(place.parent.with_name("moved")),
+    "rename above": lambda place: place.parent.parent.rename(place.parent.parent.with_name("moved")),
+}
+# What the workspace does to it.
+OWN: dict[str, Callable[[Driver, bytes], object]] = {
+    "nothing": lambda fs, path: None,
+    "append": lambda fs, path: fs.volume.write(fs.at(path), fs.stat(path).size, b"more"),
+    "chmod": lambda fs, path: fs.set(path, mode=0o600),
+    "remove": lambda fs, path: fs.unlink(path),
+}
 
 
 def _replace(place: Path) -> None:
@@ -426,10 +379,14 @@ def _replace_directory(place: Path) -> None:
     place.parent.with_name("another").rename(place.parent)
 
 
-@pytest.mark.parametrize("change", [_rewrite, _empty, _replace, _replace_directory], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [CHANGES_BELOW["rewrite"], CHANGES_BELOW["empty"], _replace, _replace_directory],
+    ids=["rewrite", "empty", "replace", "replace the directory"],
+)
 @pytest.mark.parametrize("is_read", [True, False], ids=["read", "unread"])
 def test_a_file_that_changed_below_is_lost_in_the_snapshots_before(
-    below: Path, change: Callable[[Path], None], is_read: bool
+    below: Path, change: Callable[[Path], object], is_read: bool
 ) -> None:
     (below / "src" / "another").mkdir()
     (below / "src" / "another" / "x").write_bytes(b"another")
@@ -473,10 +430,6 @@ def test_a_file_that_changed_below_is_lost_in_the_snapshots_before(
     volume.check_invariants()
 
 
-def _remove(place: Path) -> None:
-    place.unlink()
-
-
 def _put_a_link(place: Path) -> None:
     place.unlink()
     place.symlink_to("main.c")
@@ -492,33 +445,9 @@ def _put_a_fifo(place: Path) -> None:
     os.mkfifo(place)
 
 
-def _remove_the_directory(place: Path) -> None:
-    shutil.rmtree(place.parent)
-
-
-def _rename(place: Path) -> None:
-    place.rename(place.with_name("moved"))
-
-
-def _rename_the_directory(place: Path) -> None:
-    place.parent.rename(place.parent.with_name("moved"))
-
-
-def _rename_above(place: Path) -> None:
-    place.parent.parent.rename(place.parent.parent.with_name("moved"))
-
-
 def _put_a_link_above(place: Path) -> None:
-    _rename_the_directory(place)
+    CHANGES_BELOW["rename the directory"](place)
     place.parent.symlink_to("moved")
-
-
-def _unchanged(fs: Driver, path: bytes) -> None:
-    del fs, path
-
-
-def _appended(fs: Driver, path: bytes) -> None:
-    fs.volume.write(fs.at(path), fs.stat(path).size, b"more")
 
 
 def _overwritten(fs: Driver, path: bytes) -> None:
@@ -526,47 +455,29 @@ def _overwritten(fs: Driver, path: bytes) -> None:
     fs.volume.write(fs.at(path), 0, b"mine")
 
 
-def _changed_mode(fs: Driver, path: bytes) -> None:
-    fs.set(path, mode=0o600)
+GONE_BELOW = {
+    **{what: change for what, change in CHANGES_BELOW.items() if what != "empty"},
+    "put a link": _put_a_link,
+    "put a directory": _put_a_directory,
+    "put a fifo": _put_a_fifo,
+    "put a link above": _put_a_link_above,
+}
 
 
-def _removed(fs: Driver, path: bytes) -> None:
-    fs.unlink(path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        _remove,
-        _put_a_link,
-        _put_a_directory,
-        _put_a_fifo,
-        _remove_the_directory,
-        _rename,
-        _rename_the_directory,
-        _rename_above,
-        _put_a_link_above,
-        _rewrite,
-    ],
-    ids=lambda each: each.__name__,
-)
-@pytest.mark.parametrize(
-    "own", [_unchanged, _appended, _overwritten, _changed_mode, _removed], ids=lambda each: each.__name__
-)
-def test_a_file_that_is_gone_below_is_lost_in_the_snapshots_before(
-    below: Path, change: Callable[[Path], None], own: Callable[[Driver, bytes], None]
-) -> None:
+@pytest.mark.parametrize("change", GONE_BELOW)
+@pytest.mark.parametrize("own", [*OWN, "overwrite"])
+def test_a_file_that_is_gone_below_is_lost_in_the_snapshots_before(below: Path, change: str, own: str) -> None:
     volume, fs = over(below)
     path = b"src/deep/x"
     fs.read(path)
     taken = volume.take_snapshot("before")
     statx.outlast_tick(taken.created_ns)
-    own(fs, path)
-    change(below / os.fsdecode(path))
+    {**OWN, "overwrite": _overwritten}[own](fs, path)
+    GONE_BELOW[change](below / os.fsdecode(path))
     statx.outlast_tick(statx.file_clock_ns())
     volume.check_below()
     volume.check_below()
-    assert volume.changed_below == (own is not _removed), "counted once"
+    assert volume.changed_below == (own != "remove"), "counted once"
     volume.take_snapshot("after")
     with volume.tree("before") as before, volume.tree("after") as after, volume.tree() as live:
         with fails(errno.ESTALE):
@@ -757,15 +668,6 @@ def test_the_changes_alone_are_a_tree(below: Path) -> None:
         assert tree.read(b"README", 0, 5) == b"r"
         with pytest.raises(FileNotFoundError):
             tree.entry(b"link")
-
-
-def test_kinds_in_a_listing_are_right_though_nobody_looked(below: Path) -> None:
-    os.mkfifo(below / "fifo")
-    volume, _ = over(below)
-    kinds = {entry.name: stat.S_IFMT(entry.mode) for entry in volume.readdir(ROOT_INODE, 2)}
-    assert kinds[b"fifo"] == stat.S_IFIFO
-    assert kinds[b"src"] == stat.S_IFDIR
-    assert kinds[b"link"] == stat.S_IFLNK
 
 
 def test_the_first_change_of_a_file_waits_until_a_change_below_would_give_it_another_ctime(

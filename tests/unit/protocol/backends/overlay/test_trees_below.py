@@ -57,19 +57,6 @@ def volume(layer: Layer, below: Path, place: Path) -> Iterator[OverlayVolume]:
         yield volume
 
 
-def test_it_shows_what_the_directory_had(volume: OverlayVolume, below: Path) -> None:
-    with volume.tree() as tree:
-        assert state_of_tree(tree) == state_of(below)
-
-
-def test_any_part_of_a_large_file_can_be_read(fs: Driver, below: Path) -> None:
-    data = (below / "large").read_bytes()
-    chance = random.Random(11)
-    for _ in range(200):
-        offset, size = chance.randrange(LARGE), chance.choice((1, 4096, 131_072, 400_000))
-        assert fs.read(b"large", offset, size) == data[offset : offset + size]
-
-
 def test_inode_numbers_and_times_are_the_same_at_the_next_mount(fs: Driver, layer: Layer, place: Path) -> None:
     paths = (b"src", b"src/main.c", b"hard", b"large", b"link")
     first = {path: fs.stat(path) for path in paths}
