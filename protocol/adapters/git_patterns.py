@@ -103,15 +103,16 @@ class GitPatterns:
             undecided.append((above, True))
             above = above.rpartition(b"/")[0]
         for each, is_dir in reversed(undecided):
-            answer = answer or self._decide(each, is_dir)
+            answer = answer or bool(self.verdict(each, is_directory=is_dir))
             self._keep(each + b"/" if is_dir else each, answer)
         return answer
 
     def matches_here(self, path: bytes, *, is_directory: bool) -> bool:
         """Whether the patterns match `path`; the caller knows that they match no directory above it."""
-        return bool(path) and self._decide(path, is_directory)
+        return bool(path) and bool(self.verdict(path, is_directory=is_directory))
 
-    def _decide(self, path: bytes, is_directory: bool) -> bool:
+    def verdict(self, path: bytes, *, is_directory: bool) -> bool | None:
+        """Whether the last pattern that matches `path` itself is one without `!`; None if none matches it."""
         text = path.decode("utf-8", "surrogateescape")
         name = text.rpartition("/")[2]
         last = -1
@@ -128,7 +129,7 @@ class GitPatterns:
             if regex is not None and regex.fullmatch(name if is_name else text) is not None:
                 last = number
                 break
-        return last >= 0 and not self._patterns[last].is_negated
+        return None if last < 0 else not self._patterns[last].is_negated
 
     def _keep(self, key: bytes, answer: bool) -> None:
         size = len(key) + _ENTRY_BYTES

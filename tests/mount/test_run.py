@@ -24,6 +24,7 @@ from vfsd.cli.run import Ended, NoPrivateMountError, run_in_foreground
 from vfsd.machine.directories import journals_directory
 from vfsd.machine.runtime import WorkspaceRecord, read_records, socket_dir
 
+QUESTION = r"\[a\]pply \[p\]atch \[s\]elect paths \[k\]eep \[d\]iscard \[\?\] "
 SOME = "echo two > file; echo new > added"
 
 
@@ -99,6 +100,8 @@ def test_the_changes_are_applied_discarded_or_kept(project: Path) -> None:
     assert names() == [f"run-{project.name}"]
     assert f"`vfsd apply -w run-{project.name}` writes them" in kept.stderr
     assert f"`vfsd apply -w run-{project.name} --dry-run` shows them" in kept.stderr
+    where = succeeded(vfsd("exec", "-w", f"run-{project.name}", "--", "cat", "file"))
+    assert where == "two\n", "`vfsd exec` runs on this host, too"
     shown = succeeded(vfsd("apply", "-w", f"run-{project.name}", "--dry-run"))
     assert shown.splitlines() == ["A added", "M file"], "those before the snapshot, too"
     assert content(project) == {"file": "one\n"}
@@ -182,6 +185,7 @@ def test_a_command_that_does_not_start_leaves_nothing(
     done = run(project, *words)
     assert done.returncode == status
     assert reason in done.stderr.splitlines()[-1]
+    assert "is an overlay" not in done.stderr, "it was not mounted for a program that is not there"
     assert names() == []
 
 
@@ -454,20 +458,59 @@ def shell(project: Path) -> Iterator[Shell]:
 @pytest.mark.extended
 def test_a_terminal_is_asked(shell: Shell, project: Path) -> None:
     shell.run(f"run -- sh -c '{SOME}'")
-    shell.expect(r"apply, keep or discard these changes\? \[a/k/d\] ")
-    shell.type("what\n")
-    shell.expect(r"\[a/k/d\] ")
+    shell.expect(QUESTION)
+    shell.type("?\n")
+    shell.expect(f"  a  apply    write the changes to {project}, and end the workspace\n")
+    shell.expect(QUESTION)
     shell.type("a\n")
     shell.expect("applied to .*: 1 added, 1 modified")
     assert shell.status() == 0
     assert content(project) == {"file": "two\n", "added": "new\n"}
 
 
+def test_the_patch_is_shown_and_selected_paths_are_applied_before_the_rest_is_discarded(
+    shell: Shell, project: Path
+) -> None:
+    (project / ".gitignore").write_text("build/\n")
+    shell.run(f"run -- sh -c '{SOME}; mkdir build; echo object > build/1; echo object > build/2'")
+    shell.expect(r" build/ +\| 2 new, ignored\n")
+    shell.expect(QUESTION)
+    shell.type("p\n")
+    patch = shell.expect(rf"(?s)diff --git .*{QUESTION}")[0]
+    assert "+two" in patch
+    assert "object" not in patch
+    shell.type("s\n")
+    shell.expect("    1  added\n    2  file\n    3  build\n")
+    shell.type("9\n")
+    shell.expect("9 is neither one of the paths nor a number from 1 to 3")
+    shell.type("file\n")
+    shell.expect("applied to .*: 1 modified")
+    assert content(project) == {"file": "two\n", ".gitignore": "build/\n"}
+    shell.expect(QUESTION)
+    shell.type("d\n")
+    shell.expect("discarded: 4 added")
+    assert shell.status() == 0
+    assert names() == []
+
+
+@pytest.mark.extended
+def test_when_all_paths_were_selected_nothing_is_left_to_ask(shell: Shell, project: Path) -> None:
+    shell.run(f"run -- sh -c '{SOME}'")
+    shell.expect(QUESTION)
+    shell.type("s\n")
+    shell.expect("none with Enter: ")
+    shell.type("1-2\n")
+    shell.expect("applied to .*: 1 added, 1 modified")
+    assert shell.status() == 0
+    assert content(project) == {"file": "two\n", "added": "new\n"}
+    assert names() == []
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("key", ["\x03", "\x04", "k\n"])
 def test_ctrl_c_and_the_end_of_the_input_keep_the_changes(shell: Shell, project: Path, key: str) -> None:
     shell.run(f"run -- sh -c '{SOME}'")
-    shell.expect(r"\[a/k/d\] ")
+    shell.expect(QUESTION)
     shell.type(key)
     shell.expect("keeps the changes")
     assert shell.status() == 0

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,7 +39,15 @@ from vfsd.cli.common.app import (
     handlers,
     report,
 )
-from vfsd.cli.common.changes import ChangeSpool, call_with_changes, show_repositories, show_stat
+from vfsd.cli.common.changes import (
+    ChangeSpool,
+    PatchColours,
+    PatientOutput,
+    call_with_changes,
+    paged,
+    show_repositories,
+)
+from vfsd.cli.common.summary import Summary, rules_for, summarize
 from vfsd.cli.common.values import touch_option
 from vfsd.cli.common.wording import count_words, older_lines
 from vfsd.cli.unmount import clear_away, unmount_and_drop
@@ -52,7 +62,14 @@ from vfsd.wire.messages import wire_path
 
 Outcome = Literal["applied", "kept", "discarded", "unchanged", "lost"]
 _JOURNAL_BYTES: Final = 1 << 20  # what a disk must have room for
-_CHOICES: Final = {"a": "apply", "k": "keep", "d": "discard"}
+# What the answers mean, in the order of the question.
+_CHOICES: Final = {
+    "apply": "write the changes to {directory}, and end the workspace",
+    "patch": "show them as a patch, without .git and ignored paths",
+    "select": "choose paths, write only these, and ask again about the others",
+    "keep": "keep them in workspace {workspace}: look at them, rewind or apply them later",
+    "discard": "forget them; {directory} stays as it is",
+}
 
 
 @click.command(
@@ -61,7 +78,7 @@ _CHOICES: Final = {"a": "apply", "k": "keep", "d": "discard"}
     acts_on_workspace=False,
     context_settings={"allow_interspersed_args": False},
     examples="""
-    vfsd run -- claude                     # asks at the end: apply, keep or discard
+    vfsd run -- claude                     # asks at the end what to do with the changes
     vfsd run --apply -- make fmt
     vfsd run --discard -- sh -c 'npm install && npm test'
     vfsd run --keep -- ./migrate.sh        # look at it later: vfsd apply -w NAME --dry-run
@@ -83,10 +100,11 @@ def run_command(
     directory itself, which does not change.  Where this user may not make private mounts, the command runs at
     another path, and vfsd says so.
 
-    When the command has ended, vfsd shows what it changed and asks: apply the changes to the directory, keep them in a
-    workspace, or discard them.  Without a terminal they are kept.  They are kept, too, if `vfsd run` is killed; `vfsd
-    list` shows the workspace.  $VFSD_WORKSPACE is its name for the command, so `vfsd snapshot`, `vfsd rewind` and hooks
-    act on it.
+    When the command has ended, vfsd shows what it changed, as `vfsd diff --summary` does, and asks: apply the changes
+    to the directory, show them as a patch, apply selected paths, keep the changes in a workspace, or discard them.
+    Without a terminal they are kept.  They are kept, too, if `vfsd run` is killed; `vfsd list` shows the workspace.
+    $VFSD_WORKSPACE is its name for the command, so `vfsd snapshot`, `vfsd rewind` and hooks act on it.  `vfsd exec`
+    runs further commands in it, on this host and with your rights, as `vfsd run` does.
 
     The changes are also in a journal on disk, as with `vfsd mount --persist`: if the daemon dies, another one continues
     with them.  The journal is removed when the changes were applied or discarded.  If it cannot be written, vfsd says
@@ -136,7 +154,10 @@ class _Run:
         self._directory = os.getcwd()
         if self._directory == "/":
             raise OSError(errno.EINVAL, "cannot run over the root directory: change to the directory of a project")
+        _check_program(argv[0])
         self._record = self._mount()
+        self._summary = Summary([], [])
+        self._counts = ChangeCounts()  # of the changes that are not applied
         self._ended: Ended | None = None
         self._is_saved = False  # the command's own changes are in the directory, or there are none
 
@@ -146,7 +167,9 @@ class _Run:
         try:
             name = os.path.basename(place)
             persist = self._persist and self._can_persist(name)
-            self._options = mount_options(place, f"overlay:{self._directory}", name=name, persist=persist)
+            self._options = mount_options(
+                place, f"overlay:{self._directory}", name=name, persist=persist, exec_on_host=True
+            )
             launch.launch(self._options)
         except ValueError as error:
             remove_place(place)
@@ -225,17 +248,17 @@ class _Run:
             return FAILED
         try:
             try:
-                counts = self._show_changes()
+                self._show_changes()
             except ConnectionError:  # the daemon died since
                 self._continue()
-                counts = self._show_changes()
+                self._show_changes()
             if choice == "apply" and status != 0:
                 self._note(f"the command {self._ended.failure}, so its changes are not applied")
                 choice = "keep"
-            outcome, is_failed = self._end_as(choice, counts)
+            outcome, is_failed = self._end_as(choice)
         except OSError as error:
             raise OSError(error.errno, f"{describe(error)}; {self._kept()}") from None
-        self._emit(status, outcome, counts)
+        self._emit(status, outcome, self._counts)
         return status or int(is_failed)
 
     def _continue(self) -> None:
@@ -254,26 +277,25 @@ class _Run:
         self._record = running_workspace(self._name)
         self._note(f"the daemon of {self._name} died; another one has the changes from the journal")
 
-    def _show_changes(self) -> ChangeCounts:
+    def _show_changes(self) -> None:
         requests = Requests(self._record.mountpoint)
         request = requests.diff("")  # since the directory below, also if the command took snapshots
         request.params.mode = "stat"
         app = App(workspace=self._name)
         app.interrupted = self._app.interrupted
-        shown: list[ChangeCounts] = []
 
         def show(answer: DiffResult, changes: ChangeSpool) -> None:
-            shown.append(answer.counts)
+            self._counts = answer.counts
             if answer.counts != ChangeCounts() and not self._app.json:
-                with contextlib.suppress(BrokenPipeError):  # the user's choice counts, even if nothing reads the list
-                    show_stat(changes, answer.counts)
+                self._summary = summarize(changes, rules_for(self._record))
+                with contextlib.suppress(BrokenPipeError), paged():  # the choice counts, even if nothing reads the list
+                    self._summary.show()
 
         call_with_changes(app, request, "comparing", show)
-        return shown[0]
 
-    def _end_as(self, choice: str | None, counts: ChangeCounts) -> tuple[Outcome, bool]:
+    def _end_as(self, choice: str | None) -> tuple[Outcome, bool]:
         """Apply, keep or discard; return the outcome, and whether the choice could not be carried out."""
-        if counts == ChangeCounts():
+        if self._counts == ChangeCounts():
             self._is_saved = True
             self._unmount(discard=True)
             self._note("the command changed nothing")
@@ -282,33 +304,89 @@ class _Run:
         if self._ended.passed_on and choice != "discard":
             choice = "keep"  # SIGTERM or SIGHUP: the changes may be half done, and nobody may be there to answer
         if choice is None:
-            choice = "keep" if self._app.json else _ask()
+            choice = "keep" if self._app.json or not output.can_ask() else self._ask()
+        if choice == "nothing left":
+            self._unmount(discard=True)
+            return "applied", False
         if choice == "apply":
             return self._apply()
         if choice == "discard":
             self._unmount(discard=True)
-            self._note(f"discarded: {count_words(counts)}")
+            self._note(f"discarded: {count_words(self._counts)}")
             return "discarded", False
         self._note(self._kept() + self._on_disk())
         return "kept", False
 
-    def _apply(self) -> tuple[Outcome, bool]:
+    def _ask(self) -> Literal["apply", "keep", "discard", "nothing left"]:
+        """Ask until the answer ends the overlay; show the patch, and apply selected paths, on the way.
+
+        Ctrl-C and the end of the input keep the changes.
+        """
+        while True:
+            words = _read_answer("[a]pply [p]atch [s]elect paths [k]eep [d]iscard [?] ")
+            if words is None:
+                return "keep"
+            found = [name for name in _CHOICES if words and name.startswith(words.lower())]
+            match found:
+                case ["apply" | "keep" | "discard" as choice]:
+                    return choice
+                case ["patch"]:
+                    self._show_patch()
+                case ["select"]:
+                    paths = self._select()
+                    if paths and self._write(paths):
+                        self._show_changes()
+                    if self._counts == ChangeCounts():
+                        return "nothing left"
+                case _:
+                    for name in _CHOICES:
+                        meaning = _CHOICES[name].format(directory=_shown(self._directory), workspace=self._name)
+                        click.echo(f"  {name[0]}  {name.ljust(7)}  {meaning}", err=True)
+
+    def _show_patch(self) -> None:
+        """Show the changes as a patch, without those that the summary only counts."""
+        request = Requests(self._record.mountpoint).patch("", exclude=self._summary.left_out_of_patches)
+        with contextlib.suppress(BrokenPipeError), paged(), PatientOutput() as out:
+            coloured = output.on_terminal() and output.has_colours()
+            on_output = PatchColours(out.write).feed if coloured else out.write
+            self._app.call(request, self._record, on_output=on_output)
+
+    def _select(self) -> list[str]:
+        """Ask which of the changes are to be applied; return their paths."""
+        paths = self._summary.paths
+        for number, path in enumerate(paths, 1):
+            click.echo(f"{number:5}  {output.show_path(path)}", err=True)
+        while True:
+            words = _read_answer("numbers or paths to apply, such as 1 3-5 src; none with Enter: ")
+            try:
+                return selected(words or "", paths)
+            except ValueError as error:
+                output.note(str(error))
+
+    def _write(self, paths: Sequence[str] = ()) -> bool:
+        """Apply all changes or those at `paths`; return whether that was possible.  If not, nothing was written."""
         request = Requests(self._record.mountpoint).apply(touch=self._touch)
+        request.params.paths = list(paths)
         try:
             answer: ApplyResult = self._app.call(request, self._record, label="applying")
         except OSError as error:
             output.report(f"the changes were not applied: {describe(error)}; {self._kept()}")
-            return "kept", True
+            return False
         for conflict in answer.conflicts:
             output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
         if not answer.applied:
             conflicts = output.counted(len(answer.conflicts), "conflict", "conflicts")
             output.report(f"{conflicts} in {_shown(self._directory)}; nothing was written; {self._kept()}")
-            return "kept", True
+            return False
         self._note(f"applied to {_shown(self._directory)}: {count_words(answer.counts)}")
         for line in older_lines(answer.older, way_back=None):
             self._note(line)
         show_repositories(answer.repositories)
+        return True
+
+    def _apply(self) -> tuple[Outcome, bool]:
+        if not self._write():
+            return "kept", True
         try:
             self._unmount(discard=False)
         except OSError as error:  # a process that the command left has changed something since, or has a file open
@@ -364,23 +442,49 @@ def _shown(path: str) -> str:
     return wire_path(os.fsencode(path))
 
 
-def _ask() -> str:
-    """Ask what to do with the changes; without a terminal, or at its end, they are kept."""
-    if not output.can_ask():
-        return "keep"
-    while True:
-        try:
-            click.echo("apply, keep or discard these changes? [a/k/d] ", nl=False, err=True)
-            answer = sys.stdin.readline()
-        except KeyboardInterrupt:
-            click.echo(err=True)
-            return "keep"
-        if not answer:
-            click.echo(err=True)
-            return "keep"
-        found = [name for name in _CHOICES.values() if answer.strip() and name.startswith(answer.strip().lower())]
-        if found:
-            return found[0]
+def _check_program(program: str) -> None:
+    """Raise NotStartedError unless there is such a program, before a workspace is made for it."""
+    code = errno.ENOENT
+    if os.path.dirname(program):
+        code = 0 if os.access(program, os.X_OK) and not os.path.isdir(program) else errno.EACCES
+        if not os.path.exists(program):
+            code = errno.ENOENT
+    elif shutil.which(program) is not None:
+        code = 0
+    if code:
+        raise NotStartedError(code, os.strerror(code), program)
+
+
+def _read_answer(question: str) -> str | None:
+    """Ask on the terminal; return None at Ctrl-C and at the end of the input."""
+    try:
+        click.echo(question, nl=False, err=True)
+        answer = sys.stdin.readline()
+    except KeyboardInterrupt:
+        answer = ""
+    if not answer:
+        click.echo(err=True)
+        return None
+    return answer.strip()
+
+
+def selected(words: str, paths: Sequence[str]) -> list[str]:
+    """Return those of `paths` that a person chose: by number, beginning with 1, by range, or by path.
+
+    A word that is a path chooses it, and what is below it.  ValueError for a word that chooses nothing.
+    """
+    chosen: set[str] = set()
+    for word in words.split():
+        span = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
+        below = word.rstrip("/")
+        found = [path for path in paths if path == below or path.startswith(f"{below}/")]
+        if not found and span is not None:
+            first, last = int(span[1]), int(span[2] or span[1])
+            found = list(paths[first - 1 : last]) if 0 < first <= last <= len(paths) else []
+        if not found:
+            raise ValueError(f"{word} is neither one of the paths nor a number from 1 to {len(paths)}")
+        chosen.update(found)
+    return [path for path in paths if path in chosen]
 
 
 # -- the command in the foreground ------------------------------------------------------------------

@@ -34,6 +34,7 @@ from vfsd.cli.common.changes import (
 )
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import (
+    LISTED,
     complete_of,
     complete_path,
     complete_restore,
@@ -434,6 +435,7 @@ class _DiffCommand(Command):
 @click.option("--stat", is_flag=True, help="Print the lines added and removed in each file, as git does.")
 @click.option("-p", "--patch", is_flag=True, help="Print a patch for `git apply`, binary files included.")
 @click.option("--names", is_flag=True, help="Print only the paths.")
+@click.option("--summary", is_flag=True, help="As --stat; .git, ignored and new directories are one line each.")
 @click.option(
     "--against", metavar="FORK", shell_complete=complete_workspace, help="Show how a fork differs from this workspace."
 )
@@ -448,6 +450,7 @@ def diff_command(
     stat: bool,
     patch: bool,
     names: bool,
+    summary: bool,
     against: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -466,6 +469,9 @@ def diff_command(
     With --against, the changes lead from this workspace to FORK, which is the name of a running workspace or a path in
     it: a fork of this workspace, its source, or another fork of the same source.
 
+    --summary shows the files that a person may have to read first.  `.git`, directories that are new, removed or
+    ignored by git, and new files that are ignored, follow with one line each.
+
     PATHs, after `--`, limit the output to these paths and what is below them.  They are relative to the current
     directory if that is in the workspace, else to the workspace's root; or absolute.
     The output writes a byte that is not UTF-8, and a control character, as \\xNN, and doubles a backslash.
@@ -477,7 +483,8 @@ def diff_command(
     rejects (exit status 1); empty directories, hard links and the content of .git, which git ignores (exit status 0).
     A patch never contains owners, times, extended attributes, or mode bits other than the owner's execute bit.
     """
-    modes = [mode for mode, is_given in (("stat", stat), ("patch", patch), ("names", names)) if is_given]
+    given = {"stat": stat, "patch": patch, "names": names, "summary": summary}
+    modes = [mode for mode, is_given in given.items() if is_given]
     if len(modes) > 1:
         raise click.UsageError(f"{' and '.join(f'--{mode}' for mode in modes)} exclude each other: give one")
     mode = modes[0] if modes else None
@@ -496,17 +503,33 @@ def diff_command(
         _answer(app, request, mode)
     except FileNotFoundError as error:
         mistaken = next((word for word in (a, b) if word is not None and error.filename == word), None)
-        if mistaken is None or not os.path.lexists(mistaken) or not is_unknown_snapshot(error):
+        if mistaken is None or not is_unknown_snapshot(error):
             raise
-        raise FileNotFoundError(errno.ENOENT, "this is a path, not a snapshot; put paths after --", mistaken) from None
+        raise _perhaps_a_path(app, error, mistaken) from None
+
+
+def _perhaps_a_path(app: App, error: FileNotFoundError, word: str) -> FileNotFoundError:
+    """Return the error for the unknown snapshot `word`, which may be the path of a file, even of one that is gone."""
+    from vfsd.wire.messages import ControlError, control_error  # noqa: PLC0415 start-up: an error has time
+
+    if "/" in word or os.path.lexists(word) or os.path.lexists(os.path.join(app.record().mountpoint, word)):
+        after = f"paths follow `--`: `vfsd diff -- {shlex.quote(word)}`"
+        return FileNotFoundError(errno.ENOENT, f"this is a path, not a snapshot; {after}", word)
+    if not isinstance(error, ControlError) or not str(error).endswith(LISTED):
+        return error
+    better = control_error(error.code, f"{error}, and paths follow `--`", error.errno, word, error.subject)
+    return better if isinstance(better, FileNotFoundError) else error
 
 
 def _answer(app: App, request: RemoteCall[Any], mode: str | None) -> None:
     if mode == "patch":
         _patch(app, request)
         return
-    if mode == "stat":
+    if mode in {"stat", "summary"}:
         request.params.mode = "stat"
+    if mode == "summary":
+        note_problems(_summarize(app, request).problems)
+        return
     if not (app.json or mode == "stat" or output.on_terminal()):
         answer = write_changes(app, request, _name if mode == "names" else plain_change)
     else:
@@ -533,7 +556,26 @@ def _show_names(_answer: DiffResult, changes: ChangeSpool) -> None:
 def _show_stat(answer: DiffResult, changes: ChangeSpool) -> None:
     if answer.counts != ChangeCounts():
         with paged():
-            show_stat(changes, answer.counts)
+            show_stat(changes, answer.counts.added + answer.counts.modified + answer.counts.removed)
+
+
+def _summarize(app: App, request: RemoteCall[Any]) -> DiffResult:
+    # Start-up: few commands need it.
+    from vfsd.cli.common.summary import rules_for, summarize  # noqa: PLC0415
+
+    rules = rules_for(app.record())
+
+    def show(answer: DiffResult, changes: ChangeSpool) -> None:
+        summary = summarize(changes, rules)
+        if app.json:
+            states = {"a": answer.a, "b": answer.b, "counts": answer.counts}
+            output.print_json({**states, "files": summary.files, "groups": summary.groups})
+        elif answer.counts != ChangeCounts():
+            with paged():
+                summary.show()
+
+    answer: DiffResult = call_with_changes(app, request, "comparing", show, shows_json=True)
+    return answer
 
 
 def _patch(app: App, request: RemoteCall[Any]) -> None:

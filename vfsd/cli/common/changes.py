@@ -26,7 +26,6 @@ import click
 import msgspec
 
 from protocol.errors import shortened
-from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App
 from vfsd.cli.common.output import counted
@@ -109,9 +108,15 @@ def _age(created_at: str) -> str:
     return "less than a minute"
 
 
-def show_stat(changes: Iterable[ChangeRecord], counts: ChangeCounts) -> None:
-    """Print a line for each change, as `git diff --stat` does, and a line of totals.  Iterates twice."""
-    width = most = added = removed = 0
+def show_stat(
+    changes: Iterable[ChangeRecord], count: int, *, groups: Sequence[tuple[str, str]] = (), grouped: int = 0
+) -> None:
+    """Print a line for each change, as `git diff --stat` does, and a line of totals.  Iterates twice.
+
+    `count`: how many changes there are.  `groups`: pairs of a path and a text, for lines that stand for `grouped` more.
+    """
+    width = max((len(path) for path, _ in groups), default=0)
+    most = added = removed = 0
     for change in changes:
         width = max(width, len(_path(change)))
         most = max(most, _lines(change))
@@ -120,9 +125,12 @@ def show_stat(changes: Iterable[ChangeRecord], counts: ChangeCounts) -> None:
     figures = max(len(str(most)), len("Bin"))
     for change in changes:
         output.say(f" {_path(change).ljust(width)} | {_stat_of(change, figures, most)}".rstrip())
-    words = [f" {counted(counts.added + counts.modified + counts.removed, 'path')} changed"]
+    for path, text in groups:
+        output.say(f" {path.ljust(width)} | {text}")
+    words = [f" {counted(count, 'path')} changed"]
     words += [f"{counted(added, 'insertion')}(+)"] if added else []
     words += [f"{counted(removed, 'deletion')}(-)"] if removed else []
+    words += [f"and {grouped:,} more in {counted(len(groups), 'group')}"] if groups else []
     output.say(", ".join(words))
 
 
@@ -345,13 +353,23 @@ def write_changes(app: App, request: RemoteCall[Any], line: Callable[[ChangeReco
         return app.call(request, on_output=take)
 
 
-def call_with_changes(app: App, request: RemoteCall[Any], label: str, show: Callable[[Any, ChangeSpool], None]) -> Any:
-    """Send `request`, print the answer and its changes with `show` or as JSON, and return the answer."""
+def call_with_changes(
+    app: App,
+    request: RemoteCall[Any],
+    label: str,
+    show: Callable[[Any, ChangeSpool], None],
+    *,
+    shows_json: bool = False,
+) -> Any:
+    """Send `request`, print the answer and its changes with `show` or as JSON, and return the answer.
+
+    `shows_json`: `show` prints JSON, too.
+    """
     with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as file:
         request.params.stream = True
         answer = app.call(request, label=label, on_output=file.write)
         with app.writing():
-            (_print_with_changes if app.json else show)(answer, ChangeSpool(file))
+            (_print_with_changes if app.json and not shows_json else show)(answer, ChangeSpool(file))
         return answer
 
 

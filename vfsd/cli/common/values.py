@@ -303,13 +303,16 @@ def _offer(names: Callable[[], list[CompletionItem]], incomplete: str) -> list[C
         logging.disable(logging.NOTSET)
 
 
+LISTED: Final = "; `vfsd snapshots` lists them"
+
+
 def with_similar_snapshots(record: WorkspaceRecord, error: FileNotFoundError) -> FileNotFoundError:
     """Return `error`; if it is about an unknown snapshot, with suggestions of similar names."""
     if not isinstance(error, ControlError) or not is_unknown_snapshot(error):
         return error
     name = error.filename
     names = [item.value for item in _offer(lambda: _snapshots_of(record), "")]
-    advice = did_you_mean(name, names) or "; `vfsd snapshots` lists them"
+    advice = did_you_mean(name, names) or LISTED
     better = control_error(error.code, f"{error}{advice}", error.errno, name, error.subject)
     return better if isinstance(better, FileNotFoundError) else error
 

@@ -858,8 +858,14 @@ def test_diff_takes_one_form_of_answer(daemon: FakeDaemon) -> None:
 def test_a_path_in_place_of_a_snapshot_is_named_as_such(daemon: FakeDaemon, workdir: Path) -> None:
     (workdir / "notes").touch()
     ok("snapshot", "one")
-    assert fails("diff", "one", "notes") == "this is a path, not a snapshot; put paths after --: notes"
-    assert fails("diff", "one", "nothing") == "no such snapshot: nothing; `vfsd snapshots` lists them"
+    assert (
+        fails("diff", "one", "notes")
+        == "this is a path, not a snapshot; paths follow `--`: `vfsd diff -- notes`: notes"
+    )
+    assert (
+        fails("diff", "one", "nothing")
+        == "no such snapshot: nothing; `vfsd snapshots` lists them, and paths follow `--`"
+    )
 
 
 @pytest.mark.parametrize("name", ["undo", "redo", "read", "grep"])
