@@ -23,7 +23,7 @@ REWIND_S ?= 120
 PAIRS ?= 20
 MATPLOTLIB := $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet -e '.[bench]'
 
-.PHONY: help setup demo test test-all test-integrations test-weakincentives coverage coverage-report lint format man bench bench-short clean
+.PHONY: help setup demo wheel test test-all test-integrations test-weakincentives coverage coverage-report lint format man bench bench-short clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,9 +31,14 @@ help: ## this list
 setup: ## .venv with vfsd and the developers' tools
 	@$(BOOTSTRAP) dev
 
-demo: ## a tour on a real mount: git, snapshot, damage, diff, restore, export
+demo: ## a tour: an agent's damage on a copy of this project, seen, rewound, partly applied
 	@$(BOOTSTRAP) fuse
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
+
+wheel: ## dist/vfsd-VERSION-py3-none-any.whl, for Python 3.11 and newer on every architecture
+	@$(BOOTSTRAP)
+	@rm -rf build
+	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 
 # Which tests: short, all, or rest (all but the short ones); tests/support/suites.py has the rules.
 SUITE ?= short

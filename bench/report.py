@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, default=DOCS, help="where the pictures and performance.md are")
     options = parser.parse_args()
     if options.pictures and importlib.util.find_spec("matplotlib") is None:
-        sys.exit("--pictures needs matplotlib: pip install 'vfsd[bench]'")
+        sys.exit("--pictures needs matplotlib: .venv/bin/pip install --editable '.[bench]'")
     try:
         results = _results.read(options.results)
         rewind = _results.read(options.rewind)

@@ -60,6 +60,7 @@ def of_a_workspace(name: str, root: Path, workdir: Path) -> dict[str, Any]:
         ("snapshots",),
         ("timeline",),
         ("diff",),
+        ("diff --summary",),
         ("diff --patch",),
         ("log",),
         ("policy",),

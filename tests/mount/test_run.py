@@ -493,6 +493,18 @@ def test_the_patch_is_shown_and_selected_paths_are_applied_before_the_rest_is_di
     assert names() == []
 
 
+def test_who_leaves_the_pager_early_is_asked_all_the_same_and_sees_the_patch(shell: Shell, project: Path) -> None:
+    many = "for number in $(seq 900); do echo $number > $number-$(printf %0200d 0); done"  # more than a pipe holds
+    shell.run(f"TERM=xterm NO_COLOR=1 VFSD_PAGER='head -n 1' run -- sh -c '{many}'")
+    shell.expect(QUESTION)
+    shell.type("p\n")
+    shell.expect("diff --git")
+    shell.expect(QUESTION)
+    shell.type("d\n")
+    shell.expect("discarded: 900 added")
+    assert shell.status() == 0
+
+
 @pytest.mark.extended
 def test_when_all_paths_were_selected_nothing_is_left_to_ask(shell: Shell, project: Path) -> None:
     shell.run(f"run -- sh -c '{SOME}'")

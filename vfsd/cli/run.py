@@ -218,7 +218,8 @@ class _Run:
                     self._argv, self._record.mountpoint, self._directory, environment, output_fd=output_fd
                 )
             except NoPrivateMountError as error:
-                self._note(f"{describe(error)}; the command runs in {_shown(self._record.mountpoint)} instead")
+                place = f"the command runs in {_shown(self._record.mountpoint)} instead"
+                self._note(f"{describe(error)}; {place} (`vfsd doctor` says why)")
                 environment["PWD"] = self._record.mountpoint
                 self._ended = run_in_foreground(
                     self._argv, self._record.mountpoint, None, environment, output_fd=output_fd

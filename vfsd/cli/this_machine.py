@@ -34,16 +34,20 @@ def doctor_command(app: App, deep: bool) -> None:
     """Check what this machine needs to mount workspaces.
 
     Each line starts with "ok", "missing" (and says what to do) or "optional" (vfsd works without it).
+    The last line is the command that repairs what is missing, if there is one.
     The exit status is 1 if something is missing.
     """
     # Start-up: a shell that starts runs `vfsd completion`.
-    from vfsd.machine.doctor import examine  # noqa: PLC0415
+    from vfsd.machine.doctor import examine, repair_command  # noqa: PLC0415
 
     findings = examine(deep=deep)
     missing = any(_verdict(finding) == "missing" for finding in findings)
-    app.emit({"ok": not missing, "findings": findings}, lambda _: _show_findings(findings))
+    repair = repair_command(findings)
+    document = {"ok": not missing, "findings": findings, "repair": repair}
+    app.emit(document, lambda _: _show_findings(findings))
     if missing:
-        output.report("this machine lacks something that vfsd needs; see above")
+        advice = f"this repairs it: {repair}" if repair else "see above"
+        output.report(f"this machine lacks something that vfsd needs; {advice}")
         click.get_current_context().exit(1)
 
 

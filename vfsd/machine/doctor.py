@@ -21,7 +21,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -60,7 +60,8 @@ _PODMAN_TIMEOUT_S: Final = 10.0
 class Finding:
     """The result of one check: `what` is the state of `topic`; `advice` is what to do if it is not `ok`.
 
-    `optional`: vfsd works without it, but more slowly or without a feature.
+    `optional`: vfsd works without it, but more slowly or without a feature.  `repair`: the shell command that repairs
+    what is missing, if there is one.
     """
 
     topic: str
@@ -68,14 +69,21 @@ class Finding:
     optional: bool
     what: str
     advice: str = ""
+    repair: str = ""
 
 
 def _fine(topic: str, what: str, *, optional: bool = True) -> Finding:
     return Finding(topic, ok=True, optional=optional, what=what)
 
 
-def _problem(topic: str, what: str, advice: str = "", *, optional: bool = True) -> Finding:
-    return Finding(topic, ok=False, optional=optional, what=what, advice=advice)
+def _problem(topic: str, what: str, advice: str = "", *, optional: bool = True, repair: str = "") -> Finding:
+    return Finding(topic, ok=False, optional=optional, what=what, advice=advice, repair=repair)
+
+
+def repair_command(findings: Sequence[Finding]) -> str:
+    """Join the commands that repair what is missing to one; "" if no command repairs any of it."""
+    commands = [each.repair for each in findings if each.repair and not (each.ok or each.optional)]
+    return " && ".join(dict.fromkeys(commands))
 
 
 def _finding(topic: str, what: str, *, ok: bool, advice: str, optional: bool = True) -> Finding:
@@ -127,6 +135,21 @@ class Host:
                 return file.read()
         except OSError:
             return ""
+
+    def as_root(self, command: str) -> str:
+        """Return the shell command with which this user runs `command` as root."""
+        return command if self.uid == 0 else f"sudo {command}"
+
+    def install(self, debian: str, fedora: str) -> str:
+        """Return the command that installs packages of this distribution; "" for an unknown one."""
+        for manager, packages in (("apt-get", debian), ("dnf", fedora)):
+            if self.which(manager):
+                return self.as_root(f"{manager} install -y {packages}")
+        return ""
+
+    @property
+    def is_container(self) -> bool:
+        return any(os.path.exists(self.path(mark)) for mark in ("/run/.containerenv", "/.dockerenv"))
 
     def which(self, program: str) -> str | None:
         return shutil.which(program, path=self.environ.get("PATH", os.defpath))
@@ -196,26 +219,33 @@ def _check_device(host: Host) -> Iterator[Finding]:
     try:
         os.close(os.open(host.path("/dev/fuse"), os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError:
-        yield _problem("/dev/fuse", "missing", f"sudo modprobe fuse; {in_container}", optional=False)
+        repair = "" if host.is_container else host.as_root("modprobe fuse")
+        yield _problem("/dev/fuse", "missing", f"sudo modprobe fuse; {in_container}", optional=False, repair=repair)
     except OSError as error:
         advice = f"{in_container} --cap-add SYS_ADMIN; else: sudo modprobe fuse"
+        repair = "" if host.is_container else host.as_root("modprobe fuse")
         if error.errno == errno.EACCES:
-            advice = "sudo chmod 666 /dev/fuse"
-        yield _problem("/dev/fuse", f"cannot be opened: {error.strerror}", advice, optional=False)
+            advice = repair = host.as_root("chmod 666 /dev/fuse")
+        yield _problem("/dev/fuse", f"cannot be opened: {error.strerror}", advice, optional=False, repair=repair)
     else:
         yield _fine("/dev/fuse", "can be opened", optional=False)
 
 
 def _check_fusermount3(host: Host) -> Iterator[Finding]:
-    is_root = host.uid == 0  # root mounts without it, and can unmount with umount
+    is_root = host.uid == 0
     path = host.which("fusermount3")
+    if path is None and is_root:
+        yield _fine("fusermount3", "missing; root does not need it")
+        return
     if path is None:
-        yield _problem("fusermount3", "missing", _install("fuse3", "fuse3"), optional=is_root)
+        repair = host.install("fuse3", "fuse3")
+        yield _problem("fusermount3", "missing", _install("fuse3", "fuse3"), optional=False, repair=repair)
         return
     found = os.stat(path)
     if not is_root and not (found.st_mode & stat.S_ISUID and found.st_uid == 0):
         advice = f"sudo chown root {shlex.quote(path)} && sudo chmod 4755 {shlex.quote(path)}"
-        yield _problem("fusermount3", f"{path} is not setuid root: only root can mount", advice, optional=False)
+        what = f"{path} is not setuid root: only root can mount"
+        yield _problem("fusermount3", what, advice, optional=False, repair=advice)
     elif not is_root and re.search(r"^NoNewPrivs:\s*1", host.read("/proc/self/status"), re.MULTILINE):
         what = "this process cannot gain privileges (NoNewPrivs), so fusermount3 cannot mount"
         advice = "run vfsd outside of the sandbox; in a systemd unit set NoNewPrivileges=no"
@@ -228,12 +258,14 @@ def _check_pyfuse3(host: Host) -> Iterator[Finding]:
     """Check the reference engine, an extra, which is the fallback if the kernel is too old for the native one."""
     error = host.pyfuse3_error
     if error is not None:
-        headers = _install(
-            "gcc pkg-config libfuse3-dev python3-dev", "gcc pkgconf-pkg-config fuse3-devel python3-devel"
-        )
-        advice = f"{headers}; then: {install_command('pyfuse3')}"
+        packages = "gcc pkg-config libfuse3-dev python3-dev", "gcc pkgconf-pkg-config fuse3-devel python3-devel"
+        install = install_command("pyfuse3")
+        advice = f"{_install(*packages)}; then: {install}"
         what = f"cannot be imported ({error}): no --engine pyfuse3; mounts use the native engine"
-        yield _problem("pyfuse3", what, advice, optional=(host.kernel or KERNEL_MIN) >= KERNEL_MIN)
+        compiler = host.install(*packages)
+        repair = f"{compiler} && {install}" if compiler else ""
+        is_needless = (host.kernel or KERNEL_MIN) >= KERNEL_MIN
+        yield _problem("pyfuse3", what, advice, optional=is_needless, repair=repair)
         return
     yield _fine("pyfuse3", f"version {host.module_version('pyfuse3')}")
     # The library that this process loaded; other versions may be installed too.
@@ -248,6 +280,29 @@ def _check_installation(_host: Host) -> Iterator[Finding]:
     foreign = foreign_protocol()
     if foreign is not None:
         yield _problem("protocol", *foreign, optional=False)
+
+
+# Settings with which the kernel refuses user namespaces to users, and the value that allows them: user_namespaces(7),
+# and the patches of Ubuntu (since 23.10) and Debian (before 11).
+_NAMESPACE_LIMITS: Final = (
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0", "AppArmor restricts user namespaces (Ubuntu's default)"),
+    ("kernel.unprivileged_userns_clone", "0", "1", "the kernel refuses user namespaces to users"),
+    ("user.max_user_namespaces", "0", "10000", "the kernel refuses user namespaces"),
+)
+
+
+def _check_user_namespaces(host: Host) -> Iterator[Finding]:
+    """Check what a user, but not root, needs for the private mount of `vfsd run`."""
+    topic = "user namespaces"
+    if host.uid == 0:
+        return
+    for name, bad, good, reason in _NAMESPACE_LIMITS:
+        if host.read(f"/proc/sys/{name.replace('.', '/')}").strip() == bad:
+            what = f"{reason}: the command of `vfsd run` sees its overlay at another path than the directory's"
+            advice = f"sudo sysctl {name}={good}; a line in /etc/sysctl.d/60-vfsd.conf keeps that after a boot"
+            yield _problem(topic, what, advice)
+            return
+    yield _fine(topic, "allowed")
 
 
 def _check_allow_other(host: Host) -> Iterator[Finding]:
@@ -576,6 +631,7 @@ _CHECKS: Final = [
     _check_device,
     _check_fusermount3,
     _check_pyfuse3,
+    _check_user_namespaces,
     _check_allow_other,
     _check_runtime_directory,
     _check_journals,

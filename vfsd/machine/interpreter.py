@@ -126,6 +126,8 @@ def install_command(extra: str | None = None) -> str:
         return f"uv tool install --force {editable}{requirement}"
     if os.path.exists(os.path.join(sys.prefix, "pipx_metadata.json")):
         return f"pipx install --force {editable}{requirement}"
+    if "/archive-v" in sys.prefix:  # uv's cache, in which `uvx` makes its environments
+        return f"uvx --from {requirement} vfsd"
     python = shlex.quote(sys.executable)
     has_pip = importlib.util.find_spec("pip") is not None
     pip = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"

@@ -211,15 +211,13 @@ def paged() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)  # for what is still buffered
+        os.dup2(null, 1)
         os.close(null)
-        os.close(terminal)
-        terminal = -1
+        sys.stdout.flush()  # what is still buffered is not for the terminal
         raise
     finally:
-        if terminal >= 0:
-            os.dup2(terminal, 1)  # which ends the pager's input
-            os.close(terminal)
+        os.dup2(terminal, 1)  # which ends the pager's input
+        os.close(terminal)
         _wait(process)
 
 

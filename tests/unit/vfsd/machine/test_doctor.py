@@ -18,7 +18,7 @@ import pytest
 from protocol.journal.directory import Journal
 from tests.support.rights import needs_root
 from vfsd.machine import doctor, mountinfo, mounts
-from vfsd.machine.doctor import Finding, Host, LeftContainer, examine
+from vfsd.machine.doctor import Finding, Host, LeftContainer, examine, repair_command
 from vfsd.machine.mountinfo import vfsd_mounts
 from vfsd.machine.runtime import WorkspaceRecord, ensure_socket_dir, process_start_ticks, write_record
 
@@ -60,6 +60,12 @@ def machine(tmp_path: Path) -> Path:
 def as_user(machine: Path, release: str = "6.8.0-test", uid: int = 1000) -> Host:
     environ = {"PATH": str(machine / "bin"), "XDG_RUNTIME_DIR": str(machine)}
     return Host(root=str(machine), release=release, uid=uid, environ=environ, left_containers=lambda _url: [])
+
+
+def setting(machine: Path, name: str, value: str) -> None:
+    path = machine / "proc/sys" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{value}\n")
 
 
 def found(topic: str, host: Host) -> Finding:
@@ -125,6 +131,20 @@ Change = Callable[[Path], object]
             True,
         ),
         ("podman", lambda m: (m / "bin/podman").unlink(), "missing", "dnf install podman", True),
+        (
+            "user namespaces",
+            lambda m: setting(m, "kernel/apparmor_restrict_unprivileged_userns", "1"),
+            "AppArmor restricts user namespaces (Ubuntu's default): the command of `vfsd run` sees",
+            "sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0",
+            True,
+        ),
+        (
+            "user namespaces",
+            lambda m: setting(m, "user/max_user_namespaces", "0"),
+            "refuses user namespaces",
+            "sudo sysctl user.max_user_namespaces=10000",
+            True,
+        ),
     ],
 )
 def test_what_is_missing_is_found(
@@ -140,9 +160,25 @@ def test_what_is_missing_is_found(
     assert after.optional is optional
 
 
+def test_one_command_repairs_what_is_missing(machine: Path) -> None:
+    assert repair_command(examine(host=as_user(machine))) == ""
+    (machine / "dev/fuse").unlink()
+    (machine / "bin/fusermount3").unlink()
+    for manager in ("apt-get", "podman"):
+        (machine / "bin" / manager).touch(0o755)
+    assert repair_command(examine(host=as_user(machine))) == "sudo modprobe fuse && sudo apt-get install -y fuse3"
+    assert repair_command(examine(host=as_user(machine, uid=0))) == "modprobe fuse"
+    (machine / "run").mkdir()
+    (machine / "run/.containerenv").touch()  # in a container nothing loads modules
+    assert repair_command(examine(host=as_user(machine))) == "sudo apt-get install -y fuse3"
+    assert "--device /dev/fuse" in found("/dev/fuse", as_user(machine)).advice
+
+
 def test_root_needs_neither_a_setuid_fusermount3_nor_user_allow_other(machine: Path) -> None:
     (machine / "bin/fusermount3").chmod(0o755)
     (machine / "etc/fuse.conf").unlink()
+    assert found("fusermount3", as_user(machine, uid=0)).ok
+    (machine / "bin/fusermount3").unlink()
     assert found("fusermount3", as_user(machine, uid=0)).ok
     assert found("user_allow_other", as_user(machine, uid=0)).ok
 

@@ -66,6 +66,12 @@ def test_it_is_that_of_the_program_that_installed_vfsd(
     assert shlex.split(install_command("web")) == [*program, f"{WHEEL}[web]"]
 
 
+def test_in_an_environment_of_uvx_it_makes_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, monkeypatch, RECORDS[2][0])
+    monkeypatch.setattr(sys, "prefix", "/home/me/.cache/uv/archive-v0/xscrBxVeMCei")
+    assert shlex.split(install_command("web")) == ["uvx", "--from", f"{WHEEL}[web]", "vfsd"]
+
+
 def test_without_pip_uv_installs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(tmp_path, monkeypatch, RECORDS[2][0])
     monkeypatch.setattr("vfsd.machine.interpreter.importlib.util.find_spec", lambda _name: None)
