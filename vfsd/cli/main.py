@@ -97,6 +97,17 @@ _GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     },
 }
 COMMANDS: Final = {name: found for group in _GROUPS.values() for name, found in group.items()}
+_FIRST_STEPS: Final = """\
+vfsd runs an agent on a live copy of your project. In the order of use:
+
+  vfsd run -- claude       run a command on an overlay of the current directory
+  vfsd diff                show what changed since the last snapshot
+  vfsd rewind              return to the state at the last prompt; see `vfsd hooks install`
+  vfsd restore NAME        return to a snapshot; `vfsd restore --undo` takes it back
+  vfsd apply [PATH ...]    write the changes to the directory below
+  vfsd discard [PATH ...]  drop them
+
+`vfsd --help` shows all commands, `vfsd doctor` checks this machine."""
 # Names of other programs' commands that do the same.
 _ALIASES: Final = {"umount": "unmount", "ls": "list", "rm": "drop"}
 
@@ -120,6 +131,12 @@ class LazyGroup(SuggestingGroup):
             raise click.exceptions.Exit(INTERRUPTED) from None
         context.meta[WORDS] = words
         return context
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            click.echo(_FIRST_STEPS, err=True)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)

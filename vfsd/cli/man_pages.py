@@ -16,6 +16,7 @@ from typing import Final
 import click
 
 from vfsd import __version__
+from vfsd.cli.common.app import EVERYTHING
 from vfsd.cli.main import cli
 
 _ESCAPES: Final = str.maketrans({"\\": "\\e", "-": "\\-", "'": "\\(aq", "^": "\\(ha", "~": "\\(ti"})
@@ -69,6 +70,7 @@ def _subcommands(command: click.Command) -> list[tuple[str, click.Command]]:
 
 def _page(words: tuple[str, ...], command: click.Command) -> str:
     context = click.Context(command, info_name=" ".join(words), **cli.context_settings)
+    context.meta[EVERYTHING] = True
     name = "-".join(words)
     about, _, rest = inspect.cleandoc(command.help or "").partition("\n")
     pieces = command.collect_usage_pieces(context)
@@ -92,7 +94,8 @@ def _page(words: tuple[str, ...], command: click.Command) -> str:
         record = param.get_help_record(context)
         if record is not None and isinstance(param, click.Option):
             lines += [".TP", f".B {_text(record[0])}", *_inline(record[1])]
-    examples = getattr(command, "examples", "") or (command.epilog or "" if command is cli else "")
+    examples = getattr(command, "examples", "").replace("\n\n", "\n")
+    examples = examples or (command.epilog or "" if command is cli else "")
     if examples:
         lines += [".SH EXAMPLES", *_epilog(examples)]
     if command is cli:

@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 from msgspec import structs
 
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.app import EVERYTHING, App, Command
 from vfsd.cli.common.values import BACKEND, CACHE_SIZE, NAME, SIZE, Seconds
 from vfsd.client import launch
 from vfsd.client.arguments import mount_options
@@ -23,13 +23,21 @@ from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import OptionError
 from vfsd.wire.options import ENGINES, MountOptions, Option, Ready, declared_options, is_engine, known_engines
 
+# The options that `--help` shows.
+_FREQUENT: Final = frozenset(
+    ("name", "backend", "archive", "read_only", "exclude", "max_memory", "persist", "protect", "hide", "sandbox")
+)
+
 
 class _MountOption(click.Option):
     """An option whose help names the backends that accept it, as its declaration does."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        if self.name not in _FREQUENT and EVERYTHING not in ctx.meta:
+            return None
         record = super().get_help_record(ctx)
-        scope = declared_options()[str(self.name)][1].scope
+        declared = declared_options().get(str(self.name))
+        scope = declared[1].scope if declared else None
         if record is None or scope is None:
             return record
         return record[0], f"{record[1]}  [{scope.places.format_map(_flags(ctx.command))}]"
@@ -42,6 +50,13 @@ class _EngineName(click.Choice[str]):
         if not is_engine(value):
             self.fail(f"{value!r} is not one of {', '.join(map(repr, known_engines()))}.", param, ctx)
         return value
+
+
+def _show_everything(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        ctx.meta[EVERYTHING] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 def _flags(command: click.Command) -> dict[str, str]:
@@ -89,12 +104,13 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     acts_on_workspace=False,
     examples="""
     mkdir ~/work && vfsd mount ~/work
-    vfsd mount ~/work --name demo --max-bytes 2GiB
+    vfsd mount ~/work --name demo --max-memory 2GiB
     vfsd mount ~/work --from backup.zip --read-only
     vfsd mount ~/work --name demo --persist
+    vfsd mount ~/work --backend overlay:~/project --protect .git/hooks/ --hide .env
+
     vfsd mount ~/work --backend host:~/project --cache-timeout 5
     vfsd mount ~/work --backend overlay:~/project --exclude .env
-    vfsd mount ~/work --backend overlay:~/project --protect .git/hooks/ --hide .env
     vfsd mount ~/work --backend overlay:~/release.zip
     vfsd mount ~/work --backend overlay:snapshot:before@~/project
     vfsd mount ~/work --from s3://bucket/team/job-7#turn-3
@@ -114,12 +130,21 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--no-fork-server",
     "fork_server",
+    cls=_MountOption,
     flag_value=False,
     default=True,
     help="Start the daemon as a new process.  By default a server that stays in the background forks it, which is"
     " faster.",
 )
-@click.option("--foreground", is_flag=True, help="Run the daemon in the foreground, and log to standard error.")
+@click.option(
+    "--foreground",
+    is_flag=True,
+    cls=_MountOption,
+    help="Run the daemon in the foreground, and log to standard error.",
+)
+@click.option(
+    "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_everything, help="Show all options."
+)
 @click.pass_obj
 def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: bool, **settings: Any) -> None:
     """Make a directory a workspace.

@@ -49,6 +49,7 @@ FAILED: Final = 125
 NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
 WORDS: Final = "vfsd.words"  # the key of the whole command line in a context's `meta`
+EVERYTHING: Final = "vfsd.everything"  # the key that has a command's help show all options and examples
 
 
 @dataclass(slots=True)
@@ -397,7 +398,8 @@ def _take_shared_options(ctx: click.Context) -> App:
 class _WithExamples(click.Command):
     """A command that takes -w and --json, and whose help ends with `examples`.
 
-    If the command acts on no running workspace, its help leaves -w out.
+    If the command acts on no running workspace, its help leaves -w out.  Examples below an empty line are shown with
+    all options only (EVERYTHING).
     """
 
     def __init__(self, *args: Any, examples: str = "", acts_on_workspace: bool = True, **kwargs: Any) -> None:
@@ -407,10 +409,11 @@ class _WithExamples(click.Command):
         selector.hidden = not acts_on_workspace
         self.params += [selector, as_json]
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         if self.examples:
+            first, _, others = self.examples.strip().partition("\n\n")
             with formatter.section("Examples"):
-                for line in self.examples.strip().splitlines():
+                for line in [*first.splitlines(), *(others.splitlines() if EVERYTHING in ctx.meta else ())]:
                     formatter.write(" " * formatter.current_indent + line.strip() + "\n")
 
 

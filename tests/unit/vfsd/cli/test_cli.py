@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.forks import ForkResult
 from vfsd.operations.snapshots import FromOther, ProblemRecord, Undo
 from vfsd.wire import messages as m
+from vfsd.wire.options import declared_options
 
 
 def run(*args: str | bytes) -> Result:
@@ -985,3 +987,19 @@ def test_the_timeline_starts_again_if_the_newest_snapshot_is_dropped_meanwhile(d
     ok("snapshot", "two")
     daemon.drop_before_diff = "two"
     assert [state["name"] for state in as_json("timeline")["states"]] == ["one", None]
+
+
+def test_the_help_of_mount_shows_ten_options_and_help_all_every_one() -> None:
+    def options(text: str) -> set[str]:
+        return set(re.findall(r"^  (--[\w-]+)", text.partition("Options:")[2], re.MULTILINE))
+
+    few, every = options(ok("mount", "--help")), options(ok("mount", "--help-all"))
+    assert len(few - {"--help-all", "--json"}) == 10
+    assert every >= few | {option.flag_of(name) for name, (_, option) in declared_options().items()}
+
+
+def test_vfsd_alone_shows_the_first_commands_in_the_order_of_use() -> None:
+    result = CliRunner().invoke(cli, [])
+    named = re.findall(r"^  vfsd (\w+)", result.stderr, re.MULTILINE)
+    assert (result.exit_code, result.stdout, len(named)) == (2, "", 6)
+    assert set(named) <= COMMANDS.keys()
