@@ -35,6 +35,7 @@ ANSWERS: dict[str, type[msgspec.Struct]] = {
     "apply": snapshots.ApplyResult,
     "fork": forks.ForkResult,
     "merge": forks.MergeResult,
+    "conflicts": forks.ConflictsResult,
     "revert": forks.RevertResult,
     "policy": workspace.PolicyResult,
     "compact": workspace.CompactResult,
@@ -48,6 +49,8 @@ RECORDS = (
     forks.ConflictRecord,
     declaration.RepositoryRecord,
     forks.RangeRecord,
+    forks.PairRecord,
+    forks.BelowRecord,
 )
 NAMES = {each.__name__: f"[{each.__name__.removesuffix('Record').lower()}]" for each in RECORDS}
 PYTHON = {"None": "null", "True": "true", "False": "false", "CHANGES_LISTED": f"{snapshots.CHANGES_LISTED:,}"}

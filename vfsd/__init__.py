@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vfsd.client.results import Applied as Applied
     from vfsd.client.results import Change as Change
     from vfsd.client.results import Conflict as Conflict
+    from vfsd.client.results import Conflicts as Conflicts
     from vfsd.client.results import Counts as Counts
     from vfsd.client.results import Diff as Diff
     from vfsd.client.results import Exported as Exported
@@ -40,6 +41,7 @@ _MODULES: Final = {
         "Applied",
         "Change",
         "Conflict",
+        "Conflicts",
         "Counts",
         "Diff",
         "Exported",

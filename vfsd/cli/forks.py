@@ -6,15 +6,18 @@ import contextlib
 import errno
 import os
 import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import click
+import msgspec
 from click.shell_completion import CompletionItem
 from msgspec.structs import replace
 
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command, Interrupted, raising
+from vfsd.cli.common.app import INTERRUPTED, App, Command, Interrupted, raising
 from vfsd.cli.common.changes import (
     ChangeSpool,
     call_with_changes,
@@ -39,7 +42,15 @@ from vfsd.cli.unmount import unmount_running
 from vfsd.client.arguments import fork_target
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_record, unique_name
-from vfsd.operations.forks import ConflictRecord, Conflicts, ForkResult, MergeResult, RevertResult
+from vfsd.operations.forks import (
+    ConflictRecord,
+    Conflicts,
+    ConflictsResult,
+    ForkResult,
+    MergeResult,
+    PairRecord,
+    RevertResult,
+)
 from vfsd.operations.snapshots import ApplyResult, RestoreResult
 from vfsd.operations.workspace import UnmountParams
 
@@ -274,6 +285,106 @@ def adopt_command(app: App, fork: str, dry_run: bool, force: bool, touch: bool) 
     """
     request = app.requests.adopt(fork, force=force, dry_run=dry_run, touch=touch)
     _merge(app, request, "adopted", dry_run=dry_run, advice=_ADOPT_ADVICE)
+
+
+@click.command(
+    "conflicts",
+    cls=Command,
+    examples="""
+    vfsd conflicts -w work                 # work and all its forks
+    vfsd conflicts -w work agents-1 agents-2
+    vfsd conflicts -w work --watch
+    vfsd conflicts -w work --json | jq '.pairs[] | select(.conflicts != [])'
+    """,
+)
+@click.argument("forks", metavar="[FORK]...", nargs=-1, shell_complete=complete_workspace)
+@click.option("--watch", is_flag=True, help="Go on, and show each change until Ctrl-C; with --json one line for each.")
+@click.pass_obj
+def conflicts_command(app: App, forks: tuple[str, ...], watch: bool) -> None:
+    """Show which forks change the same paths, before anybody merges them.
+
+    Compares this workspace and each FORK with each other; without FORKs, those that it may be merged with: its forks,
+    its source, and the forks of that.  Nothing is changed.
+
+    For each two of them a table shows on a terminal how many paths both have changed, and with how many conflicts a
+    merge of one into the other would end ("3, 1 conflict").  Below it the conflicts are listed.  For an overlay, so are
+    the paths that another program has changed in the directory below it, too, which `vfsd apply` would refuse.
+
+    In a pipe each pair is a line with columns that are separated by tabs: the two names, the number of paths, the
+    number of conflicts, and the paths in conflict, separated by spaces.
+
+    The exit status is 0, also if there are conflicts, and 1 if workspaces could not be compared.
+    """
+    app.record(reads=True)
+    if watch:
+        _watch(app, forks)
+    answer: ConflictsResult = app.call(app.requests.conflicts(*forks), label="comparing")
+    app.emit(answer, _show_matrix)
+    if any(pair.problem for pair in answer.pairs):
+        click.get_current_context().exit(1)
+
+
+def _watch(app: App, forks: Sequence[str]) -> NoReturn:
+    """Show the conflicts, and again when they have changed.  Waits longer than a comparison takes."""
+    last = None
+    while True:
+        started = time.monotonic()
+        answer: ConflictsResult = app.call(app.requests.conflicts(*forks))
+        if answer != last:
+            if app.json:
+                output.write_bytes(msgspec.json.encode(answer) + b"\n")
+            else:
+                output.say(time.strftime("%H:%M:%S"))
+                _show_matrix(answer)
+            sys.stdout.flush()
+        last = answer
+        try:
+            time.sleep(max(_WATCH_S, 4 * (time.monotonic() - started)))
+        except KeyboardInterrupt:
+            raise SystemExit(INTERRUPTED) from None  # the usual end
+
+
+_WATCH_S: Final = 1.0
+
+
+def _show_matrix(answer: ConflictsResult) -> None:
+    names = answer.workspaces
+    if not output.on_terminal():
+        for pair in answer.pairs:
+            paths = " ".join(output.show_path(each.path) for each in pair.conflicts)
+            found = "?" if pair.problem else str(len(pair.conflicts))
+            output.say("\t".join((pair.a, pair.b, str(pair.shared), found, paths)))
+    elif len(names) > 1:
+        cells = {(pair.a, pair.b): pair for pair in answer.pairs}
+        columns = (output.Column(""), *(output.Column(name) for name in names[1:]))
+        rows = [
+            (a, *(_cell(cells.get((a, b))) if at < other else "" for other, b in enumerate(names[1:], 1)))
+            for at, a in enumerate(names[:-1])
+        ]
+        output.table(columns, rows, empty="")
+    if len(names) < 2:
+        output.note(f"{names[0]} has no running forks to compare it with")
+    for pair in answer.pairs:
+        two = f"{pair.a} and {pair.b}"
+        if pair.problem:
+            output.note(f"{two} cannot be compared: {pair.problem}")
+        for path in pair.repositories:
+            output.note(f"{two} both changed the repository {output.show_path(path)}: a merge fetches the branches")
+        if output.on_terminal():
+            for each in pair.conflicts[:_CONFLICTS_SHOWN]:
+                output.say(f"{two}: {output.show_path(each.path)} ({each.reason}): {each.detail}")
+            if len(pair.conflicts) > _CONFLICTS_SHOWN:
+                output.say(f"{two}: and {len(pair.conflicts) - _CONFLICTS_SHOWN:,} more, which --json lists")
+    for below in (answer.below or [])[:_CONFLICTS_SHOWN]:
+        output.note(f"{output.show_path(below.path)} {below.reason} (in the directory below {names[0]})")
+
+
+def _cell(pair: PairRecord | None) -> str:
+    if pair is None or pair.problem:
+        return "?"
+    if not pair.conflicts:
+        return f"{pair.shared:,}" if pair.shared else "-"
+    return f"{pair.shared:,}, {output.counted(len(pair.conflicts), 'conflict')}"
 
 
 @click.command(

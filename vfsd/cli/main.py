@@ -55,6 +55,7 @@ _GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "fork": ("forks", "Make a workspace that starts as a copy of this one."),
         "merge": ("forks", "Take over what a fork has changed."),
         "adopt": ("forks", "Make the workspace equal to a fork."),
+        "conflicts": ("forks", "Show which forks change the same paths, before anybody merges them."),
     },
     "Snapshots": {
         "snapshot": ("snapshots", "Take a snapshot of the workspace as it is now."),

@@ -220,6 +220,7 @@ class AsyncWorkspace(WorkspaceBase):
     discard = _awaitable(Requests.discard)
     merge = _awaitable(Requests.merge)
     adopt = _awaitable(Requests.adopt)
+    conflicts = _awaitable(Requests.conflicts)
     revert = _awaitable(Requests.revert)
     diff = _awaitable(Requests.diff)
     patch = _awaitable(Requests.patch)

@@ -37,7 +37,7 @@ from vfsd.client.arguments import FilePath, UserPath, wire_paths
 from vfsd.client.connection import ControlError
 from vfsd.client.results import Exported, Restored, Snapshot
 from vfsd.operations.declaration import Peer
-from vfsd.operations.forks import AdoptParams, ForkParams, MergeParams, RevertParams
+from vfsd.operations.forks import AdoptParams, ConflictsParams, ForkParams, MergeParams, RevertParams
 from vfsd.operations.snapshots import (
     ApplyParams,
     DiffParams,
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from vfsd.client.log import LoggedChange
     from vfsd.client.results import (
         Applied,
+        Conflicts,
         Diff,
         Exported,
         Imported,
@@ -368,6 +369,22 @@ class Requests:
         """
         params = AdoptParams(fork=_peer(fork), force=force, dry_run=dry_run, touch=touch)
         return RemoteCall("adopt", params, _to("Merged"), on_progress)
+
+    def conflicts(self, *forks: AnyWorkspace | str) -> RemoteCall[Conflicts]:
+        """Tell which of the workspaces, this one and `forks`, change the same paths, and which merges would conflict.
+
+        `forks` are given as for `merge`; without any, they are all running workspaces that may have a state in common
+        with this one: its forks, its source and the forks of that.  Nothing is changed.
+        """
+        named: Iterable[AnyWorkspace | str] = forks
+        if not forks:
+            from vfsd.machine.runtime import family, read_records  # noqa: PLC0415 (start-up: few commands need it)
+
+            records = read_records()
+            own = next((each for each in records if each.alive and each.mountpoint == self._mountpoint), None)
+            named = [] if own is None else family(own.name, own.forked_from, records)
+        peers = [_peer(each) for each in named]
+        return RemoteCall("conflicts", ConflictsParams(peers), _to("Conflicts"))
 
     def revert(
         self,

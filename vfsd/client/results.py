@@ -16,7 +16,7 @@ import msgspec
 
 from protocol.types import ChangeCounts
 from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
-from vfsd.operations.forks import ConflictRecord, ForkResult
+from vfsd.operations.forks import BelowRecord, ConflictRecord, ForkResult
 from vfsd.operations.snapshots import DiffResult, ProblemRecord
 from vfsd.operations.workspace import StatusResult
 from vfsd.wire.messages import from_wire_path
@@ -223,6 +223,35 @@ class Merged:
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Two workspaces, by name, and what a merge of one into the other would find.
+
+    `shared`: how many paths both changed; `paths` are the first 10,000.  `conflicts` and `repositories` are as in
+    `Merged`; `problem` says why the two could not be compared.
+    """
+
+    a: str
+    b: str
+    shared: int
+    paths: tuple[str, ...]
+    conflicts: Mapping[str, Conflict] = field(default_factory=dict)
+    repositories: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conflicts:
+    """Each pair of some workspaces; the first one is the one that was asked.
+
+    `below`: by path, what conflicts with the directory below an overlay, and why; None for other workspaces.
+    """
+
+    workspaces: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+    below: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reverted:
     """The changes that a revert made, or with `dry_run` would make.
 
@@ -357,7 +386,7 @@ def _changes(records: Iterable[ChangeRecord]) -> tuple[Change, ...]:
     )
 
 
-def _reasons(records: Iterable[ProblemRecord]) -> dict[str, str]:
+def _reasons(records: Iterable[ProblemRecord | BelowRecord]) -> dict[str, str]:
     return {_path(record.path): record.reason for record in records}
 
 
@@ -446,9 +475,17 @@ def _ready(answer: ForkResult) -> Ready:
     return Ready(answer.name, mountpoint, socket, answer.pid, answer.engine, warnings=tuple(answer.warnings))
 
 
+_pair = _convert(Pair, paths=_paths, conflicts=_merged_conflicts, repositories=_paths)
+
 CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
     "Snapshot": _convert(Snapshot, changes=_unchanged),
     "Merged": _convert(Merged, conflicts=_merged_conflicts),
+    "Conflicts": _convert(
+        Conflicts,
+        workspaces=tuple,
+        pairs=lambda records: tuple(map(_pair, records)),
+        below=lambda records: None if records is None else _reasons(records),
+    ),
     "Reverted": _convert(
         Reverted,
         conflicts=_merged_conflicts,

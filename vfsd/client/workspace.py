@@ -318,6 +318,7 @@ class Workspace(WorkspaceBase):
     discard = _blocking(Requests.discard)
     merge = _blocking(Requests.merge)
     adopt = _blocking(Requests.adopt)
+    conflicts = _blocking(Requests.conflicts)
     revert = _blocking(Requests.revert)
     diff = _blocking(Requests.diff)
     patch = _blocking(Requests.patch)

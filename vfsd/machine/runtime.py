@@ -208,6 +208,16 @@ def read_records() -> list[WorkspaceRecord]:
     return [record for path in paths if (record := _read(path)) is not None]
 
 
+def family(name: str, forked_from: str | None, records: Iterable[WorkspaceRecord]) -> list[str]:
+    """Return the running workspaces of `records` that may have a state in common with the workspace `name`.
+
+    These are its forks, its source, and the forks of that.
+    """
+    own = {name, forked_from} - {None}
+    others = [record for record in records if record.alive and record.name != name]
+    return [record.name for record in others if record.name in own or record.forked_from in own]
+
+
 def read_record(name: str) -> WorkspaceRecord | None:
     """Read the record of workspace `name`; None if there is none.  Logs an unreadable one.  ValueError for an invalid
     name."""

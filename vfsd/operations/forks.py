@@ -149,6 +149,46 @@ class RevertResult(PlanResult, kw_only=True):
     warnings: list[str] = []
 
 
+class ConflictsParams(Params):
+    """Parameters of `conflicts`: compare the workspace and the `forks` with each other."""
+
+    forks: list[Peer] = []
+
+
+class PairRecord(msgspec.Struct, omit_defaults=True):
+    """Two workspaces, and the paths that both changed since the state that a merge of one into the other starts from.
+
+    `paths` lists the first CHANGES_LISTED of them, `shared` counts all.  `conflicts` are those of a merge,
+    `repositories` the git repositories that both changed.  `problem`: why the two could not be compared.
+    """
+
+    a: str
+    b: str
+    shared: int
+    paths: list[str]
+    conflicts: list[ConflictRecord]
+    repositories: list[str] = []
+    problem: str | None = None
+
+
+class BelowRecord(msgspec.Struct):
+    """A path of an overlay that an apply would not write, and the reason: another program changed it below, too."""
+
+    path: str
+    reason: str
+
+
+class ConflictsResult(msgspec.Struct):
+    """Result of `conflicts`: the names of the workspaces, this one first, and each pair of them.
+
+    `below`: what conflicts with the directory below an overlay; null for other workspaces.
+    """
+
+    workspaces: list[str]
+    pairs: list[PairRecord]
+    below: list[BelowRecord] | None = None
+
+
 class AdoptParams(Params):
     """Parameters of `adopt`: make the workspace equal to `fork`.
 
@@ -258,6 +298,7 @@ OPERATIONS: Final = (
     Operation("merge", MergeParams, MergeResult, *_MERGE, audited=True),
     Operation("revert", RevertParams, RevertResult, *_REVERT, audited=True),
     Operation("adopt", AdoptParams, MergeResult, *_ADOPTION, audited=True),
+    Operation("conflicts", ConflictsParams, ConflictsResult, reads=True),
     Operation("lineage", Empty, Lineage),
     Operation("changes", ChangesParams, ChangesResult),
     Operation("drop_merged", DropMergedParams, Empty),

@@ -33,6 +33,7 @@ from vfsd.client.requests import RemoteCall
 from vfsd.client.results import Change, Counts, Patch, Policy, Snapshot
 from vfsd.client.timeline import Mark, Step, authors, marks, timeline
 from vfsd.machine.agent_points import parse_tag
+from vfsd.machine.runtime import family
 from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.fs import FsEntry
 from vfsd.operations.snapshots import DiffParams, DiffResult
@@ -136,7 +137,7 @@ async def show_timeline(request: Request) -> Response:
         is_overlay=_is_overlay(source),
         undo=any(each.step == -1 for each in counted or ()),
         redo=any(each.step == 1 for each in counted or ()),
-        others=_family(source, sources_of(request)),
+        others=family(source.key, source.record.forked_from, sources_of(request).records()),
         live="/events?workspace=" + key,
         up="/",
     )
@@ -145,13 +146,6 @@ async def show_timeline(request: Request) -> Response:
 def _rules(policy: Policy) -> list[str]:
     protected = [f"protects {wire_path(os.fsencode(each))}" for each in policy.protect]
     return protected + [f"hides {wire_path(os.fsencode(each))}" for each in policy.hide]
-
-
-def _family(source: WorkspaceSource, sources: Sources) -> list[str]:
-    """Return the workspaces that may have a state in common with `source`: its forks, its source, forks of that."""
-    own = {source.key, source.record.forked_from} - {None}
-    records = [record for record in sources.records() if record.alive and record.name != source.key]
-    return [record.name for record in records if record.name in own or record.forked_from in own]
 
 
 async def _authors(source: WorkspaceSource, steps: Sequence[Step]) -> Mapping[str | None, Counter[str]]:

@@ -14,6 +14,7 @@ from vfsd.client.requests import Requests
 from vfsd.client.workspace import Workspace
 from vfsd.daemon.control.calls import handlers_of
 from vfsd.daemon.control.handlers.changes import TreeMethods
+from vfsd.daemon.control.handlers.conflicts import ConflictsMethods
 from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.handlers.forks import ForkMethod, MergeMethods, MergeSource
 from vfsd.daemon.control.handlers.fs import FsMethods
@@ -28,7 +29,7 @@ from vfsd.operations.catalogue import OPERATIONS
 
 GROUPS: tuple[type[object], ...] = (
     Methods, WorkspaceMethods, SavedStates, UnmountMethods, Upgrade, ForkMethod, SnapshotMethods, TreeMethods,
-    MergeSource, MergeMethods, RevertMethods, LogMethods, FsMethods, ExecMethods,
+    MergeSource, MergeMethods, ConflictsMethods, RevertMethods, LogMethods, FsMethods, ExecMethods,
 )  # fmt: skip
 
 
@@ -54,6 +55,7 @@ CALLS: tuple[tuple[Callable[..., Any], type[msgspec.Struct], set[str]], ...] = (
     (Requests.apply, snapshots.ApplyParams, {"stream"}),
     (Requests.merge, forks.MergeParams, set()),
     (Requests.adopt, forks.AdoptParams, set()),
+    (Requests.conflicts, forks.ConflictsParams, set()),
     (Requests.revert, forks.RevertParams, set()),
     (Requests.policy, workspace.PolicyParams, set()),
     (Requests.log, workspace.LogParams, {"since_ns"}),

@@ -45,6 +45,7 @@ from protocol.volume_extensions import SnapshotableVolume, SnapshotInfo, overlai
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.calls import CallContext, handlers_of
 from vfsd.daemon.control.handlers.changes import TreeMethods, time_text
+from vfsd.daemon.control.handlers.conflicts import ConflictsMethods
 from vfsd.daemon.control.handlers.exec import ExecMethods
 from vfsd.daemon.control.handlers.forks import ForkMethod, MergeMethods, MergeSource
 from vfsd.daemon.control.handlers.fs import FsMethods
@@ -117,15 +118,17 @@ class WorkspaceMethods:
         self._unmount = UnmountMethods(mounted, snapshots, options, commands, forks, daemon.removal.wait)
         source = MergeSource(mounted, snapshots, options, forks)
         others = OtherWorkspaces(mounted.volume, source.own_lineage, source.tree, forks.temporary)
+        trees = TreeMethods(mounted, snapshots, options, forks.base, others)
         self.handlers: Final = handlers_of(
             self,
             self._unmount,
             Upgrade(daemon, mounted, snapshots, commands),
             ForkMethod(mounted, snapshots, forks),
             SnapshotMethods(mounted, snapshots, options, forks),
-            TreeMethods(mounted, snapshots, options, forks.base, others),
+            trees,
             source,
             MergeMethods(mounted, source, options, others),
+            ConflictsMethods(source, others, trees.apply),
             RevertMethods(mounted, snapshots, options, audit),
             LogMethods(audit, snapshots),
             FsMethods(mounted, options, commands, snapshots),
