@@ -1,4 +1,4 @@
-"""Which requests the kernel sends for what a user does: the table of docs/performance.md.
+"""Which requests the kernel sends for what a user does: the table of bench/NOTES.md.
 
     python -m bench.requests [--no-xattrs] [--json FILE]
 

@@ -5,7 +5,7 @@ in batches on worker threads (which releases the interpreter lock); only the cal
 
 Batches of many entries are compressed one at a time: for each entry a worker takes the interpreter lock, which the
 caller's thread then needs most of the time anyway.  With a second worker the 99th percentile of a stat during an export
-was 5.5 instead of 4.7 times its idle value, and the export no faster (docs/performance.md).
+was 5.5 instead of 4.7 times its idle value, and the export no faster (bench/NOTES.md).
 """
 
 from __future__ import annotations

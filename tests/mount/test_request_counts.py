@@ -1,4 +1,4 @@
-"""How many requests the kernel sends for each operation in the table of docs/performance.md.
+"""How many requests the kernel sends for each operation in the table of bench/NOTES.md.
 
 A change that adds a request to an operation makes that operation slower by a third or more on a virtual machine.
 """
@@ -107,7 +107,7 @@ def test_no_operation_sends_more_requests_than_documented(daemon: Daemon, monkey
         if all(fewest[name] <= most for name, most in COUNTS.items()):
             break
     monkeypatch.chdir(ROOT)
-    # The kernel asks for the directory's attributes before each change: docs/performance.md.
+    # The kernel asks for the directory's attributes before each change: bench/NOTES.md.
     more = {name: 0 if os.geteuid() == 0 else 2 if name == "save by rename" else 1 for name in fewest}
     assert {name: count for name, count in fewest.items() if count > COUNTS[name] + more[name]} == {}
 

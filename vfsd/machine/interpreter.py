@@ -1,7 +1,7 @@
 """Python's interpreter: its settings in a daemon, packages that are missing or not vfsd's, and tracebacks.
 
 The settings are for serving requests: huge pages, rare garbage collections, short thread switches.
-`docs/performance.md` has the measurement of each.
+`bench/NOTES.md` has the measurement of each.
 
 Imports nothing from `protocol`, because that may be the package of an unrelated distribution.
 """
