@@ -143,10 +143,11 @@ class DescriptorFile:
 
 
 class Batch:
-    """Appends effects to `log` as one batch, in pieces of about a megabyte."""
+    """Appends effects to `log` as one batch, in pieces of about a megabyte.  `removes`: see `Log.require`."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, *, removes: bool = False) -> None:
         self._log = log
+        self._removes = removes
         self._parts: list[bytes] = []
         self._size = 0
         self._is_begun = False
@@ -166,7 +167,7 @@ class Batch:
             self._append(Kind.COMMIT)
 
     def _append(self, kind: Kind) -> None:
-        self._log.require(self._size)
+        self._log.require(self._size, removes=self._removes)
         self._log.append(self._parts, kind, undone=True)
         self._parts, self._size = [], 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from tests.mount.conftest import MountIt
 from tests.mount.programs import succeeded, vfsd
 from tests.mount.test_overlay_backend import contents
-from tests.mount.test_persist import Persistent, check_killed_writer
+from tests.mount.test_persist import Persistent, check_killed_writer, until_refused
+from tests.support.rights import need_root
 from tests.support.tree_hash import tree_hash
 from vfsd.client.workspace import Workspace
 
@@ -169,6 +171,54 @@ def test_files_that_changed_below_meanwhile_are_treated_as_under_a_mount(overlay
     assert refused.returncode == 1
     assert "changed by another program" in refused.stderr
     succeeded(vfsd("discard", "-w", workspace.name, "dir/large"))
+
+
+def test_what_fills_the_disk_of_the_journal_can_be_applied(overlay: PersistentOverlay, workdir: Path) -> None:
+    need_root()
+    disk = workdir / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
+    try:
+        overlay.journal = disk / "journal"
+        workspace = overlay.mount()
+        refused = until_refused(lambda number: (overlay.path / f"n{number}").write_bytes(os.urandom(500_000)))
+        assert refused == errno.ENOSPC
+        written = {path.name: path.read_bytes() for path in overlay.path.glob("n*")}
+        succeeded(vfsd("apply", "-w", workspace.name))
+        assert {path.name: path.read_bytes() for path in overlay.below.glob("n*")} == written
+        overlay.kill()
+        assert diff(overlay.mount()) == []
+    finally:
+        overlay.end()
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize("meanwhile", ["mounted", "unmounted"])
+def test_files_of_a_snapshot_that_go_below_are_lost_in_it_also_if_the_workspace_is_not_mounted(
+    overlay: PersistentOverlay, meanwhile: str
+) -> None:
+    workspace = overlay.mount()
+    assert len(list(overlay.path.rglob("*"))) == len(list(overlay.below.rglob("*")))
+    workspace.snapshot("before")
+    for directory in ("", "dir", "moved"):  # the journal has the names in directories with changes
+        (overlay.path / directory / "new").touch()
+    if meanwhile == "unmounted":
+        workspace.unmount()
+    (overlay.below / "gone").unlink()
+    (overlay.below / "dir" / "large").unlink()
+    (overlay.below / "dir" / "large").mkdir()
+    (overlay.below / "moved" / "inside").unlink()
+    (overlay.below / "moved" / "inside").symlink_to("/etc/passwd")
+    if meanwhile == "unmounted":
+        workspace = overlay.mount()
+    lost = ["dir/large", "gone", "moved/inside"]
+    found = workspace.diff("before")
+    assert [change.path for change in found.changes if change.change == "modified"] == lost
+    assert sorted(workspace.restore("before").problems) == lost
+    for path in lost:
+        for place in (overlay.path / ".snapshots" / "before", overlay.path):
+            with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+                (place / path).read_bytes()
 
 
 def test_an_overlay_over_another_directory_is_refused(overlay: PersistentOverlay) -> None:

@@ -41,3 +41,9 @@ def human_size(size_bytes: int) -> str:
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """Format a count: "1 file", "2 files", "1,000 files".  `plural` is for nouns with an irregular plural."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def older_note(older: int, advice: str) -> str:
+    """Say how many files, one at least, an operation made older than what they replaced, and what to do then."""
+    files, they = (f"{older:,} files are", "they") if older > 1 else ("1 file is", "it")
+    return f"{files} older than what {they} replaced; build tools may not notice: {advice}"

@@ -29,7 +29,7 @@ from vfsd.client.arguments import fork_target
 from vfsd.client.async_connection import finish
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import Applied, Change, Counts, Merged, Restored, Reverted
-from vfsd.machine.text import counted
+from vfsd.machine.text import counted, older_note
 from vfsd.web.access import Credentials
 from vfsd.web.pages import given, sources_of, workspace_of
 from vfsd.web.rendering import WrongRequestError, href, page
@@ -187,9 +187,9 @@ async def restore(request: Request) -> Response:
     return await changed(request, source, f"Undid {found.step}", found, problems, back="redo")
 
 
-def older_lines(older: int) -> list[str]:
-    """Say how many files are older than what they replaced; nothing if there are none."""
-    return [f"{counted(older, 'file')} older than what was replaced: build tools may not notice."] if older else []
+def older_lines(older: int, advice: str = "undo, and choose the present time") -> list[str]:
+    """Say how many files are older than what they replaced, and what to do then; nothing if there are none."""
+    return [f"{older_note(older, advice)}."] if older else []
 
 
 async def changed(
@@ -502,7 +502,7 @@ async def apply(request: Request) -> Response:
     problems = problem_lines({**found.conflicts, **found.problems})
     notes = [
         *([found.recovered] if found.recovered else []),
-        *older_lines(found.older),
+        *older_lines(found.older, "touch(1) what has to be built, or choose the present time when you apply"),
         *problems,
         *_repositories(found),
     ]

@@ -39,6 +39,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
 from protocol.backends.overlay.inode import LowerContent, OverlayInode, lower_files
 from protocol.backends.overlay.intent_log import (
@@ -78,6 +80,7 @@ _CHUNK_BYTES: Final = 1 << 20
 _FEW_FILES: Final = 64  # files; more than that are synced by one syncfs(2)
 _PERMISSIONS: Final = 0o7777
 _Identities = dict[bytes, Identity | None]
+_DENIED: Final = "is a directory below in which this user may not create or remove files: `chmod u+w` it there"
 _SOMETHING_ELSE: Final[Identity] = (0, 0, 0, 0, 0)  # no file has this identity
 
 
@@ -158,6 +161,8 @@ class OverlayApply:
         if self._dry_run:
             self._check(result)
         elif found or has_intent_log(self._root):
+            if not self._may_write_into(b""):  # the intent log is there
+                raise PermissionError(errno.EACCES, _DENIED, os.readlink(f"/proc/self/fd/{self._root}"))
             with intent_log(self._root, before) as begun:
                 result.recovered = begun.recover()
                 self._check(result)
@@ -242,18 +247,54 @@ class OverlayApply:
         found = [conflict for change in result.changes if (conflict := self._conflict(change)) is not None]
         reason = "is no directory any more: another program removed or replaced it"
         gone = [ApplyConflict(path, reason) for path in self._missing_directories(result.changes)]
-        result.conflicts = sorted([*found, *left, *gone], key=lambda conflict: conflict.path.split(b"/"))
+        denied = self._denied(result.changes)
+        refused = [ApplyConflict(path, _DENIED) for path in set(denied.values())]
+        result.conflicts = sorted([*found, *left, *gone, *refused], key=lambda conflict: conflict.path.split(b"/"))
         if result.conflicts:
             self._leave_repositories(result)
         if self._force:
             lost = {change.path for change in result.changes if self._is_lost(change)}
             reason = "was changed by another program, and the parts that the workspace did not write are lost"
             result.problems = [ApplyConflict(path, f"{reason}: `vfsd discard` it") for path in sorted(lost)]
-            written = [change for change in result.changes if change.path not in kept | lost]
+            result.problems += [
+                ApplyConflict(path, f"{os.fsdecode(above)!r} {_DENIED}") for path, above in denied.items()
+            ]
+            left_out = kept | lost | denied.keys()
+            written = [self._made_again(change) for change in result.changes if change.path not in left_out]
             missing = self._missing_directories(written)
             made = [Change(path, "added", None, self._live.entry(path)) for path in missing]
             result.changes = sorted([*written, *made], key=lambda change: walk_order(change.path))
             result.parents |= missing
+
+    def _made_again(self, change: Change) -> Change:
+        """Return a change of a path that another program removed below as one that adds it."""
+        is_gone = change.new is not None and change.old is not None and self._stat(change.path) is None
+        return replace(change, kind="added", old=None) if is_gone else change
+
+    def _denied(self, found: Sequence[Change]) -> dict[bytes, bytes]:
+        """Return the paths that this process may not create, replace or remove, each with the directory that denies it.
+
+        A file of which only attributes change needs no right to its directory.
+        """
+        denied = {}
+        may: dict[bytes, bool] = {}
+        for change in found:
+            above = change.path.rpartition(b"/")[0]
+            there = self._stat(change.path)
+            stays = there is not None and change.new is not None and change.new.is_dir and stat.S_ISDIR(there.st_mode)
+            if not change.path or stays or self._is_same_file(change):
+                continue
+            if above not in may:
+                below = self._stat(above)
+                may[above] = below is None or not stat.S_ISDIR(below.st_mode) or self._may_write_into(above)
+            if not may[above]:
+                denied[change.path] = above
+        return denied
+
+    def _may_write_into(self, directory: bytes) -> bool:
+        handle, _ = place(self._root, directory + b"/" if directory else b"")
+        is_read_only = bool(os.fstatvfs(handle.fd).f_flag & os.ST_RDONLY)  # which is an error of its own
+        return is_read_only or os.access(handle.path, os.W_OK | os.X_OK, effective_ids=True)
 
     def _missing_directories(self, found: Sequence[Change]) -> set[bytes]:
         """Return the directories above new entries that are neither in the directory below nor made by a change."""

@@ -211,14 +211,18 @@ class OverlayState(MemoryState):
                 return made
             links = self._waiting[number]
             self._check_memory()
-            directory, name = links[0]
-            above = self._paths[directory]
-            path = above + b"/" + name if above else name
+            directory, path = links[0][0], self._waiting_path(number)
             expected = None if self.known is None else self.known.expected(number)
             was = None if expected is None else expected.seen
+            removed = self._removed_meanwhile(number)
             seen: LowerStat
             try:
-                if expected is not None and not self.lower.can_change:
+                if removed is not None:
+                    seen = removed
+                    inode = self._inode(number, self.lower.file(path, seen), seen, None, None)
+                    inode.lower.gone_ns = self._replaced_ns(path)
+                    self.gone.add(number)
+                elif expected is not None and not self.lower.can_change:
                     seen = expected.seen
                     inode = self._inode(number, self.lower.file(path, seen), seen, expected.xattrs, expected.target)
                 else:
@@ -245,6 +249,28 @@ class OverlayState(MemoryState):
             if self.known is not None:
                 self.known.loaded(inode)
             return inode
+
+    def _waiting_path(self, number: int) -> bytes:
+        directory, name = self._waiting[number][0]
+        above = self._paths[directory]
+        return above + b"/" + name if above else name
+
+    def named_in_journal(self) -> set[int]:
+        """Return the inodes of which a journal had only the name, and which are not loaded, if there are snapshots."""
+        return self._from_journal & self._waiting.keys() if self.log.infos() else set()
+
+    def _removed_meanwhile(self, number: int) -> LowerStat | None:
+        """Return attributes for a file that was removed below since the last mount, if a snapshot may have it.
+
+        The journal has only its name.  Its content is lost, and another type of file at its path is not this file.
+        """
+        if number not in self._from_journal or self._kinds[number] != stat.S_IFREG or not self.log.infos():
+            return None
+        found = self.stat(self._waiting_path(number))
+        if found is not None and stat.S_ISREG(found.st_mode):
+            return None
+        above = self.table[self._waiting[number][0][0]]
+        return RecordedStat(stat.S_IFREG | 0o644, 0, 0, 1, above.uid, above.gid, 1, 0, 0, 0, 0, 0)
 
     def _is_same_file(self, seen: LowerStat, was: LowerStat) -> bool:
         """Whether a file is unchanged, or has become another type of file, which is another inode."""
@@ -501,6 +527,8 @@ class OverlayState(MemoryState):
         with self.lock:
             live = self.table.loaded(number)
             if not isinstance(live, OverlayInode):
+                if number in self._waiting and self._removed_meanwhile(number) is not None:
+                    self.table.get(number)
                 self._note_gone(number)  # only snapshots have it
                 return False, False
             old = live.lower

@@ -221,7 +221,8 @@ class OverlayVolume(MemoryVolume):
         overlay, known = self._overlay, self._overlay.known
         with self._lock:
             kept = {number for epoch in overlay.log.epochs() for number in epoch.inodes}
-            numbers = [*{*overlay.table, *kept}, *(() if known is None else known.expected_numbers)]
+            expected = () if known is None else known.expected_numbers
+            numbers = [*{*overlay.table, *kept, *overlay.named_in_journal()}, *expected]
         if len(numbers) > _CHECKED_BEFORE:
             return
         self.directory.close_directories()

@@ -55,12 +55,14 @@ def older_lines(older: int, way_back: str | None = "undo") -> list[str]:
 
     `way_back`: the step after which the same command changes these files again; None: nothing leads back.
     """
-    files = f"{older:,} files are" if older > 1 else "1 file is"
+    if not older:
+        return []
+    from vfsd.machine.text import older_note  # noqa: PLC0415 (start-up: few answers have it)
+
     advice = f"`--touch`, after `vfsd restore --{way_back}`"
     if way_back is None:
         advice = f"touch {'them' if older > 1 else 'it'}, or pass `--touch` the next time"
-    line = f"{files} older than what {'they' if older > 1 else 'it'} replaced; build tools may not notice: {advice}"
-    return [line] if older else []
+    return [older_note(older, advice)]
 
 
 def outcome_lines(what: str, counts: ChangeCounts, safety_snapshot: str | None, older: int = 0) -> list[str]:

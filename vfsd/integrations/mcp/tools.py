@@ -28,7 +28,7 @@ from vfsd.client.log import LoggedChange
 from vfsd.client.requests import OnProgress, RemoteCall
 from vfsd.client.results import Change, Diff, Patch, Restored, Reverted, Snapshot
 from vfsd.integrations.mcp.session import Session
-from vfsd.machine.text import counted, link_note
+from vfsd.machine.text import counted, link_note, older_note
 from vfsd.operations.fs import FsReadParams, FsReadResult
 from vfsd.operations.workspace import StatusResult, nameless
 from vfsd.wire.messages import wire_path
@@ -178,7 +178,7 @@ def _restored_lines(params: RestoreToolParams, restored: Restored) -> list[str]:
     lines += _change_lines(restored.changes, restored.counts, _PATHS_SHOWN)
     lines += _some([f"(could not be restored: {path}: {reason})" for path, reason in restored.problems.items()])
     if restored.older:
-        lines.append(f"({restored.older} files are older than what they replaced; build tools may not notice: `touch`)")
+        lines.append(f"({older_note(restored.older, 'undo, and the same with `touch`')})")
     if restored.safety_snapshot is not None:
         way = "restore it by this name" if params.undo else "undo brings it back"
         lines.append(f"The state before is kept as {restored.safety_snapshot}; {way}.")
@@ -217,6 +217,8 @@ async def _revert(params: RevertToolParams, session: Session, on_progress: OnPro
         lines += _change_lines(found.changes, found.counts, _PATHS_SHOWN)
     lines += _some([f"(conflict: {path}: {each.reason}, {each.detail})" for path, each in found.conflicts.items()])
     lines += [f"({path}: {each.detail})" for path, each in found.repositories.items()]
+    if found.older:
+        lines.append(f"({older_note(found.older, 'touch(1) what has to be built')})")
     if found.safety_snapshot is not None:
         lines.append(f"The state before is kept as {found.safety_snapshot}; undo brings it back.")
     return "\n".join(lines)

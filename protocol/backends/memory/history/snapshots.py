@@ -78,7 +78,8 @@ class SnapshotHistory(VolumePart):
                 errno.ENAMETOOLONG, f"the tag is longer than {TAG_MAX_BYTES:,} bytes: take a shorter one", name
             )
         if self.recorder is not None:
-            self.recorder.begin(len(os.fsencode(name)) + 4 * len(tag or ""))
+            # Before a discard or an apply, which are the ways out of a journal that is full.
+            self.recorder.begin(len(os.fsencode(name)) + 4 * len(tag or ""), removes=kind == "safety")
         with self._lock:
             if name not in state.log:
                 self._limits.require_snapshot(name, len(name) + len(tag or ""), kind)

@@ -234,7 +234,7 @@ class OverlayRecorder(Recorder):
     @contextmanager
     def applying(self) -> Iterator[ApplyRecord]:
         """Record what the block adds as one batch.  OSError, after the block, if that is impossible."""
-        record = ApplyRecord(self._overlay, Batch(self._log))
+        record = ApplyRecord(self._overlay, Batch(self._log, removes=True))
         record.add(self._pending)
         record.add(self._corrected())
         yield record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import random
@@ -52,6 +53,35 @@ def run(
             raise done.error
     volume.check_invariants()
     return done
+
+
+@needs_root
+@pytest.mark.parametrize("force", [False, True])
+def test_directories_below_that_the_user_may_not_change_are_named_before_anything_is_written(
+    tmp_path: Path, force: bool
+) -> None:
+    for name in ("free", "closed", "closed/open"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f").write_bytes(b"old")
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, WORKER.uid, WORKER.gid)
+    (tmp_path / "closed").chmod(0o555)
+    volume = OverlayVolume(os.fsencode(tmp_path))
+    fs = Driver(volume, WORKER)
+    for name in (b"free", b"closed", b"closed/open"):
+        volume.write(fs.at(name + b"/f"), 0, b"new")
+    codecs.lookup("ascii")  # before: the interpreter may lie where the user may not look
+    os.setegid(WORKER.gid)
+    os.seteuid(WORKER.uid)
+    try:
+        done = run(volume, force=force)
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+    assert [(each.path, "`chmod u+w`" in each.reason) for each in done.conflicts] == [(b"closed", True)]
+    assert [each.path for each in done.problems] == ([b"closed/f"] if force else [])
+    new = {"free/f", "closed/open/f"} if force else set()
+    assert {name for name in ("free/f", "closed/f", "closed/open/f") if (tmp_path / name).read_bytes() == b"new"} == new
 
 
 def difference(volume: OverlayVolume, below: Path) -> list[tuple[bytes, str]]:
@@ -177,7 +207,8 @@ def test_what_others_changed_below_stops_all_of_it_unless_forced(below: Path, wh
         (b"src/new.c" if what == "created" else b"src/main.c", f"was {what} by another program")
     ]
     assert not (below / "first").exists()
-    run(volume, force=True)
+    kinds = {change.path: change.kind for change in run(volume, force=True).changes}
+    assert kinds[b"src/main.c"] == ("added" if what == "removed" else "modified")
     assert (below / "first").read_bytes() == b"1"
     assert (below / "src" / "new.c").read_bytes() == b"mine"
     assert (below / "src" / "main.c").read_bytes() == b"mine"
