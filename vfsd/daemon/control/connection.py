@@ -53,12 +53,14 @@ from vfsd.wire.sockets import BoundSocket, bind, peer_credentials
 _logger = logging.getLogger(__name__)
 _SMALL_BYTES: Final = 16 * 1024  # a request of this size is decoded on the loop, and always has room
 _BUSY: Final = "the daemon has too many large requests; try again"
+_FOLLOWED: Final = "too many clients follow this workspace: end a `vfsd log --follow`, or another client that does"
 
 
 class ConnectionLimits(Value):
     """Limits of one client, and of all of them together."""
 
     connections: int = 256  # when one more client connects, the connection that is idle for longest is closed
+    followed_calls: int = 240  # of all connections, such as `vfsd log --follow`: the others are for calls that end
     calls_at_once: int = 8  # of one connection; its next request waits
     request_bytes: int = MAX_REQUEST_BYTES
     large_calls: int = 8  # of all connections; each takes at most some 3 MB once it is decoded
@@ -83,9 +85,9 @@ _CLOSING_LINE: Final = b'{"jsonrpc":"2.0","method":"%s","params":{}}\n' % CLOSIN
 class ClientConnection:
     """One client.  `serve` runs until the connection ends; `hang_up` and `drop_idle` end it from outside.
 
-    The caller closes the socket.  `decoding`, and `large`, the room for large requests, are shared by all connections;
-    `client` is equal for those of one program.  `idle_since`: when its last call ended, or it was opened, on trio's
-    clock.
+    The caller closes the socket.  All connections share `decoding`, and the room for `large` requests and `followed`
+    calls; `client` is equal for those of one program.  `idle_since`: when its last call ended, or it was opened, on
+    trio's clock.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class ClientConnection:
         limits: ConnectionLimits,
         decoding: trio.CapacityLimiter,
         large: trio.Semaphore,
+        followed: trio.Semaphore,
         *,
         client: Hashable = None,
     ) -> None:
@@ -106,6 +109,7 @@ class ClientConnection:
         self._has_request = False  # one that has not become a call yet
         self._decoding = decoding
         self._large = large
+        self._followed = followed
         self._is_large = False  # the request that is being read holds a place of `large`
         self._methods = methods
         self._limits = limits
@@ -276,6 +280,13 @@ class ClientConnection:
             return
         # While all slots are in use nothing is read: the kernel's buffer fills, and the client waits.
         await self._slots.acquire()
+        if OPERATIONS[request.method].is_followed:
+            try:
+                self._followed.acquire_nowait()
+            except trio.WouldBlock:
+                self._slots.release()
+                await self._send(error_line(request_id(request), OPERATION_FAILED, _FOLLOWED, ErrorData("EBUSY")))
+                return
         request = msgspec.structs.replace(request, params=msgspec.Raw(b""))  # which has the line
         call = self._new_call(request)
         self._running[call] = request.method
@@ -338,6 +349,8 @@ class ClientConnection:
             self._slots.release()
             if is_large:
                 self._large.release()
+            if OPERATIONS[request.method].is_followed:
+                self._followed.release()
 
     def _answered(self, call: CallContext) -> None:
         self._unanswered.discard(call)
@@ -422,6 +435,7 @@ class ControlServer:
         self._limits = limits or ConnectionLimits()
         self._decoding = trio.CapacityLimiter(1)
         self._large = trio.Semaphore(self._limits.large_calls)
+        self._followed = trio.Semaphore(self._limits.followed_calls)
         self._connections: dict[ClientConnection, None] = {}  # the oldest first
         self._closed = trio.Event()  # set when the next connection closes
         self._accepting = False
@@ -478,7 +492,7 @@ class ControlServer:
                 # Counted here, not in the new task, so that the next accept counts it.
                 pid = peer_credentials(sock).pid or None  # 0: the process is in another pid namespace
                 connection = ClientConnection(
-                    sock, self._methods, self._limits, self._decoding, self._large, client=pid
+                    sock, self._methods, self._limits, self._decoding, self._large, self._followed, client=pid
                 )
                 self._connections[connection] = None
                 nursery.start_soon(self._serve_client, sock, connection, hangups)

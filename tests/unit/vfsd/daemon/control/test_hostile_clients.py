@@ -275,6 +275,32 @@ async def test_connections_that_run_calls_are_kept_and_one_more_is_refused_until
             await client.stream.aclose()
 
 
+async def test_calls_that_never_end_leave_connections_for_others(path: str) -> None:
+    async def follow(params: Any, call: CallContext) -> Empty:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async with serving(path, {"watch": follow}, limits=ConnectionLimits(connections=5, followed_calls=4)):
+        followers = [Peer(await trio.open_unix_socket(path)) for _ in range(4)]
+        for client in followers:
+            await client.call("watch")
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        async with peer(path) as refused:
+            await refused.call("watch")
+            error = await refused.error()
+            assert (error["code"], error["data"]["errno"]) == (OPERATION_FAILED, "EBUSY")
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        await assert_others_are_served(path)
+        await followers.pop().stream.aclose()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        followers.append(Peer(await trio.open_unix_socket(path)))
+        await followers[-1].call("watch")
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        await assert_others_are_served(path)
+        for client in followers:
+            await client.stream.aclose()
+
+
 async def test_a_call_that_finds_no_descriptor_says_so_and_names_the_limit(path: str) -> None:
     async def read(params: Any, call: CallContext) -> Empty:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/some/file")
