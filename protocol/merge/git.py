@@ -10,9 +10,10 @@ Source: gitrepository-layout(5), git-fetch(1).
 `git_text_merge` merges any number of texts by lines with three processes: `git fast-import` makes a repository of three
 commits in a private directory, `git merge-tree` merges them, and `git cat-file` returns the results.  A git before 2.38
 has no such merge-tree, so it merges file by file with `git merge-file`.  The files are named 0, 1, 2, ... there, so
-that no argument, name or .gitattributes comes from a tree.
+that no argument or name comes from a tree.  Of the .gitattributes of a tree only the attribute `merge` counts, and of
+its values only "union" and those of binary files (`merge_attributes`): no driver is run.
 
-Source: git-fast-import(1), git-merge-tree(1), git-merge-file(1).
+Source: git-fast-import(1), git-merge-tree(1), git-merge-file(1), gitattributes(5).
 """
 
 from __future__ import annotations
@@ -542,13 +543,14 @@ _MERGE_FILE_ERROR: Final = 128  # `git merge-file` exits with the number of conf
 class TextCase(Value):
     """Three versions of a text.  Each is read when it is needed; `base` is None if there is none.
 
-    `size_bytes` is their sum, for batches of a bounded size.
+    `size_bytes` is their sum, for batches of a bounded size.  `is_union`: in a conflict, take the lines of both sides.
     """
 
     base: Callable[[], bytes] | None
     ours: Callable[[], bytes]
     theirs: Callable[[], bytes]
     size_bytes: int
+    is_union: bool = False
 
 
 class TextResult(Value):
@@ -602,6 +604,9 @@ def _merged_batch(cases: Sequence[TextCase], keep_going: Callable[[], None]) -> 
     try:
         git = PrivateGit(directory, keep_going)
         _write_commits(cases, git.path("import"), keep_going)
+        os.mkdir(git.path("info"))
+        with open(git.path("info/attributes"), "wb") as rules:
+            rules.writelines(b"/%d merge=union\n" % number for number, case in enumerate(cases) if case.is_union)
         git.run(["fast-import", "--quiet"], "import", "imported")
         os.unlink(git.path("import"))
         options = ["--write-tree", "-z", "--name-only", "--no-messages"]
@@ -671,5 +676,35 @@ def _merged_file(git: PrivateGit, case: TextCase) -> TextResult:
             _write(out, read() if read is not None else b"")
     labels = ["-L", "ours", "-L", "base", "-L", "theirs"]
     fine = tuple(range(_MERGE_FILE_ERROR))
-    status = git.run(["merge-file", "-p", *labels, "o", "b", "t"], os.devnull, "merged", fine=fine)
+    union = ["--union"] if case.is_union else []
+    status = git.run(["merge-file", "-p", *union, *labels, "o", "b", "t"], os.devnull, "merged", fine=fine)
     return TextResult(git.output("merged"), is_clean=status == 0)
+
+
+def merge_attributes(
+    paths: Sequence[bytes], files: Mapping[bytes, bytes], keep_going: Callable[[], None]
+) -> list[bytes]:
+    """Return the value of the attribute `merge` of each path: b"union", b"unset" (of `binary`), b"unspecified", ...
+
+    `files`: the content of the .gitattributes files, by their paths.  Without git, b"unspecified" for all.
+    """
+    unspecified = [b"unspecified"] * len(paths)
+    if not files:
+        return unspecified
+    try:
+        with tempfile.TemporaryDirectory(prefix="vfsd-merge-", ignore_cleanup_errors=True) as directory:
+            git = PrivateGit(directory, keep_going)
+            top = os.fsencode(git.path("tree"))
+            os.mkdir(top)
+            for path, content in files.items():
+                place = os.path.join(top, path)
+                os.makedirs(os.path.dirname(place), exist_ok=True)
+                with open(place, "wb") as out:
+                    out.write(content)
+            with open(git.path("paths"), "wb") as out:
+                out.write(b"".join(path + b"\0" for path in paths))
+            git.run(["--work-tree=tree", "check-attr", "--stdin", "-z", "merge"], "paths", "values")
+            values = git.output("values").split(b"\0")[2::3]
+    except (GitError, OSError):  # the merge of the texts says why git does not work, or why there is no temporary file
+        return unspecified
+    return values if len(values) == len(paths) else unspecified

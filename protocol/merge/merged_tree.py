@@ -19,9 +19,9 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from protocol.diff.patch import BINARY_PROBE_BYTES
-from protocol.diff.tree_diff import comparer
+from protocol.diff.tree_diff import comparer, entry_or_none
 from protocol.errors import os_error, shown
-from protocol.merge.git import TextCase, TextMerge, TextResult
+from protocol.merge.git import TextCase, TextMerge, TextResult, merge_attributes
 from protocol.merge.sides import ConflictReason, Sides, Trees, type_of
 from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, Tree, TreeEntry, names_in
 from protocol.values import Value
@@ -160,6 +160,11 @@ def _not_found(path: bytes) -> OSError:
 # -- contents --------------------------------------------------------------------------------------
 # Larger files are not merged by lines: git holds all versions of a file in memory.
 TEXT_LIMIT_BYTES: Final = 8 * 1024 * 1024  # of one version
+_ATTRIBUTES_LIMIT_BYTES: Final = 1 << 20  # of a .gitattributes file; larger ones do not count
+_ATTRIBUTES_PATH_BYTES: Final = 2048  # git reads none at a longer path than PATH_MAX, here below a private directory
+_SLASH: Final = ord("/")
+_NOT_MERGED: Final = frozenset({b"unset", b"binary"})  # values of the attribute `merge`, of files that are not text
+_KEPT_WHOLE: Final = TextResult(None, is_clean=False, problem="changed on both sides; not a text (.gitattributes)")
 # The merged contents are held in memory until they are imported.
 ALL_TEXTS_LIMIT_BYTES: Final = 128 * 1024 * 1024  # of both sides of all texts of one merge
 
@@ -213,9 +218,30 @@ class Contents:
             self._add_conflict(path, base, ours, theirs)
 
     def merge_texts(self, text_merge: TextMerge) -> None:
-        """Merge the texts that both sides changed."""
-        if self._cases:
-            self._results = text_merge(self._cases, self._trees.keep_going)
+        """Merge the texts that both sides changed, as the .gitattributes of ours say."""
+        if not self._cases:
+            return
+        paths: dict[int, bytes] = {}
+        for path, number in self._case_of.items():
+            paths.setdefault(number, path)
+        ordered = [paths[number] for number in range(len(self._cases))]
+        rules = merge_attributes(ordered, self._attribute_files(ordered), self._trees.keep_going)
+        asked = [number for number, rule in enumerate(rules) if rule not in _NOT_MERGED]
+        cases = [msgspec.structs.replace(self._cases[number], is_union=rules[number] == b"union") for number in asked]
+        results = text_merge(cases, self._trees.keep_going) if cases else ()
+        done = dict(zip(asked, results, strict=True))
+        self._results = [done.get(number, _KEPT_WHOLE) for number in range(len(self._cases))]
+
+    def _attribute_files(self, paths: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return the content of the .gitattributes files of ours that concern the paths, by their paths."""
+        directories = {b"", *(path[:at] for path in paths for at, each in enumerate(path) if each == _SLASH)}
+        found = {}
+        for path in (joined(directory, b".gitattributes") for directory in directories):
+            entry = entry_or_none(self._trees.ours, path)
+            is_read = entry is not None and entry.is_file and len(path) < _ATTRIBUTES_PATH_BYTES
+            if is_read and entry is not None and entry.size <= _ATTRIBUTES_LIMIT_BYTES:
+                found[path] = self._trees.ours.read(path, 0, entry.size)
+        return found
 
     def of(self, path: bytes) -> MergedContent:
         """The content at a path that was added."""
@@ -224,7 +250,9 @@ class Contents:
         result = self._results[self._case_of[path]]
         if result.is_clean:
             return self._merged(path, result.content or b"")
-        reason: ConflictReason = "content" if self._sides[path][0] else "created"
+        reason: ConflictReason = "created"
+        if self._sides[path][0]:
+            reason = "binary" if result is _KEPT_WHOLE else "content"
         detail = "both sides changed the same lines" if reason == "content" else "created on both sides"
         return MergedContent("conflict", result.content, reason, result.problem or detail)
 

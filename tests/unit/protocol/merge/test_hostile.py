@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import stat
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -96,13 +97,16 @@ def test_any_name_is_a_name() -> None:
     assert {result.tree.read(name, 0, 100) for name in names} == {b"0\n2\n4\n"}
 
 
-def test_attributes_in_the_tree_do_not_change_how_texts_are_merged() -> None:
-    attributes = b"* merge=union -text filter=x\n"
-    base = DictTree({b"f": b"1\n", b".gitattributes": attributes})
-    ours = DictTree({b"f": b"2\n", b".gitattributes": attributes})
-    theirs = DictTree({b"f": b"3\n", b".gitattributes": attributes})
+def test_attributes_in_the_tree_run_nothing(tmp_path: Path) -> None:
+    attributes = f"* -text filter=x diff=x merge=x\n* merge={tmp_path}/driver\n".encode()
+    base = DictTree({b"f": b"1\n", b".gitattributes": attributes, b".git/config": b"[core]\n\tattributesFile = /x\n"})
+    ours = DictTree({b"f": b"2\n", b".gitattributes": attributes, b".git/config": _DRIVER})
+    theirs = DictTree({b"f": b"3\n", b".gitattributes": attributes, b".git/config": _DRIVER})
 
     assert [conflict.path for conflict in merge(base, ours, theirs).conflicts] == [b"f"]
+
+
+_DRIVER = b'[merge "x"]\n\tdriver = false\n'
 
 
 def test_symlinks_are_not_followed() -> None:

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import stat
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -215,3 +216,42 @@ def test_without_a_temporary_directory_each_case_says_so(monkeypatch: pytest.Mon
     (result,) = merged((BASE, FIRST, LAST))
 
     assert result.problem.endswith("No such file or directory")
+
+
+def test_attributes_hold_as_they_do_for_git(git: str, tmp_path: Path) -> None:
+    """The oracle is `git merge` in a repository; each path is changed on both sides, at the same line."""
+    base: dict[bytes, bytes] = {
+        b".gitattributes": b"[attr]mine merge=union\n*.u merge=union\n*.b binary\n"
+        b"k -merge\nw merge=binary\nd/** mine\n",
+        b"d/sub/.gitattributes": b"*.t !merge\n*.u -merge\n",
+    }
+    names = (b"a.u", b"a.b", b"a.t", b"k", b"w", b"o", b"d/f", b"d/sub/f", b"d/sub/x.t", b"d/sub/x.u", b"e/k", b"e/a.u")
+    versions = {
+        side: base | {name: b"1\n" + side.encode() + b"\n3\n" for name in names} for side in ("base", "ours", "theirs")
+    }
+    place = tmp_path / "twin"
+    place.mkdir()
+
+    def run(*words: str) -> subprocess.CompletedProcess[bytes]:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=ours")
+        return subprocess.run(["git", *who, "-C", str(place), *words], capture_output=True, check=False)
+
+    run("init", "-q")
+    for side, start in (("base", []), ("theirs", ["-b", "theirs"]), ("ours", ["ours"])):
+        if start:
+            run("checkout", "-q", *start)
+        for name, content in versions[side].items():
+            path = place / os.fsdecode(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        run("add", "-A")
+        run("commit", "-qm", side)
+    run("merge", "-q", "theirs")
+    expected = set(run("diff", "--name-only", "--diff-filter=U").stdout.split())
+    result = merge(*(DictTree(versions[side]) for side in ("base", "ours", "theirs")))
+    assert {conflict.path for conflict in result.conflicts} == expected
+    for name in names:
+        if name not in expected:
+            assert result.tree.read(name, 0, 100) == (place / os.fsdecode(name)).read_bytes()
+    binary = {conflict.path for conflict in result.conflicts if conflict.reason == "binary"}
+    assert binary == {b"a.b", b"k", b"w", b"d/sub/x.u", b"e/k"}
