@@ -55,7 +55,7 @@ class HostFiles:
         directory = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
         node = os.open(self.root, directory) if mount is None else open_mount(self.root, mount, asks=True)
         try:
-            self._mount = mount_of(node)
+            self._mount = mount or mount_of(node)
             is_read_only = os.fstatvfs(node).f_flag & os.ST_RDONLY
         finally:
             os.close(node)

@@ -122,10 +122,14 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
 
 
 class MountId(NamedTuple):
-    """The identity of a mount.  `number` is never used again from Linux 6.8 on; before, a later mount may have both."""
+    """The identity of a mount.  `number` is never used again from Linux 6.8 on; before, a later mount may have both.
+
+    `directory`: of a directory that need not be the root of its mount, its inode number; else 0.
+    """
 
     device: int
     number: int
+    directory: int = 0
 
 
 def mount_of(descriptor: int, *, asks: bool = False) -> MountId:
@@ -147,7 +151,7 @@ def mount_of(descriptor: int, *, asks: bool = False) -> MountId:
 
 
 def open_mount(path: str, mount: MountId, flags: int = os.O_PATH, *, asks: bool = False) -> int:
-    """Open the directory `path`, the root of `mount`.
+    """Open the directory `path`, the root of `mount`, or the directory in it.
 
     NotMountedError if the mount is gone or covered, or if its server has died and `asks` (see `mount_of`).  A path
     below the descriptor stays in that mount, whatever is unmounted later.
@@ -158,6 +162,8 @@ def open_mount(path: str, mount: MountId, flags: int = os.O_PATH, *, asks: bool 
         raise NotMountedError(path) from None
     try:
         found = mount_of(descriptor, asks=asks)
+        if mount.directory:
+            found = found._replace(directory=os.fstat(descriptor).st_ino)
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, OSError) and error.errno in _DEAD:

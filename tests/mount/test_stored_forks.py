@@ -75,6 +75,30 @@ def test_a_fork_is_a_copy_that_nothing_changes_but_its_own_programs(source: Work
     assert {each["name"]: each["forked_from"] for each in listed} == {"source": None, "copy": "source"}
 
 
+def test_a_fork_of_an_attached_directory_has_a_base_that_cannot_change(
+    directory: Path, workdir: Path, store: Path
+) -> None:
+    shutil.copytree(directory, workdir / "twin", symlinks=True)
+    with Workspace.attach_directory(directory, name="attached", store=store) as project:
+        with project.fork(workdir / "agent", name="agent") as agent:
+            (directory / "tree" / "file").write_text("edited meanwhile\n")
+            (directory / "lines").write_text("meanwhile\n" + (directory / "lines").read_text())
+            (directory / "doomed").unlink()
+            shown = {path: text(agent, path) for path in ("tree/file", "lines", "doomed")}
+            assert shown == {path: (workdir / "twin" / path).read_text() for path in shown}
+            put(agent, "lines", text(agent, "lines") + "of the agent\n")
+            assert project.merge(agent.name).counts.total
+            assert (directory / "tree" / "file").read_text() == "edited meanwhile\n"
+            merged = "meanwhile\n" + (workdir / "twin" / "lines").read_text() + "of the agent\n"
+            assert (directory / "lines").read_text() == merged
+            put(agent, "tree/file", "of the agent\n")
+            assert list(project.merge(agent.name).conflicts) == ["tree/file"]
+            assert (directory / "tree" / "file").read_text() == "edited meanwhile\n"
+        project.undo()
+        assert (directory / "lines").read_text() == "meanwhile\n" + (workdir / "twin" / "lines").read_text()
+    assert not [name for name in names(store, directory) if name.startswith("fork-")]
+
+
 def test_a_snapshot_can_be_forked_and_is_not_dropped_with_the_fork(
     source: Workspace, fork: Fork, store: Path, directory: Path
 ) -> None:

@@ -56,6 +56,15 @@ def test_the_policy_is_shown_and_an_archive_says_what_it_lacks(site: Site, workd
         assert site.get("/api/filesystem/archive").headers["vfsd-hidden-names"] == "1"
 
 
+def test_an_attached_directory_has_its_page_too(site: Site, workdir: Path) -> None:
+    (workdir / "p").mkdir()
+    (workdir / "p" / "file").write_text("one")
+    with Workspace.attach_directory(workdir / "p", name="demo", store=workdir / "store") as workspace:
+        workspace.snapshot("before")
+        answer = site.get("/w/demo/")
+        assert (answer.status, "before" in answer.words) == (200, True)
+
+
 def test_without_a_workspace_it_says_how_to_start_one(site: Site) -> None:
     assert "vfsd mount" in site.get("/").words
 

@@ -20,7 +20,9 @@ from vfsd.cli.common.changes import show_dry_run, show_outcome, show_problems
 from vfsd.cli.common.values import touch_option
 from vfsd.cli.common.wording import nothing_to_restore, signed_counts
 from vfsd.machine.agent_points import AgentPoint, parse_tag, session_above
-from vfsd.machine.selection import socket_dir
+from vfsd.machine.mounts import why_no_mount
+from vfsd.machine.runtime import read_records
+from vfsd.machine.selection import containing, socket_dir
 from vfsd.operations.snapshots import RestoreResult, SnapshotRecord, SnapshotsResult
 from vfsd.wire.messages import wire_path
 
@@ -111,6 +113,9 @@ def install_command(app: App, agent: str, project: bool, user: bool, dry_run: bo
         dry_run=dry_run,
         words=("installed the hooks in", "the hooks are installed already in"),
     )
+    reason = why_no_mount()
+    if reason is not None and not app.json and containing(os.getcwd(), read_records()) is None:
+        output.note(f"nothing can be mounted here ({reason}): `vfsd attach .` keeps the states without a mount")
 
 
 @hooks_command.command(

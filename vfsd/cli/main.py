@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "Workspaces": {
         "mount": ("mount", "Make a directory a workspace."),
+        "attach": ("mount", "Make a directory a workspace without a mount, where FUSE is missing."),
         "unmount": ("unmount", "Unmount a workspace; asks before unsaved changes are lost."),
         "list": ("workspaces", "List the running workspaces."),
         "status": ("workspaces", "Show the settings, contents and limits of a workspace."),

@@ -1,4 +1,4 @@
-"""`vfsd mount`, `list` and `status`."""
+"""`vfsd mount` and `vfsd attach`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import EVERYTHING, App, Command
 from vfsd.cli.common.values import BACKEND, CACHE_SIZE, NAME, SIZE, Seconds
 from vfsd.client import launch
-from vfsd.client.arguments import mount_options
+from vfsd.client.arguments import attach_options, mount_options
 from vfsd.machine.runtime import is_own_place
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import OptionError
@@ -180,6 +180,48 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: b
             raise OSError(error.errno, f"{error.strerror}, {end}") from error
 
 
+@click.command(
+    "attach",
+    cls=Command,
+    acts_on_workspace=False,
+    examples="""
+    vfsd attach .                          # then: vfsd snapshot, diff, restore, hooks install claude
+    vfsd attach ~/project --name demo --json
+    vfsd attach ~/project --store /var/lib/snapshots
+    vfsd unmount demo                      # leaves the directory as it is
+    """,
+)
+@click.argument("directory", type=click.STRING, shell_complete=lambda *_: [CompletionItem("", type="dir")])
+@click.option("--name", type=NAME, help="The workspace's name; by default made from the directory.")
+@click.option(
+    "--store",
+    type=click.Path(),
+    metavar="DIRECTORY",
+    help="Keep snapshots in this directory, which must be outside of DIRECTORY.  [default: $VFSD_STORE_DIR,"
+    " ~/.local/state/vfsd/store]",
+)
+@click.pass_obj
+def attach_command(app: App, directory: str, name: str | None, store: str | None) -> None:
+    """Make a directory a workspace without a mount, where FUSE is missing.
+
+    The workspace is the directory itself, so nothing is contained: programs change its files directly.  Snapshots are
+    kept in the store on disk, and belong to the directory: the next attach finds them.  `vfsd snapshot`, `diff`,
+    `restore`, `export`, `push`, `rewind`, hooks, `vfsd mcp` and `vfsd web` work as for host:DIR.  A policy, the log of
+    changes, `vfsd exec` and `vfsd upgrade` need a mount, and say so.
+
+    `vfsd unmount` detaches the directory, and leaves it as it is.
+    """
+    if app.workspace is not None:
+        raise click.UsageError("-w selects a running workspace; use --name to name a new one")
+    try:
+        options = attach_options(directory, name=name, store=store)
+    except OptionError as error:
+        raise click.UsageError(error.message({"store": "--store", "name": "--name"})) from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    _emit_ready(app, launch.launch(options, fork_server=False))
+
+
 @contextlib.contextmanager
 def _naming_the_store(options: MountOptions) -> Iterator[None]:
     """Say which object store the block waits for, if it takes long."""
@@ -208,9 +250,10 @@ def _checked(mountpoint: str, settings: dict[str, Any]) -> MountOptions:
 
 def _emit_ready(app: App, ready: Ready) -> None:
     place, socket = (wire_path(os.fsencode(path)) for path in (ready.mountpoint, ready.socket))
+    is_at, how = ("attached to", "") if ready.is_attached else ("mounted at", f" ({ready.engine} engine)")
     app.emit(
         structs.replace(ready, mountpoint=place, socket=socket),
-        lambda _: output.say(f"workspace {ready.name} is mounted at {output.show_path(place)} ({ready.engine} engine)"),
+        lambda _: output.say(f"workspace {ready.name} is {is_at} {output.show_path(place)}{how}"),
     )
     if ready.recovered and not app.json:
         output.note(ready.recovered)

@@ -75,7 +75,7 @@ def unmount_command(
     neither applied nor exported.  If there are any, the command asks on a terminal; without one it fails, unless
     --discard or --export is given.  An earlier export of the same state is sufficient; it does not contain snapshots.
     It also asks if the container of image:REF, which ends with it, has files that neither the newest snapshot has nor
-    the newest one that you took.
+    the newest one that you took.  Of an attached directory (`vfsd attach`) only the daemon ends.
 
     WORKSPACE is a name, or a path in the workspace.  A workspace that programs use is not unmounted; the error names
     them.  The mount of a dead daemon is removed.  A workspace with a journal (--persist, and those of `vfsd run`) loses
@@ -229,7 +229,8 @@ def unmount_running(app: App, record: WorkspaceRecord, params: UnmountParams) ->
             has_ended = isinstance(error, ConnectionError)
             if has_ended:
                 wait_ended()
-            if (has_ended or error.errno == errno.EINVAL) and mount_at(record.mountpoint) is None:
+            is_gone = record.is_attached or mount_at(record.mountpoint) is None
+            if (has_ended or error.errno == errno.EINVAL) and is_gone:
                 # Another client has unmounted it.
                 place = wire_path(os.fsencode(record.mountpoint))
                 return UnmountResult(place, params.lazy, holders=[])
@@ -295,7 +296,8 @@ def clear_away(record: WorkspaceRecord, *, says: bool = True) -> UnmountResult:
     with contextlib.suppress(FileExistsError):  # a new daemon of that name has already started
         remove_dead_socket(record.socket)
     if says:
-        output.note(f"the daemon of {record.name} was dead: {record.content_after_crash}, its mount was removed")
+        removed = "" if record.is_attached else ", its mount was removed"
+        output.note(f"the daemon of {record.name} was dead: {record.content_after_crash}{removed}")
     return UnmountResult(wire_path(os.fsencode(record.mountpoint)), lazy=True, holders=[])
 
 
@@ -382,7 +384,8 @@ def _advice(record: WorkspaceRecord, found: UnsavedResult) -> str:
 
 
 def _say_unmounted(record: WorkspaceRecord, answer: UnmountResult, *, exported: bool, discarded: bool) -> None:
-    output.say(f"unmounted {record.name} from {output.show_path(answer.mountpoint)}")
+    done, rest = ("detached", ", which stays as it is") if record.is_attached else ("unmounted", "")
+    output.say(f"{done} {record.name} from {output.show_path(answer.mountpoint)}{rest}")
     if answer.snapshots and exported:
         output.note(
             f"{counted(answer.snapshots, 'snapshot')} of it were discarded: an archive contains only the live state"

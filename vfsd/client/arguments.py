@@ -24,6 +24,7 @@ from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
 from vfsd.wire.options import (
     MEMORY,
+    NO_ENGINE,
     BackendSpec,
     FsyncChoice,
     LogFormatChoice,
@@ -217,6 +218,26 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
         except ValueError as error:
             raise OptionError("{podman_url}: {error}", error=error) from None
     return options
+
+
+def attach_options(directory: FilePath, *, name: str | None = None, store: FilePath | None = None) -> MountOptions:
+    """Return the options of a workspace without a mount: `directory` itself.  The default `name` is made from it.
+
+    ValueError for an invalid name or store, OSError for a directory that does not exist.
+    """
+    for given, what in ((directory, "the directory"), (store, "the store")):
+        if given is not None and not os.fspath(given):
+            raise ValueError(f"{what} is an empty string")
+    path = resolve(os.fspath(directory))  # the same workspace by every name of the directory
+    if not os.path.isdir(path):
+        code = errno.ENOTDIR if os.path.lexists(path) else errno.ENOENT
+        raise OSError(code, "there is no such directory to attach" if code == errno.ENOENT else "not a directory", path)
+    spec = BackendSpec("host", path)
+    place = None if store is None else os.path.abspath(store)
+    _check_places({"store": place}, path, spec)
+    options = MountOptions.of(path, name or unique_name(path), backend=spec, store=place)
+    check_options(options)
+    return replace(options, kernel=replace(options.kernel, engine=NO_ENGINE))
 
 
 @contextlib.contextmanager

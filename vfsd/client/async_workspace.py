@@ -38,7 +38,14 @@ from msgspec.structs import replace
 from protocol.filesystem import Filesystem
 from protocol.streams import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, Data, Stream, TextReader
 from protocol.types import FilesystemSnapshot, WriteMode
-from vfsd.client.arguments import FilePath, MountArguments, fork_target, mount_options, running_workspace
+from vfsd.client.arguments import (
+    FilePath,
+    MountArguments,
+    attach_options,
+    fork_target,
+    mount_options,
+    running_workspace,
+)
 from vfsd.client.async_connection import AsyncControlClient, AsyncWorkspaceExecutor, CancelledCall, abandon, finish
 from vfsd.client.connection import daemon_end
 from vfsd.client.requests import RemoteCall, Requests, SnapshotCalls, errors_of_import, errors_of_restore
@@ -138,6 +145,19 @@ class AsyncWorkspace(WorkspaceBase):
             options = mount_options(path, backend, **arguments)
             return launch_workspace(options, create=create, fork_server=fork_server)
 
+        return cls._started(start)
+
+    @classmethod
+    def attach_directory(cls, path: FilePath, *, name: str | None = None, store: FilePath | None = None) -> Opening:
+        """As `Workspace.attach_directory`."""
+
+        def start() -> Ready:
+            return launch_workspace(attach_options(path, name=name, store=store), create=False, fork_server=False)
+
+        return cls._started(start)
+
+    @classmethod
+    def _started(cls, start: Callable[[], Ready]) -> Opening:
         def give_up(ready: Ready) -> None:
             with Workspace(ready, unmount_at_exit=True):
                 pass

@@ -35,13 +35,20 @@ from msgspec.structs import replace
 from protocol.errors import NotMountedError
 from protocol.linux.syscalls import MountId, open_mount
 from vfsd.client import launch
-from vfsd.client.arguments import FilePath, MountArguments, fork_target, mount_options, running_workspace
+from vfsd.client.arguments import (
+    FilePath,
+    MountArguments,
+    attach_options,
+    fork_target,
+    mount_options,
+    running_workspace,
+)
 from vfsd.client.connection import END_TIMEOUT_S, HELD_TIMEOUT_S, ControlClient, daemon_end
 from vfsd.client.executor import WorkspaceExecutor
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.client.results import Unmounted, Upgraded
 from vfsd.client.transaction import OpenTransactions, Transaction
-from vfsd.machine.mountinfo import mount_at, workspace_mount
+from vfsd.machine.mountinfo import directory_id, mount_at, workspace_mount
 from vfsd.machine.runtime import WorkspaceRecord, instance_at, process_start_ticks, read_record
 from vfsd.wire.options import MountOptions, Ready
 
@@ -71,7 +78,8 @@ class WorkspaceBase:
         self.instance: Final = instance_at(daemon.socket)  # calls reach no other workspace that has the name by now
         self._mount_id: MountId | None = None  # of this process's mount namespace; None if it is not mounted there
         with contextlib.suppress(NotMountedError):
-            self._mount_id = workspace_mount(daemon.mountpoint, daemon.name)
+            place = daemon.mountpoint
+            self._mount_id = directory_id(place) if daemon.is_attached else workspace_mount(place, daemon.name)
         self._filesystem: WorkspaceFilesystem | None = None
         self._transactions: Final = OpenTransactions()
         # A finalizer rather than `__del__`: at the interpreter's exit it runs while the modules still work.
@@ -131,6 +139,8 @@ class WorkspaceBase:
     def check_mounted(self) -> None:
         """Raise NotMountedError if the workspace is not mounted any more, or its daemon has died.  Asks the daemon."""
         os.close(open_mount(self.path, self.mount_id, asks=True))
+        if self._daemon.is_attached and process_start_ticks(self._newest_pid()) is None:
+            raise NotMountedError(self.path, "the daemon of this attached directory has ended")
 
     @property
     def pid(self) -> int:
@@ -257,6 +267,19 @@ class Workspace(WorkspaceBase):
         if filesystem is not None:
             return _mount_object(filesystem, options, create=create)
         return cls(launch_workspace(options, create=create, fork_server=fork_server), unmount_at_exit=True)
+
+    @classmethod
+    def attach_directory(cls, path: FilePath, *, name: str | None = None, store: FilePath | None = None) -> Self:
+        """Return a workspace without a mount, the directory `path` itself, for where FUSE is missing (`vfsd attach`).
+
+        It has snapshots, restores and comparisons as "host:DIR", in `store` (None: the user's own), but no policy, no
+        log and no commands.  The end of a `with` block, and `unmount`, leave the directory as it is.
+
+        ValueError for invalid arguments.  OSError for a directory that cannot be attached: EBUSY if a workspace serves
+        a part of it, or a directory above it.
+        """
+        options = attach_options(path, name=name, store=store)
+        return cls(launch_workspace(options, create=False, fork_server=False), unmount_at_exit=True)
 
     @classmethod
     def attach(cls, selector: str | None = None) -> Self:
@@ -404,7 +427,9 @@ def _warn_of_left(workspace: str, daemon: Ready | WorkspaceRecord, mounted_by: i
 
     Makes no system call on the mount.  Only the process `mounted_by` warns, and none of its forks.
     """
-    if os.getpid() != mounted_by or process_start_ticks(daemon.pid) is None or mount_at(daemon.mountpoint) is None:
+    if os.getpid() != mounted_by or process_start_ticks(daemon.pid) is None:
+        return
+    if not daemon.is_attached and mount_at(daemon.mountpoint) is None:
         return
     text = f"{workspace} was left mounted: use it in a `with` block, or call unmount()"
     warnings.warn(text, ResourceWarning, stacklevel=2)

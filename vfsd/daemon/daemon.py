@@ -12,6 +12,7 @@ record are removed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import gc
@@ -29,6 +30,7 @@ import vfsd
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import CacheInvalidation
 from vfsd.daemon import preload
+from vfsd.daemon.attached import NoEngine
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.backends.registry import Backend
 from vfsd.daemon.control.connection import ControlServer
@@ -107,6 +109,13 @@ async def run_daemon(
     if origin is None and successor is None and (kept is None or kept.resumed is None):
         recovered = await trio.to_thread.run_sync(recover, options)
     backend, origin = await opened(options, origin, successor, kept)
+    starting = contextlib.ExitStack()
+
+    def started(report: Ready) -> None:
+        starting.close()
+        ready(report)
+
+    engine: Engine
     try:
         resumed = resumed_mount(kept, successor)
         settings = engine_settings(options, backend)
@@ -119,12 +128,17 @@ async def run_daemon(
         if resumed is not None:
             engine = resume_engine(served.volume, settings, replay, resumed)
         else:
-            with alone():
-                recovered = recover(options) or recovered
-                if origin is not None and origin.family is not None:
-                    origin.family.join()
+            starting.enter_context(alone())
+            recovered = recover(options) or recovered
+            if origin is not None and origin.family is not None:
+                origin.family.join()
+            if options.is_attached:
+                engine = NoEngine()
+            else:
                 engine = mount_engine(options.kernel.engine, served.volume, settings, replay)
+                starting.close()  # other starts find the mount, but of an attached directory only the record
     except BaseException:
+        starting.close()
         backend.close()
         raise
     if kept is not None and kept.resumed is not None:
@@ -133,8 +147,9 @@ async def run_daemon(
     start = _Start(started_by, starter, resume, origin, kept, stale, successor, is_foreground)
     daemon = Daemon(options, engine, backend, replay, served, audit, start)
     try:
-        await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered, served.note))) or None)
+        await daemon.run(started, "; ".join(filter(None, (recovered, backend.recovered, served.note))) or None)
     finally:
+        starting.close()
         # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and reports it.
         # Without it programs would write to the empty directory, and a sync job would copy the emptiness.
         await _close(options, None if daemon.leaves_mount else engine, backend, audit)
@@ -302,6 +317,7 @@ class Daemon:
             snapshot_directory=self._snapshot_directory,
             policy=self._policy,
             name=workspace.name,
+            is_attached=self.options.is_attached,
         )
 
     async def _connect(self, connect: Callable[[], Awaitable[None]]) -> None:
@@ -354,6 +370,9 @@ class Daemon:
         for warning in self.engine.warnings:
             _logger.warning("%s", warning, extra={"operation": "mount"})
         self._notifier.ready(f"serving {mountpoint}")
+        if self.options.is_attached:
+            _logger.info("attached", extra={"operation": "mount", "path": mountpoint})
+            return
         _logger.info(
             "%s, served by the %s engine",
             "continued the mount" if self._continues else "mounted",
@@ -481,6 +500,10 @@ class Daemon:
     async def _unmount(self, mounted: MountedVolume) -> None:
         """Unmount; if the mount is busy, log who holds it, detach it lazily, and give the programs time to finish."""
         self._notifier.stopping("unmounting")
+        if self.options.is_attached:
+            async with mounted.change_lock:  # a restore is completed first
+                self.engine.stop()
+            return
         mountpoint = self.options.workspace.mountpoint
         await mounted.wait_unused()
         await self._leave()

@@ -113,10 +113,12 @@ class MountedVolume:
         snapshot_directory: SnapshotDirectory | None = None,
         policy: Policy | None = None,
         name: str = "",
+        is_attached: bool = False,
     ) -> None:
-        """`name` is that of the workspace."""
+        """`name` is that of the workspace.  `is_attached`: there is no mount, and `mountpoint` is the directory."""
         self.policy = policy
-        self.root = WorkspaceRoot(mountpoint, name)
+        self.is_attached = is_attached
+        self.root = WorkspaceRoot(mountpoint, name, is_attached=is_attached)
         self._snapshot_directory = snapshot_directory
         self.volume = volume
         self.container = container
@@ -172,6 +174,8 @@ class MountedVolume:
 
     async def write_back(self) -> None:
         """Write to the volume the pages that are dirty now: of shared mappings, or all with `cache` writeback."""
+        if self.is_attached:
+            return  # the directory's pages are what every program reads
         with self.using_mount():
             await self._sync()
             await self.engine.drained()
@@ -220,6 +224,8 @@ class MountedVolume:
         invalidation, which only the daemon's end interrupts.  A step that fails is logged, and the next ones are done.
         """
         record(changed_paths(invalidation) if changed is None else changed)
+        if self.is_attached:
+            return  # nothing is cached of it, and a replay would make real changes
         # Computed now: by the end of the invalidation, programs may have removed some of these inodes.
         open_paths = self._open_paths(invalidation)
         files = self._known_files(invalidation)

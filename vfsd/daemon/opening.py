@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from protocol.linux.regular_file import open_regular
 from protocol.volume_durability import journaled, recoverable
 from protocol.volume_extensions import CacheInvalidation, overlaid, snapshotable
+from vfsd.daemon import attached
 from vfsd.daemon.backends.registry import Backend, open_backend
 from vfsd.daemon.forks.forks import Origin
 from vfsd.daemon.merging.lineage import MergeLog
@@ -135,7 +136,7 @@ def to_serve(options: MountOptions, backend: Backend, *, is_continued: bool) -> 
 
         policy, note = open_policy(options, backend.volume, is_continued=is_continued)
     shown = options.kernel.snapshot_directory
-    if shown != "off":
+    if shown != "off" and not options.is_attached:
         is_visible = shown == "visible"
         directory = open_directory(
             backend.volume, backend.stored, is_visible=is_visible, policy=policy, is_continued=is_continued
@@ -164,12 +165,15 @@ def alone() -> Iterator[None]:
 def recover(options: MountOptions) -> str | None:
     """Check that name and mountpoint are free; clear a dead daemon's mount, and return a sentence about it.
 
-    FileExistsError for a name in use; otherwise as `mounts.check_mountpoint`.
+    FileExistsError for a name in use; otherwise as `mounts.check_mountpoint`, or `attached.check_free`.
     """
     record = runtime.read_record(options.workspace.name)
     if record is not None and (record.alive or record.is_kept):
         reason = f"a workspace named {record.name!r} is mounted at {record.mountpoint}; give --name another name"
         raise FileExistsError(errno.EEXIST, reason)
+    if options.is_attached:
+        attached.check_free(options)
+        return None
     dead = mounts.check_mountpoint(options.workspace.mountpoint)
     if dead is None:
         return None

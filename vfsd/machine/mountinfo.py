@@ -142,16 +142,29 @@ def workspace_mount(path: str, name: str) -> MountId:
         os.close(descriptor)
 
 
+def directory_id(path: str) -> MountId:
+    """Return the identity of the directory `path`, for a workspace without a mount.  NotMountedError if it is gone."""
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        raise NotMountedError(path, "this directory is gone, or cannot be entered") from None
+    try:
+        return mount_of(descriptor)._replace(directory=os.fstat(descriptor).st_ino)
+    finally:
+        os.close(descriptor)
+
+
 class WorkspaceRoot:
     """The root of the mount at `path`, for the daemon that serves it as workspace `name`.
 
     A path of the daemon leads elsewhere once the mount was detached, which the daemon outlives while it is in use.
+    `is_attached`: the directory itself, of a workspace without a mount, which may be renamed.
     """
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str, name: str, *, is_attached: bool = False) -> None:
         self._path = path
         self._name = name
-        self._mount: MountId | None = None
+        self._mount = directory_id(path) if is_attached else None
 
     @property
     def mount(self) -> MountId:

@@ -114,6 +114,24 @@ def _status(pid: int) -> bytes:
         return file.read()
 
 
+_SYS_ADMIN: Final = 1 << 21  # CAP_SYS_ADMIN; include/uapi/linux/capability.h
+
+
+def why_no_mount() -> str | None:
+    """Return a clause on why this user can mount nothing here, as in a container; None if no reason is known."""
+    try:
+        os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return "/dev/fuse is missing" if error.errno == errno.ENOENT else f"/dev/fuse: {error.strerror}"
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        status = dict(line.rstrip().split(":\t", 1) for line in file if line.startswith(("CapEff:", "NoNewPrivs:")))
+    if int(status["CapEff"], 16) & _SYS_ADMIN:
+        return None
+    if shutil.which("fusermount3") is None:
+        return "fusermount3, which mounts for users, is not installed"
+    return "this process cannot gain privileges (NoNewPrivs)" if status.get("NoNewPrivs") == "1" else None
+
+
 # -- before mounting --------------------------------------------------------------------------------
 def check_mountpoint(path: str) -> Mount | None:
     """Check that a workspace can be mounted at `path`.  Return the dead vfsd mount to clear first, if there is one.

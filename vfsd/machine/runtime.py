@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import re
+import shlex
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -125,6 +126,11 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
         return process_start_ticks(self.pid) == self.pid_start_ticks
 
     @property
+    def is_attached(self) -> bool:
+        """Whether the workspace is the directory itself, without a mount; none is mounted over what it serves."""
+        return self.backend == f"host:{self.mountpoint}"
+
+    @property
     def is_kept(self) -> bool:
         """Whether a keeper is running, which restarts the daemon if it dies."""
         return self.keeper is not None and process_start_ticks(self.keeper) == self.keeper_start_ticks
@@ -157,6 +163,8 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
         """Raise ConnectionRefusedError, with advice, if the daemon is dead."""
         if not self.alive:
             advice = f"`vfsd unmount {self.name}` removes the mount, `vfsd mount` at the same path replaces it"
+            if self.is_attached:
+                advice = f"`vfsd attach {shlex.quote(self.mountpoint)}` attaches it again, with its snapshots"
             what = f"the daemon of {self.name} is dead" + (f" ({self.failure})" if self.failure else "")
             if self.is_kept:
                 who = f"its keeper (process {self.keeper}) is starting another one"

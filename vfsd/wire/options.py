@@ -38,6 +38,9 @@ ENGINES_GROUP: Final = "vfsd.engines"
 ENGINES: Final = ("auto", "native", "pyfuse3")  # the built-in ones
 
 
+NO_ENGINE: Final = "none"  # of an attached directory, a workspace without a mount; not to be chosen for a mount
+
+
 def entry_point_names(group: str) -> set[str]:
     """Return the names that installed packages add to `group`."""
     from importlib import metadata  # noqa: PLC0415 (start-up: see above)
@@ -616,6 +619,11 @@ class MountOptions(Value):
     anchor: int | None = None
     is_continued: bool = False
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the workspace is the directory itself, without a mount."""
+        return self.kernel.engine == NO_ENGINE
+
     @classmethod
     def of(cls, mountpoint: str, name: str, **values: Any) -> MountOptions:
         """Sort flat options into their groups.  TypeError for an unknown name."""
@@ -692,6 +700,11 @@ class Ready(msgspec.Struct, frozen=True):
     engine: str
     recovered: str | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the workspace is the directory itself, without a mount."""
+        return self.engine == NO_ENGINE
 
 
 class Failed(Value):

@@ -29,6 +29,7 @@ import trio
 
 from protocol.errors import DeniedByPolicyError
 from protocol.linux.regular_file import open_regular
+from vfsd.daemon.attached import needs_mount
 from vfsd.daemon.audit.log import AuditLog, Entry
 from vfsd.kernel.engines.base import ObservableEngine
 from vfsd.machine.logs import log_failure
@@ -49,7 +50,8 @@ class Audit:
     """
 
     def __init__(self, options: MountOptions, volume: Volume, *, starter: int, is_fork: bool) -> None:
-        self.log = AuditLog(volume, starter=starter) if options.audit.audit else None
+        self._is_attached = options.is_attached
+        self.log = AuditLog(volume, starter=starter) if options.audit.audit and not options.is_attached else None
         self.file: AuditFile | None = None
         self._note_labels: Callable[[list[GivenLabel]], object] = lambda _labels: None
         path = options.audit.audit_file
@@ -78,6 +80,8 @@ class Audit:
 
     def kept_log(self) -> AuditLog:
         """Return the log.  OSError (EOPNOTSUPP) if there is none."""
+        if self.log is None and self._is_attached:
+            raise needs_mount("a log of changes", "`vfsd diff` and `vfsd timeline` compare its snapshots")
         if self.log is None:
             raise OSError(errno.EOPNOTSUPP, "this workspace keeps no log: it was mounted with --no-audit")
         return self.log

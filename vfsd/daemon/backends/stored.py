@@ -19,6 +19,7 @@ from protocol.backends.overlay.intent_log import recover
 from protocol.linux.portable import proc_path
 from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.tree import ByteProgress
+from vfsd.daemon import attached
 from vfsd.daemon.backends.registry import Backend
 from vfsd.daemon.snapshots.store_restore import Stored, interrupted
 from vfsd.machine.interpreter import missing_package
@@ -186,7 +187,7 @@ def open_exec(options: MountOptions, progress: ByteProgress) -> Backend:
     )
 
 
-def open_host(options: MountOptions, _progress: ByteProgress) -> Backend:
+def open_host(options: MountOptions, progress: ByteProgress) -> Backend:
     """A `BackendOpener`."""
     from protocol.backends.host import HostVolume  # noqa: PLC0415 (as above)
 
@@ -195,6 +196,8 @@ def open_host(options: MountOptions, _progress: ByteProgress) -> Backend:
     volume = HostVolume(directory_of(options), read_only=options.workspace.read_only)
     try:
         stored = _stored_host(options, volume.root_fd)
+        if options.is_attached:
+            attached.check_fits(options.workspace.mountpoint, stored, volume.root_fd, lambda: progress(0, 0))
         recovered = "; ".join(filter(None, (recovered, describe_interrupted(stored)))) or None
     except BaseException:
         volume.close()
@@ -262,7 +265,9 @@ def check_outside(options: MountOptions, store: Store) -> None:
     """Raise ValueError for a store that the mount would hide."""
     mountpoint = real_mountpoint(options.workspace.mountpoint)
     if os.path.commonpath((os.path.realpath(store.directory), mountpoint)) == mountpoint:
-        raise ValueError(f"the store {store.directory} is inside the mountpoint {options.workspace.mountpoint}")
+        what = "the attached directory" if options.is_attached else "the mountpoint"
+        other = "; name another one with --store" if options.is_attached else ""
+        raise ValueError(f"the store {store.directory} is inside {what} {options.workspace.mountpoint}{other}")
 
 
 def real_mountpoint(path: str) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from protocol.errors import SnapshotExistsError
+from vfsd.daemon.attached import needs_mount
 from vfsd.daemon.snapshots.base import UNOBSERVED, SnapshotService, free_name
 from vfsd.machine.interpreter import missing_package
 from vfsd.machine.logs import log_failure
@@ -47,7 +48,10 @@ def choose_commands(
     OSError if a package is missing.
     """
     name = options.workspace.name
-    run_with = functools.partial(Commands, name, snapshots=snapshots if options.commands.snapshot_each else None)
+    is_attached = options.is_attached
+    run_with = functools.partial(
+        Commands, name, is_attached=is_attached, snapshots=snapshots if options.commands.snapshot_each else None
+    )
     if options.commands.exec_on_host:
         # Start-up: most workspaces run no commands.
         from protocol.execution.host import HostCommandRunner  # noqa: PLC0415
@@ -81,12 +85,14 @@ class Commands:
         self,
         workspace: str,
         *,
+        is_attached: bool = False,
         runner: CommandRunner | None = None,
         sandbox: Sandbox | None = None,
         snapshots: SnapshotService | None = None,
         end_abandoned: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._workspace = workspace
+        self._is_attached = is_attached
         self._runner = runner or sandbox
         self._sandbox = sandbox
         self._snapshots = snapshots
@@ -185,6 +191,8 @@ class Commands:
                 pass  # a client used that name
 
     def _unsupported(self) -> OSError:
+        if self._is_attached:
+            return needs_mount("a command of `vfsd exec`", "run the command in the directory itself")
         return OSError(
             errno.EOPNOTSUPP,
             f"workspace {self._workspace!r} cannot run commands: its backend has nothing to run them in. Mount it with "

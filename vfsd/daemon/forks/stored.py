@@ -32,7 +32,15 @@ from vfsd.daemon.snapshots.stored import StoreSnapshots
 from vfsd.machine.daemon_start import start_interpreter
 from vfsd.machine.logs import log_path, open_log
 from vfsd.operations.forks import Ancestor, ForkParams, StateId
-from vfsd.wire.options import BackendSpec, JournalOptions, MountOptions, Ready, StoredOrigin, declared_options
+from vfsd.wire.options import (
+    BackendSpec,
+    JournalOptions,
+    KernelOptions,
+    MountOptions,
+    Ready,
+    StoredOrigin,
+    declared_options,
+)
 
 if TYPE_CHECKING:
     from vfsd.daemon.backends.registry import Backend
@@ -127,6 +135,8 @@ def fork_options(options: MountOptions, name: str, mountpoint: str, origin: Stor
     directory = backend.argument if backend.kind == "host" else ""
     over = BackendSpec("overlay").with_snapshot(origin.source.left_at.name, directory)
     values = options.values() | {"backend": over, "name": name, "mountpoint": mountpoint}
+    if options.is_attached:
+        values["engine"] = KernelOptions().engine
     for each, (_, option) in declared_options().items():
         if option.scope is not None and not option.scope.allows(values):
             values[each] = option.default

@@ -54,7 +54,6 @@ from vfsd.daemon.backends import registry
 from vfsd.daemon.keeper.sd_notify import Notifier
 from vfsd.daemon.resume import Slots
 from vfsd.kernel.engines.base import ResumableEngine
-from vfsd.kernel.engines.native import mounting
 from vfsd.machine import interpreter, logs, runtime
 from vfsd.machine.logs import log_failure
 from vfsd.machine.runtime import process_start_ticks
@@ -84,6 +83,8 @@ SERVING_NS: Final = 3  # since when the daemon serves, by time.monotonic_ns()
 
 def shared_memory(descriptor: int | None = None) -> tuple[int, memoryview]:
     """Make the memory that a keeper and its daemon share, or map that of `descriptor`."""
+    from vfsd.kernel.engines.native import mounting  # noqa: PLC0415 (an attached directory has no engine, no keeper)
+
     size = mounting.SHARED_BYTES
     if descriptor is None:
         descriptor = os.memfd_create("vfsd-keeper")
@@ -137,7 +138,7 @@ class Kept:
         """`notifier`: of the keeper."""
         self.log: Final = log
         self.notifier: Final = replace(notifier, keeper=self._notify)
-        self._slots = Slots(memory_fd, mounting.SHARED_BYTES)
+        self._slots = Slots(memory_fd, memory.nbytes)
         self.resume = self._slots.read()
         self.resumed = resumed
         self.early_signal = early_signal
@@ -435,6 +436,8 @@ def release_stuck(pid: int, device: int, memory_fd: int) -> None:
 
     No process serves the mount.  `memory_fd`: see `mounting.fail_noted`.
     """
+    from vfsd.kernel.engines.native import mounting  # noqa: PLC0415 (loaded by `shared_memory`)
+
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state = file.read().rpartition(")")[2].split()[0]

@@ -35,6 +35,7 @@ import vfsd
 from protocol.linux import credentials
 from protocol.volume_durability import HandedOverVolume, handed_over, journaled
 from protocol.volume_extensions import forkable
+from vfsd.daemon.attached import needs_mount
 from vfsd.daemon.control.calls import CallContext
 from vfsd.daemon.forks.process import check_memory, fork_writer
 from vfsd.daemon.keeper.keeping import KEEPS, shared_memory
@@ -124,6 +125,10 @@ class Upgrade:
         volume, engine = handed_over(self._mounted.volume), daemon.engine
         kind = daemon.options.workspace.backend.kind
         again = "unmount it and mount it again"
+        if daemon.options.is_attached:
+            raise needs_mount(
+                "an upgrade in place", "`vfsd unmount` it and `vfsd attach` it again, which loses nothing"
+            )
         if volume is None:
             raise _unsupported(f"a workspace with the backend {kind} cannot be upgraded while programs use it: {again}")
         if not isinstance(engine, ResumableEngine):

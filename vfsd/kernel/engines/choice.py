@@ -14,7 +14,6 @@ import errno
 import logging
 from typing import TYPE_CHECKING, Final
 
-from vfsd.kernel.engines.native import NativeEngine
 from vfsd.machine.interpreter import install_command
 from vfsd.machine.logs import log_failure
 from vfsd.wire.options import ENGINES_GROUP, known_engines, load_entry_point
@@ -38,6 +37,8 @@ def mount_engine(choice: str, volume: Volume, settings: EngineSettings, imperson
     engine's `fallback_reason` and the log say why.  Only then pyfuse3, an extra, has to be installed.
     EINVAL if there is no engine of that name, EOPNOTSUPP if it cannot be imported.
     """
+    from vfsd.kernel.engines.native import NativeEngine  # noqa: PLC0415 (an attached directory needs no engine)
+
     reason = None
     if choice == "auto":
         native = NativeEngine(volume, settings, impersonator)
@@ -66,6 +67,8 @@ def resume_engine(
     volume: Volume, settings: EngineSettings, impersonator: Impersonator | None, mount: ResumedMount
 ) -> Engine:
     """Return the engine that continues to serve `mount`.  See `ResumableEngine.resume`."""
+    from vfsd.kernel.engines.native import NativeEngine  # noqa: PLC0415 (as above)
+
     engine = NativeEngine(volume, settings, impersonator)
     engine.resume(mount)
     return engine

@@ -62,7 +62,7 @@ def last(daemon: FakeDaemon, method: str) -> Any:
 
 # -- help -------------------------------------------------------------------------------------------
 # A -w would have no meaning in these commands.
-ON_NO_WORKSPACE = {"mount", "doctor", "completion", "store", "hooks", "run", "persisted", "pull"}
+ON_NO_WORKSPACE = {"attach", "mount", "doctor", "completion", "store", "hooks", "run", "persisted", "pull"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -42,6 +42,7 @@ from protocol.tree import Tree, names_in, unfiltered
 from protocol.types import ChangeCounts
 from protocol.volume_durability import journaled
 from protocol.volume_extensions import SnapshotableVolume, SnapshotInfo, overlaid, snapshotable
+from vfsd.daemon.attached import needs_mount
 from vfsd.daemon.audit.service import Audit
 from vfsd.daemon.control.calls import CallContext, handlers_of
 from vfsd.daemon.control.handlers.changes import TreeMethods, time_text
@@ -152,6 +153,8 @@ class WorkspaceMethods:
         """Show the policy, and tighten it.  Adding patterns fails with EOPNOTSUPP for a workspace without a policy."""
         protect, hide = ([os.fsdecode(from_wire_path(each)) for each in some] for some in (params.protect, params.hide))
         found = self._mounted.policy
+        if self._mounted.is_attached and (protect or hide):
+            raise needs_mount("a policy", "`vfsd mount DIR --backend host:DIRECTORY --protect PATTERN` enforces one")
         if found is None:
             if protect or hide:
                 raise OSError(errno.EOPNOTSUPP, _NO_POLICY)
@@ -459,6 +462,8 @@ class UnmountMethods:
     async def unmount(self, params: UnmountParams, call: CallContext) -> UnmountResult:
         """Unmount, and end the daemon."""
         mountpoint, volume = self._options.mountpoint, self._volume
+        if self._mounted.is_attached:
+            return await self._leave_directory(params, call)
         journal = None if params.drop_journal else self._journal()
         checked = None if params.discard or journal is not None else volume
         mark = 0 if checked is None else await self._check(checked, params, call)
@@ -500,6 +505,15 @@ class UnmountMethods:
             None if journal is None else wire_path(os.fsencode(journal)),
             left if is_used or left is not None else await self._wait_removed(),
         )
+
+    async def _leave_directory(self, params: UnmountParams, call: CallContext) -> UnmountResult:
+        """End the daemon of an attached directory, which stays as it is."""
+        async with self._mounted.change_lock:  # a restore is completed first
+            call.commit()
+            self.to_answer += 1
+            call.after_answer(self._answered)
+            self._mounted.engine.stop()
+        return UnmountResult(wire_path(os.fsencode(self._options.mountpoint)), params.lazy, [])
 
     async def _drop_journal(self) -> str | None:
         """Remove the files of the journal, which the daemon has open until it ends.  Return a sentence if that fails.

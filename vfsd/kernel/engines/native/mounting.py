@@ -43,11 +43,12 @@ from vfsd.kernel.engines.base import EngineSettings, mount_options
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.wire import InitFlag, Opcode
 from vfsd.machine.mountinfo import SOURCE_PREFIX, VFSD_TYPE, mounts_at
-from vfsd.machine.mounts import detach
+from vfsd.machine.mounts import detach, why_no_mount
 from vfsd.wire.sockets import receive_descriptors
 
 _FUSERMOUNT: Final = "fusermount3"
 _DEVICE: Final = "/dev/fuse"
+_WITHOUT_MOUNT: Final = "without a mount, `vfsd attach DIR` gives a directory snapshots, diff and restore"
 _KERNEL_OPTIONS: Final = {"allow_other", "default_permissions"}  # fs/fuse/inode.c
 # linux/mount.h
 _MS_RDONLY: Final = 1
@@ -106,11 +107,13 @@ def _mount_directly(settings: EngineSettings, mountpoint: str, checked: bool) ->
 def _explained(error: OSError, mountpoint: str) -> OSError:
     """Return `error` of `_mount_directly`, which fusermount3 cannot help, with what to do."""
     if error.filename == _DEVICE:
-        reason = f"{_DEVICE} cannot be opened ({error.strerror}): `vfsd doctor` says what to do"
+        reason = f"{_DEVICE} cannot be opened ({error.strerror}): `vfsd doctor` says what to do; {_WITHOUT_MOUNT}"
         return OSError(errno.ENODEV, reason, mountpoint)
     reason = f"mount(2) failed ({error.strerror})"
     if error.errno == errno.EPERM:
-        reason += f", and {_FUSERMOUNT}, which mounts for users, is missing: install it (package fuse3)"
+        reason += (
+            f", and {_FUSERMOUNT}, which mounts for users, is missing: install it (package fuse3); {_WITHOUT_MOUNT}"
+        )
     return OSError(error.errno, reason, mountpoint)
 
 
@@ -130,6 +133,8 @@ def _mount_with_fusermount(settings: EngineSettings, mountpoint: str, checked: b
     if not descriptors:
         message = done.stderr.decode(errors="replace").strip() or f"{_FUSERMOUNT} failed"
         code = errno.EPERM if os.path.isdir(mountpoint) else errno.ENOENT
+        if why_no_mount() is not None or "not permitted" in message:
+            message = f"{message}; {_WITHOUT_MOUNT}"
         raise OSError(code, message, settings.mountpoint)
     return descriptors[0]
 

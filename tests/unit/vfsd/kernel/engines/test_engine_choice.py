@@ -10,7 +10,7 @@ import pytest
 
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import Volume
-from vfsd.kernel.engines import choice
+from vfsd.kernel.engines import choice, native
 from vfsd.kernel.engines.base import EngineSettings, Impersonator
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
@@ -37,7 +37,7 @@ class _Reference(Pyfuse3Engine):
 
 @pytest.fixture
 def volume(monkeypatch: pytest.MonkeyPatch) -> Volume:
-    monkeypatch.setattr(choice, "NativeEngine", _OldKernel)
+    monkeypatch.setattr(native, "NativeEngine", _OldKernel)
     monkeypatch.setattr("vfsd.kernel.engines.pyfuse3.Pyfuse3Engine", _Reference)
     return MemoryVolume()
 
@@ -55,7 +55,7 @@ def test_an_engine_that_was_asked_for_is_no_fallback(volume: Volume) -> None:
 
 
 def test_a_mount_that_no_engine_could_make_is_not_tried_twice(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "NativeEngine", _Forbidden)
+    monkeypatch.setattr(native, "NativeEngine", _Forbidden)
     with pytest.raises(PermissionError) as refused:
         choice.mount_engine("auto", volume, SETTINGS, None)
     assert refused.value.errno == errno.EPERM
@@ -85,7 +85,7 @@ def test_pyfuse3_that_is_asked_for_and_missing_says_what_to_install() -> None:
 
 @pytest.mark.usefixtures("without_pyfuse3")
 def test_where_neither_engine_serves_both_reasons_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "NativeEngine", _OldKernel)
+    monkeypatch.setattr(native, "NativeEngine", _OldKernel)
     with pytest.raises(OSError, match=r"pyfuse3 engine cannot be loaded .*; not native: the kernel's FUSE 7.19"):
         choice.mount_engine("auto", MemoryVolume(), SETTINGS, None)
 
