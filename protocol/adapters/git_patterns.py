@@ -201,7 +201,7 @@ def _joined(segments: Sequence[Sequence[str]], *, is_split: bool) -> str:
     text = "/".join(first)
     for number, segment in enumerate(rest):
         is_last = number == len(rest) - 1
-        text += "/" if text else ""
+        text += "/" if first or number else ""
         if not segment:  # a pattern that ends with `**` matches everything below, but not the directory itself
             text += ".*" if is_split else ".+"
         elif is_last:

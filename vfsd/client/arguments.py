@@ -182,8 +182,8 @@ class MountArguments(TypedDict, total=False):
 def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Unpack[MountArguments]) -> MountOptions:
     """Return the options of a mount at `mountpoint`.  The default `name` is made from the mountpoint's last component.
 
-    ValueError for an invalid value (OptionError for that of an option), TypeError for an unknown argument, OSError for
-    a backend's directory that does not exist.
+    ValueError for an invalid value (OptionError for that of an option), TypeError for an unknown argument or a value of
+    a wrong type, OSError for a backend's directory that does not exist.
     """
     given: dict[str, Any] = dict(arguments)
     check_type(backend, str, 'a backend is a str, such as "overlay:DIR"', "an object with files is `filesystem=OBJECT`")

@@ -260,8 +260,8 @@ class Workspace(WorkspaceBase):
         refuses all changes, and `allow_other` lets other users enter.  `log_level` and `log_format` are of the daemon's
         log.  docs/mount.md lists all arguments with the options of `vfsd mount`, and which of them go together.
 
-        ValueError for invalid arguments, TypeError for an unknown one.  OSError for failures: FileExistsError or
-        OSError(EBUSY, ENOTEMPTY, ...) if nothing can be mounted at `path`.
+        ValueError for invalid arguments, TypeError for an unknown one or one of a wrong type.  OSError for failures:
+        FileExistsError or OSError(EBUSY, ENOTEMPTY, ...) if nothing can be mounted at `path`.
         """
         options = mount_options(path, backend, **arguments)
         if filesystem is not None:

@@ -227,7 +227,6 @@ class RemoteContents:
 
 
 # -- the cache on disk -----------------------------------------------------------------------------
-LEAST_CACHE_BYTES: Final = 16 << 20
 _STATE: Final = struct.Struct("<QB")  # size in bytes, and 1 while a writer is at work
 _LOCK: Final = "lock"
 _BLOCK_BYTES: Final = 4096

@@ -28,7 +28,7 @@ def patterns(draw: st.DrawFn) -> str:
     text = "/".join(draw(st.lists(component, min_size=1, max_size=4)))
     return (
         draw(st.sampled_from(("", "", "!")))
-        + draw(st.sampled_from(("", "", "/")))
+        + draw(st.sampled_from(("", "", "", "/", "/", "//")))
         + text
         + draw(st.sampled_from(("", "", "/")))
     )
@@ -71,6 +71,7 @@ def ignored_by_git(lines: list[str], entries: Entries) -> set[str]:
 @example(["a/**"], {"a": True, "a/b": False})
 @example(["ab**/c"], {"ab": True, "ab/b": True, "ab/b/c": False, "aab": True, "aab/c": False})
 @example(["a/", "!a/b"], {"a": True, "a/b": False})
+@example(["//**", "//**/b"], {"a": True, "a/b": False, "b": False})
 @example(["/a/b", "[!a]"], {"a": True, "a/b": False, "b": True, "b/a": False})
 def test_the_answer_is_that_of_git(lines: list[str], entries: Entries) -> None:
     valid = []
