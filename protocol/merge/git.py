@@ -9,9 +9,12 @@ Source: gitrepository-layout(5), git-fetch(1).
 
 `git_text_merge` merges any number of texts by lines with three processes: `git fast-import` makes a repository of three
 commits in a private directory, `git merge-tree` merges them, and `git cat-file` returns the results.  A git before 2.38
-has no such merge-tree, so it merges file by file with `git merge-file`.  The files are named 0, 1, 2, ... there, so
-that no argument or name comes from a tree.  Of the .gitattributes of a tree only the attribute `merge` counts, and of
-its values only "union" and those of binary files (`merge_attributes`): no driver is run.
+has no such merge-tree, so it merges file by file with `git merge-file`.  The files are named 0, 1, 2, ... there, with
+their extensions, so that no argument comes from a tree.
+
+Of the .gitattributes of a tree only the attribute `merge` counts, and of its values only "union" and those of binary
+files (`merge_attributes`).  A driver is run only if the caller names it: one of the user's own configuration
+(`user_driver`), never one of a repository.
 
 Source: git-fast-import(1), git-merge-tree(1), git-merge-file(1), gitattributes(5).
 """
@@ -99,6 +102,7 @@ class PrivateGit:
     ) -> None:
         self._directory = directory
         self._keep_going = keep_going
+        self.driver = ""  # the command that merges texts; it has the user's home directory
         for name, target in (links or {}).items():
             os.symlink(target, self.path(name))
         for name in ("objects", "refs"):
@@ -166,11 +170,14 @@ class PrivateGit:
                 raise GitError(f"git {command} did not end within {TIMEOUT_S:.0f} s")
 
     def _environment(self) -> dict[str, str]:
+        home = {"HOME": self._directory, "XDG_CONFIG_HOME": self._directory}
+        if self.driver:
+            home = {name: os.environ[name] for name in home if name in os.environ}
+            home |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": _DRIVER, "GIT_CONFIG_VALUE_0": self.driver}
         return {
+            **home,
             "PATH": os.environ.get("PATH", os.defpath),
             "LC_ALL": "C",
-            "HOME": self._directory,
-            "XDG_CONFIG_HOME": self._directory,
             "GIT_DIR": self._directory,
             "GIT_CONFIG_NOSYSTEM": "1",
             "GIT_CONFIG_GLOBAL": os.devnull,
@@ -536,6 +543,7 @@ def _submodules(repository: str, above: str = "") -> Iterator[str]:
 # -- texts -----------------------------------------------------------------------------------------
 _BATCH_FILES: Final = 1_000
 _BATCH_BYTES: Final = 32 * 1024 * 1024
+_DRIVER: Final = "merge.tool.driver"
 _USAGE: Final = 129  # git's exit status for an option that it does not know
 _MERGE_FILE_ERROR: Final = 128  # `git merge-file` exits with the number of conflicts, at most 127, or with 255
 
@@ -544,6 +552,7 @@ class TextCase(Value):
     """Three versions of a text.  Each is read when it is needed; `base` is None if there is none.
 
     `size_bytes` is their sum, for batches of a bounded size.  `is_union`: in a conflict, take the lines of both sides.
+    `extension`: that of the file's name, for a driver.
     """
 
     base: Callable[[], bytes] | None
@@ -551,6 +560,11 @@ class TextCase(Value):
     theirs: Callable[[], bytes]
     size_bytes: int
     is_union: bool = False
+    extension: bytes = b""
+
+    def name(self, number: int) -> bytes:
+        """Return the file's name among those that are merged together."""
+        return b"%d%s" % (number, self.extension)
 
 
 class TextResult(Value):
@@ -568,8 +582,25 @@ class TextResult(Value):
 TextMerge: TypeAlias = Callable[[Sequence[TextCase], Callable[[], None]], Sequence[TextResult]]
 
 
-def git_text_merge(cases: Sequence[TextCase], keep_going: Callable[[], None]) -> list[TextResult]:
-    """Merge the texts by lines as `git merge` does.
+def user_driver(name: str) -> str:
+    """Return the command of the merge driver `name` in the global git configuration of the user.
+
+    The configuration of the system, of repositories and of the current directory does not count.  FileNotFoundError.
+    """
+    key = f"merge.{name}.driver"
+    command = ["git", "config", "--global", "--get", key]
+    kept = {"PATH", "HOME", "XDG_CONFIG_HOME", "GIT_CONFIG_GLOBAL"} & os.environ.keys()
+    environment = {each: os.environ[each] for each in kept}
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):  # no git, or an impossible name
+        found = subprocess.run(command, cwd="/", env=environment, capture_output=True, timeout=TIMEOUT_S, check=False)
+        if driver := os.fsdecode(found.stdout.rstrip(b"\n")):
+            return driver
+    reason = f"there is no merge driver {name!r} in your global git configuration ({key})"
+    raise FileNotFoundError(errno.ENOENT, reason)
+
+
+def git_text_merge(cases: Sequence[TextCase], keep_going: Callable[[], None], driver: str = "") -> list[TextResult]:
+    """Merge the texts by lines as `git merge` does; with `driver`, a command as in gitattributes(5), as that does.
 
     Without git, or if git fails or takes longer than `git.TIMEOUT_S`, the result of each case says so.  OSError if a
     version cannot be read.
@@ -577,7 +608,7 @@ def git_text_merge(cases: Sequence[TextCase], keep_going: Callable[[], None]) ->
     results: list[TextResult] = []
     for batch in _batches(cases):
         try:
-            results += _merged_batch(batch, keep_going)
+            results += _merged_batch(batch, keep_going, driver)
         except GitError as error:
             results += [TextResult(None, is_clean=False, problem=str(error))] * len(batch)
     return results
@@ -596,7 +627,7 @@ def _batches(cases: Sequence[TextCase]) -> Iterator[list[TextCase]]:
         yield batch
 
 
-def _merged_batch(cases: Sequence[TextCase], keep_going: Callable[[], None]) -> list[TextResult]:
+def _merged_batch(cases: Sequence[TextCase], keep_going: Callable[[], None], driver: str) -> list[TextResult]:
     try:
         directory = tempfile.mkdtemp(prefix="vfsd-merge-")
     except OSError as error:
@@ -606,18 +637,23 @@ def _merged_batch(cases: Sequence[TextCase], keep_going: Callable[[], None]) -> 
         _write_commits(cases, git.path("import"), keep_going)
         os.mkdir(git.path("info"))
         with open(git.path("info/attributes"), "wb") as rules:
-            rules.writelines(b"/%d merge=union\n" % number for number, case in enumerate(cases) if case.is_union)
+            rules.write(b"* merge=tool\n" if driver else b"")
+            unions = (case.name(number) for number, case in enumerate(cases) if case.is_union)
+            rules.writelines(b"/%s merge=union\n" % name for name in unions)
+        git.driver = driver
         git.run(["fast-import", "--quiet"], "import", "imported")
         os.unlink(git.path("import"))
         options = ["--write-tree", "-z", "--name-only", "--no-messages"]
         status = git.run(["merge-tree", *options, "ours", "theirs"], os.devnull, "merged", fine=(0, 1, _USAGE))
+        if status == _USAGE and driver:
+            raise GitError("a merge tool needs git 2.38 or later")
         if status == _USAGE:
             return [_merged_file(git, case) for case in cases]
         tree, *in_conflict = git.output("merged").rstrip(b"\0").split(b"\0")
         with open(git.path("wanted"), "wb") as wanted:
-            wanted.writelines(b"%s:%d\n" % (tree, number) for number in range(len(cases)))
+            wanted.writelines(b"%s:%s\n" % (tree, case.name(number)) for number, case in enumerate(cases))
         git.run(["cat-file", "--batch"], "wanted", "contents")
-        conflicts = set(map(int, in_conflict))
+        conflicts = {int(name.partition(b".")[0]) for name in in_conflict}
         with open(git.path("contents"), "rb") as contents:
             return [TextResult(_blob(contents), number not in conflicts) for number in range(len(cases))]
     finally:
@@ -637,7 +673,7 @@ def _write_commits(cases: Sequence[TextCase], path: str, keep_going: Callable[[]
                 if read is not None:
                     keep_going()
                     content = read()
-                    yield b"M 100644 inline %d\ndata %d\n%s\n" % (number, len(content), content)
+                    yield b"M 100644 inline %s\ndata %d\n%s\n" % (case.name(number), len(content), content)
 
     with open(path, "wb", buffering=0) as out:
         for each in lines():

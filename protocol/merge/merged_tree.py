@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
@@ -162,6 +163,7 @@ def _not_found(path: bytes) -> OSError:
 TEXT_LIMIT_BYTES: Final = 8 * 1024 * 1024  # of one version
 _ATTRIBUTES_LIMIT_BYTES: Final = 1 << 20  # of a .gitattributes file; larger ones do not count
 _ATTRIBUTES_PATH_BYTES: Final = 2048  # git reads none at a longer path than PATH_MAX, here below a private directory
+_EXTENSION: Final = re.compile(rb"\.[A-Za-z0-9]{1,16}\Z")
 _SLASH: Final = ord("/")
 _NOT_MERGED: Final = frozenset({b"unset", b"binary"})  # values of the attribute `merge`, of files that are not text
 _KEPT_WHOLE: Final = TextResult(None, is_clean=False, problem="changed on both sides; not a text (.gitattributes)")
@@ -227,7 +229,12 @@ class Contents:
         ordered = [paths[number] for number in range(len(self._cases))]
         rules = merge_attributes(ordered, self._attribute_files(ordered), self._trees.keep_going)
         asked = [number for number, rule in enumerate(rules) if rule not in _NOT_MERGED]
-        cases = [msgspec.structs.replace(self._cases[number], is_union=rules[number] == b"union") for number in asked]
+        cases = [
+            msgspec.structs.replace(
+                self._cases[number], is_union=rules[number] == b"union", extension=_extension(ordered[number])
+            )
+            for number in asked
+        ]
         results = text_merge(cases, self._trees.keep_going) if cases else ()
         done = dict(zip(asked, results, strict=True))
         self._results = [done.get(number, _KEPT_WHOLE) for number in range(len(self._cases))]
@@ -310,6 +317,12 @@ class Contents:
             lambda: _text(trees.theirs, theirs),
             (base.size if base is not None else 0) + ours.size + theirs.size,
         )
+
+
+def _extension(path: bytes) -> bytes:
+    """Return the extension of a file's name with its dot; b"" if it has characters that an argument might not have."""
+    found = _EXTENSION.search(path)
+    return b"" if found is None else found.group()
 
 
 def _is_binary(tree: Tree, entry: TreeEntry) -> bool:

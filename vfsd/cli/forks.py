@@ -223,10 +223,21 @@ _CONFLICTS_SHOWN: Final = 20
     show_default=True,
     help="What to do with paths that both changed in different ways.",
 )
+@click.option(
+    "--merge-tool",
+    metavar="NAME",
+    help="Merge texts that both changed with this driver of your global git configuration (merge.NAME.driver).",
+)
 @touch_option
 @click.pass_obj
 def merge_command(
-    app: App, fork: str, paths: tuple[str, ...], dry_run: bool, conflicts: Conflicts, touch: bool
+    app: App,
+    fork: str,
+    paths: tuple[str, ...],
+    dry_run: bool,
+    conflicts: Conflicts,
+    merge_tool: str | None,
+    touch: bool,
 ) -> None:
     """Take over what a fork has changed.
 
@@ -255,7 +266,7 @@ def merge_command(
     a build may not notice; --touch gives all files whose content it changes the present time.
     """
     app.paths = paths
-    request = app.requests.merge(fork, paths, conflicts=conflicts, dry_run=dry_run, touch=touch)
+    request = app.requests.merge(fork, paths, conflicts=conflicts, tool=merge_tool, dry_run=dry_run, touch=touch)
     _merge(app, request, "merged", dry_run=dry_run, advice=_MERGE_ADVICE, has_markers=conflicts == "markers")
 
 

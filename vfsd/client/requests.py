@@ -331,6 +331,7 @@ class Requests:
         paths: Iterable[UserPath] = (),
         *,
         conflicts: Literal["fail", "ours", "theirs", "markers"] = "fail",
+        tool: str | None = None,
         dry_run: bool = False,
         touch: bool = False,
         on_progress: OnProgress | None = None,
@@ -341,7 +342,8 @@ class Requests:
         source, or another fork of the same workspace.  Paths that both have changed are merged by the rules of
         docs/merge.md.  `conflicts` says what happens to paths that cannot be merged.  With "fail" nothing is changed if
         there are any; "ours" keeps this workspace's version, "theirs" takes the fork's, and "markers" writes both into
-        text files.
+        text files.  `tool` is the name of a merge driver in the user's global git configuration
+        (merge.NAME.driver), which then merges the texts that both have changed.
 
         `Merged.applied` says whether anything was changed, and `Merged.conflicts` why not.  `undo` takes a merge back.
         After a merge that is limited to `paths`, the next one without compares these paths again, too.  OSError: EINVAL
@@ -349,7 +351,7 @@ class Requests:
         as for `restore`.
         """
         params = MergeParams(
-            fork=_peer(fork), paths=self._paths(paths), conflicts=conflicts, dry_run=dry_run, touch=touch
+            fork=_peer(fork), paths=self._paths(paths), conflicts=conflicts, dry_run=dry_run, touch=touch, tool=tool
         )
         return RemoteCall("merge", params, _to("Merged"), on_progress)
 

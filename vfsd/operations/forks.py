@@ -57,7 +57,8 @@ class MergeParams(Params):
     """Parameters of `merge`: take over the changes that `fork` has made since the last merge, or since the fork.
 
     `paths` limits the merge to these paths.  `dry_run` reports without changing anything.  `conflicts` says what
-    happens to paths that both workspaces changed: "fail" changes nothing if there is any.
+    happens to paths that both workspaces changed: "fail" changes nothing if there is any.  `tool`: the name of a merge
+    driver in the global git configuration of the daemon's user, which merges the texts that both changed.
     """
 
     fork: Peer
@@ -65,6 +66,7 @@ class MergeParams(Params):
     conflicts: Conflicts = "fail"
     dry_run: bool = False
     touch: bool = False  # as in RestoreParams
+    tool: str | None = None
 
 
 class ConflictRecord(msgspec.Struct, omit_defaults=True):

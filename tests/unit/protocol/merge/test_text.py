@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.merge.git import TextCase, TextResult, git_text_merge
+from protocol.merge.git import TextCase, TextResult, git_text_merge, user_driver
 from protocol.merge.three_way import merge
 from tests.support.trees import DictTree
 
@@ -255,3 +256,28 @@ def test_attributes_hold_as_they_do_for_git(git: str, tmp_path: Path) -> None:
             assert result.tree.read(name, 0, 100) == (place / os.fsdecode(name)).read_bytes()
     binary = {conflict.path for conflict in result.conflicts if conflict.reason == "binary"}
     assert binary == {b"a.b", b"k", b"w", b"d/sub/x.u", b"e/k"}
+
+
+def test_a_driver_of_the_user_merges_what_both_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from the user's global configuration only, has the file's extension, and runs in the user's home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("GIT_CONFIG_GLOBAL", raising=False)
+    driver = tmp_path / "driver"
+    driver.write_text('#!/bin/sh\necho "$4" >> ~/seen\ngrep -q clean "$2" || exit 1\ncat "$3" >> "$2"\n')
+    driver.chmod(0o755)
+    (tmp_path / ".gitconfig").write_text(f'[merge "mine"]\n\tdriver = {driver} %O %A %B %P\n')
+    (tmp_path / "repository").mkdir()
+    subprocess.run(["git", "init", "-q", str(tmp_path / "repository")], check=True)
+    subprocess.run(["git", "-C", str(tmp_path / "repository"), "config", "merge.its.driver", "false"], check=True)
+    monkeypatch.chdir(tmp_path / "repository")
+    with pytest.raises(FileNotFoundError, match="no merge driver 'its'"):
+        user_driver("its")
+    text_merge = functools.partial(git_text_merge, driver=user_driver("mine"))
+    trees = [DictTree(dict.fromkeys((b"d/a.py", b"b"), each)) for each in (b"1\n", b"clean\n", b"3\n")]
+    result = merge(*trees, text_merge=text_merge)
+    assert not result.conflicts
+    assert result.tree.read(b"d/a.py", 0, 100) == b"clean\n3\n"
+    assert sorted((tmp_path / "seen").read_text().split()) == ["0", "1.py"]
+    trees[1] = DictTree(dict.fromkeys((b"d/a.py", b"b"), b"2\n"))
+    assert len(merge(*trees, text_merge=text_merge).conflicts) == 2

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -116,14 +117,25 @@ class MergeMethods:
 
     async def merge(self, params: MergeParams, call: CallContext) -> MergeResult:
         # Start-up: the first call on the control socket does not wait for this import.
+        from protocol.merge.git import git_text_merge, user_driver  # noqa: PLC0415
         from protocol.merge.three_way import merge  # noqa: PLC0415
 
         paths = await tree_paths(params.paths)
         is_whole = not paths or b"" in paths
         keep_going = keep_going_of(call)
+        driver = "" if params.tool is None else await in_thread(user_driver, params.tool)
+        text_merge = functools.partial(git_text_merge, driver=driver)
 
         def plan(other: Other, ours: Tree) -> Plan:
-            done = merge(other.base, ours, other.theirs, paths=paths, policy=params.conflicts, keep_going=keep_going)
+            done = merge(
+                other.base,
+                ours,
+                other.theirs,
+                paths=paths,
+                policy=params.conflicts,
+                keep_going=keep_going,
+                text_merge=text_merge,
+            )
             refuses = params.conflicts == "fail" and bool(done.conflicts)
             conflicts = list(map(conflict_record, done.conflicts))
             repositories = done.repositories if not is_whole else _with_missing(done.repositories, other, ours)
