@@ -34,7 +34,7 @@ PLACES = ("tmpfs", *(f"{engine}-{backend}" for engine in ENGINES for backend in 
 # These modules run with a write-back cache in every session, the others with --runs-long.
 WRITE_BACK_MODULES = frozenset(
     {
-        "test_archive_live", "test_quota", "test_restore_live", "test_semantics_files", "test_semantics_limits",
+        "test_archive_live", "test_restore_live", "test_semantics_files", "test_semantics_limits",
         "test_undo",
     }
 )  # fmt: skip

@@ -12,18 +12,20 @@ import logging
 import math
 import os
 import signal
+import stat
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pyfuse3
 import trio
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import VolumeCapabilities
+from protocol.volume import AttributeChanges, Caller, VolumeCapabilities
 from protocol.volume_extensions import CacheInvalidation, EntryChange
 from tests.support.waiting import readable
 from vfsd.kernel import inotify
@@ -78,7 +80,14 @@ class Served:
     def __init__(self, path: str, process: subprocess.Popen[str], log: str) -> None:
         self.path = path
         self.process = process
+        self.is_stopped = False
         self._log = log
+
+    def stop(self) -> None:
+        """Have the engine stop; the child has unmounted and ended when this returns."""
+        self.is_stopped = True
+        self.call("stop")
+        self.process.wait(20)
 
     def call(self, call: str, /, **arguments: Any) -> Any:
         self.ask(call, **arguments)
@@ -109,6 +118,7 @@ class Served:
 def served(directory: str, user: int = 0, **settings: Any) -> Iterator[Served]:
     """A mount at `directory`/mnt, gone at the end; `settings` for EngineSettings and MemoryVolume, and `engine`.
 
+    `awaits`: the volume's answers are awaitables.
     `user`: what the child runs as, once it has mounted.  `replay_limit`: the number of changes that a replay shows.
     `withdraws`: the child can `withdraw`.  `expected_log`: a part of its log, which is empty otherwise."""
     path = os.path.join(directory, "mnt")
@@ -116,23 +126,17 @@ def served(directory: str, user: int = 0, **settings: Any) -> Iterator[Served]:
     log = os.path.join(directory, "log")
     expected = settings.pop("expected_log", "")
     with open(log, "w") as errors:
+        command = [sys.executable, "-m", "tests.mount.engine_child"]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.mount.engine_child",
-                json.dumps({"mountpoint": path, "user": user, **settings}),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+            [*command, json.dumps({"mountpoint": path, "user": user, **settings})],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+        )  # fmt: skip
     child = Served(path, process, log)
     try:
         child.call("ready")
         yield child
-        child.call("check")
+        if not child.is_stopped:
+            child.call("check")
     finally:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -164,12 +168,15 @@ class _Child:
         self.victim: int | None = None
         self.found_empty: bool | None = None
         kind = {"pyfuse3": Pyfuse3Engine, "native": NativeEngine}[settings.pop("engine", "pyfuse3")]
+        self.awaiting = _Awaiting(self.volume) if settings.pop("awaits", False) else None
         self.replay = inotify.Replay(self.volume, mountpoint)
-        subject: Any = _Faulty(self.volume, faults) if faults else self.volume
+        subject: Any = _Faulty(self.volume, faults) if faults else self.awaiting or self.volume
         settings.setdefault("cache_timeout_s", math.inf)
         engine_settings = EngineSettings(mountpoint, "test", **settings)
         self.engine = kind(subject, engine_settings, self.replay)
         self.told: CacheInvalidation | None = None
+        self.served = trio.Event()
+        self.is_stopped = False
 
     async def run(self) -> None:
         self.engine.mount()
@@ -180,7 +187,7 @@ class _Child:
             os.seteuid(self.user)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.engine.serve)
+                nursery.start_soon(self.serve)
                 await self.obey(nursery)
                 self.engine.stop()
                 nursery.cancel_scope.cancel()
@@ -190,9 +197,13 @@ class _Child:
             self.engine.unmount()
             self.engine.unmount()
 
+    async def serve(self) -> None:
+        await self.engine.serve()
+        self.served.set()
+
     async def obey(self, nursery: trio.Nursery) -> None:
         self.nursery = nursery
-        while line := await trio.to_thread.run_sync(sys.stdin.readline):
+        while not self.is_stopped and (line := await trio.to_thread.run_sync(sys.stdin.readline)):
             message = json.loads(line)
             try:
                 result = await getattr(self, message.pop("call"))(**message)
@@ -205,6 +216,9 @@ class _Child:
     async def ready(self) -> None:
         return None
 
+    async def name(self) -> str:
+        return "native" if isinstance(self.engine, NativeEngine) else "pyfuse3"
+
     async def requests(self) -> int:
         await self.engine.drained()  # the kernel waits for no answer to a release
         return self.engine.requests
@@ -213,7 +227,44 @@ class _Child:
         await self.engine.drained()
 
     async def answered_all_before(self) -> bool:
-        return await self.engine._has_answered_all_before()  # type: ignore[attr-defined]  # pyfuse3's
+        engine: Any = self.engine
+        is_native = isinstance(engine, NativeEngine)
+        return bool(await (engine._has_read_all_before() if is_native else engine._has_answered_all_before()))
+
+    async def wait_served(self) -> None:
+        """Return when the engine has stopped serving by itself."""
+        with trio.fail_after(20):
+            await self.served.wait()
+
+    async def stop(self) -> None:
+        self.engine.stop()
+        await self.wait_served()
+        self.is_stopped = True
+
+    async def need(self, count: int) -> None:
+        assert self.awaiting is not None
+        self.awaiting.needed = count
+
+    async def under_way(self) -> int:
+        assert self.awaiting is not None
+        return self.awaiting.under_way
+
+    async def make_file(self, parent: int, name: str, content: str) -> None:
+        """Make a file behind the kernel's back."""
+        made = self.volume.mknod(parent, name.encode(), stat.S_IFREG | 0o644, 0, Caller(os.geteuid(), os.getegid()))
+        self.volume.write(made.inode, 0, content.encode())
+        self.volume.forget(made.inode, 1)
+
+    async def overwrite(self, inode: int, content: str) -> None:
+        """Change a file behind the kernel's back."""
+        self.volume.setattr(inode, AttributeChanges(size=0))
+        self.volume.write(inode, 0, content.encode())
+
+    async def invalidate_inode(self, inode: int) -> None:
+        await trio.to_thread.run_sync(partial(self.engine.invalidate_inode, inode, content=True))
+
+    async def invalidate_entry(self, parent: int, name: str) -> None:
+        await trio.to_thread.run_sync(self.engine.invalidate_entry, parent, name.encode())
 
     def kill_in_time(self) -> None:
         """Have pyfuse3's loop kill `victim`, if it is set, when it is about to read a request."""
@@ -271,12 +322,46 @@ class _Child:
     async def replay_something(self) -> None:
         await self.replay.run(CacheInvalidation(entries=[EntryChange(1, b"gone", 99, 0)], paths={1: b""}))
 
-    async def content(self, name: str) -> str:
-        """What the volume, not the kernel, has in the root's file `name`."""
-        found: Any = self.volume.lookup(1, os.fsencode(name))
-        inode, size = found.inode, found.size
-        self.volume.forget(inode, 1)
-        return bytes(self.volume.read(inode, 0, size)).decode()  # type: ignore[arg-type]
+    async def content(self, inode: int) -> str:
+        """What the volume, not the kernel, has in the file."""
+        return bytes(self.volume.read(inode, 0, 1 << 30)).decode()
+
+
+class _Awaiting:
+    """A volume whose every answer but `forget`'s is an awaitable.
+
+    `read` and `statfs` wait until `needed` of them are under way at once, and for ever when `needed` is 0.
+    """
+
+    capabilities = VolumeCapabilities(acls=True)  # without shortcuts: they would bypass this class
+
+    def __init__(self, volume: MemoryVolume) -> None:
+        self._volume = volume
+        self.needed = 1
+        self.under_way = 0
+        self._enough = trio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._volume, name)
+        if name == "forget" or not callable(method):
+            return method
+
+        async def answer(*arguments: Any, **options: Any) -> Any:
+            if name in ("read", "statfs"):
+                await self._wait()
+            await trio.lowlevel.checkpoint()
+            return method(*arguments, **options)
+
+        return answer
+
+    async def _wait(self) -> None:
+        self.under_way += 1
+        try:
+            if self.under_way == self.needed:
+                self._enough.set()
+            await self._enough.wait()
+        finally:
+            self.under_way -= 1
 
 
 class _Faulty:

@@ -77,6 +77,7 @@ def test_a_fork_says_that_it_needs_the_native_engine(memory: Workspace, workdir:
     with pytest.raises(OSError, match="native") as refused:
         memory.fork(workdir / "fork")
     assert refused.value.errno == errno.EOPNOTSUPP
+    assert not (workdir / "fork").exists()
 
 
 def test_changes_of_an_overlay_are_applied_and_discarded(workdir: Path) -> None:

@@ -33,6 +33,7 @@ EXTENDED_PARAMETERS: Final[Sequence[tuple[str, frozenset[str]]]] = (
     ("tests/contract/test_filesystems.py", frozenset({"plain-volume", "host-volume"})),
     ("tests/mount/test_workspace_filesystem.py", frozenset({"host", "overlay"})),
     ("tests/mount/test_async_filesystem.py", frozenset({"trio"})),
+    ("tests/mount/test_engines.py", frozenset()),
     ("tests/mount/*", _OTHER_PLACES | _PYFUSE3),
     ("tests/container/*", _PYFUSE3 | {"podman exec", "ssh"}),
     ("tests/differential/*", _PYFUSE3 | _OTHER_PLACES),
