@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,19 +18,12 @@ import trio
 from click.testing import CliRunner
 
 from tests.mount.conftest import check_invariants, fixture_of
-from tests.mount.files_in_use import in_use, make_files
 from tests.mount.kept_workspaces import (
-    CHANGES,
     Kept,
-    change_at_random,
-    check_dead_without_keeper,
-    check_executed_once,
     end_kept,
-    facts,
-    insert_rows,
     kill_replacements,
 )
-from tests.mount.programs import Program, failed, log_of, succeeded, vfsd, wait_ended
+from tests.mount.programs import VFSD, Program, failed, log_of, succeeded, vfsd, wait_ended
 from tests.support.waiting import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.async_workspace import AsyncWorkspace
@@ -50,82 +39,6 @@ kept = fixture_of(Kept, end_kept)
 
 
 # -- programs that go on ---------------------------------------------------------------------------
-def test_a_random_writer_sees_what_its_twin_sees(kept: Kept, workdir: Path, runs_long: bool) -> None:
-    workspace = kept.mount()
-    twin = workdir / "twin"
-    twin.mkdir()
-    deadline = time.monotonic() + (600 if runs_long else 4)
-    with kept.being_killed(1):
-        change_at_random([kept.path, twin], 1, lambda: time.monotonic() > deadline and kept.kills > 5)
-    assert facts(kept.path) == facts(twin)
-    check_invariants(workspace)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("mode", ["wal", "delete"])
-def test_sqlite_goes_on(kept: Kept, mode: str, runs_long: bool) -> None:
-    kept.mount()
-    count = 2000 if runs_long else 120
-    with kept.being_killed(2):
-        insert_rows(kept.path, mode, lambda written: written >= count and kept.kills >= 2)
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_git_and_tar_go_on(kept: Kept, workdir: Path, runs_long: bool) -> None:
-    kept.mount()
-    source = workdir / "source"
-    for number in range(200):
-        (source / f"d{number % 10}").mkdir(parents=True, exist_ok=True)
-        (source / f"d{number % 10}" / f"f{number}").write_bytes(os.urandom(3000))
-    subprocess.run(["tar", "cf", workdir / "a.tar", "-C", source, "."], check=True)
-    git = ["git", "-C", str(kept.path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
-    with kept.being_killed(3):
-        subprocess.run(["git", "init", "-q", kept.path], check=True)
-        turn = 0
-        while turn < (30 if runs_long else 2) or kept.kills < 2:
-            turn += 1
-            subprocess.run(["tar", "xf", workdir / "a.tar", "-C", kept.path], check=True)
-            (kept.path / "turn").write_text(str(turn))
-            subprocess.run([*git, "add", "."], check=True)
-            subprocess.run([*git, "commit", "-qm", str(turn)], check=True)
-            subprocess.run(["rm", "-r", *(kept.path / f"d{number}" for number in range(10))], check=True)
-        subprocess.run([*git, "checkout", "-q", "."], check=True)
-    subprocess.run([*git, "fsck", "--strict"], check=True, capture_output=True)
-    assert subprocess.run([*git, "status", "--short"], check=True, capture_output=True).stdout == b""
-
-
-@pytest.mark.long
-def test_a_thousand_changes_of_pid(kept: Kept, workdir: Path) -> None:
-    kept.mount()
-    twin = workdir / "twin"
-    twin.mkdir()
-    with kept.being_killed(4, times=1000):
-        change_at_random([kept.path, twin], 4, lambda: kept.kills >= 1000)
-    assert facts(kept.path) == facts(twin)
-
-
-@pytest.mark.extended
-def test_open_files_mappings_directories_and_locks_continue(kept: Kept) -> None:
-    kept.mount()
-    root = kept.path
-    make_files(root)
-    with in_use(root) as used, (root / "gone").open("w+b", buffering=0) as gone:
-        (root / "gone").unlink()
-        gone.write(b"without a name")
-        used.program("fcntl.lockf(held, fcntl.LOCK_EX, 10)")
-        for _ in range(2):
-            kept.kill()
-            (root / "dir" / f"f{random.randrange(1500)}").write_bytes(b"x")
-        with pytest.raises(BlockingIOError):
-            fcntl.lockf(used.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        used.check(root)
-        gone.write(b", and it lives")
-        gone.seek(0)
-        assert gone.read() == b"without a name, and it lives"
-    check_invariants(Workspace.attach(kept.name))
-
-
 def test_a_directory_in_use_keeps_its_path_after_a_recovery_from_an_image(kept: Kept) -> None:
     kept.mount()
     (kept.path / "dir" / "below").mkdir(parents=True)
@@ -169,24 +82,7 @@ def test_rm_that_is_interrupted_between_two_listings_removes_everything(kept: Ke
 
 
 # -- one request, at each step ---------------------------------------------------------------------
-@pytest.mark.extended
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: Kept, change: str) -> None:
-    check_executed_once(kept, change)
-
-
 # -- more deaths -----------------------------------------------------------------------------------
-@pytest.mark.extended
-def test_a_replacement_may_be_killed_four_times_in_a_row(kept: Kept) -> None:
-    workspace = kept.mount()
-    for number in range(2000):
-        (kept.path / f"f{number}").write_bytes(b"x" * 100)
-    kill_replacements(kept, 5)  # the first daemon, too
-    assert len(os.listdir(kept.path)) == 2000
-    (kept.path / "after").write_bytes(b"x")
-    check_invariants(workspace)
-
-
 @pytest.mark.extended
 def test_five_deaths_in_a_row_end_the_mount_with_a_message(kept: Kept) -> None:
     kept.mount()
@@ -360,11 +256,6 @@ def test_a_change_through_the_control_socket_survives_like_any_other(kept: Kept)
     assert (kept.path / "f").read_bytes() == b"two and more"
 
 
-def test_no_keeper_leaves_a_dead_mount(kept: Kept) -> None:
-    check_dead_without_keeper(kept)
-    kept.mount()
-
-
 def test_a_workspace_without_a_journal_has_no_keeper(workdir: Path) -> None:
     done = vfsd("mount", workdir / "mount", "--no-keeper")
     assert done.returncode == 2
@@ -372,20 +263,14 @@ def test_a_workspace_without_a_journal_has_no_keeper(workdir: Path) -> None:
 
 
 def test_a_follower_of_the_log_goes_on_with_the_next_daemon(kept: Kept) -> None:
-    name = kept.mount().name
-    with subprocess.Popen(
-        [sys.executable, "-m", "vfsd.cli.main", "log", "-w", name, "--follow", "--json", "--since", "1h"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as program:
+    workspace = kept.mount()
+    command = [*VFSD, "log", "-w", workspace.name, "--follow", "--json", "--since", "1h"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
-        (kept.path / "first").mkdir()
-        assert json.loads(program.stdout.readline())["path"] == "first"
-        kept.kill()
-        (kept.path / "second").mkdir()
-        assert json.loads(program.stdout.readline())["path"] == "second"
-        kept.end()
+        for name, then in (("first", kept.kill), ("second", workspace.upgrade), ("third", kept.end)):
+            (kept.path / name).mkdir()
+            assert json.loads(program.stdout.readline())["path"] == name
+            then()
         _, errors = program.communicate(timeout=30)
     assert program.returncode == 0
     assert "died; changes of its last seconds may be missing here" in errors
@@ -393,14 +278,14 @@ def test_a_follower_of_the_log_goes_on_with_the_next_daemon(kept: Kept) -> None:
 
 
 def test_follow_in_python_goes_on_with_the_next_daemon(kept: Kept) -> None:
-    kept.mount()
-    with Workspace.attach(kept.name).follow(since=datetime.fromtimestamp(0, UTC)) as changes:
+    workspace = kept.mount()
+    with workspace.follow(since=datetime.fromtimestamp(0, UTC)) as changes:
         (kept.path / "first").mkdir()
         assert _path_of(next(changes)) == "first"
-        for name in ("second", "third"):
-            kept.kill()
-            (kept.path / name).mkdir()
+        for name, next_daemon in (("second", kept.kill), ("third", workspace.upgrade)):
+            next_daemon()
             assert next(changes) == Missed(0)
+            (kept.path / name).mkdir()
             assert _path_of(next(changes)) == name
         kept.end()
         with pytest.raises(ConnectionError):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -15,96 +12,18 @@ from click.testing import CliRunner
 
 from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.kept_workspaces import (
-    CHANGES,
     KeptCommand,
-    change_at_random,
     check_dead_without_keeper,
-    check_executed_once,
     end_kept,
-    facts,
     insert_rows,
-    kill_replacements,
 )
-from tests.mount.programs import Program, log_of, succeeded, vfsd, wait_ended
+from tests.mount.programs import log_of, succeeded, vfsd, wait_ended
 from tests.support.waiting import wait_until
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.engines.native.wire import Opcode
 
 kept = fixture_of(KeptCommand, end_kept)
-
-
-def test_open_files_mappings_directories_and_locks_continue(kept: KeptCommand) -> None:
-    below, root = kept.below, kept.path
-    (below / "dir" / "below").mkdir(parents=True)
-    for number in range(1500):
-        (below / "dir" / f"f{number}").touch()
-    (below / "file").write_bytes(b"a" * 300_000)
-    for name in ("nameless", "removed"):
-        (below / name).write_bytes(name.encode())
-    kept.mount()
-    before = (root / "file").stat().st_ino
-    with (
-        Program() as program,
-        (root / "file").open("r+b") as file,
-        (root / "nameless").open("r+b", buffering=0) as nameless,
-        (root / "removed").open("rb", buffering=0) as removed,
-        os.scandir(root / "dir") as listing,
-    ):
-        temporary = os.open(root, os.O_TMPFILE | os.O_RDWR)
-        os.write(temporary, b"temporary")
-        (root / "nameless").unlink()
-        program(f"os.chdir({str(root / 'dir' / 'below')!r})")
-        program(f"held = open({str(root / 'file')!r}, 'r+b')")
-        program("fcntl.flock(held, fcntl.LOCK_EX)")
-        seen = [next(listing).name for _ in range(100)]
-        for name in seen:
-            if name != "below":
-                (root / "dir" / name).unlink()
-        assert removed.read(7) == b"removed"
-        with mmap.mmap(file.fileno(), 0) as mapping:
-            mapping[0:1] = b"b"
-            kept.kill()
-            (below / "removed").unlink()
-            (root / "dir").rename(root / "moved")
-            kept.kill()
-            mapping[200_000:200_001] = b"c"
-            mapping.flush()
-            data = (root / "file").read_bytes()
-            assert (data[0:2], data[199_999:200_002]) == (b"ba", b"aca")
-        assert program("os.getcwd()") == str(root / "moved" / "below")
-        program("open('new', 'w').close()")
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert (root / "file").stat().st_ino == os.fstat(file.fileno()).st_ino == before
-        nameless.write(b"NAME")
-        assert os.pread(nameless.fileno(), 8, 0) == b"NAMEless"
-        assert os.pread(removed.fileno(), 7, 0) == b"removed"
-        assert os.pread(temporary, 9, 0) == b"temporary"
-        os.close(temporary)
-        seen += [entry.name for entry in listing]
-        assert len(seen) == len(set(seen)) == 1501
-    assert (below / "moved" / "below" / "new").exists()
-    check_invariants(Workspace.attach(kept.name))
-
-
-@pytest.mark.extended
-def test_a_random_writer_sees_what_its_twin_sees(kept: KeptCommand, workdir: Path, runs_long: bool) -> None:
-    workspace = kept.mount()
-    twin = workdir / "twin"
-    twin.mkdir()
-    deadline = time.monotonic() + (600 if runs_long else 3)
-    with kept.being_killed(1):
-        change_at_random([kept.path, twin], 1, lambda: time.monotonic() > deadline and kept.kills > 4)
-    assert facts(kept.path) == facts(twin) == facts(kept.below)
-    check_invariants(workspace)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_request_is_executed_once_at_whichever_step_the_daemon_dies(kept: KeptCommand, change: str) -> None:
-    check_executed_once(kept, change)
-    assert facts(kept.path) == facts(kept.below)
 
 
 @pytest.mark.extended
@@ -156,18 +75,6 @@ def test_many_writers_at_once_lose_nothing_and_see_no_error(kept: KeptCommand, w
         numbers = (kept.below / f"log{at}").read_text().split()
         assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
     check_invariants(workspace)
-
-
-@pytest.mark.extended
-def test_deaths_in_a_row_are_survived(kept: KeptCommand) -> None:
-    kept.mount()
-    for number in range(500):
-        (kept.path / f"f{number}").write_bytes(b"x")
-    with (kept.path / "f7").open("rb") as file:
-        kill_replacements(kept, 4)
-        assert file.read() == b"x"
-    assert len(os.listdir(kept.path)) == 500
-    assert "keeper\tpid" in succeeded(vfsd("status", "-w", kept.name))
 
 
 def test_a_command_in_a_shell_does_not_wait_for_the_mount(kept: KeptCommand, monkeypatch: pytest.MonkeyPatch) -> None:

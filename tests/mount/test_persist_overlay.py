@@ -13,6 +13,7 @@ import pytest
 
 from tests.mount.conftest import MountIt
 from tests.mount.programs import succeeded, vfsd
+from tests.mount.test_keeper_backends import numbers
 from tests.mount.test_overlay_backend import contents
 from tests.mount.test_persist import Persistent, check_killed_writer, until_refused
 from tests.support.rights import need_root
@@ -58,10 +59,6 @@ def change(root: Path) -> None:
     os.chmod(root / "file", 0o600)
     (root / "gone").unlink()
     (root / "moved").rename(root / "dir" / "elsewhere")
-
-
-def numbers(root: Path) -> dict[str, int]:
-    return {str(path.relative_to(root)): path.lstat().st_ino for path in root.rglob("*")}
 
 
 def diff(workspace: Workspace) -> list[tuple[str, str]]:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -23,15 +22,13 @@ import pytest
 
 from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.dying_upgrade import OF_NEW, OF_OLD
-from tests.mount.files_in_use import in_use, make_files
-from tests.mount.kept_workspaces import change_at_random, facts, insert_rows
+from tests.mount.kept_workspaces import facts, insert_rows
 from tests.mount.programs import VFSD, failed, succeeded, vfsd
 from tests.support.waiting import wait_until
 from vfsd import __version__
 from vfsd.client.arguments import mount_options
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import launch, log_path
-from vfsd.client.log import Missed
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import WorkspaceRecord, read_record
 from vfsd.operations.workspace import UpgradeParams, UpgradeResult
@@ -98,31 +95,17 @@ KEPT: dict[str, Any] = {"persist": True}
 UNKEPT: dict[str, Any] = {"persist": True, "keeper": False}
 
 
+memory = fixture_of(Upgradable, Upgradable.end)
 upgradable = fixture_of(Upgradable, Upgradable.end, params=[MEMORY, KEPT], ids=["memory", "kept"])
 
 
 # -- programs that go on ---------------------------------------------------------------------------
 @pytest.mark.extended
-def test_a_random_writer_sees_what_its_twin_sees(upgradable: Upgradable, workdir: Path, runs_long: bool) -> None:
-    workspace = upgradable.mount()
-    twin = workdir / "twin"
-    twin.mkdir()
-    with upgradable.being_upgraded(300 if runs_long else 2) as is_over:
-        change_at_random([upgradable.path, twin], 1, is_over)
-    assert facts(upgradable.path) == facts(twin)
-    check_invariants(workspace)
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("mode", ["wal", "delete"])
-def test_sqlite_goes_on(workdir: Path, mode: str) -> None:
-    upgradable = Upgradable(workdir)
-    upgradable.mount()
-    try:
-        with upgradable.being_upgraded() as is_over:
-            insert_rows(upgradable.path, mode, lambda _: is_over())
-    finally:
-        upgradable.end()
+def test_sqlite_goes_on(memory: Upgradable, mode: str) -> None:
+    memory.mount()
+    with memory.being_upgraded() as is_over:
+        insert_rows(memory.path, mode, lambda _: is_over())
 
 
 @pytest.mark.extended
@@ -142,29 +125,6 @@ def test_tar_goes_on(upgradable: Upgradable, workdir: Path) -> None:
             subprocess.run(["tar", "xf", workdir / "a.tar", "-C", target], check=True)
     assert facts(target) == facts(source)
     check_invariants(Workspace.attach(upgradable.name))
-
-
-@pytest.mark.extended
-def test_open_files_mappings_directories_and_locks_continue(upgradable: Upgradable) -> None:
-    upgradable.mount()
-    root = upgradable.path
-    make_files(root)
-    with in_use(root) as used, (root / "gone").open("w+b", buffering=0) as gone:
-        (root / "gone").unlink()
-        gone.write(b"without a name")
-        os.mkfifo(root / "fifo")
-        read_at = (root / "file").stat().st_atime_ns
-        for _ in range(2):
-            upgradable.upgrade()
-            (root / "dir" / f"f{random.randrange(1500)}").write_bytes(b"x")
-        used.check(root)
-        gone.write(b", and it lives")
-        gone.seek(0)
-        assert gone.read() == b"without a name, and it lives"
-        assert (root / "file").stat().st_atime_ns >= read_at
-    workspace = Workspace.attach(upgradable.name)
-    check_invariants(workspace)
-    assert workspace.status().files == 1503
 
 
 @pytest.mark.extended
@@ -216,101 +176,65 @@ def test_what_was_saved_needs_no_question_at_the_end(workdir: Path) -> None:
 
 
 @pytest.mark.extended
-def test_limits_and_forks_afterwards(workdir: Path) -> None:
-    upgradable = Upgradable(workdir, max_memory=32 << 20)
-    workspace = upgradable.mount()
-    try:
-        (upgradable.path / "f").write_bytes(bytes(range(256)) * 1000)
-        oom_score = Path(f"/proc/{workspace.status().pid}/oom_score_adj").read_text()
-        upgradable.upgrade()
-        # A new daemon is the first that the kernel ends when memory runs out, until it serves.
-        assert Path(f"/proc/{workspace.status().pid}/oom_score_adj").read_text() == oom_score
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            (upgradable.path / "large").write_bytes(os.urandom(40 << 20))
-        (upgradable.path / "large").unlink()
-        with workspace.fork(workdir / "fork") as fork:
-            assert (workdir / "fork" / "f").stat().st_size == 256_000
-            (workdir / "fork" / "new").write_text("of the fork")
-            workspace.merge(fork)
-        succeeded(vfsd("upgrade", workspace.name))
-        assert (upgradable.path / "new").read_text() == "of the fork"
-    finally:
-        upgradable.end()
+def test_limits_and_forks_afterwards(memory: Upgradable, workdir: Path) -> None:
+    workspace = memory.mount(max_memory=32 << 20)
+    (memory.path / "f").write_bytes(bytes(range(256)) * 1000)
+    oom_score = Path(f"/proc/{workspace.status().pid}/oom_score_adj").read_text()
+    memory.upgrade()
+    # A new daemon is the first that the kernel ends when memory runs out, until it serves.
+    assert Path(f"/proc/{workspace.status().pid}/oom_score_adj").read_text() == oom_score
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        (memory.path / "large").write_bytes(os.urandom(40 << 20))
+    (memory.path / "large").unlink()
+    with workspace.fork(workdir / "fork") as fork:
+        assert (workdir / "fork" / "f").stat().st_size == 256_000
+        (workdir / "fork" / "new").write_text("of the fork")
+        workspace.merge(fork)
+    succeeded(vfsd("upgrade", workspace.name))
+    assert (memory.path / "new").read_text() == "of the fork"
 
 
 @pytest.mark.extended
-def test_a_journal_goes_on_and_is_complete(workdir: Path) -> None:
-    upgradable = Upgradable(workdir, **UNKEPT)
-    workspace = upgradable.mount()
-    try:
-        (upgradable.path / "a").write_text("a")
-        upgradable.upgrade()
-        (upgradable.path / "b").write_text("b")
-        with (upgradable.path / "b").open("rb") as file:
-            os.fsync(file.fileno())
-        status = workspace.status()
-        assert status.journal_failure is None
-        succeeded(vfsd("compact", "-w", workspace.name))
-        (upgradable.path / "c").write_text("c")
-        upgradable.upgrade()
-        os.kill(upgradable.record.pid, signal.SIGKILL)
-        upgradable.mount()
-        assert sorted(os.listdir(upgradable.path)) == ["a", "b", "c"]
-    finally:
-        upgradable.end()
-
-
-@pytest.mark.extended
-def test_the_keeper_of_the_new_daemon_restarts_it(workdir: Path) -> None:
-    upgradable = Upgradable(workdir, **KEPT)
-    workspace = upgradable.mount()
-    try:
-        first = upgradable.record
-        upgradable.upgrade()
-        record = upgradable.record
-        assert record.keeper not in {None, first.keeper}
-        (upgradable.path / "f").write_text("one")
-        os.kill(record.pid, signal.SIGKILL)
-        assert (upgradable.path / "f").read_text() == "one"
-        wait_until(lambda: upgradable.record.pid != record.pid, "a replacement")
-        assert not first.is_kept
-        upgradable.upgrade()
-        check_invariants(workspace)
-        assert (upgradable.path / "f").read_text() == "one"
-    finally:
-        upgradable.end()
+def test_a_journal_goes_on_and_is_complete(memory: Upgradable, workdir: Path) -> None:
+    options = {**UNKEPT, "journal_dir": workdir / "journal"}
+    workspace = memory.mount(**options)
+    (memory.path / "a").write_text("a")
+    memory.upgrade()
+    (memory.path / "b").write_text("b")
+    with (memory.path / "b").open("rb") as file:
+        os.fsync(file.fileno())
+    status = workspace.status()
+    assert status.journal_failure is None
+    succeeded(vfsd("compact", "-w", workspace.name))
+    (memory.path / "c").write_text("c")
+    memory.upgrade()
+    os.kill(memory.record.pid, signal.SIGKILL)
+    memory.mount(**options)
+    assert sorted(os.listdir(memory.path)) == ["a", "b", "c"]
 
 
 # -- the command -----------------------------------------------------------------------------------
-def test_the_command_says_what_it_did_and_upgrades_all(workdir: Path) -> None:
-    upgradable = Upgradable(workdir)
-    workspace = upgradable.mount()
-    try:
-        text = succeeded(vfsd("upgrade", upgradable.name))
-        assert f"restarted {upgradable.name} with the same version" in text
-        assert "programs waited for" in text
-        answer = json.loads(succeeded(vfsd("upgrade", "--json", cwd=upgradable.path)))
-        (entry,) = answer["upgraded"]
-        assert entry["pid"] == workspace.status().pid
-        assert entry["mountpoint"] == str(upgradable.path)
-        assert "give --all or a workspace" in vfsd("upgrade", upgradable.name, "--all").stderr
-    finally:
-        upgradable.end()
+def test_the_command_says_what_it_did_and_upgrades_all(memory: Upgradable) -> None:
+    workspace = memory.mount()
+    text = succeeded(vfsd("upgrade", memory.name))
+    assert f"restarted {memory.name} with the same version" in text
+    assert "programs waited for" in text
+    answer = json.loads(succeeded(vfsd("upgrade", "--json", cwd=memory.path)))
+    (entry,) = answer["upgraded"]
+    assert entry["pid"] == workspace.status().pid
+    assert entry["mountpoint"] == str(memory.path)
+    assert "give --all or a workspace" in vfsd("upgrade", memory.name, "--all").stderr
 
 
 @pytest.mark.extended
-def test_a_running_command_prevents_it_and_a_call_is_waited_for(workdir: Path) -> None:
-    upgradable = Upgradable(workdir, exec_on_host=True)
-    workspace = upgradable.mount()
-    try:
-        command = subprocess.Popen([*VFSD, "exec", "-w", workspace.name, "--", "sleep", "100"])
-        wait_until(lambda: "a command of `vfsd exec` runs" in vfsd("upgrade", workspace.name).stderr, "the command")
-        assert workspace.status().pid == upgradable.record.pid
-        command.send_signal(signal.SIGINT)
-        command.wait()
-        succeeded(vfsd("upgrade", workspace.name))
-    finally:
-        upgradable.end()
+def test_a_running_command_prevents_it_and_a_call_is_waited_for(memory: Upgradable) -> None:
+    workspace = memory.mount(exec_on_host=True)
+    command = subprocess.Popen([*VFSD, "exec", "-w", workspace.name, "--", "sleep", "100"])
+    wait_until(lambda: "a command of `vfsd exec` runs" in vfsd("upgrade", workspace.name).stderr, "the command")
+    assert workspace.status().pid == memory.record.pid
+    command.send_signal(signal.SIGINT)
+    command.wait()
+    succeeded(vfsd("upgrade", workspace.name))
 
 
 @pytest.mark.extended
@@ -354,55 +278,9 @@ def test_calls_that_come_meanwhile_are_made_by_the_new_daemon(upgradable: Upgrad
     check_invariants(workspace)
 
 
-def test_followers_of_the_log_follow_the_new_daemon(workdir: Path) -> None:
-    upgradable = Upgradable(workdir)
-    upgradable.mount()
-    try:
-        with subprocess.Popen(
-            [*VFSD, "log", "--follow", "-w", upgradable.name, "--json"], stdout=subprocess.PIPE, text=True
-        ) as follower:
-            assert follower.stdout is not None
-            lines: list[str] = []
-            reader = threading.Thread(target=lambda: lines.extend(follower.stdout or ()))
-            reader.start()
-
-            def is_seen(name: str) -> bool:
-                (upgradable.path / name).touch()
-                (upgradable.path / name).unlink()
-                return any(name in line for line in lines)
-
-            wait_until(lambda: is_seen("first"), "the first entry")
-            upgradable.upgrade()
-            wait_until(lambda: is_seen("second"), "an entry of the new daemon")
-            follower.send_signal(signal.SIGINT)
-            reader.join()
-    finally:
-        upgradable.end()
-
-
-def test_follow_in_python_goes_on_with_the_new_daemon(workdir: Path) -> None:
-    upgradable = Upgradable(workdir)
-    workspace = upgradable.mount()
-    try:
-        with workspace.follow() as changes:
-            (upgradable.path / "first").mkdir()
-            found = [next(changes)]
-            upgradable.upgrade()
-            found.append(next(changes))
-            (upgradable.path / "second").mkdir()
-            found.append(next(changes))
-            assert [getattr(each, "path", each) for each in found] == ["first", Missed(0), "second"]
-    finally:
-        upgradable.end()
-
-
-def test_the_engine_pyfuse3_cannot_be_upgraded(workdir: Path) -> None:
-    upgradable = Upgradable(workdir, engine="pyfuse3")
-    upgradable.mount()
-    try:
-        assert "the engine pyfuse3 cannot hand a mount over" in failed(vfsd("upgrade", upgradable.name))
-    finally:
-        upgradable.end()
+def test_the_engine_pyfuse3_cannot_be_upgraded(memory: Upgradable) -> None:
+    memory.mount(engine="pyfuse3")
+    assert "the engine pyfuse3 cannot hand a mount over" in failed(vfsd("upgrade", memory.name))
 
 
 # -- a new daemon that does not come up ------------------------------------------------------------

@@ -1,24 +1,23 @@
-"""`vfsd upgrade` of workspaces that are not only in memory: overlays over each kind of lower layer, and `host:`."""
+"""`vfsd upgrade` on each backend; then what is special to overlays, to `host:` and to `exec:`."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import mmap
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from protocol.backends.container.helper.wire import VERSION
 from tests.mount.conftest import check_invariants, fixture_of
-from tests.mount.kept_workspaces import change_at_random, facts
-from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
-from tests.mount.test_keeper_overlay import archive, fill, numbers, stored
-from tests.mount.test_upgrade import Dying, Upgradable
+from tests.mount.files_in_use import in_use, make_files
+from tests.mount.kept_workspaces import KeptCommand, change_at_random, facts
+from tests.mount.programs import VFSD, failed, succeeded, vfsd
+from tests.mount.test_keeper_backends import archive, fill, numbers, stored, twin_of
+from tests.mount.test_upgrade import Dying, Upgradable, broken
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
 
@@ -26,89 +25,136 @@ from vfsd.client.workspace import Workspace
 class Over(Upgradable):
     """A workspace over the directory `below`, or of that directory."""
 
+    below: Path
+
     def __init__(self, workdir: Path, kind: str = "overlay", **options: Any) -> None:
         self.below = workdir / "below"
         self.below.mkdir()
         super().__init__(workdir, **{"backend": f"{kind}:{self.below}", **options})
 
 
-KINDS: dict[str, dict[str, Any]] = {"overlay": {}, "kept": {"persist": True}, "host": {"kind": "host"}}
+class OverCommand(Upgradable):
+    """The directory at the other end of a command."""
+
+    def __init__(self, workdir: Path, **options: Any) -> None:
+        (workdir / "kept").mkdir()
+        self.command = KeptCommand(workdir / "kept")
+        self.below = self.command.below
+        super().__init__(workdir, **self.command.options, **options)
+
+    def end(self) -> None:
+        super().end()
+        wait_until(lambda: not self.command.processes(), "the end of the helper")
 
 
-over = fixture_of(Over, Over.end, params=KINDS.values(), ids=KINDS)
+KINDS: dict[str, tuple[type[Upgradable], dict[str, Any]]] = {
+    "memory": (Upgradable, {}),
+    "kept": (Upgradable, {"persist": True}),
+    "overlay": (Over, {}),
+    "kept overlay": (Over, {"persist": True}),
+    "host": (Over, {"kind": "host"}),
+    "exec": (OverCommand, {}),
+    "exec without a keeper": (OverCommand, {"keeper": False}),
+}
 
 
-plain = fixture_of(Over, Over.end)
+def make(workdir: Path, name: str) -> Upgradable:
+    kind, options = KINDS[name]
+    return kind(workdir, **options)
 
 
-def twin_of(below: Path, twin: Path) -> None:
-    shutil.copytree(below, twin, copy_function=shutil.copy2)
-    (twin / "n2").unlink()
-    os.link(twin / "n1", twin / "n2")
+def on(*names: str, short: tuple[str, ...] = ()) -> Any:
+    """A fixture of a workspace of each of the kinds; those that are not in `short` run in the extended suite only."""
+    params = [
+        pytest.param({"name": name}, id=name, marks=() if name in short else pytest.mark.extended) for name in names
+    ]
+    return fixture_of(make, lambda workspace: workspace.end(), params=params)
 
 
-# -- programs that go on ---------------------------------------------------------------------------
-@pytest.mark.extended
-def test_open_files_mappings_directories_and_locks_continue(over: Over) -> None:
-    below, root = over.below, over.path
-    (below / "dir" / "below").mkdir(parents=True)
-    for number in range(1500):
-        (below / "dir" / f"f{number}").touch()
-    (below / "file").write_bytes(b"a" * 300_000)
+over = on("overlay", "kept overlay", "host")
+killed = on("kept overlay", "host", "exec")
+used = on(*KINDS, short=("exec", "exec without a keeper"))
+written = on(*KINDS, short=("overlay", "kept overlay", "host"))
+plain = on("overlay")
+kept = on("kept overlay")
+host = on("host", short=("host",))
+memory = on("memory", short=("memory",))
+far = on("exec", short=("exec",))
+
+
+# -- each backend ------------------------------------------------------------------------------------
+def test_open_files_mappings_directories_and_locks_continue(used: Upgradable) -> None:
+    root, below = used.path, getattr(used, "below", None)
+    if below is None:
+        used.mount()
+    place = below or root
+    make_files(place)
+    os.mkfifo(place / "fifo")
     for name in ("gone", "late", "quiet"):
-        (below / name).write_bytes(b"of the lower layer")
-    over.mount()
-    before = (root / "file").stat().st_ino
-    with (
-        Program() as program,
-        (root / "gone").open("r+b", buffering=0) as gone,
-        (root / "late").open("r+b", buffering=0) as late,
-        (root / "quiet").open("r+b", buffering=0) as quiet,
-        (root / "file").open("r+b") as file,
-        os.scandir(root / "dir") as listing,
-    ):
+        (place / name).write_bytes(b"of the lower layer")
+    if below is not None:
+        used.mount()
+    with contextlib.ExitStack() as stack:
+        files = stack.enter_context(in_use(root))
+        gone, late, quiet = (
+            stack.enter_context((root / name).open("r+b", buffering=0)) for name in ("gone", "late", "quiet")
+        )
         (root / "gone").unlink()
-        program(f"os.chdir({str(root / 'dir' / 'below')!r})")
-        program(f"held = open({str(root / 'file')!r}, 'r+b')")
-        program("fcntl.flock(held, fcntl.LOCK_EX)")
-        seen = [next(listing).name for _ in range(100)]
-        for name in seen[:50]:
+        for name in files.seen[:50]:
             if name != "below":
                 (root / "dir" / name).unlink()
-        with mmap.mmap(file.fileno(), 0) as mapping:
-            mapping[0:1] = b"b"
-            over.upgrade()
-            (root / "late").unlink()
-            gone.write(b"OF")
-            over.upgrade()
-            mapping[200_000:200_001] = b"c"
-            mapping.flush()
-            data = (root / "file").read_bytes()
-            assert (data[0:2], data[199_999:200_002]) == (b"ba", b"aca")
-        assert program("os.getcwd()") == str(root / "dir" / "below")
-        program("open('new', 'w').close()")
+        read_at = (root / "file").stat().st_atime_ns
+        used.upgrade()
+        (root / "late").unlink()
+        gone.write(b"OF")
+        used.upgrade()
+        files.check(root)
         assert os.pread(gone.fileno(), 100, 0) == b"OF the lower layer"
         assert os.pread(late.fileno(), 100, 0) == b"of the lower layer"
         quiet.write(b"AT")
         assert (root / "quiet").read_bytes() == b"AT the lower layer"
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        seen += [entry.name for entry in listing]
-        assert len(seen) == len(set(seen)) == 1501
-        assert (root / "file").stat().st_ino == os.fstat(file.fileno()).st_ino == before
-    check_invariants(Workspace.attach(over.name))
+        assert (root / "file").stat().st_atime_ns >= read_at
+        if used.record.is_kept:
+            pid = used.record.pid
+            os.kill(pid, 9)
+            wait_until(lambda: used.record.pid != pid, "a replacement")
+            assert (root / "quiet").read_bytes() == b"AT the lower layer"
+    workspace = Workspace.attach(used.name)
+    check_invariants(workspace)
+    if below is None:
+        assert workspace.status().files == sum(len(files) for _, _, files in os.walk(root))
 
 
-def test_a_random_writer_sees_what_its_twin_sees(over: Over, workdir: Path, runs_long: bool) -> None:
-    fill(over.below)
-    twin_of(over.below, workdir / "twin")
-    workspace = over.mount()
-    with over.being_upgraded(300 if runs_long else 2) as is_over:
-        change_at_random([over.path, workdir / "twin"], 1, is_over)
-    assert facts(over.path) == facts(workdir / "twin")
+def test_a_random_writer_sees_what_its_twin_sees(written: Upgradable, workdir: Path, runs_long: bool) -> None:
+    twin = twin_of(getattr(written, "below", None), workdir / "twin")
+    workspace = written.mount()
+    with written.being_upgraded(300 if runs_long else 2) as is_over:
+        change_at_random([written.path, twin], 1, is_over)
+    assert facts(written.path) == facts(twin)
     check_invariants(workspace)
 
 
+def test_either_daemon_is_killed_at_the_last_steps(
+    killed: Upgradable, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other steps do not depend on the backend: see `test_upgrade`."""
+    fill(killed.below)
+    dying = Dying(killed, workdir, monkeypatch)
+    held = [os.open(killed.path / "d1" / f"n{number}", os.O_RDONLY) for number in (1, 4, 7)]
+    expected = [os.pread(descriptor, 9, 0) for descriptor in held]
+    if isinstance(killed, OverCommand):
+        (killed.path / "d1" / "n1").unlink()
+    with dying.being_written():
+        for step in ("before Loaded", "after Finish", "before Prepared", "before Go", "after Go", "before Serving"):
+            dying.upgrade_at(step)
+            dying.check()
+            wait_until(lambda: killed.record.is_kept, "a keeper")
+    assert [os.pread(descriptor, 9, 0) for descriptor in held] == expected
+    for descriptor in held:
+        os.close(descriptor)
+
+
+# -- overlays ----------------------------------------------------------------------------------------
 @pytest.mark.extended
 def test_a_tree_below_is_walked_while_it_is_upgraded(plain: Over, workdir: Path) -> None:
     """Inodes are loaded before, during and after the upgrades; those that programs know keep their numbers."""
@@ -173,28 +219,26 @@ def test_a_file_that_changes_below_shows_its_new_content(plain: Over) -> None:
 
 
 @pytest.mark.extended
-def test_the_keeper_of_the_new_daemon_restarts_it(workdir: Path) -> None:
-    over = Over(workdir, persist=True)
-    fill(over.below)
-    workspace = over.mount()
-    try:
-        before = numbers(over.path)
-        with (over.path / "d0" / "n0").open("rb", buffering=0) as file, (over.path / "d1" / "n1").open("rb") as quiet:
-            (over.path / "d0" / "n0").unlink()
-            del before["d0/n0"]
-            for _ in range(2):
-                over.upgrade()
-                pid = over.record.pid
-                os.kill(pid, 9)
-                assert file.read(5) == b"below"[:5]
-                file.seek(0)
-                wait_until(lambda: over.record.pid != pid, "a replacement")  # noqa: B023 (called at once)
-                assert numbers(over.path) == before
-            assert quiet.read(5) == b"below"
-        over.upgrade()
-        check_invariants(workspace)
-    finally:
-        over.end()
+def test_the_keeper_of_the_new_daemon_restarts_it(kept: Over) -> None:
+    fill(kept.below)
+    workspace = kept.mount()
+    before, first = numbers(kept.path), kept.record
+    with (kept.path / "d0" / "n0").open("rb", buffering=0) as file, (kept.path / "d1" / "n1").open("rb") as quiet:
+        (kept.path / "d0" / "n0").unlink()
+        del before["d0/n0"]
+        for _ in range(2):
+            kept.upgrade()
+            assert kept.record.keeper not in {None, first.keeper}
+            pid = kept.record.pid
+            os.kill(pid, 9)
+            assert file.read(5) == b"below"[:5]
+            file.seek(0)
+            wait_until(lambda: kept.record.pid != pid, "a replacement")  # noqa: B023 (called at once)
+            assert numbers(kept.path) == before
+        assert quiet.read(5) == b"below"
+    assert not first.is_kept
+    kept.upgrade()
+    check_invariants(workspace)
 
 
 def remote(workdir: Path, below: Path) -> str:
@@ -290,30 +334,6 @@ def test_a_directory_that_was_moved_stays_what_is_mounted(over: Over, workdir: P
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------
-@pytest.mark.extended
-@pytest.mark.parametrize("options", [KINDS["kept"], KINDS["host"]], ids=["overlay", "host"])
-def test_either_daemon_is_killed_at_the_last_steps(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    """The other steps do not depend on the backend: see `test_upgrade`."""
-    over = Over(workdir, **options)
-    fill(over.below)
-    try:
-        dying = Dying(over, workdir, monkeypatch)
-        held = [os.open(over.path / "d1" / f"n{number}", os.O_RDONLY) for number in (1, 4, 7)]
-        expected = [os.pread(descriptor, 9, 0) for descriptor in held]
-        with dying.being_written():
-            for step in ("before Loaded", "after Finish", "before Prepared", "before Go", "after Go", "before Serving"):
-                dying.upgrade_at(step)
-                dying.check()
-                wait_until(lambda: over.record.is_kept, "a keeper")
-        assert [os.pread(descriptor, 9, 0) for descriptor in held] == expected
-        for descriptor in held:
-            os.close(descriptor)
-    finally:
-        over.end()
-
-
 # -- `host:` ---------------------------------------------------------------------------------------
 @pytest.mark.extended
 @pytest.mark.parametrize("keeper", [True, False])
@@ -346,68 +366,114 @@ def test_files_without_names_of_a_host_directory_live(workdir: Path, keeper: boo
         over.end()
 
 
-def test_the_snapshots_and_the_undo_history_of_a_host_directory_are_kept(workdir: Path) -> None:
-    over = Over(workdir, "host")
-    (over.below / "f").write_text("one")
-    workspace = over.mount()
-    try:
-        workspace.snapshot("one")
-        (over.path / "f").write_text("two")
-        workspace.restore("one")
-        before = workspace.snapshots()
-        over.upgrade()
-        assert workspace.snapshots() == before
-        succeeded(vfsd("restore", "--undo", "-w", over.name))
-        assert (over.below / "f").read_text() == "two"
-        pid = over.record.pid
-        with (over.path / "f").open("r+") as file:
-            os.kill(pid, 9)
-            assert file.read() == "two"
-        wait_until(lambda: over.record.pid != pid, "a replacement")
-        check_invariants(workspace)
-    finally:
-        over.end()
+def test_the_snapshots_and_the_undo_history_of_a_host_directory_are_kept(host: Over) -> None:
+    (host.below / "f").write_text("one")
+    workspace = host.mount()
+    workspace.snapshot("one")
+    (host.path / "f").write_text("two")
+    workspace.restore("one")
+    before = workspace.snapshots()
+    host.upgrade()
+    assert workspace.snapshots() == before
+    succeeded(vfsd("restore", "--undo", "-w", host.name))
+    assert (host.below / "f").read_text() == "two"
+    pid = host.record.pid
+    with (host.path / "f").open("r+") as file:
+        os.kill(pid, 9)
+        assert file.read() == "two"
+    wait_until(lambda: host.record.pid != pid, "a replacement")
+    check_invariants(workspace)
 
 
-def test_the_snapshots_of_a_host_directory_are_found_after_a_symlink_to_it_changed(workdir: Path) -> None:
-    over = Over(workdir, "host")
-    over.below.rename(workdir / "real")
-    over.below.symlink_to(workdir / "real")
+def test_the_snapshots_of_a_host_directory_are_found_after_a_symlink_to_it_changed(host: Over, workdir: Path) -> None:
+    host.below.rename(workdir / "real")
+    host.below.symlink_to(workdir / "real")
     (workdir / "another").mkdir()
-    workspace = over.mount()
-    try:
-        (over.path / "f").write_text("one")
-        workspace.snapshot("one")
-        (over.path / "f").write_text("two")
-        over.below.unlink()
-        over.below.symlink_to(workdir / "another")
-        over.upgrade()
-        assert [each.name for each in workspace.snapshots()] == ["one"]
-        workspace.restore("one")
-        assert (over.path / "f").read_text() == (workdir / "real" / "f").read_text() == "one"
-        assert os.listdir(workdir / "another") == []
-    finally:
-        over.end()
+    workspace = host.mount()
+    (host.path / "f").write_text("one")
+    workspace.snapshot("one")
+    (host.path / "f").write_text("two")
+    host.below.unlink()
+    host.below.symlink_to(workdir / "another")
+    host.upgrade()
+    assert [each.name for each in workspace.snapshots()] == ["one"]
+    workspace.restore("one")
+    assert (host.path / "f").read_text() == (workdir / "real" / "f").read_text() == "one"
+    assert os.listdir(workdir / "another") == []
+
+
+# -- `exec:` -----------------------------------------------------------------------------------------
+def test_snapshots_and_undo_steps_of_a_command_are_kept(far: OverCommand) -> None:
+    (far.below / "changed").write_text("one\n")
+    workspace = far.mount()
+    far.snapshot("one")
+    (far.path / "changed").write_text("two\n")
+    far.restore("one")
+    far.upgrade()
+    succeeded(vfsd("restore", "--undo", "-w", far.name))
+    assert (far.path / "changed").read_text() == "two\n"
+    check_invariants(workspace)
+
+
+def test_a_workspace_that_nobody_uses_after_an_upgrade_keeps_its_helper(far: OverCommand) -> None:
+    """A helper that no daemon has joined ends after five minutes, so the next daemon joins before any request comes."""
+    far.mount()
+    with (far.path / "gone").open("w+b", buffering=0) as gone:
+        (far.path / "gone").unlink()
+        far.upgrade()
+        helper, relay = far.command.processes()
+
+        def has_joined() -> bool:
+            """Whether the relay has a connection to the helper, besides its standard streams."""
+            descriptors = Path(f"/proc/{relay}/fd").iterdir()
+            return any(int(each.name) > 2 and os.readlink(each).startswith("socket:") for each in descriptors)
+
+        wait_until(has_joined, "the relay to join")
+        gone.write(b"written")
+        assert os.pread(gone.fileno(), 9, 0) == b"written"
+        assert far.command.processes() == [helper, relay]
+
+
+ANOTHER_PROTOCOL = """
+import sys
+from protocol.backends.container.helper import wire
+wire.VERSION += 1
+from vfsd.daemon.upgrading import __main__ as upgrading
+sys.exit(upgrading.main(int(sys.argv[-1])))
+"""
+
+
+@pytest.mark.extended
+def test_a_version_whose_helper_speaks_another_protocol_is_refused_and_the_old_one_serves_on(
+    far: OverCommand, workdir: Path
+) -> None:
+    far.mount()
+    with (far.path / "gone").open("w+b", buffering=0) as gone:
+        (far.path / "gone").unlink()
+        pid = far.record.pid
+        message = (
+            rf"speaks another protocol \({VERSION}\) than this version \({VERSION + 1}\): unmount the workspace and"
+        )
+        with pytest.raises(OSError, match=message):
+            far.upgrade(broken(workdir, ANOTHER_PROTOCOL))
+        assert far.record.pid == pid
+        gone.write(b"x")
+        far.upgrade()
+        assert os.pread(gone.fileno(), 9, 0) == b"x"
 
 
 # -- several commands at once ----------------------------------------------------------------------
-def test_commands_at_the_same_time_all_give_a_true_answer(workdir: Path) -> None:
-    upgradable = Upgradable(workdir)
-    workspace = upgradable.mount()
-    try:
-        pid = workspace.status().pid
-        commands = [
-            subprocess.Popen([*VFSD, "upgrade", upgradable.name, "--json"], stdout=subprocess.PIPE) for _ in range(3)
-        ]
-        answers = [json.loads(command.communicate()[0])["upgraded"][0] for command in commands]
-        assert [command.returncode for command in commands] == [0, 0, 0]
-        serving = workspace.status().pid
-        assert serving != pid
-        did = [answer for answer in answers if not answer["meanwhile"]]
-        assert did, answers
-        assert serving in {answer["pid"] for answer in did}
-    finally:
-        upgradable.end()
+def test_commands_at_the_same_time_all_give_a_true_answer(memory: Upgradable) -> None:
+    workspace = memory.mount()
+    pid = workspace.status().pid
+    commands = [subprocess.Popen([*VFSD, "upgrade", memory.name, "--json"], stdout=subprocess.PIPE) for _ in range(3)]
+    answers = [json.loads(command.communicate()[0])["upgraded"][0] for command in commands]
+    assert [command.returncode for command in commands] == [0, 0, 0]
+    serving = workspace.status().pid
+    assert serving != pid
+    did = [answer for answer in answers if not answer["meanwhile"]]
+    assert did, answers
+    assert serving in {answer["pid"] for answer in did}
 
 
 @pytest.mark.extended
