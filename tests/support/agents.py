@@ -9,9 +9,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import trio
 
@@ -23,6 +23,7 @@ from protocol.backends.container.inode_map import IDENTITY, IdMap
 from protocol.volume import DirectoryEntry
 
 TIMEOUT_S = 60.0
+T = TypeVar("T")
 
 
 class LocalStream:
@@ -138,12 +139,8 @@ def served(
     open_stream: Callable[[trio.Nursery], Any], program: bytes, *, timeout_s: float = TIMEOUT_S, **options: Any
 ) -> Iterator[Agent]:
     """A helper behind the stream that `open_stream` opens, served by a loop of its own in another thread."""
-    ready: list[Agent] = []
-    failed: list[BaseException] = []
-    event = threading.Event()
-    stop = trio.Event()
 
-    async def main() -> None:
+    async def serve(started: Callable[[Agent], Awaitable[None]]) -> None:
         async with trio.open_nursery() as nursery:
             stream: HelperStream = await open_stream(nursery)
             link = AgentLink(stream, timeout_s=timeout_s)
@@ -154,14 +151,29 @@ def served(
                 raise
             async with link.running():
                 volume = AgentVolume(link, **options)
-                ready.append(Agent(volume, link, trio.lowlevel.current_trio_token()))
-                event.set()
-                await stop.wait()
+                await started(Agent(volume, link, trio.lowlevel.current_trio_token()))
             nursery.cancel_scope.cancel()
+
+    with in_thread(serve) as agent:
+        yield agent
+
+
+@contextmanager
+def in_thread(serve: Callable[[Callable[[T], Awaitable[None]]], Awaitable[None]]) -> Iterator[T]:
+    """Yield the value that `serve` passes on, on a loop of its own in another thread; that call waits for the end."""
+    ready: list[tuple[T, trio.lowlevel.TrioToken]] = []
+    failed: list[BaseException] = []
+    event = threading.Event()
+    stop = trio.Event()
+
+    async def started(value: T) -> None:
+        ready.append((value, trio.lowlevel.current_trio_token()))
+        event.set()
+        await stop.wait()
 
     def run() -> None:
         try:
-            trio.run(main)
+            trio.run(serve, started)
         except BaseException as error:
             failed.append(error)
         finally:
@@ -173,13 +185,11 @@ def served(
         event.wait()
         if failed:
             raise failed[0]
-        yield ready[0]
+        yield ready[0][0]
     finally:
         if ready:
-            try:
-                trio.from_thread.run_sync(stop.set, trio_token=ready[0]._token)
-            except trio.RunFinishedError:
-                pass
+            with suppress(trio.RunFinishedError):
+                trio.from_thread.run_sync(stop.set, trio_token=ready[0][1])
         thread.join()
     if failed:
         raise failed[0]

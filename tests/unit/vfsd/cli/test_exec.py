@@ -202,15 +202,6 @@ def test_the_result_tells_what_the_exit_status_of_vfsd_cannot(daemon: ExecDaemon
         assert (ended.exit_status, ended.timed_out) == (-9, True)
 
 
-def test_help_shows_examples() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "vfsd.cli.main", "exec", "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    assert "vfsd exec -it -- bash" in shown
-    assert "--on-host" in shown
-    assert "128 + N" in shown
-
-
 def test_json_is_one_document_with_what_it_wrote(where: Where) -> None:
     done = run(where, "--json", "-i", "--", "sh", "-c", "cat; echo err >&2; exit 3", stdin="text é".encode())
     assert done.returncode == 3

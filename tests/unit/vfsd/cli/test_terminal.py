@@ -62,12 +62,6 @@ def test_a_table_has_headings_and_rounded_sizes(daemon: FakeDaemon) -> None:
     assert "[bold]not markup[/bold]" in text
 
 
-def test_changes_have_colours(daemon: FakeDaemon) -> None:
-    on_a_terminal("snapshot")
-    daemon.live[b"new"] = b""
-    assert on_a_terminal("diff") == "\x1b[32mA\x1b[0m new\n"
-
-
 def test_the_timeline_fits_50_columns_and_ends_with_the_live_state(daemon: FakeDaemon) -> None:
     on_a_terminal("snapshot", "base", "--tag", "what the user asked for " * 4 + "\x1b[31m")
     daemon.live[b"new"] = b""

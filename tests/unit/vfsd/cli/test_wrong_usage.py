@@ -21,13 +21,24 @@ NOT_UTF8 = os.fsdecode(b"\xff")
 HUGE = "9" * 40
 LONG = "x" * 5000
 
-# Wrong use, as words after `vfsd`; the exit status of each is 1 or 2.
+# Wrong use, as words after `vfsd`; the exit status of the first ones is 2, and of each is 1 or 2.
+USAGE = [
+    ["nonsense"],
+    ["--bogus"],
+    ["mount"],
+    ["mount", "--engine", "steam", "/x"],
+    ["snapshot", "a", "b"],
+    ["restore"],
+    ["restore", "one", "--store", "s"],
+    ["restore", "--undo", "--of", "host:d"],
+    ["diff", "a", "b", "c"],
+    ["list", "-x"],
+]
 WRONG = [
+    *USAGE,
     ["snapshot", ""],
     ["snapshot", NOT_UTF8],
     ["snapshot", "--tag", NOT_UTF8],
-    ["snapshot", "a", "b"],
-    ["restore"],
     ["restore", ""],
     ["restore", "one", ""],
     ["restore", "--undo", ""],
@@ -39,7 +50,6 @@ WRONG = [
     ["drop", "one", ""],
     ["drop", NOT_UTF8],
     ["drop", LONG],
-    ["diff", "a", "b", "c"],
     ["diff", ""],
     ["diff", "one", "--", ""],
     ["export"],
@@ -121,11 +131,14 @@ def test_wrong_use_is_one_line_and_with_json_one_document(words: list[str], daem
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code in {1, 2, 125}
     assert result.output.count("\n") == 1
+    assert result.stderr.startswith("vfsd: error: ") or words[0] == "fs"
+    assert words not in USAGE or (result.exit_code == 2 and "--help`" in result.stderr)
     # What follows "--" is the command's.
     at = words.index("--") if "--" in words else len(words)
     result = run(*words[:at], "--json", *words[at:])
     assert isinstance(result.exception, SystemExit), result.exception
-    assert "error" in json.loads(result.stdout)
+    error = json.loads(result.stdout)["error"]
+    assert words not in USAGE or result.stderr.startswith(f"vfsd: error: {error['message']}")
     assert (daemon.live, daemon.snapshots) == before
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -10,8 +14,10 @@ from trio.testing import MockClock
 
 from protocol.backends.memory import MemoryVolume
 from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.daemon.starting import run
 from vfsd.kernel.engines.base import Engine
 from vfsd.kernel.inotify import Replay
+from vfsd.wire.options import BackendSpec, MountOptions, Ready
 
 
 class Replays:
@@ -56,3 +62,40 @@ def test_an_unmount_waits_for_replays_but_not_for_long(duration_s: float, are_co
         assert (replays.complete == 5) is are_complete
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+@pytest.fixture(autouse=True)
+def _keep_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vfsd.machine.logs.configure", lambda *_: None)
+
+
+async def _fails(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        raise PermissionError(errno.EACCES, "no", options.workspace.mountpoint)
+
+
+def test_a_failed_start_raises_the_error_itself_not_a_group() -> None:
+    with pytest.raises(PermissionError) as caught:
+        run(MountOptions.of("/m", "m"), lambda _: None, _fails)
+    assert caught.value.filename == "/m"
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_during_a_start_that_makes_a_container_undoes_it_before_the_process_ends(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    steps: list[object] = []
+    monkeypatch.setattr(signal, "raise_signal", steps.append)
+
+    async def starts(_options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
+        del ready
+        try:
+            os.kill(os.getpid(), number)
+            await trio.sleep_forever()
+        finally:
+            steps.append("undone")
+
+    run(MountOptions.of("/m", "m", backend=BackendSpec.split("image:x")), lambda _: None, starts, continues=False)
+    assert steps == ["undone", number]

@@ -8,7 +8,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,10 +74,6 @@ Subject = type[BlockingSubject] | type[TrioSubject] | type[AsyncioSubject]
 
 
 subject = one_of([BlockingSubject, TrioSubject, AsyncioSubject], ids=["blocking", "trio", "asyncio"])
-
-
-async def refuse(params: DropParams, call: CallContext) -> Empty:
-    raise FileNotFoundError(errno.ENOENT, "no such snapshot", params.name)
 
 
 async def test_a_call_gives_the_typed_result(path: str, subject: Subject) -> None:
@@ -148,10 +143,11 @@ async def test_an_error_is_of_the_class_python_has_for_its_errno(
             await client.call("drop", DropParams("x"))
         assert await client.call("ping") == Empty()
         client.close()
-    error = caught.value
-    assert isinstance(error, ControlError)
-    assert (error.code, error.errno, error.filename) == (OPERATION_FAILED, number, "na\udcffme")
-    assert str(error) == "it failed: na\\xffme"
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert isinstance(error, builtin)
+        assert isinstance(error, ControlError)
+        assert (error.code, error.errno, error.filename) == (OPERATION_FAILED, number, "na\udcffme")
+        assert str(error) == "it failed: na\\xffme"
 
 
 async def test_an_error_without_errno_keeps_its_code_and_text(path: str, subject: Subject) -> None:
@@ -433,38 +429,8 @@ async def test_the_trio_client_awaits_callbacks_that_want_it(path: str) -> None:
     assert pieces == [b"piece"]
 
 
-async def test_an_error_survives_pickling(path: str) -> None:
-    client = AsyncControlClient(path)
-    async with serving(path, {"drop": refuse}):
-        with pytest.raises(FileNotFoundError) as caught:
-            await client.call("drop", DropParams("x"))
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert isinstance(copy, FileNotFoundError)
-    assert isinstance(copy, ControlError)
-    assert (str(copy), copy.code, copy.errno, copy.filename) == ("no such snapshot: x", -32000, errno.ENOENT, "x")
-
-
 def test_the_blocking_client_loads_no_loop() -> None:
     code = (
         "import sys, vfsd.client.workspace, vfsd.machine.runtime; sys.exit(bool({'trio', 'anyio'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_hundred_blocking_clients_at_once_are_all_served(path: str) -> None:
-    answers: list[Empty] = []
-
-    def use(ready: threading.Barrier) -> None:
-        with ControlClient(path) as client:
-            client.call("ping")
-            ready.wait()
-            answers.append(client.call("ping"))
-
-    async def main() -> None:
-        async with serving(path), trio.open_nursery() as nursery:
-            ready, limiter = threading.Barrier(100), trio.CapacityLimiter(100)
-            for _ in range(100):
-                nursery.start_soon(partial(trio.to_thread.run_sync, use, ready, limiter=limiter))
-
-    trio.run(main)
-    assert answers == [Empty()] * 100
