@@ -26,8 +26,7 @@ from tests.support.host_directories import mounted_tmpfs
 from tests.support.rights import needs_root
 from tests.support.waiting import wait_until
 from vfsd.cli.claude_settings import hook_commands
-from vfsd.client.connection import ControlClient
-from vfsd.client.log import LoggedChange, Missed, MountEvents, watched_changes
+from vfsd.client.log import LoggedChange, MountEvents
 from vfsd.client.workspace import Workspace
 from vfsd.integrations.mcp.session import Session
 from vfsd.integrations.mcp.tools import SERVED_TOOLS
@@ -567,52 +566,10 @@ def test_follow_since_a_snapshot_yields_everything_after_it_once(workspace: Work
     assert [isinstance(one, LoggedChange) and one.path for one in found] == ["b", "c"]
 
 
-@pytest.mark.extended
-def test_a_follower_that_reads_nothing_misses_changes_and_delays_nobody(workspace: Workspace, root: Path) -> None:
-    with ControlClient(workspace.socket) as client:
-        call = workspace._requests.watch()
-        stream = client.stream(call)
-        next(stream)
-        for number in range(3000):
-            (root / f"{number}{'x' * 200}").mkdir()
-        (root / "last").mkdir()
-        total = 0
-        missed = 0
-        for change in watched_changes(stream):
-            if isinstance(change, Missed):
-                missed += change.count
-            else:
-                total += 1
-            if total + missed >= 3001:
-                break
-            if total + missed == 3000:
-                (root / "end").mkdir()
-        stream.close()
-    assert missed > 0
-    assert total > 100
-
-
 @pytest.fixture
 def alone(engine: str, workdir: Path) -> Callable[..., Workspace]:
     """Mounts a workspace that its test unmounts."""
     return functools.partial(Workspace.mount, workdir / "alone", name=workdir.name, engine=engine)
-
-
-def test_the_command_follows_until_the_workspace_is_unmounted(alone: Callable[..., Workspace]) -> None:
-    workspace = alone()
-    program = subprocess.Popen(
-        [sys.executable, "-m", "vfsd.cli.main", "log", "-w", workspace.name, "--follow", "--json", "--since", "1h"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    (Path(workspace.path) / "d").mkdir()
-    assert program.stdout is not None
-    assert json.loads(program.stdout.readline())["path"] == "d"
-    workspace.unmount()
-    _, errors = program.communicate(timeout=30)
-    assert program.returncode == 0
-    assert "was unmounted" in errors
 
 
 def test_events_tell_what_other_programs_have_written(workspace: Workspace, root: Path) -> None:

@@ -1,14 +1,16 @@
-"""The filesystem suites over a real mount, on each engine: an agent's calls see what every tool sees."""
+"""The filesystem suites over mounts, on each engine: an agent's calls see what every tool sees; also of an object."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from protocol import Filesystem, HostFilesystem
+from protocol import Filesystem, HostFilesystem, InMemoryFilesystem
 from protocol.errors import NotMountedError
+from protocol.paths import CallLimits
 from protocol.testing import (
     ArchiveContract,
     FilesystemContract,
@@ -20,11 +22,23 @@ from tests.support.contracts_on_mounts import OnMount, read_only_archive
 from vfsd.client.workspace import Workspace
 
 
-@pytest.fixture(scope="module", params=["native", "pyfuse3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((engine, holds_object), id=f"{engine}{', object' * holds_object}", marks=marks)
+        for engine, marks in (("native", ()), ("pyfuse3", pytest.mark.extended))
+        for holds_object in (False, True)
+    ],
+)
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One mount for all tests: some hundred of them need no daemon each."""
+    """One mount for all tests: of a workspace in memory, or of an object of this process."""
     place = tmp_path_factory.mktemp("shared") / "mount"
-    with Workspace.mount(place, engine=request.param, name=f"contract-{request.param}"):
+    engine, holds_object = request.param
+    options: dict[str, Any] = {"engine": engine, "name": f"contract-{engine}-{holds_object}"}
+    if holds_object:
+        # One level more than the suites ask for: each test has a directory of its own.
+        options["filesystem"] = InMemoryFilesystem(limits=CallLimits(depth=17))
+    with Workspace.mount(place, **options):
         yield place
 
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -19,14 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 from click.testing import CliRunner
 
 from tests.mount.conftest import Fork, check_invariants, mounted, text
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
-from vfsd import AsyncWorkspace, Workspace
+from vfsd import Workspace
 from vfsd.cli.main import cli
 
 
@@ -277,32 +275,6 @@ def test_a_fork_during_an_import_owes_it_no_memory(source: Workspace, fork: Fork
 
 
 @pytest.mark.extended
-def test_writes_are_in_the_fork_in_their_order(source: Workspace, fork: Fork) -> None:
-    """Two counters are increased in turn, so in no state do they differ by more than one."""
-    stop = threading.Event()
-
-    def count() -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            for name in ("first", "second"):
-                write(source, f"{number:08}", name)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        wait_until(lambda: os.path.exists(Path(source.path, "second")), "the program writes")
-        copies = [fork(f"copy-{number}") for number in range(5)]
-    finally:
-        stop.set()
-        thread.join()
-    for copy in copies:
-        # Opening with O_TRUNC and writing are two calls.
-        first, second = (int(text(copy, name) or -1) for name in ("first", "second"))
-        assert -1 in (first, second) or 0 <= first - second <= 1
-
-
-@pytest.mark.extended
 def test_many_forks_at_once(source: Workspace, workdir: Path) -> None:
     names = [f"fork-of-{number}" for number in range(6)]
     with ThreadPoolExecutor(len(names)) as threads:
@@ -345,44 +317,6 @@ def test_the_descriptors_of_the_source_are_not_in_the_fork(source: Workspace, fo
     assert sum(link == "/dev/fuse" for link in links) == 1
     assert not [link for link in links if "source.log" in link]
     assert not [link for link in links if link.startswith(source.path)]
-
-
-@pytest.mark.extended
-def test_the_state_of_a_fork_does_not_depend_on_its_source(source: Workspace, fork: Fork) -> None:
-    """Random changes of three copies, each compared with what it should have."""
-    generator = random.Random(7)
-    copies = [source, fork("one"), fork("two")]
-    expected = [{"tree/file": "source"} for _ in copies]
-    for step in range(150):
-        which = generator.randrange(len(copies))
-        name = f"tree/{generator.choice(['file', 'a', 'b', 'c'])}"
-        if generator.random() < 0.3 and name in expected[which]:
-            os.unlink(Path(copies[which].path, name))
-            del expected[which][name]
-        else:
-            write(copies[which], f"{step} of {which}", name)
-            expected[which][name] = f"{step} of {which}"
-        if step == 75:
-            copies.append(fork("three", of=copies[1]))
-            expected.append(dict(expected[1]))
-    for copy, files in zip(copies, expected, strict=True):
-        assert {f"tree/{name}": text(copy, f"tree/{name}") for name in os.listdir(Path(copy.path, "tree"))} == files
-
-
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_the_async_client_forks(workdir: Path, backend: str) -> None:
-    async def main() -> None:
-        async with AsyncWorkspace.mount(workdir / "source", name="source", engine="native") as source:
-            await source.async_filesystem.write("file", "source")
-            async with source.fork(workdir / "copy", name="copy") as copy:
-                assert (await copy.status()).forked_from == "source"
-                assert Path(copy.path, "file").read_text() == "source"
-            assert not os.path.ismount(workdir / "copy")
-            with pytest.raises(FileExistsError):
-                await source.fork(workdir / "again", name="source")
-            assert not os.path.exists(workdir / "again")
-
-    anyio.run(main, backend=backend)
 
 
 def run(*words: str) -> Any:
@@ -469,11 +403,3 @@ def test_a_fork_that_max_memory_does_not_allow_is_refused(workdir: Path) -> None
             wait_until(lambda: refused(source), "what the fork has written counts")
             wait_until(lambda: refused(copy), "in each of them")
         assert not refused(source)
-
-
-def test_what_cannot_be_forked_says_why(workdir: Path) -> None:
-    with Workspace.mount(workdir / "m", engine="pyfuse3") as workspace:
-        with pytest.raises(OSError, match="--engine native") as raised:
-            workspace.fork(workdir / "fork")
-        assert raised.value.errno == errno.EOPNOTSUPP
-        assert not os.path.exists(workdir / "fork")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import mmap
@@ -20,10 +19,9 @@ import pytest
 from click.testing import CliRunner
 
 from protocol.tool_messages import EditFileParams, GlobParams, GrepParams, RmParams
-from tests.mount.conftest import MountIt, check_invariants, edit_on_two_mounts, mounted, socket_of
+from tests.mount.conftest import MountIt, edit_on_two_mounts, mounted, socket_of
 from tests.mount.engine_child import Watcher
-from tests.support.processes import is_running
-from tests.support.waiting import longer_limits, readable
+from tests.support.waiting import readable
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
@@ -65,20 +63,6 @@ def run(workspace: Workspace) -> Run:
     return run_it
 
 
-@pytest.fixture
-def refused(workspace: Workspace) -> Run:
-    """The error of a `vfsd fs` that fails."""
-
-    def run_it(*args: str | bytes, stdin: bytes = b"") -> str:
-        status, envelope = vfsd_fs(workspace, *args, stdin=stdin)
-        assert envelope["ok"] is False, envelope
-        assert status == 1
-        assert set(envelope) == {"ok", "error"}
-        return str(envelope["error"])
-
-    return run_it
-
-
 def edit_of(old: str, new: str, **more: Any) -> bytes:
     return json.dumps({"old_text": old, "new_text": new, **more}).encode()
 
@@ -98,97 +82,6 @@ def test_a_round_trip_of_every_tool(run: Run, root: Path) -> None:
     assert run("stat", "src/a.py")["size_bytes"] == 13
     assert run("rm", "-r", "src")["deleted"] == 3
     assert os.listdir(root) == []
-
-
-def test_a_process_that_runs_it_gets_the_envelope_alone(workspace: Workspace, root: Path) -> None:
-    (root / "d").mkdir()
-    for args, status, stdin in ((("write", "f"), 0, b"\xff\0"), (("read", "missing"), 1, b""), (("read",), 2, b"")):
-        done = subprocess.run(
-            [sys.executable, "-m", "vfsd.cli.main", "fs", *args],
-            input=stdin,
-            capture_output=True,
-            cwd=root / "d",
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        assert (done.returncode, done.stderr) == (status, b"")
-        assert json.loads(done.stdout)["ok"] is (status == 0)
-    assert (root / "d" / "f").read_bytes() == b"\xff\0"
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_odd_names_go_there_and_back(run: Run, root: Path, name: bytes) -> None:
-    path = b"dir/" + name
-    content = bytes(range(256))
-    run("write", "--", path, stdin=content)
-    place = os.path.join(os.fsencode(root), path)
-    with open(place, "rb") as file:
-        assert file.read() == content
-    try:
-        expected: dict[str, Any] = {"path": path.decode()}
-    except UnicodeDecodeError:
-        expected = {"path": wire_path(path), "escaped": True}
-    for answer in (run("ls", "dir")["entries"][0], run("stat", "--", path), run("read", "--", path)):
-        assert {key: answer[key] for key in expected} == expected
-        assert ("escaped" in answer) == ("escaped" in expected)
-    data = run("read", "--", path)
-    assert data["content"] == "base64:" + base64.b64encode(content).decode()
-    run("write", "--", path, stdin=b"old needle\n")
-    run("edit", "--", path, stdin=edit_of("old", "new"))
-    assert run("grep", "needle")["matches"][0].items() >= expected.items()
-    assert run("glob", "*")["files"] == [expected]
-    run("rm", "--escaped", "--", wire_path(path))
-    assert os.listdir(root / "dir") == []
-
-
-def test_large_binary_content_goes_there_and_back(run: Run, root: Path) -> None:
-    content = os.urandom(5 << 20)
-    run("write", "big", stdin=content)
-    assert (root / "big").read_bytes() == content
-    page = run("read", "big", "--bytes", "--offset", "1000000", "--limit", "3000000")
-    assert base64.b64decode(page["content"].removeprefix("base64:")) == content[1_000_000:4_000_000]
-    assert page["truncated"] is True
-    assert page["size_bytes"] == len(content)
-
-
-def test_paths_are_relative_to_a_directory_in_the_mount(run: Run, root: Path) -> None:
-    (root / "a" / "b").mkdir(parents=True)
-    inside = str(root / "a")
-    assert run("write", "b/f", stdin=b"needle", cwd=inside)["path"] == "b/f"
-    assert run("grep", "needle", cwd=inside)["matches"][0]["path"] == "b/f"
-    assert run("stat", str(root / "a" / "b" / "f"))["path"] == "a/b/f"
-    assert run("stat", "../a/b/f", cwd=inside)["path"] == "b/f"
-
-
-def test_errors_are_envelopes(workspace: Workspace, refused: Run, root: Path) -> None:
-    (root / "f").write_text("x x")
-    (root / "d").mkdir()
-    for words in (("read", "missing"), ("ls", "missing"), ("grep", "x", "missing"), ("glob", "x", "missing")):
-        assert refused(*words) == "No such file or directory: missing"
-    assert "File exists" in refused("write", "f", "--mode", "create", stdin=b"y")
-    assert "Is a directory" in refused("write", "d", stdin=b"y")
-    assert "found 2 times" in refused("edit", "f", stdin=edit_of("x", "y"))
-    assert "found 0 times" in refused("edit", "f", stdin=edit_of("z", "y"))
-    assert "not an edit" in refused("edit", "f", stdin=b"{}")
-    assert "not in the workspace" in refused("read", "/etc/passwd")
-    assert "root" in refused("rm", "-r", ".")
-    assert "(" in refused("grep", "(")
-    assert vfsd_fs(workspace, "read")[0] == 2
-    assert vfsd_fs(workspace, "frobnicate")[1]["ok"] is False
-    assert (root / "f").read_text() == "x x"
-
-
-def test_a_write_over_the_quota_is_refused_and_leaves_what_was_there(mount: MountIt) -> None:
-    workspace = mount(max_bytes=1 << 20)
-    root = Path(workspace.path)
-    (root / "f").write_text("old")
-    status, envelope = vfsd_fs(workspace, "write", "new/f", stdin=bytes(2 << 20))
-    assert (status, envelope["ok"]) == (1, False)
-    assert "No space left" in envelope["error"]
-    assert os.listdir(root) == ["f"]
-    assert (root / "f").read_text() == "old"
-    check_invariants(workspace)
 
 
 def test_a_read_only_workspace_is_read_and_not_changed(mount: MountIt) -> None:
@@ -469,11 +362,6 @@ def exec_in(workspace: Workspace, *argv: str, **more: Any) -> FsExecResult:
     return result
 
 
-def test_without_on_host_a_memory_workspace_runs_no_command(refused: Run, root: Path) -> None:
-    assert "--on-host" in refused("exec", "--", "touch", "made")
-    assert os.listdir(root) == []
-
-
 def test_a_command_runs_in_the_mount_that_its_daemon_serves(able: Workspace) -> None:
     root = Path(able.path)
     (root / "d").mkdir()
@@ -492,16 +380,6 @@ def test_a_command_runs_in_the_mount_that_its_daemon_serves(able: Workspace) -> 
         "snapshot_error": None,
     }
     assert (root / "d" / "made").read_text() == "made\n"
-
-
-def test_a_command_is_killed_when_its_time_is_over_with_all_that_it_started(able: Workspace) -> None:
-    inner = Path(able.path) / "inner"
-    for timeout_s in longer_limits(1):
-        done = exec_in(able, "sh", "-c", "setsid sleep 1000 & echo $! >inner; sleep 1000", timeout_s=timeout_s)
-        assert done.timed_out
-        if inner.exists() and inner.read_text():
-            break
-    assert not is_running(int(inner.read_text()))
 
 
 def test_a_command_is_killed_when_its_client_goes_away(able: Workspace) -> None:
@@ -546,18 +424,6 @@ def test_the_mount_answers_while_commands_work_in_it(able: Workspace) -> None:
     for thread in threads:
         thread.join()
     assert results == [b"line\n5\n"] * 4
-
-
-def test_output_beyond_the_limit_is_cut(able: Workspace) -> None:
-    done = exec_in(able, "sh", "-c", "head -c 1000000 /dev/zero | tr '\\0' x", output_limit_bytes=1000)
-    assert (done.stdout, done.truncated, done.exit_status) == (b"x" * 1000, True, 0)
-
-
-def test_a_command_that_is_not_there_is_an_error(able: Workspace) -> None:
-    with pytest.raises(FileNotFoundError, match="no-such-program"):
-        exec_in(able, "no-such-program")
-    with pytest.raises(FileNotFoundError):
-        exec_in(able, "true", cwd="missing")
 
 
 # -- searches -----------------------------------------------------------------------------------------

@@ -177,62 +177,6 @@ def test_a_compiled_program_runs_in_it_and_beside_it(root: Path, directory: Path
     wait_until(runs)
 
 
-@pytest.mark.both_engines
-def test_what_is_mapped_and_shared_is_written(root: Path, directory: Path) -> None:
-    program = (
-        "import mmap,sys; f=open(sys.argv[1],'r+b'); m=mmap.mmap(f.fileno(),0); m[3:6]=b'new'; m.flush(); m.close()"
-    )
-    (root / "f").write_bytes(b"oldoldold")
-    run(sys.executable, "-c", program, root / "f")
-    assert (directory / "f").read_bytes() == b"oldnewold"
-
-
-@pytest.mark.both_engines
-def test_open_files_go_on_when_they_are_removed_or_lose_their_modes(root: Path, directory: Path) -> None:
-    with open(root / "f", "w+b") as file:
-        file.write(b"before")
-        file.flush()
-        os.chmod(root / "f", 0)
-        os.unlink(root / "f")
-        assert os.listdir(directory) == []
-        file.write(b" and after")
-        file.seek(0)
-        assert file.read() == b"before and after"
-        assert os.fstat(file.fileno()).st_nlink == 0
-
-
-@pytest.mark.both_engines
-def test_unnamed_files_get_a_name(root: Path, directory: Path, engine: str) -> None:
-    if engine == "pyfuse3":
-        with pytest.raises(OSError, match="not supported"):
-            os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600)
-        return
-    descriptor = os.open(root, os.O_TMPFILE | os.O_RDWR, 0o600)
-    os.write(descriptor, b"content")
-    assert os.listdir(directory) == []
-    # (With a descriptor of a directory, or Python would call link(2), which does not follow.)
-    os.link(f"/proc/self/fd/{descriptor}", root / "named", src_dir_fd=descriptor, follow_symlinks=True)
-    os.close(descriptor)
-    assert (directory / "named").read_bytes() == b"content"
-
-
-@pytest.mark.extended
-@pytest.mark.both_engines
-def test_what_was_done_through_the_mount_is_in_the_directory(root: Path, directory: Path) -> None:
-    if os.geteuid() == 0:
-        rich_tree(root / "tree")
-        assert tree_of(root / "tree") == tree_of(directory / "tree")
-    shutil.rmtree(root / "tree", ignore_errors=True)
-    for at in range(300):
-        (root / f"f{at}").write_bytes(b"x" * at)
-    assert sorted(os.listdir(root)) == sorted(os.listdir(directory))
-    for at in range(0, 300, 2):
-        os.rename(root / f"f{at}", root / f"f{at + 1}")
-    assert tree_of(root) == tree_of(directory)
-    run("rm", "-rf", *(root / name for name in os.listdir(root)))
-    assert os.listdir(directory) == []
-
-
 # -- others --------------------------------------------------------------------------------------------
 
 

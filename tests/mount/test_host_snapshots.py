@@ -112,59 +112,6 @@ def test_a_snapshot_after_each_tool_call_and_back_to_any_of_them(
     assert run("git", "log", "--format=%s", cwd=root).split() == ["two", "one"]
 
 
-def test_single_paths_come_back_and_the_rest_stays(workspace: Workspace, root: Path, directory: Path) -> None:
-    (root / "d").mkdir()
-    (root / "d" / "a").write_text("a")
-    (root / "d" / "b").write_text("b")
-    (root / "c").write_text("c")
-    workspace.snapshot("one")
-    shutil.rmtree(root / "d")
-    (root / "c").write_text("changed")
-    (root / "new").write_text("new")
-    restored = workspace.restore("one", ["d/a", "new"])
-    assert {(change.path, change.change) for change in restored.changes} >= {("d/a", "added"), ("new", "removed")}
-    assert sorted(os.listdir(directory)) == ["c", "d"]
-    assert (os.listdir(root / "d"), (root / "c").read_text()) == (["a"], "changed")
-    with pytest.raises(FileNotFoundError):
-        workspace.restore("one", ["nowhere"])
-    assert [info.kind for info in workspace.snapshots()].count("safety") == 1
-
-
-def test_a_dry_run_says_what_a_restore_does_and_does_nothing(workspace: Workspace, root: Path, directory: Path) -> None:
-    (root / "a").write_text("a")
-    (root / "d").mkdir()
-    workspace.snapshot("one")
-    (root / "a").write_text("changed")
-    (root / "d").rmdir()
-    (root / "new").write_text("new")
-    before = tree_of(directory)
-    planned = workspace.restore("one", dry_run=True)
-    assert tree_of(directory) == before
-    assert planned.safety_snapshot is None
-    assert [(change.path, change.change) for change in planned.changes] == [
-        ("a", "modified"),
-        ("d", "added"),
-        ("new", "removed"),
-    ]
-    done = workspace.restore("one")
-    assert done.changes == planned.changes
-
-
-def test_the_names_of_snapshots_are_kept_apart(workspace: Workspace) -> None:
-    assert workspace.snapshot().name == "snap-1"
-    assert workspace.snapshot().name == "snap-2"
-    workspace.snapshot("mine", tag="a remark")
-    with pytest.raises(FileExistsError):
-        workspace.snapshot("mine")
-    with pytest.raises(FileNotFoundError):
-        workspace.restore("nothing")
-    with pytest.raises(FileNotFoundError):
-        workspace.drop("nothing")
-    workspace.drop("snap-1")
-    assert [(info.name, info.tag) for info in workspace.snapshots()] == [("snap-2", None), ("mine", "a remark")]
-    assert workspace.status().snapshots == 2
-
-
 def test_snapshots_count_what_each_changed(workspace: Workspace, root: Path) -> None:
     (root / "a").write_text("a")
     (root / "b").write_text("b")
@@ -319,37 +266,6 @@ def test_watchers_are_told_what_a_restore_changed(workspace: Workspace, root: Pa
 
 
 # -- comparing ---------------------------------------------------------------------------------------
-def test_a_diff_as_a_patch_makes_the_old_state_the_new_one(
-    workspace: Workspace, root: Path, directory: Path, workdir: Path
-) -> None:
-    (root / "src").mkdir()
-    (root / "src" / "main.py").write_text("one\ntwo\nthree\n")
-    (root / "gone").write_text("gone\n")
-    workspace.snapshot("one")
-    shutil.copytree(directory, workdir / "copy", symlinks=True)
-    (root / "src" / "main.py").write_text("one\n2\nthree\nfour\n")
-    (root / "gone").unlink()
-    (root / "new").write_text("new\n")
-    found = workspace.diff()
-    assert [(change.path, change.change) for change in found.changes] == [
-        ("gone", "removed"),
-        ("new", "added"),
-        ("src/main.py", "modified"),
-    ]
-    assert found.a == "one"
-    patch = workspace.patch("one")
-    (workdir / "patch").write_bytes(patch)
-    run("patch", "-p1", "-i", workdir / "patch", cwd=workdir / "copy")
-    for name in ("src/main.py", "new"):
-        assert (workdir / "copy" / name).read_text() == (directory / name).read_text()
-    assert not (workdir / "copy" / "gone").exists()
-    workspace.snapshot("two")
-    assert workspace.patch("one", "two") == patch
-    assert not workspace.diff("two")
-    shown = succeeded(vfsd("diff", "one", "--stat", "-w", workspace.name))
-    assert "3 paths changed, 3 insertions(+), 2 deletions(-)" in shown
-
-
 def test_a_file_of_the_same_size_and_time_is_found_changed(workspace: Workspace, root: Path) -> None:
     (root / "file").write_text("one")
     workspace.snapshot("one")
@@ -360,23 +276,6 @@ def test_a_file_of_the_same_size_and_time_is_found_changed(workspace: Workspace,
 
 
 # -- archives ----------------------------------------------------------------------------------------
-def test_a_snapshot_and_the_live_state_are_exported(
-    workspace: Workspace, root: Path, directory: Path, workdir: Path
-) -> None:
-    (root / "a").write_text("one")
-    (root / "d").mkdir()
-    workspace.snapshot("one")
-    (root / "a").write_text("two")
-    (root / "b").write_text("b")
-    assert workspace.export(workdir / "one.zip", snapshot="one").files == 1
-    assert workspace.export(workdir / "live.zip").files == 2
-    with zipfile.ZipFile(workdir / "one.zip") as archive:
-        assert archive.read("files/a") == b"one"
-        assert "files/d/" in archive.namelist()
-    with zipfile.ZipFile(workdir / "live.zip") as archive:
-        assert archive.read("files/a") == b"two"
-
-
 def test_an_export_is_the_state_at_one_moment_whatever_is_written_meanwhile(
     workspace: Workspace, root: Path, directory: Path, workdir: Path
 ) -> None:
@@ -868,27 +767,3 @@ def test_what_dropped_snapshots_held_is_freed_in_time(mount: MountIt, directory:
     (directory / "large").unlink()
     workspace.restore("s19")
     assert (directory / "large").stat().st_size == 300 << 10
-
-
-def test_the_command_line_as_in_memory(workspace: Workspace, root: Path, workdir: Path) -> None:
-    picked = ("-w", workspace.name)
-    (root / "README").write_text("notes\n")
-    assert succeeded(vfsd("snapshot", "before", *picked)) == "before\n"
-    (root / "README").write_text("oops\n")
-    (root / "junk").touch()
-    assert succeeded(vfsd("diff", *picked)) == "M README\nA junk\n"
-    assert succeeded(vfsd("restore", "before", "--dry-run", *picked)) == "M README\nD junk\n"
-    assert succeeded(vfsd("restore", "before", *picked)) == (
-        "restored before: 1 modified, 1 removed\nthe state before is safety-1; `vfsd restore --undo` brings it back\n"
-    )
-    assert (root / "README").read_text() == "notes\n"
-    succeeded(vfsd("restore", "--undo", *picked))
-    assert (root / "README").read_text() == "oops\n"
-    succeeded(vfsd("export", workdir / "x.zip", "--snapshot", "before", *picked))
-    (root / "README").unlink()
-    assert "imported 1 file (" in succeeded(vfsd("import", workdir / "x.zip", *picked))
-    assert (root / "README").read_text() == "notes\n"
-    succeeded(vfsd("drop", "before", *picked))
-    names = [line.split("\t")[0] for line in succeeded(vfsd("snapshots", *picked)).splitlines()]
-    assert names == ["safety-1", "safety-2", "safety-3"]
-    assert "snapshots\t3\n" in succeeded(vfsd("status", *picked))

@@ -115,12 +115,6 @@ def test_mount_returns_when_the_mount_answers_and_unmount_when_all_is_gone(mount
     assert complaints("work") == []
 
 
-def test_the_mount_says_whose_it_is(mount: MountCli, place: Path) -> None:
-    mount("--name", "mine")
-    found = [mount for mount in mounts() if mount.mountpoint == str(place)]
-    assert [(it.fs_type, it.source) for it in found] == [("fuse.vfsd", "vfsd:mine")]
-
-
 def hostile_archive(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("manifest.json", MANIFEST)

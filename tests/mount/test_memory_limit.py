@@ -6,14 +6,21 @@ import errno
 import json
 import os
 import re
+import signal
+import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.mount.conftest import check_invariants
 from tests.mount.filling import KINDS, fill, remove_all
-from tests.mount.programs import failed, succeeded, vfsd
+from tests.mount.programs import VFSD, failed, log_of, succeeded, vfsd
+from tests.support.processes import children
+from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
+from vfsd.daemon.forks.family import slack_bytes
 
 MountIt = Callable[..., Workspace]
 MIB = 1 << 20
@@ -197,3 +204,102 @@ def test_with_defaults_the_daemon_survives_in_a_cgroup_of_400_mib(cgroup: Path, 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_with_defaults_the_daemon_survives_every_kind(cgroup: Path, workdir: Path, kind: str) -> None:
     check_survives(kind, cgroup, workdir)
+
+
+COMPACTED_BYTES = 100 * MIB
+
+
+@pytest.fixture
+def compacted(workdir: Path) -> Iterator[Workspace]:
+    root = workdir / "mount"
+    with Workspace.mount(
+        root, persist=True, journal_dir=workdir / "journal", max_memory=COMPACTED_BYTES, keeper=False
+    ) as made:
+        yield made
+        check_invariants(made)
+
+
+def private_bytes(*pids: int) -> int:
+    """Return the sum of the proportional set sizes of anonymous memory."""
+    found = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
+    return found
+
+
+class StoppedCompaction:
+    """`vfsd compact`, stopped while another process writes the image."""
+
+    def __init__(self, compacted: Workspace) -> None:
+        while True:
+            self.command = subprocess.Popen(
+                [*VFSD, "compact", "-w", compacted.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            wait_until(lambda: bool(children(compacted.pid)) or self.command.poll() is not None, "a writer")
+            for writer in children(compacted.pid):
+                self.writer = writer
+                try:
+                    os.kill(writer, signal.SIGSTOP)
+                except ProcessLookupError:
+                    break
+                return
+            self.command.communicate()  # it was too fast
+
+
+def rewrite(root: Path, count: int) -> None:
+    for number in range(count):
+        with open(root / f"f{number}", "wb") as file:
+            file.write(os.urandom(MIB))
+
+
+@pytest.mark.extended
+def test_a_change_that_needs_the_memory_ends_the_compaction(compacted: Workspace) -> None:
+    root = Path(compacted.path)
+    rewrite(root, 60)
+    compaction = StoppedCompaction(compacted)
+    peak, is_over = 0, threading.Event()
+
+    def observe() -> None:
+        nonlocal peak
+        while not is_over.wait(0.01):
+            peak = max(peak, private_bytes(compacted.pid, compaction.writer))
+
+    observer = threading.Thread(target=observe)
+    observer.start()
+    rewrite(root, 60)
+    is_over.set()
+    observer.join()
+    _, error = compaction.command.communicate()
+    assert compaction.command.returncode == 1
+    assert "needed the memory (--max-memory)" in error
+    assert peak <= COMPACTED_BYTES + slack_bytes(2)
+    succeeded(vfsd("compact", "-w", compacted.name))
+    rewrite(root, 60)
+
+
+@pytest.mark.extended
+def test_a_compaction_without_room_is_refused_before_it_begins(compacted: Workspace) -> None:
+    root = Path(compacted.path)
+    with pytest.raises(OSError, match="No space left"):
+        rewrite(root, 110)
+    before = sorted(os.listdir(root))
+    message = failed(vfsd("compact", "-w", compacted.name))
+    assert "MiB of --max-memory: the journal stays as it is; remove files" in message
+    assert sorted(os.listdir(root)) == before
+    for name in before[:60]:
+        (root / name).unlink()
+    succeeded(vfsd("compact", "-w", compacted.name))
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_a_compaction_that_begins_by_itself_and_has_no_room_is_logged(compacted: Workspace) -> None:
+    root = Path(compacted.path)
+    with pytest.raises(OSError, match="No space left"):
+        rewrite(root, 110)
+    while "of --max-memory: the journal stays as it is" not in log_of(compacted.name):
+        rewrite(root, 20)

@@ -793,7 +793,7 @@ def test_the_commands_say_what_they_did(target: Workspace, fork: Fork) -> None:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_the_async_client_merges(workdir: Path, backend: str) -> None:
+def test_the_async_client_forks_and_merges(workdir: Path, backend: str) -> None:
     async def main() -> None:
         async with (
             AsyncWorkspace.mount(workdir / "source", name="source", engine="native") as source,
@@ -804,5 +804,10 @@ def test_the_async_client_merges(workdir: Path, backend: str) -> None:
             assert (await source.merge(copy)).applied
             assert Path(source.path, "file").read_text() == "of the fork"
             assert (await source.adopt(copy)).counts.total == 0
+            assert (await copy.status()).forked_from == "source"
+            with pytest.raises(FileExistsError):
+                await source.fork(workdir / "again", name="source")
+            assert not os.path.exists(workdir / "again")
+        assert not os.path.ismount(workdir / "copy")
 
     anyio.run(main, backend=backend)

@@ -161,22 +161,6 @@ def test_a_refused_apply_names_the_commands_that_take_either_side(mount: MountIt
     assert theirs.read_text() == "mine\n"
 
 
-def test_apply_refuses_what_others_changed_below_and_names_it(mount: MountIt, repository: Path) -> None:
-    workspace = mount(backend=f"overlay:{repository}")
-    root = Path(workspace.path)
-    (root / "src" / "sum.c").write_text("mine\n")
-    (root / "new").write_text("new\n")
-    (repository / "src" / "sum.c").write_text("theirs\n")
-    refused = workspace.apply()
-    assert not refused.applied
-    assert refused.conflicts == {"src/sum.c": "was changed by another program"}
-    assert not (repository / "new").exists()
-    assert workspace.apply([root / "new"]).applied
-    assert (repository / "new").read_text() == "new\n"
-    assert workspace.apply(force=True).applied
-    assert (repository / "src" / "sum.c").read_text() == "mine\n"
-
-
 def _truncate(place: Path) -> None:
     place.write_text("mine\n")
 

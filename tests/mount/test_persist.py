@@ -10,11 +10,10 @@ import os
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from protocol.journal.directory import read_journal
 from protocol.volume import ROOT_INODE
 from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.programs import failed, succeeded, vfsd, wait_ended
-from tests.support.rights import need_root
+from tests.support.host_directories import mounted_tmpfs
 from tests.support.tree_hash import tree_hash
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
@@ -165,34 +164,6 @@ def check_killed_writer(persistent: Persistent, seed: int, before: Mapping[str, 
     assert len(different) <= 2, different
 
 
-@pytest.mark.extended
-def test_sqlite_is_intact_after_kill_9_and_has_what_was_committed(persistent: Persistent) -> None:
-    persistent.mount()
-    program = """
-import sqlite3, sys
-base = sqlite3.connect(sys.argv[1]); base.execute("create table t (n integer, data text)"); base.commit()
-n = 0
-while True:
-    n += 1
-    base.execute("insert into t values (?, ?)", (n, "x" * 500)); base.commit()
-    print(n, flush=True)
-"""
-    database = persistent.path / "base.db"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(database)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as writer:
-        assert writer.stdout is not None
-        for _ in range(60):
-            last = int(writer.stdout.readline())
-        persistent.kill()
-        last = max([last, *(int(line) for line in writer.stdout.readlines() if line.endswith("\n"))])
-    persistent.mount()
-    with contextlib.closing(sqlite3.connect(database)) as base:
-        assert base.execute("pragma integrity_check").fetchone() == ("ok",)
-        (count,) = base.execute("select count(*) from t").fetchone()
-    assert last <= count <= last + 1
-
-
 def test_fsync_fdatasync_and_o_sync_sync_the_journal(persistent: Persistent) -> None:
     workspace = persistent.mount(fsync="no")
     for flags, sync in ((0, os.fsync), (0, os.fdatasync), (os.O_SYNC, None)):
@@ -262,6 +233,15 @@ def test_an_interrupted_write_at_the_end_is_cut_off_and_reported(persistent: Per
     assert os.listdir(persistent.path) == ["kept"]
 
 
+@pytest.fixture
+def disk(persistent: Persistent, workdir: Path) -> Iterator[Path]:
+    """A disk of 8 MiB, for the journal."""
+    with mounted_tmpfs(workdir / "disk", max_bytes=8 << 20) as place:
+        persistent.journal = place / "journal"
+        yield place
+        persistent.end()
+
+
 def until_refused(change: Callable[[int], object]) -> int | None:
     for number in range(100_000):
         try:
@@ -272,40 +252,31 @@ def until_refused(change: Callable[[int], object]) -> int | None:
 
 
 @pytest.mark.extended
-def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent, workdir: Path) -> None:
-    need_root()
-    disk = workdir / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
-    try:
-        persistent.journal = disk / "journal"
-        workspace = persistent.mount()
-        root = persistent.path
-        assert until_refused(lambda number: (root / f"f{number}").write_bytes(os.urandom(500_000))) == errno.ENOSPC
-        assert until_refused(lambda number: (root / f"small{number}").touch()) == errno.ENOSPC
-        assert "no space for an image" in failed(vfsd("compact", "-w", workspace.name))
-        (root / "f0").unlink()
-        content = tree_hash(root)
-        workspace.unmount()
-        assert "journal is complete" in succeeded(vfsd("persisted", "check", "--journal-dir", str(persistent.journal)))
-        subprocess.run(["mount", "-o", "remount,size=32m", disk], check=True)
-        persistent.mount()
-        persistent.kill()
-        persistent.mount()
-        assert tree_hash(root) == content
-        (root / "after").write_bytes(os.urandom(500_000))
-        workspace = persistent.running or workspace
-        workspace.unmount()
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        assert "journal is complete" in succeeded(vfsd("persisted", "check", "--journal-dir", str(persistent.journal)))
-        assert "Read-only" in failed(vfsd("persisted", "drop", "--journal-dir", str(persistent.journal)))
-        for journal in (persistent.journal, disk / "new"):
-            refused = failed(vfsd("mount", persistent.path, "--persist", "--journal-dir", journal))
-            assert "on a read-only file system: make that writable, and mount the workspace again" in refused
-            assert not os.path.ismount(persistent.path)
-    finally:
-        persistent.end()
-        subprocess.run(["umount", "-l", disk], check=True)
+def test_on_a_full_disk_changes_fail_and_work_again_later(persistent: Persistent, disk: Path) -> None:
+    workspace = persistent.mount()
+    root = persistent.path
+    assert until_refused(lambda number: (root / f"f{number}").write_bytes(os.urandom(500_000))) == errno.ENOSPC
+    assert until_refused(lambda number: (root / f"small{number}").touch()) == errno.ENOSPC
+    assert "no space for an image" in failed(vfsd("compact", "-w", workspace.name))
+    (root / "f0").unlink()
+    content = tree_hash(root)
+    workspace.unmount()
+    assert "journal is complete" in succeeded(vfsd("persisted", "check", "--journal-dir", str(persistent.journal)))
+    subprocess.run(["mount", "-o", "remount,size=32m", disk], check=True)
+    persistent.mount()
+    persistent.kill()
+    persistent.mount()
+    assert tree_hash(root) == content
+    (root / "after").write_bytes(os.urandom(500_000))
+    workspace = persistent.running or workspace
+    workspace.unmount()
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    assert "journal is complete" in succeeded(vfsd("persisted", "check", "--journal-dir", str(persistent.journal)))
+    assert "Read-only" in failed(vfsd("persisted", "drop", "--journal-dir", str(persistent.journal)))
+    for journal in (persistent.journal, disk / "new"):
+        refused = failed(vfsd("mount", persistent.path, "--persist", "--journal-dir", journal))
+        assert "on a read-only file system: make that writable, and mount the workspace again" in refused
+        assert not os.path.ismount(persistent.path)
 
 
 @pytest.mark.extended
@@ -351,64 +322,46 @@ def test_when_a_disk_that_reported_errors_works_again_changes_do_and_all_that_wa
 
 @pytest.mark.parametrize("event", ["compaction", "death"])
 def test_files_can_be_removed_on_a_disk_that_another_program_fills(
-    persistent: Persistent, workdir: Path, event: str
+    persistent: Persistent, disk: Path, event: str
 ) -> None:
-    need_root()
-    disk = workdir / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
-    try:
-        persistent.journal = disk / "journal"
-        options = {"keeper": True} if event == "death" else {}
-        workspace, root = persistent.mount(**options), persistent.path
-        (root / "f").write_bytes(b"content")
-        if event == "compaction":
-            succeeded(vfsd("compact", "-w", workspace.name))
-        else:
-            pid = workspace.status().pid
-            os.kill(pid, signal.SIGKILL)
-            assert (root / "f").read_bytes() == b"content"
-            assert workspace.status().pid != pid
-        with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
-            while filler.write(bytes(4096)):
-                pass
-        assert until_refused(lambda number: (root / f"new{number}").write_bytes(os.urandom(100_000))) == errno.ENOSPC
-        for name in os.listdir(root):
-            (root / name).unlink()
-        (disk / "filler").unlink()
-        (root / "new").touch()
-        workspace.unmount()
-        persistent.mount()
-        assert os.listdir(root) == ["new"]
-    finally:
-        persistent.end()
-        subprocess.run(["umount", "-l", disk], check=True)
+    options = {"keeper": True} if event == "death" else {}
+    workspace, root = persistent.mount(**options), persistent.path
+    (root / "f").write_bytes(b"content")
+    if event == "compaction":
+        succeeded(vfsd("compact", "-w", workspace.name))
+    else:
+        pid = workspace.status().pid
+        os.kill(pid, signal.SIGKILL)
+        assert (root / "f").read_bytes() == b"content"
+        assert workspace.status().pid != pid
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+    assert until_refused(lambda number: (root / f"new{number}").write_bytes(os.urandom(100_000))) == errno.ENOSPC
+    for name in os.listdir(root):
+        (root / name).unlink()
+    (disk / "filler").unlink()
+    (root / "new").touch()
+    workspace.unmount()
+    persistent.mount()
+    assert os.listdir(root) == ["new"]
 
 
 def test_a_disk_that_only_the_journal_fills_is_usable_again_after_removing_files_and_compacting(
-    persistent: Persistent, workdir: Path
+    persistent: Persistent, disk: Path
 ) -> None:
-    need_root()
-    disk = workdir / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
-    try:
-        persistent.journal = disk / "journal"
-        workspace, root = persistent.mount(), persistent.path
-        assert until_refused(lambda number: (root / f"f{number}").write_bytes(os.urandom(500_000))) == errno.ENOSPC
-        assert until_refused(lambda number: (root / f"small{number}").write_bytes(os.urandom(9000))) == errno.ENOSPC
-        workspace.unmount()  # frees what the journal had allocated for removals
-        workspace = persistent.mount()
-        for name in os.listdir(root):
-            (root / name).unlink()
-        succeeded(vfsd("compact", "-w", workspace.name))
-        (root / "after").write_bytes(os.urandom(2_000_000))
-        workspace.unmount()
-        persistent.mount()
-        assert os.listdir(root) == ["after"]
-    finally:
-        persistent.end()
-        subprocess.run(["umount", "-l", disk], check=True)
+    workspace, root = persistent.mount(), persistent.path
+    assert until_refused(lambda number: (root / f"f{number}").write_bytes(os.urandom(500_000))) == errno.ENOSPC
+    assert until_refused(lambda number: (root / f"small{number}").write_bytes(os.urandom(9000))) == errno.ENOSPC
+    workspace.unmount()  # frees what the journal had allocated for removals
+    workspace = persistent.mount()
+    for name in os.listdir(root):
+        (root / name).unlink()
+    succeeded(vfsd("compact", "-w", workspace.name))
+    (root / "after").write_bytes(os.urandom(2_000_000))
+    workspace.unmount()
+    persistent.mount()
+    assert os.listdir(root) == ["after"]
 
 
 def test_after_a_crash_check_and_mount_say_once_that_the_daemon_had_died(persistent: Persistent) -> None:

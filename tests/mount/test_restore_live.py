@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.mount.engine_child import Watcher
-from tests.mount.programs import Program, failed, succeeded, vfsd
+from tests.mount.programs import Program, succeeded, vfsd
 from tests.support.rights import needs_root
 from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
+IN_MEMORY_AND_IN_A_STORE = pytest.mark.workspaces(backends=["memory", "host"])  # where snapshots are kept
 
 
 @pytest.fixture
@@ -205,22 +205,6 @@ def test_a_directory_deleted_under_a_program_and_restored_works_for_everybody_by
         shutil.rmtree(root / "dir")
 
 
-def test_renamed_directories_are_back_where_they_were(workspace: Workspace, root: Path, program: Program) -> None:
-    (root / "a" / "deep").mkdir(parents=True)
-    (root / "b").mkdir()
-    (root / "a" / "deep" / "file").write_text("content")
-    workspace.snapshot("one")
-    program("os.chdir(root + '/a/deep')")
-    (root / "a" / "deep").rename(root / "b" / "shallow")
-    (root / "a").rename(root / "b" / "shallow" / "a")
-    before = listing(root)
-    workspace.restore("one")
-    assert listing(root) == ["a", "a/deep", "a/deep/file", "b"]
-    assert program("os.getcwd(), open('file').read(), os.listdir('../..')")[0:2] == (f"{root}/a/deep", "content")
-    workspace.undo()
-    assert listing(root) == before
-
-
 def test_a_program_in_a_directory_that_moves_back_knows_where_it_stands(
     workspace: Workspace, root: Path, program: Program
 ) -> None:
@@ -267,52 +251,6 @@ def test_unchanged_files_keep_inode_times_and_pages(workspace: Workspace, root: 
     assert (root / "changed").read_text() == "old"
 
 
-def test_names_made_since_are_gone_and_absent_names_are_there(
-    workspace: Workspace, root: Path, program: Program
-) -> None:
-    (root / "back").write_text("back")
-    (root / "dir").mkdir()
-    (root / "dir" / "back").write_text("back")
-    workspace.snapshot("one")
-    (root / "back").unlink()
-    shutil.rmtree(root / "dir")
-    (root / "new").write_text("new")
-    # Both the absence and the presence are in the kernel's cache.
-    for _ in range(2):
-        assert program("[os.path.exists(root + '/' + n) for n in ('back', 'dir', 'dir/back', 'new')]") == [
-            False,
-            False,
-            False,
-            True,
-        ]
-    workspace.restore("one")
-    assert program("[os.path.exists(root + '/' + n) for n in ('back', 'dir', 'dir/back', 'new')]") == [
-        True,
-        True,
-        True,
-        False,
-    ]
-    assert listing(root) == ["back", "dir", "dir/back"]
-    assert program("open(root + '/dir/back').read()") == "back"
-
-
-def test_hard_links_are_what_they_were(workspace: Workspace, root: Path) -> None:
-    (root / "a").write_text("shared")
-    os.link(root / "a", root / "b")
-    (root / "alone").write_text("alone")
-    workspace.snapshot("one")
-    (root / "b").unlink()
-    (root / "b").write_text("apart")
-    os.link(root / "alone", root / "company")
-    workspace.restore("one")
-    assert os.stat(root / "a").st_ino == os.stat(root / "b").st_ino
-    assert os.stat(root / "a").st_nlink == 2
-    assert os.stat(root / "alone").st_nlink == 1
-    (root / "a").write_text("both")
-    assert (root / "b").read_text() == "both"
-    assert listing(root) == ["a", "alone", "b"]
-
-
 @needs_root
 def test_modes_owners_times_and_attributes_come_back(workspace: Workspace, root: Path) -> None:
     (root / "f").write_text("x")
@@ -349,22 +287,8 @@ def test_modes_owners_times_and_attributes_come_back(workspace: Workspace, root:
     assert os.getxattr(root / "f", "user.note") == b"old"
 
 
-def test_a_file_may_come_back_where_a_directory_was_and_the_other_way_round(workspace: Workspace, root: Path) -> None:
-    (root / "x").write_text("file")
-    (root / "y" / "in").mkdir(parents=True)
-    workspace.snapshot("one")
-    (root / "x").unlink()
-    (root / "x").mkdir()
-    (root / "x" / "inside").touch()
-    shutil.rmtree(root / "y")
-    (root / "y").symlink_to("x")
-    workspace.restore("one")
-    assert (root / "x").read_text() == "file"
-    assert stat.S_ISDIR((root / "y").lstat().st_mode)
-    assert listing(root) == ["x", "y", "y/in"]
-
-
 # -- by path, dry run, undo ---------------------------------------------------------------------------
+@IN_MEMORY_AND_IN_A_STORE
 def test_a_path_alone_is_restored(workspace: Workspace, root: Path) -> None:
     for name in ("a", "b"):
         (root / "dir" / name).mkdir(parents=True)
@@ -399,6 +323,7 @@ def _state(root: Path) -> dict[Path, tuple[int, ...]]:
     return shown
 
 
+@IN_MEMORY_AND_IN_A_STORE
 def test_a_dry_run_changes_nothing_and_says_exactly_what_a_restore_then_does(workspace: Workspace, root: Path) -> None:
     (root / "changed").write_text("old")
     (root / "removed").write_text("old")
@@ -434,33 +359,6 @@ def test_a_dry_run_changes_nothing_and_says_exactly_what_a_restore_then_does(wor
     assert sorted(line.split() for line in shown.splitlines()) == sorted(
         [["M", "changed"], ["A", "removed"], ["m", "mode"], ["T", "type"], ["D", "added/"], ["D", "added/file"]]
     )
-
-
-def test_there_is_nothing_to_undo_before_a_restore(workspace: Workspace) -> None:
-    workspace.snapshot("one")
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        workspace.undo()
-    assert "nothing to undo" in failed(vfsd("-w", workspace.name, "restore", "--undo"))
-
-
-def test_one_may_go_back_and_forth_between_snapshots(workspace: Workspace, root: Path, program: Program) -> None:
-    (root / "file").write_text("1")
-    (root / "only1").touch()
-    workspace.snapshot("s1")
-    program("fd = os.open(root + '/file', os.O_RDONLY)")
-    (root / "file").write_text("2" * 10_000)
-    (root / "only1").unlink()
-    (root / "only2").touch()
-    workspace.snapshot("s2")
-    (root / "file").unlink()
-    expected = {"s1": ("1", ["file", "only1"]), "s2": ("2" * 10_000, ["file", "only2"])}
-    for name in ("s1", "s2", "s1", "s1", "s2"):
-        workspace.restore(name)
-        assert ((root / "file").read_text(), listing(root)) == expected[name]
-        assert program("os.pread(fd, 20000, 0)").decode() == expected[name][0]
-    for name in ("s1", "s2"):
-        assert not workspace.diff(name, name)
-    assert not workspace.diff("s2")
 
 
 # -- watchers, archives, patches ----------------------------------------------------------------------
@@ -519,6 +417,7 @@ def test_an_archive_is_restored_to_the_letter_and_an_import_lays_over(
     assert (root / "file").read_text() == "changed since"
 
 
+@IN_MEMORY_AND_IN_A_STORE
 def test_a_patch_applied_to_a_copy_of_the_old_state_gives_the_new_one(
     workspace: Workspace, root: Path, workdir: Path
 ) -> None:
@@ -537,6 +436,10 @@ def test_a_patch_applied_to_a_copy_of_the_old_state_gives_the_new_one(
     (root / "new dir" / "n\u00e4m\u00e9").write_text("new\n")
 
     patch = workspace.patch("one")
+    workspace.snapshot("two")
+    assert workspace.patch("one", "two") == patch
+    assert not workspace.diff("two")
+    assert workspace.diff().a == "two"
     assert patch.decode() == succeeded(vfsd("-w", workspace.name, "diff", "one", "--patch"))
     copy = workdir / "copy"
     copy.mkdir()

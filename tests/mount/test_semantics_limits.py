@@ -66,6 +66,16 @@ def test_a_write_that_fits_in_part_is_short_and_the_next_fails(limited: Limited)
     os.close(fd)
 
 
+@pytest.mark.write_through
+def test_an_append_that_fits_in_part_is_made_once(limited: Limited) -> None:
+    log = limited(max_bytes=2 * PAGE) / "log"
+    log.write_bytes(b"x" * 5000)
+    with log.open("ab", 0) as file:
+        assert file.write(b"y" * 5000) == 3192
+        no_space(file.write, b"z")
+    assert log.read_bytes() == b"x" * 5000 + b"y" * 3192
+
+
 def test_a_full_volume_still_lets_things_be_named_moved_and_removed(limited: Limited, on: str) -> None:
     root = limited(max_bytes=MIB)
     (root / "f").write_bytes(bytes(range(256)) * (MIB // 256))

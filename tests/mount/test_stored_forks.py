@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 from click.testing import CliRunner
 
@@ -21,7 +20,7 @@ from protocol.store import Store
 from tests.mount.conftest import Fork, mounted, put, text
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
-from vfsd import AsyncWorkspace, Workspace
+from vfsd import Workspace
 from vfsd.cli.main import cli
 
 
@@ -272,19 +271,6 @@ def test_a_command_at_the_other_end_can_be_forked(directory: Path, workdir: Path
         put(copy, "tree/file", "of the fork\n")
         assert source.merge(copy).applied
         assert (directory / "tree" / "file").read_text() == "of the fork\n"
-
-
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_the_async_client_forks(source: Workspace, workdir: Path, backend: str) -> None:
-    async def main() -> None:
-        attached = await AsyncWorkspace.attach(source.name)
-        async with attached.fork(workdir / "copy", name="copy") as copy:
-            await copy.async_filesystem.write("new", "of the fork")
-            assert (await attached.merge(copy)).applied
-            assert text(source, "new") == "of the fork"
-        assert not os.path.ismount(workdir / "copy")
-
-    anyio.run(main, backend=backend)
 
 
 def test_the_options_of_the_source_that_apply_are_those_of_the_fork(

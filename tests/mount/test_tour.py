@@ -72,3 +72,36 @@ def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path, document: str, 
     printed = typed_in_one_shell(script, home)
     assert _NUMBER.sub("N", printed) == _NUMBER.sub("N", shown.replace("/home/me", str(home)))
     assert not [each.name for each in home.iterdir() if not each.name.startswith(".")]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallel-agents.md"
+
+
+@pytest.mark.extended
+def test_the_run_works_pasted_from_top_to_bottom(workdir: Path) -> None:
+    blocks = _BLOCK.findall(PAGE.read_text())
+    script = "".join(text for kind, text in blocks if kind == "sh")
+    environment = {
+        **os.environ,
+        "HOME": str(workdir),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "NO_COLOR": "1",
+    }
+    ran = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=workdir,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout
+    for kind, text in blocks:
+        assert kind == "sh" or text in ran.stdout
+    committed = subprocess.run(
+        ["git", "show", "--name-only", "--format="], cwd=workdir / "project", capture_output=True, text=True, check=True
+    )
+    assert committed.stdout.split() == ["README.md", "perimeter.py", "shapes.py"]
+    assert (workdir / "project" / "shapes.py").read_text() == "def area(w, h):\n    return w * h\n"

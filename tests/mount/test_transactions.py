@@ -56,47 +56,6 @@ def test_a_block_that_raises_leaves_the_mount_as_it_was(shared_workspace: Worksp
     assert (place / "added").read_text() == "new"
 
 
-def test_nested_blocks_are_undone_separately(shared_workspace: Workspace, place: Path) -> None:
-    with contextlib.suppress(Stop), shared_workspace.transaction() as outer:
-        (place / "outer").touch()
-        with contextlib.suppress(Stop), shared_workspace.transaction() as inner:
-            (place / "inner").touch()
-            raise Stop
-        assert [path.name for path in place.iterdir()] == ["outer"]
-        with shared_workspace.transaction():
-            (place / "kept").touch()
-        raise Stop
-
-    assert list(place.iterdir()) == []
-    assert [change.path for change in inner.undone.changes] == [f"{place.name}/inner"]  # type: ignore[union-attr]
-    assert [change.path for change in outer.undone.changes] == [  # type: ignore[union-attr]
-        f"{place.name}/kept",
-        f"{place.name}/outer",
-    ]
-
-
-def test_a_block_that_ends_keeps_its_changes_and_no_snapshot(shared_workspace: Workspace, place: Path) -> None:
-    with shared_workspace.transaction() as t:
-        (place / "file").write_text("kept")
-
-    assert ((place / "file").read_text(), t.state) == ("kept", "kept")
-    assert transactions_of(shared_workspace) == []
-
-
-def test_a_file_that_is_open_continues_with_the_restored_content(workdir: Path) -> None:
-    with mounted(workdir / "m", name=workdir.name) as workspace, contextlib.ExitStack() as files:
-        path = Path(workspace.path, "log")
-        path.write_text("one\n")
-        with contextlib.suppress(Stop), workspace.transaction():
-            log = files.enter_context(open(path, "a", buffering=1))
-            log.write("two\n")
-            raise Stop
-        assert path.read_text() == "one\n"
-        log.write("three\n")
-        assert path.read_text() == "one\nthree\n"
-        files.close()
-
-
 def test_a_block_that_fails_in_a_read_only_workspace_has_nothing_to_undo(workdir: Path) -> None:
     with mounted(workdir / "m", name=workdir.name, read_only=True) as workspace:
         with pytest.raises(OSError, match="Read-only") as caught, workspace.transaction() as t:

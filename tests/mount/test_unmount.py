@@ -422,19 +422,6 @@ def test_a_daemon_that_ends_leaves_what_is_mounted_at_its_place_by_then(engine: 
 
 
 # -- what does not ask ------------------------------------------------------------------------------------
-@both_engines
-def test_python_discards(engine: str, workdir: Path) -> None:
-    for name in ("a", "b"):
-        (workdir / name).mkdir()
-    with Workspace.mount(workdir / "a", engine=engine) as workspace:
-        (workdir / "a" / "file").write_text("work")
-    assert not is_mounted(workspace)
-    with Workspace.mount(workdir / "b", engine=engine) as workspace:
-        (workdir / "b" / "file").write_text("work")
-        workspace.unmount()
-        assert not is_mounted(workspace)
-
-
 @pytest.mark.parametrize(
     "words",
     [("--force",), ("--export", "a.zip", "--all"), ("--export", "a.zip", "--discard"), ("--export", "a.tar")],
