@@ -72,6 +72,7 @@ def test_open_files_mappings_directories_and_locks_continue(kept: Kept) -> None:
             stack.enter_context((root / name).open("r+b", buffering=0))
             for name in ("nameless", "late", "quiet", "removed")
         )
+        assert removed.read() == b"of the lower layer"
         used.program("fcntl.lockf(held, fcntl.LOCK_EX, 10)")
         for name in used.seen:
             if name != "below":
@@ -94,7 +95,7 @@ def test_open_files_mappings_directories_and_locks_continue(kept: Kept) -> None:
         for file, start in ((nameless, b"NA"), (quiet, b"QU"), (late, b"LA")):
             assert file.write(start) == 2
             assert os.pread(file.fileno(), 100, 0) == start + b" the lower layer"
-        assert removed.read() == b"of the lower layer"
+        assert os.pread(removed.fileno(), 100, 0) == b"of the lower layer"
         if not is_host:
             assert os.pread(temporary, 9, 0) == b"temporary"
             os.close(temporary)

@@ -406,9 +406,9 @@ def test_the_snapshots_of_a_host_directory_are_found_after_a_symlink_to_it_chang
 def test_snapshots_and_undo_steps_of_a_command_are_kept(far: OverCommand) -> None:
     (far.below / "changed").write_text("one\n")
     workspace = far.mount()
-    far.snapshot("one")
+    workspace.snapshot("one")
     (far.path / "changed").write_text("two\n")
-    far.restore("one")
+    workspace.restore("one")
     far.upgrade()
     succeeded(vfsd("restore", "--undo", "-w", far.name))
     assert (far.path / "changed").read_text() == "two\n"

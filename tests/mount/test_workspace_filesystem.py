@@ -1,4 +1,4 @@
-"""`Workspace.filesystem`: the filesystem suites over a running workspace, whose own snapshots it takes."""
+"""`Workspace.filesystem` and its async twin: the filesystem suites over a workspace, whose own snapshots they take."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import anyio
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from protocol import Filesystem, SnapshotableFilesystem
 from protocol.errors import NotMountedError, SnapshotNotFoundError
@@ -23,30 +25,42 @@ from protocol.testing import (
     StreamingContract,
 )
 from protocol.tools import FileDeleted, FileEvent, FileWritten
-from tests.mount.conftest import mounted
-from tests.support.contracts_on_mounts import read_only_archive
+from tests.mount.conftest import BACKENDS, mounted
+from tests.support.contracts_on_mounts import BlockingFilesystem, read_only_archive
+from tests.support.session_directories import new_directory
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.connection import daemon_end
 from vfsd.client.filesystem import WorkspaceFilesystem
 from vfsd.client.workspace import Workspace
 from vfsd.machine.mounts import clear_dead_mount
 
+Shared: TypeAlias = tuple[Workspace, SnapshotableFilesystem]
 
-@pytest.fixture(scope="module")
-def shared(shared_workspace: Workspace) -> Workspace:
-    """The workspace with the snapshot "empty"."""
-    shared_workspace.snapshot("empty")
-    return shared_workspace
+
+@pytest.fixture(scope="module", params=[*BACKENDS, "asyncio", "trio"])
+def shared(request: pytest.FixtureRequest, session_dir: str) -> Iterator[Shared]:
+    """A workspace on each backend; one in memory from either loop.  It has the snapshot "empty"."""
+    top, kind = new_directory(session_dir, "shared"), request.param
+    options = {"backend": kind if kind in BACKENDS else "memory", "store": top / "store" if kind == "host" else None}
+    with mounted(top / "m", engine="native", name=f"{top.name}-{kind}", **options) as workspace:
+        workspace.snapshot("empty")
+        if kind in BACKENDS:
+            yield workspace, workspace.filesystem
+            return
+        with start_blocking_portal(kind) as portal:
+            attached = portal.call(AsyncWorkspace.attach, workspace.name)
+            yield workspace, BlockingFilesystem(attached.async_filesystem, portal)
 
 
 class OnWorkspace:
     @pytest.fixture
-    def filesystem(self, shared: Workspace) -> Iterator[SnapshotableFilesystem]:
-        yield shared.filesystem
-        shared.restore("empty")
-        names = [snapshot.name for snapshot in shared.snapshots(changes=False) if snapshot.name != "empty"]
+    def filesystem(self, shared: Shared) -> Iterator[SnapshotableFilesystem]:
+        workspace, files = shared
+        yield files
+        workspace.restore("empty")
+        names = [snapshot.name for snapshot in workspace.snapshots(changes=False) if snapshot.name != "empty"]
         if names:
-            shared.drop(*names)
+            workspace.drop(*names)
 
 
 class TestFilesystem(OnWorkspace, FilesystemContract):

@@ -31,8 +31,7 @@ EXTENDED_PARAMETERS: Final[Sequence[tuple[str, frozenset[str]]]] = (
     ("tests/mount/test_semantics_*", _OTHER_PLACES | {"pyfuse3"}),
     # A filesystem's contract, once for each class that implements it.
     ("tests/contract/test_filesystems.py", frozenset({"plain-volume", "host-volume"})),
-    ("tests/mount/test_workspace_filesystem.py", frozenset({"host", "overlay"})),
-    ("tests/mount/test_async_filesystem.py", frozenset({"trio"})),
+    ("tests/mount/test_workspace_filesystem.py", frozenset({"host", "overlay", "trio"})),
     ("tests/mount/test_engines.py", frozenset()),
     ("tests/mount/*", _OTHER_PLACES | _PYFUSE3),
     ("tests/container/*", _PYFUSE3 | {"podman exec", "ssh"}),
