@@ -54,6 +54,12 @@ def offered(line: str, directory: str = "/") -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
+        ("vfsd snap", ["snapshot", "snapshots"]),
+        ("vfsd status -w comp", ["complete"]),
+        ("vfsd unmount comp", ["complete"]),
+        ("vfsd mount x --backend ho", ["host:"]),
+        ("vfsd -w complete drop b", ["before"]),
+        ("vfsd drop -w complete b", ["before"]),
         ("vfsd fs read s", ["src/"]),
         ("vfsd fs read ", ["src/", "two words/"]),
         ("vfsd fs read .", [".hidden/"]),
@@ -73,7 +79,7 @@ def offered(line: str, directory: str = "/") -> list[str]:
         ("vfsd log --since b", ["before"]),
     ],
 )
-def test_paths_and_snapshots_are_offered(workspace: Workspace, line: str, expected: list[str]) -> None:
+def test_commands_names_and_paths_are_offered(workspace: Workspace, line: str, expected: list[str]) -> None:
     assert offered(line) == expected
 
 
@@ -127,19 +133,18 @@ class Shell:
         os.close(self._terminal)
 
 
-def bash_in(directory: Path) -> Shell:
-    return Shell(directory, ["bash", "--norc", "--noprofile", "-i"], 'eval "$(vfsd completion bash)"')
+@pytest.fixture
+def bash(workdir: Path) -> Iterator[Shell]:
+    bash = Shell(workdir, ["bash", "--norc", "--noprofile", "-i"], 'eval "$(vfsd completion bash)"')
+    yield bash
+    bash.close()
 
 
-def test_bash_completes_a_path_step_by_step(workspace: Workspace, workdir: Path) -> None:
-    bash = bash_in(workdir)
-    try:
-        bash.type("vfsd fs read s\t", "src/")
-        bash.type("m\t", "main.py ")
-        bash.type("\x15vfsd restore b\t", "before ")
-        bash.type("tw\t", "two\\ words/")
-    finally:
-        bash.close()
+def test_bash_completes_a_path_step_by_step(workspace: Workspace, bash: Shell) -> None:
+    bash.type("vfsd fs read s\t", "src/")
+    bash.type("m\t", "main.py ")
+    bash.type("\x15vfsd restore b\t", "before ")
+    bash.type("tw\t", "two\\ words/")
 
 
 @pytest.fixture(scope="module")
@@ -157,19 +162,15 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.extended
 @pytest.mark.parametrize("option", ["--of ", "--of="])
 def test_bash_completes_what_follows_a_colon_or_an_equals_sign(
-    workspace: Workspace, stored: Path, workdir: Path, option: str
+    workspace: Workspace, stored: Path, bash: Shell, option: str
 ) -> None:
     name = str(stored).replace(" ", "\\ ")
-    bash = bash_in(workdir)
-    try:
-        parts = ("h", "host:", f"host:{stored.parent}", f"host:{stored.parent}/pro=", f"host:{name[:-4]}")
-        for number, typed in enumerate(parts):
-            bash.type(f"vfsd restore {option}{typed}\t", "wo\\ x ")
-            # All that is shown is read before the next line.
-            bash.type(f"end{number}\x15", f"end{number}")
-        bash.type("vfsd mount x --backend=ho\t", "st:")
-    finally:
-        bash.close()
+    parts = ("h", "host:", f"host:{stored.parent}", f"host:{stored.parent}/pro=", f"host:{name[:-4]}")
+    for number, typed in enumerate(parts):
+        bash.type(f"vfsd restore {option}{typed}\t", "wo\\ x ")
+        # All that is shown is read before the next line.
+        bash.type(f"end{number}\x15", f"end{number}")
+    bash.type("vfsd mount x --backend=ho\t", "st:")
 
 
 @pytest.mark.extended

@@ -187,16 +187,6 @@ def test_a_whole_merge_compares_paths_again_that_were_merged_alone(target: Works
     assert (again.base, again.counts.total, again.conflicts) == ("merged-1", 0, {})
 
 
-def test_a_merge_does_not_replace_what_is_below_a_directory_whose_mode_changed(target: Workspace, fork: Fork) -> None:
-    copy = fork()
-    os.chmod(Path(copy.path, "tree"), 0o700)
-    put(target, "tree/file", "of the target\n")
-    put(target, "tree/new", "of the target\n")
-    assert target.merge(copy).applied
-    assert os.stat(Path(target.path, "tree")).st_mode & 0o777 == 0o700
-    assert (text(target), text(target, "tree/new")) == ("of the target\n", "of the target\n")
-
-
 # -- again -----------------------------------------------------------------------------------------------
 def test_a_second_merge_brings_nothing_back(target: Workspace, fork: Fork) -> None:
     copy = fork()
@@ -246,22 +236,6 @@ def test_an_undone_merge_is_offered_again_after_a_merge_the_other_way(target: Wo
     assert not exists(target, "new")
     assert target.merge(copy).applied
     assert (text(target, "new"), text(target, "of-target")) == ("new\n", "1\n")
-
-
-def test_merges_go_both_ways(target: Workspace, fork: Fork) -> None:
-    copy = fork()
-    put(copy, "of-fork", "1\n")
-    target.merge(copy)
-    put(target, "of-fork", "2\n")
-    put(target, "of-target", "1\n")
-    done = copy.merge(target)
-    assert done.conflicts == {}
-    assert (text(copy, "of-fork"), text(copy, "of-target")) == ("2\n", "1\n")
-    os.unlink(Path(copy.path, "of-target"))
-    put(copy, "of-fork", "3\n")
-    assert target.merge(copy).conflicts == {}
-    assert text(target, "of-fork") == "3\n"
-    assert not exists(target, "of-target")
 
 
 def test_siblings_and_forks_of_forks_are_merged(target: Workspace, fork: Fork) -> None:

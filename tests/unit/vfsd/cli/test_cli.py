@@ -715,22 +715,6 @@ def complete(line: str, **environ: str) -> list[str]:
     return [item.partition(",")[2] for item in done.stdout.splitlines() if item]
 
 
-@pytest.mark.extended
-def test_commands_workspaces_and_snapshots_are_completed(daemon: FakeDaemon, workdir: Path) -> None:
-    ok("snapshot", "turn-1")
-    ok("snapshot", "other")
-    assert complete("vfsd snap") == ["snapshot", "snapshots"]
-    assert complete("vfsd status -w d") == ["demo"]
-    assert complete("vfsd unmount d") == ["demo"]
-    assert complete("vfsd drop t") == ["turn-1"]
-    assert complete("vfsd diff turn-1 o") == ["other"]
-    assert complete("vfsd restore t") == ["turn-1"]
-    assert complete("vfsd mount x --backend ho") == ["host:"]
-    with FakeDaemon("second", str(workdir / "second"), snapshots={"its-own": {}}):
-        assert complete("vfsd -w second drop i") == ["its-own"]
-        assert complete("vfsd drop -w second i") == ["its-own"]
-
-
 def test_completion_offers_nothing_where_there_is_nothing_to_ask(workdir: Path) -> None:
     assert complete("vfsd drop x") == []
     assert complete("vfsd drop x", VFSD_WORKSPACE="nobody") == []
@@ -755,27 +739,6 @@ def test_each_shell_has_its_script(shell: str, monkeypatch: pytest.MonkeyPatch) 
     assert f"_VFSD_COMPLETE={shell}_complete" in script
     monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
     assert ok("completion") == script
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [("snap", "snapshot snapshots"), ("restore t", "turn-1"), ("restore turn-1 ", ""), ("-w d", "demo")],
-)
-def test_bash_offers_what_its_script_is_told(daemon: FakeDaemon, workdir: Path, line: str, offered: str) -> None:
-    ok("snapshot", "turn-1")
-    program = workdir / "vfsd"
-    program.write_text(f"#!{sys.executable}\nfrom vfsd.cli.main import main\nmain()\n")
-    program.chmod(0o755)
-    # compopt works only while bash itself completes.
-    script = """
-        eval "$1"; compopt() { :; }
-        COMP_WORDS=(vfsd); while IFS= read -r -d ' ' word; do COMP_WORDS+=("$word"); done <<<"$3 "
-        COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMP_LINE="vfsd $3"; COMPREPLY=();
-        _vfsd_completion "$2"; echo "${COMPREPLY[*]}"
-    """
-    words = ["bash", "-c", script, "bash", ok("completion", "bash"), str(program), line]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert (done.stdout.strip(), done.stderr) == (offered, "")
 
 
 # -- doctor -----------------------------------------------------------------------------------------
