@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -115,6 +116,13 @@ def failed(done: subprocess.CompletedProcess[str]) -> str:
     assert first.startswith("vfsd: error: "), done.stderr
     assert notes == []
     return first
+
+
+def git(place: Path | str, *words: str) -> str:
+    """The standard output of git, with the identity and configuration of all tests."""
+    done = subprocess.run(["git", *words], cwd=place, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # -- daemons ------------------------------------------------------------------------------------------

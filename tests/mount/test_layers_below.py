@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from protocol.store import DirectorySource, Store
 from tests.mount.conftest import MountIt, check_invariants
-from tests.mount.programs import succeeded, vfsd
+from tests.mount.programs import git, succeeded, vfsd
 from tests.support import lower_layers
 from tests.support.lower_layers import Layer
 from tests.support.unmounting import unmount_when_idle
@@ -25,15 +24,8 @@ from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.workspaces(engines=["native"])
 
-GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
 BIG = os.urandom(3 << 20)
 Below = Callable[[Path], str]
-
-
-def git(root: Path, *command: str) -> str:
-    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    done = subprocess.run([*GIT, *command], cwd=root, capture_output=True, check=True, env=environment)
-    return done.stdout.decode()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from protocol.store import DirectorySource, Store
 from protocol.store.object_store import RemoteStore, open_storage
 from tests.mount.conftest import MountIt, backend_over, check_invariants, complaints
 from tests.mount.kept_workspaces import Kept, end_kept
-from tests.mount.programs import succeeded, vfsd
+from tests.mount.programs import git, succeeded, vfsd
 from tests.support.lower_layers import damage_inodes
 from tests.support.processes import children, is_running
 from tests.support.s3_server import BUCKET, KEYS, FaultyProxy, options, s3_server
@@ -38,14 +38,8 @@ from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
 BIG = os.urandom(9 << 20)
-GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
 URL = f"s3://{BUCKET}/team/job"
 OUTAGE_S = 3.0  # a --remote-timeout that reads keep on a busy machine while the network works
-
-
-def git(root: Path, *command: str) -> str:
-    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    return subprocess.run([*GIT, *command], cwd=root, capture_output=True, check=True, env=environment).stdout.decode()
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.mount.conftest import Fork, check_invariants, complaints, forking, mounted, put
+from tests.mount.programs import git
 from tests.support.unmounting import unmount_when_idle
 from vfsd import Workspace
 from vfsd.cli.main import cli
 from vfsd.client.results import Repository
-
-
-def git(place: Path | str, *words: str) -> str:
-    result = subprocess.run(["git", *words], cwd=place, check=False, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def repository(place: Path) -> None:

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from protocol.store import Store
 from tests.mount.conftest import Fork, mounted, put, text
+from tests.mount.programs import git
 from tests.support.unmounting import unmount_when_idle
 from tests.support.waiting import wait_until
 from vfsd import Workspace
@@ -288,10 +289,6 @@ def test_the_options_of_the_source_that_apply_are_those_of_the_fork(
 
 
 def test_an_index_of_git_is_valid_in_a_fork(directory: Path, fork: Fork) -> None:
-    def git(place: str | Path, *words: str) -> str:
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words]
-        return subprocess.run(command, cwd=place, capture_output=True, check=True, text=True).stdout
-
     git(directory, "init", "-q")
     git(directory, "add", "-A")
     git(directory, "commit", "-qm", "all")

@@ -1,4 +1,4 @@
-"""The keeper as the main process of a unit of systemd: it restarts the daemon, and programs go on."""
+"""The units of systemd: their keeper restarts the daemon, and what is in memory outlives a restart of the unit."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from vfsd.machine.runtime import read_record
 
 SYSTEMD = Path(__file__).parents[2] / "systemd"
 UNIT = SYSTEMD / "vfsd@.service"
+USER_UNIT = SYSTEMD / "user" / UNIT.name
 STARTED = (sys.executable, "-m", "vfsd.cli.main")
 BACKENDS = ["memory", "overlay", "host"]
 
@@ -109,7 +110,7 @@ def test_a_random_writer_sees_what_its_twin_sees(workdir: Path, runs_long: bool)
 @pytest.mark.extended
 @pytest.mark.parametrize("end", ["stop", "unmount"])
 def test_the_unit_ends_with_its_mount(workdir: Path, end: str) -> None:
-    service = unit(workdir, file=SYSTEMD / "user" / UNIT.name)
+    service = unit(workdir, file=USER_UNIT)
     with service.managed() as manager:
         if end == "unmount":
             succeeded(vfsd("unmount", service.name))
@@ -282,3 +283,65 @@ def test_a_tightened_policy_holds_after_an_upgrade_and_a_death(
             assert os.listdir(root) == ["file"]
             with pytest.raises(FileNotFoundError):
                 (root / "secret").lstat()
+
+
+# -- restarts of the unit --------------------------------------------------------------------------------
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [(UNIT, "--max-bytes 64MiB"), (USER_UNIT, "--backend memory"), (USER_UNIT, "--fsync always --backend=memory")],
+)
+def test_content_and_snapshots_in_memory_outlive_stops_and_crashes(file: Path, workdir: Path, options: str) -> None:
+    service = Unit(file, workdir, STARTED, options)
+    for number in range(3):
+        with service.managed() as manager:
+            before = (service.mountpoint / "a").read_text() if number else None
+            assert before == (str(number - 1) if number else None)
+            assert len(Workspace.attach(service.name).snapshots()) == number
+            (service.mountpoint / "a").write_text(str(number))
+            Workspace.attach(service.name).snapshot(f"s{number}")
+            if number == 1:
+                manager.most_starts = 1
+                os.killpg(manager.main, signal.SIGKILL)  # the keeper and the daemon
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("option", ["--backend overlay:{}", "--max-memory 1GiB --backend=overlay:{}"])
+def test_the_changes_of_an_overlay_outlive_a_restart(option: str, workdir: Path) -> None:
+    (workdir / "below").mkdir()
+    (workdir / "below" / "removed").touch()
+    service = Unit(UNIT, workdir, STARTED, option.format(workdir / "below"))
+    with service.managed():
+        (service.mountpoint / "a").write_text("x")
+        (service.mountpoint / "removed").unlink()
+    with service.managed():
+        assert os.listdir(service.mountpoint) == ["a"]
+    assert os.listdir(workdir / "below") == ["removed"]
+
+
+@pytest.mark.parametrize("option", ["--backend host:{}", "--backend=host:{}"])
+def test_a_backend_that_keeps_its_content_itself_has_no_journal(option: str, workdir: Path) -> None:
+    (workdir / "memory").mkdir()
+    service = Unit(UNIT, workdir, STARTED, option.format(workdir / "memory"))
+    with service.managed():
+        (service.mountpoint / "a").write_text("x")
+    assert os.listdir(workdir / "memory") == ["a"]
+    assert not journal(service).exists()
+
+
+def test_an_archive_is_read_until_there_is_a_journal(workdir: Path) -> None:
+    archive = workdir / "a.zip"
+    (workdir / "other").mkdir()
+    with Workspace.mount(workdir / "other", name=f"{workdir.name}-other") as other:
+        (workdir / "other" / "a").write_text("archived")
+        other.export(archive)
+    service = Unit(UNIT, workdir, STARTED, f"--from {archive}")
+    for content in ("archived", "changed"):
+        with service.managed():
+            assert (service.mountpoint / "a").read_text() == content
+            (service.mountpoint / "a").write_text("changed")
+    assert journal(service).is_dir()
+
+
+def journal(service: Unit) -> Path:
+    return service.state / "vfsd" / "journals" / service.name
