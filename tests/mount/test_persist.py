@@ -25,6 +25,7 @@ from protocol.volume import ROOT_INODE
 from tests.mount.conftest import check_invariants, fixture_of
 from tests.mount.programs import failed, succeeded, vfsd, wait_ended
 from tests.support.host_directories import mounted_tmpfs
+from tests.support.rights import need_root
 from tests.support.tree_hash import tree_hash
 from tests.support.waiting import wait_until
 from vfsd.client.workspace import Workspace
