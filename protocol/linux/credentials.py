@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from typing import Final
 
 # Of the variables of S3, Azure and Google Cloud, not only those that are secret: a session belongs together.
@@ -46,6 +47,16 @@ def scrub() -> None:
         if os.fsdecode(name_bytes).startswith(_PREFIXES):
             ctypes.memset(start + len(name_bytes) + 1, 0, len(value_bytes))
         start += len(variable) + 1
+
+
+def hidden() -> dict[str, str]:
+    """Return the credentials, for a process that continues the work of this one and has no other way to get them."""
+    return dict(_hidden)
+
+
+def take(given: Mapping[str, str]) -> None:
+    """Use the credentials that `hidden` returned in another process."""
+    _hidden.update(given)
 
 
 def environment() -> dict[str, str]:

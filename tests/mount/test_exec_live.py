@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -69,7 +70,13 @@ def test_a_command_has_the_environment_of_its_caller_and_no_credentials_of_the_d
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         monkeypatch.setenv("OF", "the caller \\ \udcff")
         check()
+        started = workdir / "environment"
+        python = workdir / "python"
+        python.write_text(f'#!/bin/sh\nenv > {started}\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
         workspace.upgrade()
+        assert b"s3cret" not in started.read_bytes()
         check()
 
 

@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 def main(channel_fd: int) -> int:
     """Take over and serve.  Return the exit status: 0 after a clean unmount, 1 if something failed."""
     os.set_inheritable(channel_fd, False)
-    credentials.hide()
+    credentials.hide()  # from a daemon of an earlier version
     channel = Channel(socket.socket(fileno=channel_fd))
     try:
         channel.send(Hello(vfsd.__version__, FORMAT))
@@ -49,6 +49,7 @@ def main(channel_fd: int) -> int:
         begin, descriptors = channel.receive_now()
         if not isinstance(begin, Begin):
             return 1
+        credentials.take(begin.credentials)
         successor = Successor(channel, begin, *descriptors)
         options = decode_options(begin.options.encode())
     except PeerEndedError:

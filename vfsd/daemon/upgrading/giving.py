@@ -229,6 +229,7 @@ class Upgrade:
                 reopening=backend.reopening,
                 has_anchor=backend.anchor is not None,
                 pid=os.getpid(),
+                credentials=credentials.hidden(),
             )
             new.channel.send(begin, descriptors)
         finally:
@@ -422,7 +423,7 @@ class NewDaemon:
         """Start the interpreter that `params` names.  Any thread.  OSError."""
         executable = os.fsdecode(from_wire_path(params.executable))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = interpreter.environment(credentials.environment())
+        environment = interpreter.environment(os.environ)
         environment.pop("PYTHONPATH", None)
         if params.import_paths:
             paths = [os.fsdecode(from_wire_path(path)) for path in params.import_paths]

@@ -55,7 +55,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     `keeper`: the process that restarts the old daemon if it dies, and when it was started; 0 for none.  `starter`: the
     process that started the first daemon.  `below`: what identifies the lower layer of an overlay, or the directory of
     `host:`.  `reopening`: how to open that layer (`vfsd.daemon.backends.Backend`).  `has_anchor`: the last descriptor
-    is `Backend.anchor`.  `pid`: of the old daemon.
+    is `Backend.anchor`.  `pid`: of the old daemon.  `credentials`: those of `protocol.linux.credentials`.  Every
+    program of the user could read them in the environment with which the new daemon is started.
     """
 
     version: str
@@ -68,6 +69,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     reopening: bytes = b""
     has_anchor: bool = False
     pid: int = 0
+    credentials: dict[str, str] = {}
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
