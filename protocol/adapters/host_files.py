@@ -238,18 +238,15 @@ def _status(seen: os.stat_result) -> Status:
     )
 
 
-def wait_for_lock(attempt: Callable[[], object]) -> bool:
-    """Call `attempt` until it raises no BlockingIOError; return whether it did in time.
-
-    The caller goes on all the same: a program, and no call of vfsd, may hold the lock for hours.
-    """
+def wait_for_lock(attempt: Callable[[], object]) -> None:
+    """Call `attempt` until it raises no BlockingIOError, or for some seconds: a program may hold the lock for hours."""
     end_s = time.monotonic() + _LOCK_S
     while True:
         try:
             attempt()
         except BlockingIOError:
             if time.monotonic() >= end_s:
-                return False
+                return
             time.sleep(_LOCK_POLL_S)
         else:
-            return True
+            return

@@ -321,15 +321,13 @@ class _ServedFiles(HostFiles):
                 return
             volume = extended(self._volume)
             inode = self.status(node).inode  # here: the serving loop, which answers, must not ask
-            is_locked = False
-            with suppress(OSError):  # the directory may not be readable, or its file system has no locks
-                is_locked = wait_for_lock(lambda: trio.from_thread.run(repeated, lambda: volume.lock(inode)))
             try:
+                with suppress(OSError):  # the directory may not be readable, or its file system has no locks
+                    wait_for_lock(lambda: trio.from_thread.run(repeated, lambda: volume.lock(inode)))
                 yield
             finally:
-                if is_locked:
-                    with suppress(OSError):  # the connection was lost, and the lock with it
-                        trio.from_thread.run(repeated, volume.unlock)
+                with suppress(OSError):  # the connection was lost, and the lock with it
+                    trio.from_thread.run(repeated, volume.unlock)
 
 
 @contextmanager
