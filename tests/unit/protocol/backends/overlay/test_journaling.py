@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -141,6 +142,32 @@ def test_on_a_full_disk_a_refused_change_leaves_no_trace_and_works_later(below: 
     journal.file.limit = None
     for _ in steps(volume):
         assert shown(replayed_over(bytes(below), journal.batches())) == shown(volume)
+
+
+def test_a_disk_that_fails_at_a_record_tears_nothing_and_has_the_state_when_it_works_again(below: Path) -> None:
+    volume = OverlayVolume(bytes(below))
+    journal = JournalInMemory()
+    journal.keep(volume)
+    for code, change in (
+        (errno.EROFS, lambda: volume.setattr(number(volume, b"d", b"deep", b"file"), AttributeChanges(mode=0o600))),
+        (errno.EIO, lambda: volume.write(number(volume, b"d", b"f"), 5, b"partly")),
+        (errno.EROFS, lambda: volume.take_snapshot("s")),
+        (errno.EIO, lambda: volume.rename(ROOT_INODE, b"d", ROOT_INODE, b"moved")),
+        (errno.EROFS, lambda: volume.unlink(ROOT_INODE, b"second")),
+        (errno.EIO, lambda: volume.fallocate(number(volume, b"moved", b"f"), 3, 0, 30)),
+        (errno.EROFS, lambda: volume.restore_snapshot("s", [b"d"])),
+        (errno.EIO, volume.discard),
+    ):
+        before = shown(volume)
+        journal.file.error = code
+        for each in (change, lambda: volume.mkdir(ROOT_INODE, b"refused", 0o755, SUPERUSER)):
+            with pytest.raises(OSError, match=os.strerror(code)):
+                each()
+        assert shown(replayed_over(bytes(below), journal.batches())) == before
+        journal.file.error = 0
+        journal.log.mend()
+        assert shown(replayed_over(bytes(below), journal.batches())) == shown(volume)
+        volume.check_invariants()
 
 
 def test_a_hole_over_parts_of_two_blocks_needs_no_lower_layer_later(below: Path) -> None:
