@@ -26,7 +26,7 @@ each_backend = pytest.mark.parametrize(
     ["memory", *(pytest.param(each, marks=pytest.mark.extended) for each in ("overlay", "host"))],
     indirect=True,
 )
-GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "merge.renames=false", "-c", "advice.mergeConflict=no")
+GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "advice.mergeConflict=no")
 
 
 def vfsd(workspace: Workspace, *words: str, status: int = 0) -> tuple[str, str]:
@@ -50,7 +50,7 @@ def edit(rng: random.Random, places: tuple[Path, ...]) -> None:
     name = rng.choice([*existing, f"new{rng.randrange(3)}"])
     lines = (places[0] / name).read_text().splitlines(keepends=True) if name in existing else []
     if not lines:
-        lines = [f"{number}\n" for number in range(rng.randrange(4, 12))]
+        lines = [f"{name} {number}\n" for number in range(rng.randrange(4, 12))]  # no renames for git
     elif rng.random() < 0.12:
         for place in places:
             (place / name).unlink()
