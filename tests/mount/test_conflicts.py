@@ -17,6 +17,7 @@ from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 
 NAMES = ("work", "f1", "f2", "f3")
+MORE = (("memory", 2), ("overlay", 3), ("overlay", 4), ("host", 5))
 EXTENDED = [pytest.param(each, marks=pytest.mark.extended) for each in ("overlay", "host")]
 
 
@@ -61,7 +62,11 @@ def change(rng: random.Random, root: Path) -> None:
         path.write_text("".join(lines))
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(each, marks=pytest.mark.extended) for each in range(3, 9))])
+@pytest.mark.parametrize(
+    ("work", "seed"),
+    [("memory", 1), *(pytest.param(*each, marks=pytest.mark.extended) for each in MORE)],
+    indirect=["work"],
+)
 def test_each_pair_has_the_conflicts_of_a_merge(work: Workspace, workdir: Path, seed: int) -> None:
     rng = random.Random(seed)
     with ExitStack() as stack:
