@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import vfsd
+
 REPOSITORY = Path(__file__).parents[3]
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -60,3 +62,16 @@ def test_links_between_installed_documents_hold(document: str) -> None:
         if target and "://" not in target and Path(os.path.normpath(place.parent / target)) not in installed.values()
     ]
     assert missing == []
+
+
+def test_a_release_finds_the_version_and_the_section_of_the_changelog() -> None:
+    assert PROJECT["dynamic"] == ["version"]  # declared once, where scripts/release writes it
+    source = (REPOSITORY / "vfsd/__init__.py").read_text()
+    assert re.findall(r'^__version__: Final = "(.*)"$', source, re.MULTILINE) == [vfsd.__version__]
+    assert (REPOSITORY / "CHANGELOG.md").read_text().count("\n## [Unreleased]\n") == 1
+
+
+def test_an_installation_needs_no_compiler() -> None:
+    names = [re.split(r"[<>=\[ ]", requirement)[0] for requirement in PROJECT["dependencies"]]
+    assert "pyfuse3" not in names  # it has no wheels; scripts/release tries that all others have
+    assert [name for name in PROJECT["optional-dependencies"]["dev"] if "pyfuse3" in name] == ["vfsd[pyfuse3]"]
