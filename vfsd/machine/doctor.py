@@ -110,6 +110,19 @@ def left_containers(url: str) -> list[LeftContainer]:
         return [LeftContainer(state.name, state.labels[WORKSPACE_LABEL]) for state in orphans(service)]
 
 
+# Enters a user namespace with mounts of its own, as the command of `vfsd run` does; the exit status is the errno.
+_UNSHARE: Final = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+sys.exit(libc.unshare(0x10000000 | 0x00020000) and ctypes.get_errno())
+"""
+
+
+def user_namespace_errno() -> int:
+    """Return the errno with which the kernel refuses a user namespace to this process, 0 if it does not."""
+    return subprocess.run([sys.executable, "-I", "-S", "-c", _UNSHARE], check=False).returncode
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """The machine that the checks examine; files are read below `root`."""
@@ -124,6 +137,7 @@ class Host:
     open_files_hard: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     # Lists the containers that dead daemons left on the Podman service at a URL.  ImportError, OSError.
     left_containers: Callable[[str], list[LeftContainer]] = field(default=left_containers)
+    user_namespace_errno: Callable[[], int] = field(default=user_namespace_errno)
 
     def path(self, absolute: str) -> str:
         return os.path.join(self.root, absolute.lstrip("/"))
@@ -250,6 +264,10 @@ def _check_fusermount3(host: Host) -> Iterator[Finding]:
         what = "this process cannot gain privileges (NoNewPrivs), so fusermount3 cannot mount"
         advice = "run vfsd outside of the sandbox; in a systemd unit set NoNewPrivileges=no"
         yield _problem("fusermount3", what, advice, optional=False)
+    elif not is_root and not os.path.exists(host.path("/etc/mtab")):
+        advice = host.as_root("ln -s /proc/self/mounts /etc/mtab")
+        what = "/etc/mtab is missing, which fusermount3 reads: users cannot unmount"
+        yield _problem("fusermount3", what, advice, optional=False, repair=advice)
     else:
         yield _fine("fusermount3", path, optional=is_root)
 
@@ -296,13 +314,18 @@ def _check_user_namespaces(host: Host) -> Iterator[Finding]:
     topic = "user namespaces"
     if host.uid == 0:
         return
+    effect = "the command of `vfsd run` sees its overlay at another path than the directory's"
     for name, bad, good, reason in _NAMESPACE_LIMITS:
         if host.read(f"/proc/sys/{name.replace('.', '/')}").strip() == bad:
-            what = f"{reason}: the command of `vfsd run` sees its overlay at another path than the directory's"
             advice = f"sudo sysctl {name}={good}; a line in /etc/sysctl.d/60-vfsd.conf keeps that after a boot"
-            yield _problem(topic, what, advice)
+            yield _problem(topic, f"{reason}: {effect}", advice)
             return
-    yield _fine(topic, "allowed")
+    code = host.user_namespace_errno()
+    if code:
+        what = f"refused ({os.strerror(code)}): {effect}"
+        yield _problem(topic, what, "run vfsd outside of the chroot or container, or as root")
+    else:
+        yield _fine(topic, "allowed")
 
 
 def _check_allow_other(host: Host) -> Iterator[Finding]:

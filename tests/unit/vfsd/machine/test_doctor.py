@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import resource
 import socket
@@ -40,6 +41,7 @@ def machine(tmp_path: Path) -> Path:
     """The root of a machine with everything a user needs, in files."""
     for name, content in {
         "dev/fuse": "",
+        "etc/mtab": "",
         "etc/fuse.conf": "# user_allow_other is explained here\nuser_allow_other\n",
         "proc/self/status": "Name:\tx\nNoNewPrivs:\t0\n",
         "proc/self/cgroup": "0::/unit\n",
@@ -59,7 +61,14 @@ def machine(tmp_path: Path) -> Path:
 
 def as_user(machine: Path, release: str = "6.8.0-test", uid: int = 1000) -> Host:
     environ = {"PATH": str(machine / "bin"), "XDG_RUNTIME_DIR": str(machine)}
-    return Host(root=str(machine), release=release, uid=uid, environ=environ, left_containers=lambda _url: [])
+    return Host(
+        root=str(machine),
+        release=release,
+        uid=uid,
+        environ=environ,
+        left_containers=lambda _url: [],
+        user_namespace_errno=lambda: 0,
+    )
 
 
 def setting(machine: Path, name: str, value: str) -> None:
@@ -139,6 +148,13 @@ Change = Callable[[Path], object]
             True,
         ),
         (
+            "fusermount3",
+            lambda m: (m / "etc/mtab").unlink(),
+            "users cannot unmount",
+            "sudo ln -s /proc/self/mounts /etc/mtab",
+            False,
+        ),
+        (
             "user namespaces",
             lambda m: setting(m, "user/max_user_namespaces", "0"),
             "refuses user namespaces",
@@ -172,6 +188,12 @@ def test_one_command_repairs_what_is_missing(machine: Path) -> None:
     (machine / "run/.containerenv").touch()  # in a container nothing loads modules
     assert repair_command(examine(host=as_user(machine))) == "sudo apt-get install -y fuse3"
     assert "--device /dev/fuse" in found("/dev/fuse", as_user(machine)).advice
+
+
+def test_a_user_namespace_that_the_kernel_refuses_for_another_reason_is_found(machine: Path) -> None:
+    host = dataclasses.replace(as_user(machine), user_namespace_errno=lambda: errno.EPERM)
+    assert "refused (Operation not permitted): the command of `vfsd run`" in found("user namespaces", host).what
+    assert "user namespaces" not in topics(dataclasses.replace(host, uid=0))
 
 
 def test_root_needs_neither_a_setuid_fusermount3_nor_user_allow_other(machine: Path) -> None:
