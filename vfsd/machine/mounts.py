@@ -264,4 +264,5 @@ def detach(mountpoint: str, *, lazy: bool) -> bool:
     if "busy" in said.lower():
         return False
     code = errno.EPERM if "permi" in said.lower() else errno.EIO
-    raise OSError(code, f"{_HELPER}: {said.splitlines()[-1]}", mountpoint)
+    advice = " (`vfsd doctor` says what to do)" if "/etc/mtab" in said else ""
+    raise OSError(code, f"{_HELPER}: {said.splitlines()[-1]}{advice}", mountpoint)
