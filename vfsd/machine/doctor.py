@@ -234,7 +234,8 @@ def _check_device(host: Host) -> Iterator[Finding]:
         os.close(os.open(host.path("/dev/fuse"), os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError:
         repair = "" if host.is_container else host.as_root("modprobe fuse")
-        yield _problem("/dev/fuse", "missing", f"sudo modprobe fuse; {in_container}", optional=False, repair=repair)
+        advice = f"sudo modprobe fuse; {in_container}; without it, `vfsd attach DIR` works"
+        yield _problem("/dev/fuse", "missing", advice, optional=False, repair=repair)
     except OSError as error:
         advice = f"{in_container} --cap-add SYS_ADMIN; else: sudo modprobe fuse"
         repair = "" if host.is_container else host.as_root("modprobe fuse")
