@@ -108,6 +108,7 @@ def test_every_state_comes_back_as_a_twin_of_the_directory_has_it(
     assert (directory / "from-python").read_text() == "x"
 
 
+@pytest.mark.extended
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=5)
 @given(st.lists(st.tuples(st.sampled_from(("write", "drop", "keep", "restore", "undo")), st.integers(0, 3))))
 def test_the_directory_is_that_of_a_plain_model(
@@ -158,6 +159,7 @@ def test_a_revert_undoes_one_change_and_keeps_what_came_later(workspace: Workspa
     assert ((directory / "f").read_text(), (directory / "new").read_text()) == ("a\nB\nc\nd\n", "x")
 
 
+@pytest.mark.extended
 def test_the_asynchronous_api_attaches_too(directory: Path, store: Path) -> None:
     (directory / "f").write_text("one")
 
@@ -172,7 +174,9 @@ def test_the_asynchronous_api_attaches_too(directory: Path, store: Path) -> None
 
 
 # -- the end -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("end", ["unmount", "kill", "terminate"])
+@pytest.mark.parametrize(
+    "end", ["kill", *(pytest.param(end, marks=pytest.mark.extended) for end in ("unmount", "terminate"))]
+)
 def test_the_directory_stays_and_the_next_attach_finds_its_snapshots(directory: Path, store: Path, end: str) -> None:
     (directory / "f").write_text("one")
     workspace = Workspace.attach_directory(directory, store=store).__enter__()
@@ -222,15 +226,13 @@ def test_an_object_refuses_another_directory_at_its_path(workspace: Workspace, d
 
 
 # -- what needs a mount ------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "words", [("log",), ("policy", "--hide", ".env"), ("exec", "true"), ("upgrade",)], ids=" ".join
-)
-def test_a_verb_that_needs_a_mount_says_so_in_one_line(workspace: Workspace, words: tuple[str, ...]) -> None:
-    verb, *rest = words
-    done = vfsd(verb, "-w", workspace.name, *rest)
-    assert done.returncode == (125 if verb == "exec" else 1)
-    assert "needs a mount" in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_a_verb_that_needs_a_mount_says_so_in_one_line(workspace: Workspace) -> None:
+    for verb, *rest in (["log"], ["policy", "--hide", ".env"], ["exec", "true"], ["upgrade"]):
+        done = vfsd(verb, "-w", workspace.name, *rest)
+        assert done.returncode == (125 if verb == "exec" else 1)
+        assert "needs a mount" in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not workspace.policy().hide
 
 
 def test_the_commands_say_that_there_is_no_mount(directory: Path, store: Path) -> None:
@@ -317,6 +319,7 @@ def test_a_directory_that_is_attached_inside_or_around_another_one_is_refused(
         Workspace.attach_directory(directory, name="other")
 
 
+@pytest.mark.extended
 def test_two_attaches_at_the_same_moment_are_one(directory: Path, store: Path) -> None:
     command = [sys.executable, "-P", "-m", "vfsd.cli.main", "attach", str(directory), "--store", str(store), "--name"]
     started = [
