@@ -257,6 +257,7 @@ def test_no_module_of_an_engine_is_imported(directory: Path, store: Path) -> Non
     assert not [each for each in imported if each.startswith(("vfsd.kernel.engines.native", "pyfuse3"))]
 
 
+@pytest.mark.extended
 @needs_root
 def test_a_plain_user_without_dev_fuse_is_told_of_attach_and_can_use_it(public: Path) -> None:
     for name in ("dev", "run", "project", "place"):
