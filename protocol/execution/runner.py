@@ -1,7 +1,6 @@
 """The core of every command: `CommandRun` runs one command with a `CommandRunner`, within its limits.
 
-`BlockingExecutor` makes a runner an `Executor` for threads: `run` and `RunningCommand.wait` block, and any other thread
-may call `RunningCommand.kill`.
+`BlockingExecutor` makes a runner an `Executor` for threads, which blocks.
 
 Threading: all else belongs to one trio loop.  Nothing blocks it.
 """
@@ -14,8 +13,8 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
-from typing import Final, Literal, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
 
 import trio
 
@@ -185,9 +184,6 @@ def feed_bytes(stdin: bytes) -> Feed:
 
 
 # -- for threads -----------------------------------------------------------------------------------
-_DEFAULT_LIMITS: Final = CommandLimits(DEFAULT_TIMEOUT_S, DEFAULT_OUTPUT_BYTES)
-
-
 class BlockingExecutor:
     """Implements `protocol.execution.executor.Executor`.  Each command has a trio loop of its own."""
 
@@ -204,60 +200,36 @@ class BlockingExecutor:
         output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
         stdin: bytes = b"",
     ) -> ExecResult:
-        """See `Executor`."""
+        """See `Executor`.  KeyboardInterrupt kills the command."""
         check_words(argv, stdin)
-        command = Command(argv, cwd=cwd, env=dict(env or {}))
-        return self.start(command, CommandLimits(timeout_s, output_limit_bytes), stdin).wait()
-
-    def start(self, command: Command, limits: CommandLimits = _DEFAULT_LIMITS, stdin: bytes = b"") -> RunningCommand:
-        """Prepare a command, which `RunningCommand.wait` runs and another thread can kill."""
+        command = Command(argv, cwd=cwd, env=dict(env or {}), has_input=bool(stdin))
         check_command(command)
-        if limits.timeout_s is not None and limits.timeout_s <= 0:
+        if timeout_s <= 0:
             raise os_error(errno.EINVAL, "a timeout must be positive")
-        return RunningCommand(self._runner, replace(command, has_input=bool(stdin)), limits, stdin)
+        output = OutputBuffer()
+        limits = CommandLimits(timeout_s, output_limit_bytes)
+        run = CommandRun(command, limits, on_output=output, feed=feed_bytes(stdin))
+        is_abandoned = threading.Event()  # set before `tokens` is read; a token is added before this is
+        tokens: list[trio.lowlevel.TrioToken] = []
+        scope = trio.CancelScope()
 
+        async def execute() -> int:
+            tokens.append(trio.lowlevel.current_trio_token())
+            if is_abandoned.is_set():
+                scope.cancel()
+            with scope:
+                return await run.execute(self._runner)
+            return 0  # nobody waits for it
 
-class RunningCommand:
-    """A command that `wait` runs."""
-
-    def __init__(self, runner: CommandRunner, command: Command, limits: CommandLimits, stdin: bytes) -> None:
-        self._runner = runner
-        self._output = OutputBuffer()
-        self._run = CommandRun(command, limits, on_output=self._output, feed=self._feed)
-        self._send_input = feed_bytes(stdin)
-        self._lock = threading.Lock()
-        self._token: trio.lowlevel.TrioToken | None = None
-        self._kill_requested = trio.Event()
-        self._is_killed = False
-
-    def kill(self) -> None:
-        """Kill the command and everything that it started; `wait` then returns soon.  Idempotent."""
-        with self._lock:
-            self._is_killed = True
-            if self._token is not None:
-                with contextlib.suppress(trio.RunFinishedError):
-                    self._token.run_sync_soon(self._kill_requested.set)
-
-    def wait(self) -> ExecResult:
-        """Run the command until it ends.  OSError if it cannot be started."""
         # In a thread: this one may have a loop already, with which trio's signal handling would collide.
         with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(trio.run, execute)
             try:
-                return threads.submit(trio.run, self._execute).result()
-            finally:
-                self.kill()
-
-    async def _execute(self) -> ExecResult:
-        with self._lock:
-            self._token = trio.lowlevel.current_trio_token()
-            if self._is_killed:
-                self._kill_requested.set()
-        run, output = self._run, self._output
-        exit_status = await run.execute(self._runner)
+                exit_status = running.result()
+            except BaseException:
+                is_abandoned.set()
+                for token in tokens:
+                    with contextlib.suppress(trio.RunFinishedError):
+                        token.run_sync_soon(scope.cancel)
+                raise
         return ExecResult(exit_status, output.stdout, output.stderr, run.timed_out, run.truncated)
-
-    async def _feed(self, process: Process) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._send_input, process)
-            await self._kill_requested.wait()
-            await process.kill()

@@ -21,7 +21,7 @@ from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.workspace import AgentTransport
 from protocol.execution.executor import Command, ExecResult
-from protocol.execution.runner import BlockingExecutor, CommandLimits
+from protocol.execution.runner import BlockingExecutor
 from protocol.testing import FilesystemContract
 from tests.container.conftest import StartContainer, control, inside, running_container
 
@@ -134,16 +134,13 @@ def test_another_command_and_the_containers_own_processes_stay(own_container: Co
     container = own_container
     executor = BlockingExecutor(ContainerCommandRunner(lambda: container))
     inside(container, "setsid sleep 9000 >/dev/null 2>&1 &")
-    started = threading.Event()
-    other = executor.start(Command(["sh", "-c", "sleep 8000"]))
-    thread = threading.Thread(target=lambda: (started.set(), other.wait()))
+    thread = threading.Thread(target=executor.run, args=(["sh", "-c", "sleep 8000"],))
     thread.start()
     try:
-        assert started.wait(30)
         executor.run(["sh", "-c", f"until {SLEEPERS} | grep -q 8000; do :; done; sleep 1000 &"])
         assert sorted(sleepers(container)) == ["sleep 8000", "sleep 9000"]
     finally:
-        other.kill()
+        inside(container, "ps -o pid,args | grep '[s]leep 8000' | while read pid args; do kill $pid; done")
         thread.join()
     assert sleepers(container) == ["sleep 9000"]
 
@@ -158,26 +155,12 @@ def test_in_a_container_of_ours_a_process_that_throws_off_its_mark_is_found_too(
     assert inside(own_container, "ps -o args").splitlines().count(b"sleep 86400") == 1  # its first process is at work
 
 
-def test_killing_from_another_thread_ends_the_wait(executor: BlockingExecutor, container: Container, way: str) -> None:
-    running = executor.start(Command(["sh", "-c", "echo; sleep 1000"]))
-    results = []
-    thread = threading.Thread(target=lambda: results.append(running.wait()))
-    thread.start()
-    while not sleepers(container):
-        pass
-    running.kill()
-    running.kill()
-    thread.join()
-    assert (results[0].exit_status, results[0].timed_out) == (-signal.SIGKILL, False)
-    assert sleepers(container) == []
-
-
 @pytest.mark.extended
 def test_the_time_of_a_command_is_over_also_in_a_container_that_is_paused(own_container: Container) -> None:
     executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container))
-    running = executor.start(Command(["sh", "-c", "echo said; exec sleep 1000"]), CommandLimits(timeout_s=3))
     done: list[ExecResult] = []
-    thread = threading.Thread(target=lambda: done.append(running.wait()))
+    argv = ["sh", "-c", "echo said; exec sleep 1000"]
+    thread = threading.Thread(target=lambda: done.append(executor.run(argv, timeout_s=3)))
     thread.start()
     while not sleepers(own_container):
         pass
@@ -196,9 +179,9 @@ def test_the_time_of_a_command_is_over_also_in_a_container_that_is_paused(own_co
 
 
 def test_a_command_whose_container_is_removed_was_killed(own_container: Container) -> None:
-    running = BlockingExecutor(ContainerCommandRunner(lambda: own_container)).start(Command(["sleep", "1000"]))
+    executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container))
     done: list[ExecResult] = []
-    thread = threading.Thread(target=lambda: done.append(running.wait()))
+    thread = threading.Thread(target=lambda: done.append(executor.run(["sleep", "1000"])))
     thread.start()
     while not sleepers(own_container):
         pass

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.execution.executor import Command, Executor
+from protocol.execution.executor import Executor
 from protocol.execution.host import HostExecutor
 from tests.support.processes import is_running
 from tests.support.waiting import longer_limits, readable
@@ -140,21 +140,19 @@ def test_a_double_forked_daemon_is_ended_too(executor: HostExecutor, tmp_path: P
     assert not is_running(pid_in(tmp_path / "inner"))
 
 
-def test_killing_from_another_thread_ends_the_wait(executor: HostExecutor, tmp_path: Path) -> None:
+def test_ctrl_c_kills_the_command(executor: HostExecutor, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "started")
-    running = executor.start(Command(["sh", "-c", "echo $$ >pid; echo >started; sleep 1000"]))
+    caller = threading.get_ident()
 
-    def kill() -> None:
+    def interrupt() -> None:
         (tmp_path / "started").read_text()
-        running.kill()
-        running.kill()
+        signal.pthread_kill(caller, signal.SIGINT)
 
-    thread = threading.Thread(target=kill)
+    thread = threading.Thread(target=interrupt)
     thread.start()
-    done = running.wait()
+    with pytest.raises(KeyboardInterrupt):
+        executor.run(["sh", "-c", "echo $$ >pid; echo >started; sleep 1000"])
     thread.join()
-    assert done.exit_status == -signal.SIGKILL
-    assert not done.timed_out
     assert not is_running(pid_in(tmp_path / "pid"))
 
 
