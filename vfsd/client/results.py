@@ -18,7 +18,7 @@ from protocol.types import ChangeCounts
 from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
 from vfsd.operations.forks import BelowRecord, ConflictRecord, ForkResult
 from vfsd.operations.snapshots import DiffResult, ProblemRecord
-from vfsd.operations.workspace import StatusResult
+from vfsd.operations.workspace import StatusResult, UpgradeResult
 from vfsd.wire.messages import from_wire_path
 from vfsd.wire.options import Ready
 
@@ -309,21 +309,8 @@ class Status(StatusResult, frozen=True, kw_only=True):
     started_at: datetime  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, slots=True)
-class Upgraded:
-    """A completed upgrade.  `pid` is the new daemon's process id; requests of programs waited for `pause_ms`.
-
-    `meanwhile`: another call had upgraded the workspace since this one began, so it did nothing.  `old_died`: the old
-    daemon died when the new one, which serves, had everything; `pause_ms` is not known then, and 0.
-    """
-
-    name: str
-    from_version: str
-    to_version: str
-    pid: int
-    pause_ms: float
-    meanwhile: bool = False
-    old_died: bool = False
+class Upgraded(UpgradeResult, frozen=True):
+    """A completed upgrade: `vfsd.operations.workspace.UpgradeResult`.  Requests of programs waited for `pause_ms`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,6 +483,7 @@ CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
     "Patch": _patch,
     "Status": _status,
     "Ready": _ready,
+    "Upgraded": lambda answer: Upgraded(**msgspec.structs.asdict(answer)),
     **{
         kind.__name__: _convert(kind)
         for kind in (
@@ -505,7 +493,6 @@ CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
             Policy,
             Restored,
             Unmounted,
-            Upgraded,
         )
     },
 }

@@ -118,7 +118,7 @@ class UpgradeParams(msgspec.Struct):
     instead_of: int = 0
 
 
-class UpgradeResult(msgspec.Struct):
+class UpgradeResult(msgspec.Struct, frozen=True):
     """Result of `upgrade`: the versions, the new daemon's process id, and how long requests waited.
 
     `meanwhile`: another call had replaced the daemon of `UpgradeParams.instead_of` before, so this one did nothing.
