@@ -35,8 +35,7 @@ from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerMount, ContainerSpec
 from protocol.backends.container.workspace import AgentTransport
 from tests.container.conftest import PYTHON, import_image, inside
-from tests.container.images import write_python_image
-from tests.container.service import running_service
+from tests.container.service import running_service, write_python_image
 from vfsd.client.workspace import Workspace
 
 # Fewer than elsewhere: the agent's rows, and above all podman exec's, take their time.

@@ -32,8 +32,7 @@ from pathlib import Path
 from bench._filesystems import tmpfs
 from bench.many import memory
 from tests.container.conftest import BUSYBOX, import_image
-from tests.container.images import write_busybox_image
-from tests.container.service import NoPodmanError, running_service
+from tests.container.service import NoPodmanError, running_service, write_busybox_image
 from vfsd.client.workspace import Workspace
 
 _IN_A_DIRECTORY = 1000

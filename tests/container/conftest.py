@@ -20,8 +20,7 @@ from podman import PodmanClient
 from protocol.backends.container.podman.ownership import WORKSPACE_LABEL
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
-from tests.container.images import write_busybox_image, write_python_image
-from tests.container.service import NoPodmanError, running_service
+from tests.container.service import NoPodmanError, running_service, write_busybox_image, write_python_image
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
 from tests.support.rights import need_root
 from tests.support.unmounting import unmount_when_idle

@@ -1,4 +1,4 @@
-"""Commands in a container, which end with all that they started; a RemoteFilesystem by such commands."""
+"""Commands in containers: by the executor, by `vfsd exec`, and those of a RemoteFilesystem."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import errno
 import itertools
 import os
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import trio
@@ -23,7 +25,11 @@ from protocol.backends.container.workspace import AgentTransport
 from protocol.execution.executor import Command, ExecResult
 from protocol.execution.runner import BlockingExecutor
 from protocol.testing import FilesystemContract
-from tests.container.conftest import StartContainer, control, inside, running_container
+from tests.container.conftest import BUSYBOX, StartContainer, control, inside, running_container
+from tests.mount.conftest import mounted, socket_of
+from tests.support.exec_suite import ExecSuite, Where, line_of, run, started
+from tests.support.waiting import wait_until
+from vfsd.client.workspace import Workspace
 
 SLEEPERS = 'ps -o args | grep "[s]leep [1-9]000" || true'
 
@@ -297,3 +303,174 @@ class TestFilesystem(FilesystemContract):
     @pytest.fixture
     def filesystem(self, remote: RemoteFilesystem) -> RemoteFilesystem:
         return remote
+
+
+# Each byte that a word can have, with newlines at the end, which a shell's $() drops.
+RAW = os.fsdecode(bytes(range(1, 256)) + b"\n\n")
+
+
+@pytest.fixture
+def raw_container(start_container: StartContainer) -> Container:
+    raw_container = start_container()
+    inside(raw_container, "mkdir -p /workspace")
+    return raw_container
+
+
+@pytest.fixture
+def raw_executor(raw_container: Container) -> BlockingExecutor:
+    return BlockingExecutor(ContainerCommandRunner(lambda: raw_container, "/workspace"))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stdin", [b"", b"input"], ids=["without input", "with input"])
+def test_words_and_variables_arrive_with_every_byte(raw_executor: BlockingExecutor, stdin: bytes) -> None:
+    script = 'printf %s "$1" "$PLAIN" "$RAW"; cat'
+    env = {"PLAIN": "ä", "RAW": RAW}
+
+    result = raw_executor.run(["sh", "-c", script, "sh", RAW], env=env, stdin=stdin)
+
+    assert (result.exit_status, result.stderr) == (0, b"")
+    assert result.stdout == os.fsencode(RAW) + "ä".encode() + os.fsencode(RAW) + stdin
+    assert raw_executor.run(["printf", "%s", os.fsdecode(b"\xff")]).stdout == b"\xff"
+    assert raw_executor.run(["sh", "-c", "exit 7", RAW]).exit_status == 7
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stdin", [b"", b"input"], ids=["without input", "with input"])
+def test_a_directory_and_a_program_may_have_any_name(raw_executor: BlockingExecutor, stdin: bytes) -> None:
+    name = os.fsdecode(b"d\xff")
+    raw_executor.run(["mkdir", name])
+
+    assert raw_executor.run(["pwd"], cwd=name, stdin=stdin).stdout == b"/workspace/d\xff\n"
+    raw_executor.run(["cp", "/bin/busybox", os.fsdecode(b"d\xff/echo")])
+    assert raw_executor.run([os.fsdecode(b"./d\xff/echo"), "x"], stdin=stdin).stdout == b"x\n"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stdin", [b"", b"input"], ids=["without input", "with input"])
+def test_what_is_missing_is_named(raw_executor: BlockingExecutor, stdin: bytes) -> None:
+    program = os.fsdecode(b"no-\xff")
+    with pytest.raises(FileNotFoundError) as caught:
+        raw_executor.run([program], stdin=stdin)
+    assert caught.value.filename == program
+    with pytest.raises(FileNotFoundError) as caught:
+        raw_executor.run(["pwd"], cwd=program, stdin=stdin)
+    assert caught.value.filename == f"/workspace/{program}"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "env", [{"A-B": os.fsdecode(b"\xff")}, {os.fsdecode(b"N\xff"): "x"}], ids=["no name for a shell", "raw name"]
+)
+def test_a_variable_that_no_shell_can_set_is_refused(raw_executor: BlockingExecutor, env: Mapping[str, str]) -> None:
+    with pytest.raises(OSError, match="needs a name of letters") as caught:
+        raw_executor.run(["true"], env=env)
+    assert caught.value.errno == errno.EILSEQ
+
+
+def test_without_a_shell_such_a_command_is_refused(raw_container: Container, raw_executor: BlockingExecutor) -> None:
+    inside(raw_container, "rm /bin/sh")
+    with pytest.raises(OSError, match="needs /bin/sh") as caught:
+        raw_executor.run(["/bin/echo", RAW])
+    assert caught.value.errno == errno.EILSEQ
+    assert raw_executor.run(["/bin/echo", "plain"]).stdout == b"plain\n"
+
+
+def where_of(workspace: Workspace, container: Container, root: str = "/workspace") -> Where:
+    def running(text: str) -> int:
+        lines = inside(container, "ps -o args").decode().splitlines()
+        return sum(text in line for line in lines)
+
+    return Where(workspace.name, socket_of(workspace), Path(workspace.path), root, running)
+
+
+def container_of(podman: PodmanService, workspace: Workspace) -> Container:
+    """The one that its daemon has made."""
+    (state,) = podman.labelled({"vfsd.workspace": workspace.name})
+    return Container(podman, state.id, state.name)
+
+
+def one_for_all(session_dir: str, podman: PodmanService, **options: Any) -> Iterator[Where]:
+    """A workspace for a class of tests."""
+    place = Path(tempfile.mkdtemp(dir=f"{session_dir}/work", prefix="x"))
+    with mounted(place / "m", name=place.name, podman_url=podman.address.url, **options) as workspace:
+        yield where_of(workspace, container_of(podman, workspace))
+
+
+class TestInASandbox(ExecSuite):
+    """Commands in a sandbox of a memory workspace."""
+
+    options: ClassVar[dict[str, Any]] = {"sandbox": f"image:{BUSYBOX}"}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def where(cls, podman: PodmanService, busybox_image: str, session_dir: str) -> Iterator[Where]:
+        yield from one_for_all(session_dir, podman, **cls.options)
+
+
+@pytest.mark.long
+class TestInASandboxOnPyfuse3(TestInASandbox):
+    """The same by the other engine."""
+
+    options: ClassVar[dict[str, Any]] = {"sandbox": f"image:{BUSYBOX}", "engine": "pyfuse3"}
+
+
+@pytest.mark.long
+class TestInAnImagesContainer(TestInASandbox):
+    """Commands in the container of image:REF."""
+
+    options: ClassVar[dict[str, Any]] = {"backend": f"image:{BUSYBOX}", "cache_timeout_s": 0}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("keeper", [False, True], ids=["next mount", "keeper"])
+def test_what_a_killed_daemon_left_in_a_container_that_stays_is_ended_by_the_next(
+    start_container: StartContainer, podman: PodmanService, workdir: Path, keeper: bool
+) -> None:
+    container = start_container()
+    inside(container, "mkdir /workspace; setsid sleep 9000 > /dev/null 2>&1 &")
+    (workdir / "m").mkdir()
+    options: dict[str, Any] = {"name": workdir.name, "podman_url": podman.address.url, "keeper": keeper}
+    first = Workspace.mount(workdir / "m", f"container:{container.name}", **options)
+    where = where_of(first, container)
+    with started(where, "--", "sh", "-c", "setsid sleep 7005 & echo ready; exec sleep 7005") as client:
+        assert line_of(client) == b"ready\n"
+        os.kill(first.pid, signal.SIGKILL)
+        assert client.wait(60) == 125
+    assert keeper or where.running("sleep 7005") > 0
+    if keeper:
+        wait_until(lambda: Workspace.attach(workdir.name).pid != first.pid, "a replacement")
+        following = Workspace.attach(workdir.name)
+    else:
+        following = Workspace.mount(workdir / "m", f"container:{container.name}", **options)
+    with contextlib.ExitStack() as stack:
+        stack.callback(following.unmount)
+        wait_until(lambda: where.running("sleep 7005") == 0, "the end of the command")
+        assert run(where, "--", "true").returncode == 0
+        assert (where.running("sleep 7005"), where.running("sleep 9000")) == (0, 1)
+
+
+@pytest.mark.extended
+def test_commands_of_a_container_workspace_run_in_that_container(
+    start_container: StartContainer, podman: PodmanService, workdir: Path
+) -> None:
+    container = start_container()
+    inside(container, "mkdir -p /srv/app && echo here > /srv/app/f && chown dev /srv/app")
+    options: dict[str, Any] = {"podman_url": podman.address.url, "workdir": "/srv/app", "cache_timeout_s": 0}
+    (workdir / "m").mkdir()
+    # Not `mounted`: the log has a warning of the container's stop.
+    with Workspace.mount(workdir / "m", f"container:{container.name}", name=workdir.name, **options) as workspace:
+        where = where_of(workspace, container, "/srv/app")
+        done = run(where, "--", "sh", "-c", "cat f; hostname; pwd; echo new > made")
+        assert done.stdout.decode().split() == ["here", container.id[:12], "/srv/app"]
+        assert (Path(workspace.path) / "made").read_text() == "new\n"
+        assert run(where, "--user", "dev", "--", "id", "-un").stdout == b"dev\n"
+        inside(container, "setsid sleep 9000 > /dev/null 2>&1 &")
+        run(where, "--", "sh", "-c", "setsid sleep 7004 &")
+        assert (where.running("sleep 7004"), where.running("sleep 9000")) == (0, 1)
+        container.kill()
+        stopped = run(where, "--", "true")
+        assert stopped.returncode == 125
+        assert f"podman --url {container.service.address} start {container.name}" in stopped.stderr.decode()
+        container.start()
+        assert run(where, "--", "cat", "made").stdout == b"new\n"

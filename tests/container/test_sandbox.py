@@ -18,7 +18,7 @@ from protocol.backends.container.podman.spec import ContainerState
 from protocol.execution.executor import Executor
 from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import inside, shown
-from tests.container.test_exec import container_of, where_of
+from tests.container.test_executor import container_of, where_of
 from tests.mount.conftest import ENGINES, mounted, socket_of
 from tests.support.exec_suite import Where, line_of, run, started
 from tests.support.waiting import readable

@@ -16,12 +16,15 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from tests.differential import known
+from tests.differential.benches import BENCHES, OverlayBench
 from tests.differential.calls import OPERATIONS, WORKERS, Call, random_calls
 from tests.differential.campaign import Campaign, reduced
 from tests.differential.compare import Bench, mount_flags
 from tests.differential.script import parse, reduce, script
+from tests.support.lower_layers import LAYERS
 from tests.support.rights import needs_root
 from tests.support.seeds import campaign_seed
+from tests.support.suites import one_of
 
 pytestmark = [
     pytest.mark.fuse,
@@ -253,3 +256,57 @@ def test_reduction_leaves_what_is_needed_and_nothing_else() -> None:
 
     calls = [call for call in random_calls(random.Random(2), 50) if call.operation not in {"mkdir", "rmdir"}]
     assert reduce([*calls, needed[0], *calls, needed[1], *calls], fails) == needed
+
+
+DIRECTORY_CALLS = 2_000
+LONG_DIRECTORY_CALLS = 100_000
+LAYER_CALLS = 1_200  # three mounts
+
+
+engine = one_of(["native", "pyfuse3"])
+
+
+@pytest.fixture(params=("host", "overlay"))
+def directory_bench(
+    request: pytest.FixtureRequest, engine: str, session_dir: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    with BENCHES[request.param](engine, tmp_path_factory.mktemp("diff"), os.environ["VFSD_RUNTIME_DIR"]) as made:
+        yield made
+        made.check()
+
+
+def test_random_calls_on_other_backends_are_answered_as_tmpfs_answers_them(
+    directory_bench: Bench, runs_long: bool
+) -> None:
+    seed = campaign_seed()
+    for finding in Campaign(directory_bench, seed).run(LONG_DIRECTORY_CALLS if runs_long else DIRECTORY_CALLS):
+        if finding is not None:
+            raise AssertionError(f"seed {seed}, {finding.difference}\n{script(finding.calls)}")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("layer", LAYERS)
+def test_an_archive_or_a_snapshot_below_is_answered_as_tmpfs_answers(
+    layer: str, session_dir: str, tmp_path: Path, runs_long: bool
+) -> None:
+    seed = campaign_seed()
+    with BENCHES[layer]("native", tmp_path, os.environ["VFSD_RUNTIME_DIR"]) as directory_bench:
+        for finding in Campaign(directory_bench, seed).run(LONG_DIRECTORY_CALLS if runs_long else LAYER_CALLS):
+            if finding is not None:
+                raise AssertionError(f"seed {seed}, {finding.difference}\n{script(finding.calls)}")
+        directory_bench.check()
+
+
+class Lopsided(OverlayBench):
+    """Makes what comes before "below" in the directory below, and not on the oracle."""
+
+    def _make(self, root: str, calls: Sequence[Call]) -> None:
+        if not root.startswith(self.tmpfs):
+            super()._make(root, calls)
+
+
+def test_an_overlay_is_tried_over_what_was_made_below(session_dir: str, tmp_path: Path) -> None:
+    with Lopsided("native", tmp_path, os.environ["VFSD_RUNTIME_DIR"]) as directory_bench:
+        difference = directory_bench.run(parse("root: mkdir(b'a', 0o777)\nroot: below()\nroot: mkdir(b'a', 0o777)"))
+        assert difference is not None
+        assert (difference.index, difference.mount, difference.tmpfs) == (2, ("error", "EEXIST"), ("ok", None))

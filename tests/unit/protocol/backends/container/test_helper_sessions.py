@@ -1,21 +1,33 @@
-"""A helper that several processes use, one after the other: what is cut, what comes again, and when it ends."""
+"""The helper in a container: its frames, and its sessions, which daemons join one after the other."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import fcntl
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from protocol.backends.container.agent.helper_transport import helper_command, helper_program, relay_program
+from protocol.backends.container.agent.helper_transport import (
+    HELPER_MODULES,
+    RELAY_MODULES,
+    helper_command,
+    helper_program,
+    helper_source,
+    relay_program,
+)
+from protocol.backends.container.agent.replies import Frame, FrameDecoder
 from protocol.backends.container.helper.sessions import address
 from protocol.backends.container.helper.wire import (
     GO,
@@ -23,9 +35,11 @@ from protocol.backends.container.helper.wire import (
     JOIN,
     KEY,
     MAGIC,
+    MAX_BODY_BYTES,
     NO_HELPER,
     RELAY_MAGIC,
     Op,
+    WireError,
     pack,
     unpack,
 )
@@ -365,3 +379,184 @@ def test_the_helper_ends_at_once_when_it_is_asked(helper: Helper) -> None:
     following.send(GO + pack(0, Op.END))
     assert helper.first.popen.wait(60) == 0
     assert following.popen.wait(60) == 0
+
+
+NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(tuple)
+STRINGS = st.lists(st.binary(max_size=200), max_size=10).map(tuple)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**16 - 1), NUMBERS, STRINGS)
+def test_what_is_packed_is_unpacked(
+    number: int, code: int, numbers: tuple[int, ...], strings: tuple[bytes, ...]
+) -> None:
+    frame = pack(number, code, numbers, strings)
+
+    assert HEADER.unpack_from(frame) == (len(frame) - HEADER.size, number, code)
+    assert unpack(frame[HEADER.size :]) == (numbers, list(strings))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_body_or_are_refused(body: bytes) -> None:
+    try:
+        numbers, strings = unpack(body)
+    except WireError:
+        return
+    if body:
+        assert pack(0, 0, numbers, tuple(strings))[HEADER.size :] == body
+
+
+def test_a_body_that_announces_more_than_it_has_is_refused() -> None:
+    for lie in (
+        struct.pack("<HH", 60000, 0),
+        struct.pack("<HH", 0, 60000),
+        struct.pack("<HHI", 0, 1, 2**32 - 1),
+        struct.pack("<HHII", 0, 2, 2**31, 2**31),
+        struct.pack("<HHI", 0, 1, 0) + b"more",
+        b"\0",
+    ):
+        with pytest.raises(WireError):
+            unpack(lie)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), NUMBERS, STRINGS), max_size=6), st.integers(1, 50))
+def test_frames_come_out_whole_whatever_pieces_they_come_in(
+    frames: list[tuple[int, tuple[int, ...], tuple[bytes, ...]]], size: int
+) -> None:
+    sent = b"".join(pack(number, 0, numbers, strings) for number, numbers, strings in frames)
+    decoder = FrameDecoder(lambda _number: MAX_BODY_BYTES)
+
+    found: list[Frame] = []
+    for at in range(0, len(sent), size):
+        found += decoder.feed(sent[at : at + size])
+
+    assert [(frame.number, *unpack(frame.body)) for frame in found] == [
+        (number, numbers, list(strings)) for number, numbers, strings in frames
+    ]
+
+
+def test_a_frame_larger_than_was_asked_for_is_refused_by_its_header() -> None:
+    decoder = FrameDecoder({7: 100}.__getitem__)
+
+    with pytest.raises(WireError):
+        list(decoder.feed(HEADER.pack(101, 7, 0)))
+
+
+# -- the helper's side -------------------------------------------------------------------------
+_SENT = {*HELPER_MODULES, *RELAY_MODULES}
+
+
+def test_the_helper_is_written_in_the_language_of_python_3_6() -> None:
+    for module in _SENT:
+        ast.parse(helper_source(module), module, feature_version=(3, 6))
+
+
+def test_the_helper_uses_the_standard_library_and_itself_only() -> None:
+    for module in _SENT:
+        for node in ast.walk(ast.parse(helper_source(module))):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [str(node.module)]
+            for name in names:
+                assert name in _SENT or name.partition(".")[0] in sys.stdlib_module_names, (module, name)
+
+
+class PlainHelper:
+    """A helper that is spoken to frame by frame."""
+
+    def __init__(self, directory: Path) -> None:
+        program = helper_program(str(directory))
+        self.process = subprocess.Popen(
+            helper_command(program, sys.executable), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self.send(program)
+        assert self._read(len(MAGIC)) == MAGIC
+
+    def send(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        view = memoryview(data)
+        while view:
+            view = view[self.process.stdin.write(view) :]
+
+    def _read(self, size: int) -> bytes:
+        assert self.process.stdout is not None
+        data = b""
+        while len(data) < size:
+            more = self.process.stdout.read(size - len(data))
+            assert more, "it has ended"
+            data += more
+        return data
+
+    def reply(self) -> tuple[int, int, tuple[int, ...], list[bytes]]:
+        length, number, code = HEADER.unpack(self._read(HEADER.size))
+        return (number, code, *unpack(self._read(length)))
+
+    def ask(self, op: int, numbers: tuple[int, ...] = (), strings: tuple[bytes, ...] = ()) -> tuple[int, list[bytes]]:
+        self.send(pack(1, op, numbers, strings))
+        _, code, _, found = self.reply()
+        return code, found
+
+    def close(self) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def plain_helper(tmp_path: Path) -> PlainHelper:
+    (tmp_path / "outside").write_text("not yours")
+    (tmp_path / "root" / "d").mkdir(parents=True)
+    (tmp_path / "root" / "d" / "f").write_text("inside")
+    (tmp_path / "root" / "link").symlink_to(tmp_path)
+    return PlainHelper(tmp_path / "root")
+
+
+def test_no_name_and_no_path_leads_the_helper_out_of_its_directory(plain_helper: PlainHelper) -> None:
+    for name in (b"..", b"d/..", b"../outside", b"/etc/passwd", b"link/outside", b"d/f", b"", b"a\0b"):
+        for op in (Op.UNLINK, Op.RMDIR, Op.MKDIR, Op.MKNOD):
+            more = {Op.MKDIR: (0o755, 0, 0, 0), Op.MKNOD: (0o100644, 0, 0, 0, 0)}.get(op, ())
+            assert plain_helper.ask(op, (1, *more), (name,))[0] in (errno.EINVAL, errno.ENOTEMPTY, errno.EEXIST), (
+                op,
+                name,
+            )
+        assert plain_helper.ask(Op.RENAME, (1, 1, 0, 0, 0), (b"d", name))[0] == errno.EINVAL
+        if name != b"..":  # which, of the root, is the root
+            assert plain_helper.ask(Op.LOOKUP, (1,), (name,))[0] == errno.EINVAL
+    for path in (b"..", b"../outside", b"d/../../outside", b"link/outside", b"/etc/passwd", b"d//f"):
+        for op, numbers in ((Op.TREE_READ, (0, 10)), (Op.TREE_ENTRY, ()), (Op.TREE_WALK, ())):
+            assert plain_helper.ask(op, numbers, (path,))[0] in (errno.EINVAL, errno.ELOOP, errno.ENOTDIR), (op, path)
+    assert plain_helper.ask(Op.TREE_READ, (0, 10), (b"d/f",)) == (0, [b"inside"])
+    assert plain_helper.close() == 0
+
+
+def test_the_helper_answers_what_makes_no_sense_with_an_error_and_goes_on(plain_helper: PlainHelper) -> None:
+    assert plain_helper.ask(12345)[0] == errno.ENOSYS
+    assert plain_helper.ask(Op.LOOKUP)[0] == errno.EINVAL
+    assert plain_helper.ask(Op.LOOKUP, (1, 2, 3), (b"d",))[0] == errno.EINVAL
+    assert plain_helper.ask(Op.READ, (1, 0, 10))[0] == errno.EISDIR
+    assert plain_helper.ask(Op.READ, (2**62, 0, 10))[0] == errno.ENOENT
+    plain_helper.send(HEADER.pack(3, 9, Op.LOOKUP) + b"???")
+    assert plain_helper.reply()[:2] == (9, errno.EBADMSG)
+    assert plain_helper.ask(Op.STATFS)[0] == 0
+    assert plain_helper.close() == 0
+
+
+def test_the_helper_ends_with_its_standard_input_and_with_a_frame_without_end(tmp_path: Path) -> None:
+    plain_helper = PlainHelper(tmp_path)
+    assert plain_helper.close() == 0
+
+    plain_helper = PlainHelper(tmp_path)
+    plain_helper.send(HEADER.pack(2**32 - 1, 1, Op.WRITE))
+    assert plain_helper.process.wait(60) != 0
+    plain_helper.close()
+
+
+def test_the_helper_cannot_be_made_to_import_what_lies_in_the_workspace(tmp_path: Path) -> None:
+    (tmp_path / "struct.py").write_text("raise SystemExit(77)")
+    program = helper_program(str(tmp_path))
+    process = subprocess.run(
+        helper_command(program, sys.executable), input=program, cwd=tmp_path, capture_output=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (process.returncode, process.stdout) == (0, MAGIC)

@@ -1,16 +1,22 @@
-"""Snapshots of the memory backend: what a random walk seldom reaches, each by its name."""
+"""History of the memory backend: snapshots, what is saved, and imports that are prepared in steps."""
 
 from __future__ import annotations
 
 import os
+import random
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from protocol.backends.memory import MemoryVolume
-from protocol.diff.tree_diff import changes
-from protocol.tree import TreeEntry, filled
+from protocol.backends.memory.history.prepare import Preparation
+from protocol.backends.overlay import OverlayVolume
+from protocol.diff.tree_diff import Change, changes, count, summary, went_back
+from protocol.tree import Tree, TreeEntry, filled
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 from protocol.volume_extensions import EntryChange, InodeChange
 from tests.support.trees import DictTree
@@ -262,3 +268,434 @@ def test_a_tree_finds_what_it_has_folder_by_folder_and_nothing_else(volume: Memo
         for below_a_file in (b"f/", b"f/g", b"a/f/g"):
             with pytest.raises(NotADirectoryError):
                 tree.entry(below_a_file)
+
+
+@pytest.fixture(params=["memory", "overlay"])
+def marked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MemoryVolume]:
+    """With the file "f" and the empty directory "d" in it, all saved."""
+    if request.param == "memory":
+        marked = MemoryVolume()
+        make_file(marked, b"f")
+        marked.forget(marked.mkdir(ROOT_INODE, b"d", 0o755, CALLER).inode, 1)
+    else:
+        (tmp_path / "f").write_bytes(b"data")
+        (tmp_path / "d").mkdir()
+        marked = OverlayVolume(tmp_path)
+    marked.mark_saved()
+    yield marked
+    marked.check_invariants()
+
+
+def make_file(marked: MemoryVolume, name: bytes) -> None:
+    node = marked.mknod(ROOT_INODE, name, stat.S_IFREG | 0o644, 0, CALLER)
+    marked.write(node.inode, 0, b"data")
+    marked.forget(node.inode, 1)
+
+
+def number_at(marked: MemoryVolume, name: bytes) -> int:
+    return marked.lookup(ROOT_INODE, name).inode
+
+
+def link_it(marked: MemoryVolume) -> None:
+    marked.link(number_at(marked, b"f"), number_at(marked, b"d"), b"too")
+
+
+CHANGES: dict[str, Callable[[MemoryVolume], object]] = {
+    "create": lambda marked: make_file(marked, b"new"),
+    "write": lambda marked: marked.write(number_at(marked, b"f"), 0, b"D"),
+    "truncate": lambda marked: marked.setattr(number_at(marked, b"f"), AttributeChanges(size=1)),
+    "fallocate": lambda marked: marked.fallocate(number_at(marked, b"f"), 0, 0, 9000),
+    "chmod": lambda marked: marked.setattr(number_at(marked, b"f"), AttributeChanges(mode=0o600)),
+    "chown of a directory": lambda marked: marked.setattr(number_at(marked, b"d"), AttributeChanges(uid=7)),
+    "utimes": lambda marked: marked.setattr(number_at(marked, b"f"), AttributeChanges(mtime_ns=5)),
+    "setxattr": lambda marked: marked.setxattr(number_at(marked, b"f"), b"user.x", b"1", 0),
+    "rename": lambda marked: marked.rename(ROOT_INODE, b"f", ROOT_INODE, b"g"),
+    "rename of a directory": lambda marked: marked.rename(ROOT_INODE, b"d", ROOT_INODE, b"e"),
+    "link_it": link_it,
+    "symlink": lambda marked: marked.symlink(ROOT_INODE, b"s", b"f", CALLER),
+    "unlink": lambda marked: marked.unlink(ROOT_INODE, b"f"),
+    "rmdir": lambda marked: marked.rmdir(ROOT_INODE, b"d"),
+    "mkdir": lambda marked: marked.mkdir(number_at(marked, b"d"), b"in", 0o755, CALLER),
+}
+
+
+@pytest.mark.parametrize("with_snapshot", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_one_before_and_after_each_mark(marked: MemoryVolume, change: str, *, with_snapshot: bool) -> None:
+    if with_snapshot:
+        marked.take_snapshot("s")
+    assert marked.is_saved
+    CHANGES[change](marked)
+    assert not marked.is_saved
+    marked.mark_saved()
+    assert marked.is_saved
+
+
+@pytest.mark.parametrize("with_snapshot", [False, True])
+def test_each_write_after_a_mark_counts_though_the_file_was_changed_before(
+    marked: MemoryVolume, *, with_snapshot: bool
+) -> None:
+    if with_snapshot:
+        marked.take_snapshot("s")
+    number = number_at(marked, b"f")
+    for _ in range(3):
+        marked.write(number, 0, b"D")
+        mark = marked.mark()
+        assert not marked.changed_since(mark)
+        marked.write(number, 0, b"E")
+        assert marked.changed_since(mark)
+
+
+def test_looking_snapshots_and_views_are_no_changes(marked: MemoryVolume) -> None:
+    number = number_at(marked, b"f")
+    marked.read(number, 0, 10)
+    list(marked.readdir(ROOT_INODE, 0))
+    marked.take_snapshot("s")
+    with marked.tree() as tree:
+        list(tree.walk())
+    marked.restore_snapshot("s")
+    marked.drop_snapshot("s")
+    marked.take_snapshot("t")
+    assert marked.is_saved
+
+
+def test_a_file_without_a_name_is_nothing_to_lose_until_it_gets_one(marked: MemoryVolume) -> None:
+    number = marked.tmpfile(ROOT_INODE, 0o600, CALLER).inode
+    marked.write(number, 0, b"data")
+    assert marked.is_saved
+    marked.mark_saved()
+    marked.write(number, 0, b"more")
+    assert marked.is_saved
+    marked.link(number, ROOT_INODE, b"named")
+    assert not marked.is_saved
+
+
+def test_restores_undone_changes_and_imports_are_changes(marked: MemoryVolume) -> None:
+    marked.take_snapshot("s")
+    marked.write(number_at(marked, b"f"), 0, b"D")
+    marked.mark_saved()
+    marked.restore_snapshot("s")
+    assert not marked.is_saved
+    marked.mark_saved()
+    marked.import_tree(DictTree({b"new": b"data"}), replace=False)
+    assert not marked.is_saved
+
+
+def test_what_changes_while_a_view_is_saved_is_not_saved(marked: MemoryVolume) -> None:
+    make_file(marked, b"new")
+    with marked.tree() as tree:
+        marked.write(number_at(marked, b"f"), 0, b"D")
+        marked.mark_saved(tree)
+        assert not marked.is_saved
+    with marked.tree() as tree:
+        marked.mark_saved(tree)
+    assert marked.is_saved
+
+
+def test_saving_a_snapshot_saves_the_live_state_if_that_is_the_same(marked: MemoryVolume) -> None:
+    make_file(marked, b"new")
+    marked.take_snapshot("s")
+    with marked.tree("s") as tree:
+        marked.mark_saved(tree)
+        assert marked.is_saved
+        make_file(marked, b"newer")
+        marked.mark_saved(tree)
+        assert not marked.is_saved
+
+
+def test_an_older_state_that_is_saved_later_takes_nothing_back(marked: MemoryVolume) -> None:
+    marked.take_snapshot("s")
+    make_file(marked, b"new")
+    marked.mark_saved()
+    with marked.tree("s") as tree:
+        marked.mark_saved(tree)
+    assert marked.is_saved
+
+
+def test_a_view_of_another_volume_saves_nothing(marked: MemoryVolume) -> None:
+    make_file(marked, b"new")
+    other = MemoryVolume()
+    for _ in range(10):
+        other.mark()
+    with other.tree() as tree:
+        marked.mark_saved(tree)
+    assert not marked.is_saved
+
+
+ME = Caller(1, 2)
+NAMES = (b"a", b"b", b"c", b"d")
+
+
+def directory_of(volume: MemoryVolume, path: bytes) -> int:
+    number = ROOT_INODE
+    for name in path.split(b"/") if path else ():
+        number = volume.lookup(number, name).inode
+        volume.forget(number, 1)
+    return number
+
+
+def change(volume: MemoryVolume, draw: random.Random) -> None:
+    """One random change of a small tree; an error of the volume's is one outcome of it."""
+    above = b"/".join(draw.choices(NAMES, k=draw.randrange(3)))
+    name, other = draw.choice(NAMES), draw.choice(NAMES)
+    what = draw.randrange(8)
+    with suppress(OSError):
+        parent = directory_of(volume, above)
+        if what == 0:
+            volume.forget(volume.mkdir(parent, name, 0o755, ME).inode, 1)
+        elif what in (1, 2):
+            node = volume.mknod(parent, name, stat.S_IFREG | 0o644, 0, ME)
+            volume.write(node.inode, 0, b"x" * draw.randrange(1, 9000))
+            volume.forget(node.inode, 1)
+        elif what == 3:
+            volume.forget(volume.symlink(parent, name, b"to", ME).inode, 1)
+        elif what == 4:
+            volume.rename(parent, name, directory_of(volume, draw.choice(NAMES)), other)
+        elif what == 5:
+            node = volume.lookup(parent, name)
+            volume.forget(node.inode, 1)
+            volume.forget(volume.link(node.inode, directory_of(volume, b""), other).inode, 1)
+        elif what == 6:
+            number = directory_of(volume, above + b"/" + name if above else name)
+            volume.write(number, draw.randrange(100), b"changed")
+        else:
+            volume.unlink(parent, name)
+
+
+def made(seed: int, changes: int, **limits: int) -> MemoryVolume:
+    ticks = iter(range(1_000, 10**9))
+    volume = MemoryVolume(clock=ticks.__next__, uid=1, gid=1, **limits)  # type: ignore[arg-type]
+    draw = random.Random(seed)
+    for _ in range(changes):
+        change(volume, draw)
+    return volume
+
+
+def facts(tree: Tree) -> list[object]:
+    """What a tree holds; times apart, which are those of the steps that made it."""
+    groups: dict[int, int] = {}
+    return [
+        (
+            entry.path, entry.mode, entry.size, entry.uid, entry.gid, entry.target, dict(entry.xattrs),
+            entry.is_dir or entry.nlink,
+            entry.is_dir or groups.setdefault(entry.inode, len(groups)),
+            tree.read(entry.path, 0, entry.size) if entry.is_file else None,
+        )
+        for entry in tree.walk()
+    ]  # fmt: skip
+
+
+def state_of(volume: MemoryVolume, name: str | None = None) -> list[object]:
+    with volume.tree(name) as tree:
+        return facts(tree)
+
+
+def imported_in_steps(
+    volume: MemoryVolume, tree: Tree, between: Callable[[], None], *, replace: bool, paths: tuple[bytes, ...]
+) -> None:
+    preparation = volume.preparation(tree, replace=replace, paths=paths)
+    with volume.tree():
+        for _ in preparation.steps():
+            between()
+        volume.take_snapshot("before")
+        if preparation.is_valid:
+            volume.import_prepared(preparation)
+        else:
+            for _ in preparation.discard():
+                pass
+            volume.import_tree(tree, replace=replace, paths=paths)
+
+
+def sizes(volume: MemoryVolume) -> tuple[int | None, ...]:
+    usage = volume.usage()
+    return usage.files, usage.directories, usage.size_bytes, usage.used_bytes
+
+
+def prepare_and_put(volume: MemoryVolume, preparation: Preparation) -> None:
+    for _ in preparation.steps():
+        pass
+    volume.import_prepared(preparation)
+
+
+def attempt(work: Callable[[], object]) -> int | None:
+    """The errno that `work` fails with, if it does."""
+    try:
+        work()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def staged_for(volume: MemoryVolume, tree: Tree) -> MemoryVolume:
+    """A volume with the content of `tree`, filled so that `volume` can take its inodes over."""
+    staged = MemoryVolume()
+    staged.fill(tree, volume.reserve_inodes(sum(1 for _ in tree.walk())))
+    staged.check_invariants()
+    assert state_of(staged) == facts(tree)
+    return staged
+
+
+class Staging:
+    """What makes the tree that `live` imports: a view of another volume, or one of a volume filled for it."""
+
+    def __init__(self, *, taken_over: bool) -> None:
+        self.taken_over = taken_over
+
+    @contextmanager
+    def tree(self, live: MemoryVolume, tree: Tree) -> Iterator[Tree]:
+        if not self.taken_over:
+            yield tree
+            return
+        with staged_for(live, tree).tree() as view:
+            yield view
+
+
+@pytest.fixture(params=[False, True], ids=["copied", "taken over"])
+def staging(request: pytest.FixtureRequest) -> Staging:
+    return Staging(taken_over=request.param)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("replace", [False, True])
+def test_it_ends_as_a_single_step_does_whatever_happens_between_the_steps(replace: bool, staging: Staging) -> None:
+    for seed in range(400):
+        compare_with_a_single_step(seed, staging, replace=replace)
+
+
+def compare_with_a_single_step(seed: int, staging: Staging, *, replace: bool) -> None:
+    draw = random.Random(seed)
+    paths = draw.choice([(), (), (b"a",), (b"b/c", b"d")])
+    live, twin = made(seed, 12), made(seed, 12)
+    if seed % 3:
+        live.take_snapshot("first")
+        twin.take_snapshot("first")
+    first = state_of(live)
+    log: list[int] = []
+
+    def between() -> None:
+        if draw.random() < 0.2:
+            log.append(draw.randrange(10**9))
+            change(live, random.Random(log[-1]))
+
+    with made(seed + 5000, 30).tree() as tree:
+        with staging.tree(live, tree) as staged:
+            failed = attempt(lambda: imported_in_steps(live, staged, between, replace=replace, paths=paths))
+        for each in log:
+            change(twin, random.Random(each))
+        before = state_of(twin)
+        twin.take_snapshot("before")
+        assert failed == attempt(lambda: twin.import_tree(tree, replace=replace, paths=paths)), seed
+    live.check_invariants()
+    assert state_of(live) == state_of(twin), seed
+    assert sizes(live)[:3] == sizes(twin)[:3], seed
+    assert state_of(live, "before") == before, seed
+    live.restore_snapshot("before")
+    live.check_invariants()
+    assert state_of(live) == before, seed
+    if seed % 3:
+        live.restore_snapshot("first")
+        live.check_invariants()
+        assert state_of(live) == first, seed
+
+
+def test_what_was_prepared_and_given_up_leaves_nothing(staging: Staging) -> None:
+    for seed in range(100):
+        live = made(seed, 12)
+        before = (state_of(live), *sizes(live))
+        with made(seed + 5000, 30).tree() as tree, staging.tree(live, tree) as staged, live.tree():
+            wanted = facts(tree)
+            preparation = live.preparation(staged, replace=True)
+            for count, _ in enumerate(preparation.steps()):
+                assert sizes(live)[:3] == before[1:4]
+                if count == seed % 20:
+                    break
+            for _ in preparation.discard():
+                pass
+            assert facts(staged) == wanted
+        live.check_invariants()
+        assert (state_of(live), *sizes(live)) == before
+
+
+def test_what_does_not_fit_leaves_nothing(staging: Staging) -> None:
+    live = made(1, 12, max_inodes=30)
+    before = state_of(live)
+    with MemoryVolume().tree() as _, made(5001, 300).tree() as tree, staging.tree(live, tree) as staged:
+        live._limits.max_inodes = len(before) + 2
+        preparation = live.preparation(staged, replace=False)
+        with live.tree(), pytest.raises(OSError, match="No space"):
+            prepare_and_put(live, preparation)
+        for _ in preparation.discard():
+            pass
+    live.check_invariants()
+    assert state_of(live) == before
+
+
+def test_what_is_already_there_is_left_alone() -> None:
+    with made(7, 40).tree() as tree:
+        live = MemoryVolume()
+        live.import_tree(tree, replace=False)
+        with live.tree() as was:
+            seen = {entry.path: entry.inode for entry in was.walk()}
+            preparation = live.preparation(tree, replace=True)
+            assert list(preparation.steps())
+            coherence = live.import_prepared(preparation)
+        assert (list(coherence.entries), list(coherence.inodes)) == ([], [])
+        with live.tree() as now:
+            assert {entry.path: entry.inode for entry in now.walk()} == seen
+
+
+def test_inodes_that_were_taken_over_can_be_changed_and_undone_as_others() -> None:
+    for seed in range(100):
+        live = made(seed, 12)
+        with made(seed + 5000, 30).tree() as tree, staged_for(live, tree).tree() as staged:
+            imported_in_steps(live, staged, lambda: None, replace=True, paths=())
+            wanted = facts(tree)
+        live.check_invariants()
+        live.take_snapshot("imported")
+        for each in range(30):
+            change(live, random.Random(seed * 1000 + each))
+        live.check_invariants()
+        live.restore_snapshot("imported")
+        live.check_invariants()
+        assert state_of(live) == wanted
+        live.restore_snapshot("before")
+        live.drop_snapshot("imported")
+        live.check_invariants()
+        live.drop_snapshot("before")
+        live.check_invariants()
+
+
+def test_the_summary_of_two_states_is_that_of_their_changes() -> None:
+    for seed in range(150):
+        draw = random.Random(seed)
+        volume = made(seed, 12)
+        with volume.tree() as first, made(seed + 5000, 20).tree() as tree, staged_for(volume, tree).tree() as staged:
+            imported_in_steps(volume, staged, lambda: None, replace=bool(seed % 2), paths=())
+            with volume.tree() as second:
+                for _ in range(12):
+                    change(volume, draw)
+                with volume.tree() as third:
+                    for old, new in ((first, second), (second, third), (first, third), (third, first)):
+                        found = list(changes(old, new))
+                        most = draw.randrange(8)
+                        older = sum(map(went_back, found))
+                        assert summary(old, new, most) == (count(found), found[:most], older), seed
+                        assert found == walked(old, new), seed
+
+
+class Unknowing:
+    """A tree that does not know what was touched."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tree, name)
+
+    def touched(self, other: Tree) -> None:
+        """Nothing is known."""
+
+
+def walked(old: Tree, new: Tree) -> list[Change]:
+    """The changes as a walk over both trees finds them."""
+    return list(changes(cast(Tree, Unknowing(old)), cast(Tree, Unknowing(new))))
