@@ -464,18 +464,6 @@ def test_all_texts_of_a_merge_together_are_bounded() -> None:
     assert {conflict.reason for conflict in result.conflicts} == {"large"}
 
 
-def test_any_name_is_a_name() -> None:
-    names = [b"-f", b"--help", b"\xff\xfe", b"a\nb", b"\x1b[31m", b".gitattributes", b"d.git/x", b"~theirs", b"0"]
-    base = DictTree(dict.fromkeys(names, b"1\n2\n3\n"))
-    ours = DictTree(dict.fromkeys(names, b"0\n2\n3\n"))
-    theirs = DictTree(dict.fromkeys(names, b"1\n2\n4\n"))
-
-    result = merge(base, ours, theirs)
-
-    assert not result.conflicts
-    assert {result.tree.read(name, 0, 100) for name in names} == {b"0\n2\n4\n"}
-
-
 def test_attributes_in_the_tree_run_nothing(tmp_path: Path) -> None:
     attributes = f"* -text filter=x diff=x merge=x\n* merge={tmp_path}/driver\n".encode()
     base = DictTree({b"f": b"1\n", b".gitattributes": attributes, b".git/config": b"[core]\n\tattributesFile = /x\n"})

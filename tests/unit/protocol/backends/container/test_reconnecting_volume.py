@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import trio
 
-from protocol.backends.container.inode_map import InodeMap
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
@@ -316,18 +315,6 @@ def test_a_chain_of_directories_deeper_than_pythons_stack_is_found_again(reconne
 
     assert reconnecting.mknod(at, b"deep", 0o100644, 0, ME).inode
     assert second.lookup(inner, b"deep").inode
-
-
-def test_two_files_that_became_one_do_not_share_its_number() -> None:
-    known = InodeMap()
-    one, two = known.enter(7, stat.S_IFREG), known.enter(8, stat.S_IFREG)
-    known.put(one, (ROOT_INODE, b"one"))
-    known.put(two, (ROOT_INODE, b"two"))
-    known.detach()
-
-    assert known.attach(one, 9, 1)
-    assert not known.attach(two, 9, 1)
-    known.check_invariants()
 
 
 def test_a_file_that_got_another_number_is_asked_for_again_when_its_own_is_free() -> None:

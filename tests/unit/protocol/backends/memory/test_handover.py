@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import stat
 import struct
 import threading
@@ -140,18 +139,6 @@ def test_access_times_and_serials_of_dropped_snapshots_are_kept() -> None:
     other = handed_over(volume, lambda: volume.read(number, 0, 1))
     assert other.getattr(number).atime_ns == volume.getattr(number).atime_ns
     assert other.take_snapshot("three").serial == volume.take_snapshot("three").serial
-
-
-def test_a_volume_that_was_handed_over_is_handed_over_again() -> None:
-    choice = random.Random(1)
-    volume = new_volume()
-    for turn in range(6):
-        for number in range(20):
-            made(volume, b"%d-%d" % (turn, number), choice.randbytes(choice.randrange(300_000)))
-        volume.take_snapshot(f"s{turn}")
-        if turn > 2:
-            volume.drop_snapshot(f"s{turn - 2}")
-        volume = handed_over(volume, lambda: volume.unlink(ROOT_INODE, b"%d-3" % turn))  # noqa: B023 (called at once)
 
 
 def test_a_saved_state_stays_saved_until_it_changes() -> None:

@@ -197,23 +197,6 @@ def test_times_beyond_the_range_of_nanoseconds_in_64_bits_are_recorded(volume: M
     assert again.getattr(number).atime_ns == -5
 
 
-def test_an_import_that_was_prepared_is_recorded(volume: MemoryVolume) -> None:
-    journal = journal_of(volume)
-    file(volume, b"before", b"here")
-    other = MemoryVolume()
-    for at in range(20):
-        directory = other.mkdir(ROOT_INODE, b"d%d" % at, 0o755, SUPERUSER).inode
-        number = other.mknod(directory, b"f", FILE, 0, SUPERUSER).inode
-        other.write(number, 0, b"x" * 1000)
-    with other.tree() as tree:
-        preparation = volume.preparation(tree, replace=False)
-        for step, _ in enumerate(preparation.steps()):
-            if step == 3:
-                file(volume, b"meanwhile", b"!")
-        volume.import_prepared(preparation)
-    assert_recorded(volume, journal)
-
-
 def test_changes_are_recorded_together_or_not_at_all(volume: MemoryVolume) -> None:
     journal = journal_of(volume)
     file(volume, b"kept", b"1")

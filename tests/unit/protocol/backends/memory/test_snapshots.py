@@ -44,7 +44,7 @@ def make(volume: MemoryVolume, parent: int, name: bytes, data: bytes | None = No
 
 def at(volume: MemoryVolume, path: bytes) -> int:
     number = ROOT_INODE
-    for name in path.split(b"/"):
+    for name in path.split(b"/") if path else ():
         number = volume.lookup(number, name).inode
         volume.forget(number, 1)
     return number
@@ -275,7 +275,7 @@ def marked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MemoryVol
     """With the file "f" and the empty directory "d" in it, all saved."""
     if request.param == "memory":
         marked = MemoryVolume()
-        make_file(marked, b"f")
+        make(marked, ROOT_INODE, b"f", b"data")
         marked.forget(marked.mkdir(ROOT_INODE, b"d", 0o755, CALLER).inode, 1)
     else:
         (tmp_path / "f").write_bytes(b"data")
@@ -284,12 +284,6 @@ def marked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MemoryVol
     marked.mark_saved()
     yield marked
     marked.check_invariants()
-
-
-def make_file(marked: MemoryVolume, name: bytes) -> None:
-    node = marked.mknod(ROOT_INODE, name, stat.S_IFREG | 0o644, 0, CALLER)
-    marked.write(node.inode, 0, b"data")
-    marked.forget(node.inode, 1)
 
 
 def number_at(marked: MemoryVolume, name: bytes) -> int:
@@ -301,7 +295,7 @@ def link_it(marked: MemoryVolume) -> None:
 
 
 CHANGES: dict[str, Callable[[MemoryVolume], object]] = {
-    "create": lambda marked: make_file(marked, b"new"),
+    "create": lambda marked: make(marked, ROOT_INODE, b"new", b"data"),
     "write": lambda marked: marked.write(number_at(marked, b"f"), 0, b"D"),
     "truncate": lambda marked: marked.setattr(number_at(marked, b"f"), AttributeChanges(size=1)),
     "fallocate": lambda marked: marked.fallocate(number_at(marked, b"f"), 0, 0, 9000),
@@ -382,7 +376,7 @@ def test_restores_undone_changes_and_imports_are_changes(marked: MemoryVolume) -
 
 
 def test_what_changes_while_a_view_is_saved_is_not_saved(marked: MemoryVolume) -> None:
-    make_file(marked, b"new")
+    make(marked, ROOT_INODE, b"new", b"data")
     with marked.tree() as tree:
         marked.write(number_at(marked, b"f"), 0, b"D")
         marked.mark_saved(tree)
@@ -393,19 +387,19 @@ def test_what_changes_while_a_view_is_saved_is_not_saved(marked: MemoryVolume) -
 
 
 def test_saving_a_snapshot_saves_the_live_state_if_that_is_the_same(marked: MemoryVolume) -> None:
-    make_file(marked, b"new")
+    make(marked, ROOT_INODE, b"new", b"data")
     marked.take_snapshot("s")
     with marked.tree("s") as tree:
         marked.mark_saved(tree)
         assert marked.is_saved
-        make_file(marked, b"newer")
+        make(marked, ROOT_INODE, b"newer", b"data")
         marked.mark_saved(tree)
         assert not marked.is_saved
 
 
 def test_an_older_state_that_is_saved_later_takes_nothing_back(marked: MemoryVolume) -> None:
     marked.take_snapshot("s")
-    make_file(marked, b"new")
+    make(marked, ROOT_INODE, b"new", b"data")
     marked.mark_saved()
     with marked.tree("s") as tree:
         marked.mark_saved(tree)
@@ -413,7 +407,7 @@ def test_an_older_state_that_is_saved_later_takes_nothing_back(marked: MemoryVol
 
 
 def test_a_view_of_another_volume_saves_nothing(marked: MemoryVolume) -> None:
-    make_file(marked, b"new")
+    make(marked, ROOT_INODE, b"new", b"data")
     other = MemoryVolume()
     for _ in range(10):
         other.mark()
@@ -426,21 +420,13 @@ ME = Caller(1, 2)
 NAMES = (b"a", b"b", b"c", b"d")
 
 
-def directory_of(volume: MemoryVolume, path: bytes) -> int:
-    number = ROOT_INODE
-    for name in path.split(b"/") if path else ():
-        number = volume.lookup(number, name).inode
-        volume.forget(number, 1)
-    return number
-
-
 def change(volume: MemoryVolume, draw: random.Random) -> None:
     """One random change of a small tree; an error of the volume's is one outcome of it."""
     above = b"/".join(draw.choices(NAMES, k=draw.randrange(3)))
     name, other = draw.choice(NAMES), draw.choice(NAMES)
     what = draw.randrange(8)
     with suppress(OSError):
-        parent = directory_of(volume, above)
+        parent = at(volume, above)
         if what == 0:
             volume.forget(volume.mkdir(parent, name, 0o755, ME).inode, 1)
         elif what in (1, 2):
@@ -450,13 +436,13 @@ def change(volume: MemoryVolume, draw: random.Random) -> None:
         elif what == 3:
             volume.forget(volume.symlink(parent, name, b"to", ME).inode, 1)
         elif what == 4:
-            volume.rename(parent, name, directory_of(volume, draw.choice(NAMES)), other)
+            volume.rename(parent, name, at(volume, draw.choice(NAMES)), other)
         elif what == 5:
             node = volume.lookup(parent, name)
             volume.forget(node.inode, 1)
-            volume.forget(volume.link(node.inode, directory_of(volume, b""), other).inode, 1)
+            volume.forget(volume.link(node.inode, at(volume, b""), other).inode, 1)
         elif what == 6:
-            number = directory_of(volume, above + b"/" + name if above else name)
+            number = at(volume, above + b"/" + name if above else name)
             volume.write(number, draw.randrange(100), b"changed")
         else:
             volume.unlink(parent, name)

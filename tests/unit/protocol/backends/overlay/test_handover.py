@@ -225,20 +225,6 @@ def test_listings_go_on_where_they_were(below: Path) -> None:
     assert cookies(other.entries(late, listed_late[4][3])) == cookies(listed_late[5:-1])
 
 
-def test_an_overlay_that_was_handed_over_is_handed_over_again(below: Path) -> None:
-    choice = random.Random(1)
-    volume = new_volume(below)
-    for turn in range(4):
-        for number in range(10):
-            made(volume, ROOT_INODE, b"%d-%d" % (turn, number), choice.randbytes(choice.randrange(300_000)))
-        find(volume, b"d1/below/f%d" % (1 + 3 * turn))
-        volume.take_snapshot(f"s{turn}")
-        if turn > 2:
-            volume.drop_snapshot(f"s{turn - 2}")
-        file = find(volume, b"d0/below/f%d" % (3 * turn))
-        volume = handed_over(volume, below, lambda: volume.write(file, turn, b"x"))  # noqa: B023 (called at once)
-
-
 class Served:
     """An overlay that several processes serve to one kernel, one after the other."""
 
@@ -259,12 +245,6 @@ class Served:
         volume.connect(is_known=True)
         self.volume = volume
         return volume
-
-    def find(self, path: bytes) -> int:
-        at = ROOT_INODE
-        for name in path.split(b"/"):
-            at = self.volume.lookup(at, name).inode
-        return at
 
     def close(self) -> None:
         self.volume.check_invariants()
@@ -289,7 +269,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.mark.parametrize("is_rewritten", [False, True])
 def test_numbers_content_and_cookies_are_those_of_the_process_before(served: Served, is_rewritten: bool) -> None:
-    numbers = {path: served.find(path) for path in (b"dir", b"dir/below", b"dir/f3", b"gone")}
+    numbers = {path: find(served.volume, path) for path in (b"dir", b"dir/below", b"dir/f3", b"gone")}
     listed = entries(served.volume, numbers[b"dir"])
     for _ in range(2):
         if is_rewritten and served.volume._overlay.known is not None:
@@ -303,11 +283,11 @@ def test_numbers_content_and_cookies_are_those_of_the_process_before(served: Ser
     volume.unlink(numbers[b"dir"], listed[3][0])
     volume = served.restart()
     assert entries(volume, numbers[b"dir"], listed[4][2]) == listed[5:]
-    assert {path: served.find(path) for path in numbers} == numbers
+    assert {path: find(served.volume, path) for path in numbers} == numbers
 
 
 def test_a_file_that_is_open_outlives_its_name(served: Served) -> None:
-    number = served.find(b"gone")
+    number = find(served.volume, b"gone")
     served.restart().unlink(ROOT_INODE, b"gone")
     assert served.restart().read(number, 0, 10) == b"gone"
     served.volume.forget(number, 1)
@@ -316,7 +296,7 @@ def test_a_file_that_is_open_outlives_its_name(served: Served) -> None:
 
 
 def test_an_inode_that_the_kernel_forgot_is_not_kept(served: Served) -> None:
-    number = served.find(b"gone")
+    number = find(served.volume, b"gone")
     volume = served.restart()
     volume.forget(number, 1)
     assert not volume.has_lookups(number)
@@ -326,7 +306,7 @@ def test_an_inode_that_the_kernel_forgot_is_not_kept(served: Served) -> None:
 
 
 def test_a_change_below_between_two_processes_is_noticed(served: Served, tmp_path: Path) -> None:
-    number = served.find(b"gone")
+    number = find(served.volume, b"gone")
     (tmp_path / "gone").write_bytes(b"another content")
     volume = served.restart()
     changes = []
@@ -340,7 +320,7 @@ def test_a_change_below_between_two_processes_is_noticed(served: Served, tmp_pat
 
 
 def test_a_compacted_journal_keeps_the_cookies_of_changed_directories(served: Served) -> None:
-    directory = served.find(b"dir")
+    directory = find(served.volume, b"dir")
     listed = entries(served.volume, directory)
     served.volume.unlink(directory, listed[3][0])
     served.volume.end_journal()

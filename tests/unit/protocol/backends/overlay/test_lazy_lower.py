@@ -27,7 +27,6 @@ from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.lazy_lower import LazyLower
 from protocol.backends.overlay.lower import FIRST_NEW_NUMBER
 from protocol.backends.overlay.tree_lower import TreeLower
-from protocol.diff.tree_diff import changes
 from protocol.errors import NotReadyError
 from protocol.store import DirectorySource, Store, TreeSource
 from protocol.store.format.packs import damaged_blob
@@ -353,27 +352,6 @@ def test_inode_numbers_and_times_are_the_same_at_the_next_mount(fs: Driver, laye
         )  # fmt: skip
     assert again.stat(b"hard").inode == again.stat(b"src/main.c").inode
     lower.close()
-
-
-def test_what_changes_is_seen_by_diff_restored_and_discarded(volume: OverlayVolume, fs: Driver, below: Path) -> None:
-    volume.take_snapshot("before")
-    fs.unlink(b"hard")
-    fs.rename(b"src", b"moved")
-    volume.write(fs.at(b"large"), 200_000, b"new")
-    fs.file(b"added", b"data")
-    with volume.base_tree() as base, volume.tree() as live:
-        found = {change.path for change in changes(base, live)}
-    assert {b"hard", b"added", b"large", b"src", b"moved"} <= found
-    data = bytearray((below / "large").read_bytes())
-    data[200_000:200_003] = b"new"
-    assert fs.read(b"large", 0, LARGE) == data
-    volume.restore_snapshot("before")
-    with volume.tree() as tree:
-        assert state_of_tree(tree) == state_of(below)
-    fs.unlink(b"link")
-    volume.discard()
-    with volume.base_tree() as base, volume.tree() as live:
-        assert not list(changes(base, live))
 
 
 def test_apply_is_refused_and_says_what_to_do(volume: OverlayVolume, fs: Driver) -> None:

@@ -235,18 +235,6 @@ def test_a_damaged_inode_listing_is_no_lost_path_and_a_push_brings_it_back(url: 
         assert remote.check().ok
 
 
-def test_after_a_repair_a_push_relies_on_no_older_snapshot(url: str, local: Store, root: Path) -> None:
-    states(local, root, 2)
-    with opened(url) as remote:
-        remote.push(local, KEY, "state0")
-    (name,) = [name for name in packs(url) if ".data." in name]
-    os.truncate(Path(url.removeprefix("file://"), "packs", name), 100)
-    with opened(url) as remote:
-        assert remote.collect_garbage(repair=True).damaged_contents == 1
-        assert remote.push(local, KEY, "state0", name="again").uploaded_contents > 5
-        assert remote.check().ok
-
-
 def drop_the_base(url: str) -> None:
     with opened(url) as other:
         other.drop(KEY, "base")
