@@ -279,6 +279,35 @@ def test_what_cannot_be_read_fails_a_snapshot_or_is_named(root: Path, tmp_path: 
         os.seteuid(0)
 
 
+def test_a_name_that_is_gone_when_it_is_looked_at_is_not_there(
+    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "a").write_bytes(b"1")
+    (root / "c").write_bytes(b"3")
+    listdir = os.listdir
+
+    def listed(place: int | str) -> list[str]:
+        return [*listdir(place), *(("b", "d") if isinstance(place, int) else ())]
+
+    monkeypatch.setattr(os, "listdir", listed)
+    info = store.take("w", "s", DirectorySource(root))
+    monkeypatch.undo()
+
+    assert (info.files, info.unstable, info.unreadable) == (2, (), ())
+    with store.tree("w", "s") as tree:
+        assert state_of_tree(tree) == state_of(root)
+
+
+def test_a_tree_can_be_kept_too(store: Store) -> None:
+    tree = DictTree({b"a/b": b"content", b"a/link": "b", b"empty": None, b"large": b"x" * (LARGE_BYTES + 1)})
+
+    info = store.take("container:c", "s", TreeSource(tree))
+
+    assert (info.files, info.directories, info.size_bytes) == (3, 2, 7 + LARGE_BYTES + 1)
+    with store.tree("container:c", "s") as kept:
+        assert not list(changes(tree, kept))
+
+
 def test_two_snapshots_are_compared_without_looking_at_what_is_equal(store: Store, root: Path) -> None:
     for number in range(100):
         (root / f"{number}").mkdir()
