@@ -65,7 +65,7 @@ class Blocking:
     def __exit__(self, *error: Any) -> None:
         self.call(self.twin.__aexit__, *error)
 
-    def __iter__(self) -> Iterator[Any]:
+    def iterate_twin(self) -> Iterator[Any]:
         return self.iterate(aiter(self.twin))
 
 
@@ -76,13 +76,15 @@ class BlockingFilesystem(Blocking, of=SnapshotableFilesystem):
 
 
 class BlockingReader(Blocking, of=ByteReader):
+    __iter__ = Blocking.iterate_twin
+
     @property
     def size(self) -> Any:
         return self.call(self.twin.size)
 
 
 class BlockingTextReader(Blocking, of=TextReader):
-    pass
+    __iter__ = Blocking.iterate_twin
 
 
 class BlockingWriter(Blocking, of=ByteWriter):
