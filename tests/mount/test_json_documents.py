@@ -102,9 +102,14 @@ def of_forks(workdir: Path) -> dict[str, Any]:
     source, fork, forks = (workdir / name for name in ("source", "fork", "forks"))
     source.mkdir()
     succeeded(vfsd("mount", source))  # on the native engine
+    succeeded(vfsd("snapshot", "-w", source, "a"))
+    (source / "file").touch()
+    succeeded(vfsd("snapshot", "-w", source, "b"))
     answers = {
+        "revert": answer("revert", "--json", "-w", source, "a..b"),
         "fork": answer("fork", "--json", "-w", source, fork),
         "fork --count": answer("fork", "--json", "-w", source, forks, "--count", "1"),
+        "conflicts": answer("conflicts", "--json", "-w", source),
         "merge": answer("merge", "--json", "-w", source, fork),
         "adopt": answer("adopt", "--json", "-w", source, fork),
     }
