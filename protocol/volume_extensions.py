@@ -122,7 +122,7 @@ class VolumeChanges(Protocol):
 class SnapshotableVolume(Volume, Protocol):
     """A volume with snapshots of its own (capability `snapshots`).
 
-    All calls are made on the serving loop; none awaits.
+    The caller makes all calls on the serving loop; no method awaits.
     """
 
     on_pruned: Callable[[SnapshotInfo], None] | None

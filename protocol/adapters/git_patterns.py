@@ -143,9 +143,11 @@ class GitPatterns:
 def _parse(line: str) -> _Pattern:
     text = _without_trailing_spaces(line)
     if not text or text.startswith("#"):
-        raise ValueError(f"{line!r} is no pattern: it is empty or a comment; a name that begins with # is written \\#")
+        raise ValueError(
+            f"{line!r} is not a pattern: it is empty or a comment; a name that begins with # is written \\#"
+        )
     if "\0" in text or "\n" in text:
-        raise ValueError(f"{line!r} is no pattern: it has a NUL or a line break")
+        raise ValueError(f"{line!r} is not a pattern: it has a NUL or a line break")
     is_negated = text.startswith("!")
     body = text[1:] if is_negated else text
     needs_directory = body.endswith("/")
@@ -154,7 +156,7 @@ def _parse(line: str) -> _Pattern:
     is_name = "/" not in body
     body = body.removeprefix("/")
     if not body:
-        raise ValueError(f"{line!r} is no pattern: it names nothing")
+        raise ValueError(f"{line!r} is not a pattern: it names nothing")
     if is_name and not re.search(r"[*?[\\]", body):
         return _Pattern(is_negated, needs_directory, is_name, body, None, ())
     return _Pattern(is_negated, needs_directory, is_name, None, _compiled(body, line), _fixed(body))
@@ -187,7 +189,7 @@ def _compiled(body: str, line: str) -> re.Pattern[str]:
     prefix, rest = begins.groups() if begins else ("", body)
     segments = _segments(rest)
     if segments is None:
-        raise ValueError(f"{line!r} is no pattern: it ends within a bracket or with a backslash")
+        raise ValueError(f"{line!r} is not a pattern: it ends within a bracket or with a backslash")
     return re.compile(re.escape(prefix) + _joined(segments, is_split=begins is not None), re.DOTALL)
 
 

@@ -79,7 +79,9 @@ def hydrate(volume: SnapshotableVolume, mount: HostMount) -> int:
     tree = _MountTree(mount)
     total = sum(entry.size for entry in tree.walk() if entry.is_file)
     if mount.max_bytes is not None and total > mount.max_bytes:
-        raise ValueError(f"{os.fspath(mount.host_path)!r} has {total} bytes to copy, the limit is {mount.max_bytes}")
+        raise ValueError(
+            f"{os.fspath(mount.host_path)!r} has {total} bytes to copy, but the limit is {mount.max_bytes}"
+        )
     scope = encode(normalise(mount.mount_path))
     volume.import_tree(tree, replace=False, paths=(scope,) if scope else ())
     return sum(not entry.is_dir for entry in tree.walk())

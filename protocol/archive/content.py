@@ -58,7 +58,7 @@ def _verified(source: _Decompressor, member: Member, size: int) -> Iterator[byte
     if source.is_truncated:
         raise ArchiveError("the entry is truncated", member.shown)
     if done != member.size:
-        raise ArchiveError("the entry is smaller than it declares", member.shown)
+        raise ArchiveError("the entry has fewer bytes than the archive says", member.shown)
     if not source.is_at_end:
         raise ArchiveError("the entry has bytes after its compressed data", member.shown)
     if crc != member.crc:

@@ -1,11 +1,12 @@
 """Write entries into a ZIP file: compressed on worker threads, written in order, in bounded memory.
 
-Not with `zipfile`, which spends more time on an entry of 4 KB than the compression takes.  Small entries are compressed
-in batches on worker threads (which releases the interpreter lock); only the caller's thread writes the file.
+This module does not use `zipfile`, which takes more time for an entry of 4 KB than the compression does.  Small entries
+are compressed in batches on worker threads; compression releases the interpreter lock.  Only the caller's thread writes
+the file.
 
-Batches of many entries are compressed one at a time: for each entry a worker takes the interpreter lock, which the
-caller's thread then needs most of the time anyway.  With a second worker the 99th percentile of a stat during an export
-was 5.5 instead of 4.7 times its idle value, and the export no faster (bench/NOTES.md).
+Only one batch of many entries is compressed at any time: a worker takes the interpreter lock for each entry, and the
+caller's thread needs that lock most of the time.  With a second worker the export was no faster, and a stat during it
+was slower: its 99th percentile was 5.5 times the idle value instead of 4.7 (bench/NOTES.md).
 """
 
 from __future__ import annotations

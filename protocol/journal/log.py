@@ -441,9 +441,9 @@ class Log:
         self._sealed_end = self.end
 
     def close(self) -> None:
-        """Seal and close the file.  OSError if it cannot be synced; the file is closed then, too.
+        """Seal and close the file.  OSError if it cannot be synced; the file is closed also in this case.
 
-        On a full disk the end of a log without changes since its beginning may be without a mark.
+        If the disk is full and nothing has changed since the log began, the mark of its end may be missing.
         """
         self._stopping.set()
         self._unsynced.set()

@@ -123,7 +123,7 @@ class RootDirectory:
         return open_beneath(self._root.fd, path or b".", flags, same_mount=self._same_mount)
 
     def directory(self, path: bytes) -> Handle:
-        """An O_PATH descriptor of a directory, opened at most RECHECK_S ago."""
+        """Return an O_PATH descriptor of a directory: an earlier one, if it was opened at most RECHECK_S ago."""
         if not path:
             return self._root
         handle = self._directories.get(path, time.monotonic() - RECHECK_S)

@@ -42,7 +42,7 @@ class Expression:
         try:
             pattern.encode()
         except UnicodeEncodeError as error:
-            raise _invalid(error.start, "not text that can be encoded", pattern) from None
+            raise _invalid(error.start, "the pattern has a character that UTF-8 cannot encode", pattern) from None
         tokens = list(tokens_of(pattern))
         for token in tokens:
             if token.text == r"\C":

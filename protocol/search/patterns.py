@@ -51,7 +51,7 @@ _Rest: TypeAlias = tuple[_Segment, ...]  # the remaining segments
 class PatternState:
     """The part of a pattern that remains below one directory.
 
-    `names`: the only names that can match there, if that is known without listing the directory.
+    `names`: the only names in this directory that can match; None if the pattern alone does not say so.
     """
 
     __slots__ = ("_deeper", "_elsewhere", "_entered", "_recursive", "accepts", "names", "rests")

@@ -460,7 +460,7 @@ class SnapshotCatalog:
         self._by_workspace: dict[str, tuple[int, dict[str, Record]]] = {}  # with the version of the packs
 
     def of(self, workspace: str) -> dict[str, Record]:
-        """The snapshots of a workspace by name, oldest first, without damaged ones."""
+        """Return the snapshots of a workspace, by name, the oldest first.  Damaged ones are left out."""
         if not self._layout.exists():
             return {}
         self._packs.refresh()

@@ -320,7 +320,9 @@ _NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
 class Lease:
-    """A lease on the snapshot with this root.  Make it while the store's lock is held shared.  OSError.
+    """A lease on the snapshot with this root: no collection removes its contents.
+
+    Whoever makes one holds the store's lock in shared mode.  OSError if it cannot be made.
 
     Each process that has a duplicate of `descriptor` holds the lease.
     """

@@ -189,7 +189,7 @@ def test_an_unmount_of_a_busy_one_names_the_holder(mounted: MountedFilesystem) -
 
 
 def test_arguments_of_a_backend_are_refused(filesystem: InMemoryFilesystem, workdir: Path) -> None:
-    with pytest.raises(ValueError, match="takes no backend"):
+    with pytest.raises(ValueError, match="cannot be given with a filesystem object"):
         Workspace.mount(workdir / "m", filesystem=filesystem, max_bytes=1)  # type: ignore[call-overload]
 
 

@@ -278,7 +278,7 @@ _TIMELINE_COLUMNS: Final = output.columns("NAME TIME:time CHANGED AUTHORS KIND T
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A state of the timeline.  `snapshot` is None for the live state, `changes` if they were not counted."""
+    """A state of the timeline.  `snapshot` is None for the live state.  `changes` is None if they were not counted."""
 
     snapshot: Snapshot | None
     changes: ChangeCounts | None

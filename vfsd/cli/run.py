@@ -103,7 +103,7 @@ def run_command(
     When the command has ended, vfsd shows what it changed, as `vfsd diff --summary` does, and asks: apply the changes
     to the directory, show them as a patch, apply selected paths, keep the changes in a workspace, or discard them.
     Without a terminal they are kept.  They are kept, too, if `vfsd run` is killed; `vfsd list` shows the workspace.
-    $VFSD_WORKSPACE is its name for the command, so `vfsd snapshot`, `vfsd rewind` and hooks act on it.  `vfsd exec`
+    The command finds its name in $VFSD_WORKSPACE, so `vfsd snapshot`, `vfsd rewind` and hooks act on it.  `vfsd exec`
     runs further commands in it, on this host and with your rights, as `vfsd run` does.
 
     The changes are also in a journal on disk, as with `vfsd mount --persist`: if the daemon dies, another one continues
@@ -113,8 +113,8 @@ def run_command(
     Files that are applied keep the time at which the command changed them.  --touch gives those whose content is
     written the present time, as `vfsd apply --touch` does.
 
-    Processes that the command leaves in the background keep the overlay, too, as long as they use it.  The changes are
-    kept instead of applied after SIGTERM or SIGHUP, and with --apply if the command failed.
+    The overlay stays for processes that the command leaves in the background, as long as they use it.  After SIGTERM or
+    SIGHUP the changes are kept, not applied.  With --apply they are also kept if the command failed.
 
     Ctrl-C, Ctrl-Z and signals reach the command as in a shell.  The exit status is the command's own, 128 + N if signal
     N killed it, 125 if vfsd failed, 126 if the command cannot be executed, and 127 if it was not found.  With --json,

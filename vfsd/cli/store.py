@@ -618,7 +618,7 @@ def drop_journal_command(app: App, name: str | None, journal_dir: str | None) ->
 def _directory(name: str | None, journal_dir: str | None) -> str:
     """Return the directory of the journal that the arguments name.  FileNotFoundError if it has none."""
     if (name is None) == (journal_dir is None):
-        raise click.UsageError("give the NAME of a workspace, or --journal-dir")
+        raise click.UsageError("give the NAME of a workspace, or its journal with --journal-dir DIR")
     directory = journal_directory(name) if name is not None else os.path.abspath(journal_dir or "")
     if not has_journal(directory):
         close = did_you_mean(name, journal_names()) if name is not None else None

@@ -177,7 +177,7 @@ def next_daemon(name: str, mountpoint: str, pid: int, least_s: float = 0.0) -> W
         is_expected = found.alive or found.is_kept or time.monotonic() < began + least_s
         if time.monotonic() > deadline or not is_expected:
             found.check_alive()
-            raise ConnectionResetError(errno.ECONNRESET, f"the daemon of {name} sends no changes any more")
+            raise ConnectionResetError(errno.ECONNRESET, f"the daemon of {name} has stopped sending changes")
         time.sleep(_POLL_S)
 
 

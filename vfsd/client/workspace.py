@@ -451,7 +451,9 @@ def _mount_object(filesystem: Filesystem, options: MountOptions, *, create: bool
     workspace, kernel = options.workspace, options.kernel
     plain = MountOptions.of(workspace.mountpoint, workspace.name, engine=kernel.engine, allow_other=kernel.allow_other)
     if options != plain:
-        raise ValueError("a filesystem object takes no backend, archive, limits, read_only or exec_on_host")
+        raise ValueError(
+            "backend, archive, limits, read_only and exec_on_host cannot be given with a filesystem object"
+        )
     if create:
         os.makedirs(workspace.mountpoint, exist_ok=True)
     return MountedFilesystem(

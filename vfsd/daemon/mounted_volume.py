@@ -293,7 +293,7 @@ class MountedVolume:
     async def wait_unused(self) -> None:
         """Return when no thread of this process has files open on the mount, or after some seconds.
 
-        Replays that have not ended by then are dropped: they would make the mount busy for as long as they take.
+        inotify replays that have not ended by then are given up: they keep the mount busy for as long as they take.
         """
         if not await self._becomes_unused():
             self._replay.drop()

@@ -204,7 +204,7 @@ class VfsdSandbox(BaseSandbox):
             raise ValueError(f"a path must be absolute: {path!r}")
         name = posixpath.relpath(posixpath.normpath(path), self.root)
         if name == ".." or name.startswith("../"):
-            raise PermissionError(errno.EACCES, f"outside the workspace {self.root}", path)
+            raise PermissionError(errno.EACCES, f"the path is outside the workspace {self.root}", path)
         return name
 
 

@@ -278,7 +278,7 @@ class VfsdBackend(WorkspaceBackend, SupportsCommands, SupportsFilesystem, Suppor
         async with self._available():
             name = posixpath.relpath(path, self._root)
             if name == ".." or name.startswith("../"):
-                raise PermissionError(errno.EACCES, "outside the workspace", path)
+                raise PermissionError(errno.EACCES, "the path is outside the workspace", path)
             files = self._files
             assert files is not None, "set with the workspace"
             return await run(lambda: work(files, name))

@@ -360,7 +360,7 @@ def _check_runtime_directory(_host: Host) -> Iterator[Finding]:
 
 # -- limits -----------------------------------------------------------------------------------------
 def _check_journals(_host: Host) -> Iterator[Finding]:
-    """Check that `--persist` can write, and what is in the journals that no daemon uses."""
+    """Check that `--persist` can write its journals, and report what those hold that no daemon uses."""
     directory = journals_directory()
     above = directory
     while not os.path.exists(above):

@@ -75,7 +75,7 @@ class Credentials:
         return ticket
 
     def use_ticket(self, given: str) -> bool:
-        """Whether `given` is a ticket that was not used yet; now it is."""
+        """Return whether `given` is a ticket that nobody has used yet, and mark it as used."""
         if given not in self._tickets:
             return False
         self._tickets.remove(given)

@@ -84,7 +84,7 @@ class InodeMap:
 
     @property
     def is_renumbered(self) -> bool:
-        """Whether the kernel holds a file by another number than the present volume's, or one that this lacks."""
+        """Whether the kernel has a file's number that differs from the present volume's, or that the volume lacks."""
         return bool(self._renumbered)
 
     def misnumbered(self) -> list[File]:

@@ -143,7 +143,7 @@ def _transport(
     """The transport for `choice`.  "auto" prefers rootfs where it reaches every file: on this machine, as root."""
     if choice == "rootfs" and not target.service.is_local:
         reason = f"a container at {target.service.address} cannot be reached through /proc; use --transport agent"
-        raise OSError(errno.EOPNOTSUPP, f"no rootfs transport: {reason}", target.name)
+        raise OSError(errno.EOPNOTSUPP, f"the transport rootfs cannot be used: {reason}", target.name)
     if choice == "rootfs" or (choice == "auto" and os.geteuid() == 0 and target.service.is_local):
         rootfs = RootfsTransport(target.workdir, read_only=read_only)
         try:

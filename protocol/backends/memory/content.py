@@ -165,7 +165,7 @@ class Content(SharedBlocks):
 
     @property
     def visible(self) -> object:
-        """For a journal: the parts of `source` that are read; None without a source."""
+        """The parts of `source` that the file still shows, as a journal records them; None without a source."""
         return None
 
     @property

@@ -403,7 +403,7 @@ class OverlayState(MemoryState):
 
     # -- loading from a journal ------------------------------------------------------------------
     def recorded_names(self, directory: int) -> dict[bytes, int]:
-        """Return the names of recorded inodes in a directory that is not loaded."""
+        """Return the names in a directory, whose entries were not read yet, of inodes that a journal has."""
         return self._recorded_names.get(directory, {})
 
     def put_recorded(

@@ -27,7 +27,7 @@ LARGE_BYTES: Final = 256 << 10  # larger contents are files of their own, smalle
 
 
 def _again(read: Callable[Concatenate[Blobs, P], T]) -> Callable[Concatenate[Blobs, P], T]:
-    """A method that reads again if that fails: a garbage collection may have moved the blob to another pack."""
+    """Return a method that reads again if `read` fails: a collection may have moved the blob to another pack."""
 
     @functools.wraps(read)
     def reading(blobs: Blobs, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,7 +1,8 @@
 """The objects of a remote store and their keys; `RemotePacks`: which packs it has, and verified reads of their blobs.
 
-A view lists the markers of condemned packs before it lists the packs.  So a pack that the view calls usable was, after
-the view began, there and not condemned: docs/object-stores.md relies on this order.
+A view of the store lists the markers of condemned packs first, and the packs afterwards.  If it calls a pack usable,
+there was a moment after the view began when the pack existed and was not condemned: docs/object-stores.md relies on
+this order.
 
 Threading: one thread at a time.
 

@@ -436,7 +436,7 @@ _NO_ANSWER: Final = (
 
 
 def final_error(url: str, key: str, error: Exception) -> OSError | None:
-    """The error for the caller of a request for `key` of the store at `url`; None for a failure that may pass."""
+    """Return the error for a failed request for `key` of the store at `url`; None if it is worth another try."""
     import obstore.exceptions as known  # noqa: PLC0415 an optional dependency
 
     text = _KEYS.sub(r"\1", str(error))

@@ -159,8 +159,8 @@ class Collection:
     def _repair(self) -> int:
         """Remove damage; return the number of damaged names and contents.
 
-        A mark before and after it: snapshots that were published until then may lack contents, and are no base of a
-        push any more.
+        The store gets a mark before the repair, and one after it.  A snapshot that was published before such a mark may
+        lack contents, so no push takes it as its base any more.
         """
         self._mark_repair()
         found = self._drop_damaged() + self._remove_damage()

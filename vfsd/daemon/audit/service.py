@@ -67,7 +67,7 @@ class Audit:
         return [] if self.log is None else self.log.processes.given_labels()
 
     def keep_labels(self, given: Iterable[GivenLabel], note: Callable[[list[GivenLabel]], object]) -> None:
-        """Begin with the labels of the daemon before; call `note` with all labels when one changes."""
+        """Begin with the labels that the predecessor had; call `note` with all labels whenever one changes."""
         if self.log is not None:
             self.log.processes.give_again(given)
         self._note_labels = note

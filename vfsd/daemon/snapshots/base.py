@@ -61,7 +61,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Staged(Value):
-    """Checked content of an archive or of another workspace, ready to be put in place.
+    """The content of an archive or of another workspace, which was checked and can be put in place.
 
     `name` is used in messages, `label` in the undo history; `total_bytes` is the size of the regular files.
     """

@@ -113,7 +113,7 @@ class UndoHistory(Value):
         return replace(self, states=tuple(states), position=position)
 
     def cut(self, serials: Collection[int]) -> UndoHistory:
-        """Remove the states whose snapshots `serials` were dropped to free memory, and the states beyond them."""
+        """Remove the states whose snapshots were dropped to free memory, and those that only these lead to."""
         lost = [at for at, state in enumerate(self.states) if state.serial in serials]
         first = max((at + 1 for at in lost if at < self.position), default=0)
         after = min((at for at in lost if at > self.position), default=len(self.states))

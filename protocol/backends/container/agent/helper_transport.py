@@ -354,6 +354,6 @@ def _program(modules: Sequence[str], arguments: list[str]) -> bytes:
 
 
 def helper_command(program: bytes, python: str = PYTHONS[0]) -> list[str]:
-    """The command to run in the container before `program` is sent."""
+    """The command that vfsd runs in the container, and then sends `program` to."""
     # -I -S: nothing in the workspace is imported.
     return [python, "-I", "-S", "-c", _LOADER.format(length=len(program))]

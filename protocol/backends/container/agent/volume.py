@@ -547,8 +547,8 @@ class HeldHelper(Value):
         if self.version != VERSION:
             raise OSError(
                 errno.EPROTONOSUPPORT,
-                f"the helper that has the files open speaks another protocol ({self.version}) than this version"
-                f" ({VERSION}): unmount the workspace and mount it again",
+                f"the helper that has the files open speaks version {self.version} of the protocol, this vfsd speaks"
+                f" version {VERSION}: unmount the workspace and mount it again",
             )
 
 

@@ -146,7 +146,9 @@ class ContainerCommandRunner:
             raise OSError(errno.EILSEQ, "a user's name that is not valid UTF-8", command.user)
         if not await self._has_shell(container):
             raise OSError(
-                errno.EILSEQ, "a command that is not valid UTF-8 needs /bin/sh in the container", command.argv[0]
+                errno.EILSEQ,
+                "a command that is not valid UTF-8 is started through /bin/sh, which the container lacks",
+                command.argv[0],
             )
         env = {name: value for name, value in command.env.items() if name not in raw}
         return Command(through_shell(command.argv, raw, directory), cwd="/", env=env)

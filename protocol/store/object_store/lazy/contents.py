@@ -238,7 +238,7 @@ _NEW: Final = ".new"
 
 
 class BlobCache:
-    """The blobs in `directory`, of at most `most_bytes` on disk.  None or 0: there is no cache."""
+    """The blobs in `directory`, of at most `most_bytes` on disk.  Without a directory, or with 0, nothing is kept."""
 
     def __init__(self, directory: str | None, most_bytes: int) -> None:
         self._directory = directory if most_bytes > 0 else None

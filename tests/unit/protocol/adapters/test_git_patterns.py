@@ -90,7 +90,7 @@ def test_the_answer_is_that_of_git(lines: list[str], entries: Entries) -> None:
 
 @pytest.mark.parametrize("line", ["", " ", "#", "# comment", "!", "/", "!/", "[", "a[b", "a\\", "a\0b", "a\nb"])
 def test_a_pattern_that_matches_nothing_is_refused(line: str) -> None:
-    with pytest.raises(ValueError, match="is no pattern"):
+    with pytest.raises(ValueError, match="is not a pattern"):
         GitPatterns([line])
 
 

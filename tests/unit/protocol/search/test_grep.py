@@ -193,7 +193,7 @@ def test_an_expression_that_is_catastrophic_elsewhere_is_settled(pattern: str) -
         ("(?>a)", 0, "atomic groups are not supported"),
         (r"a\Z", 1, r"write \z"),
         (r"\\C\C", 3, r"\C is not supported"),
-        ("ab\udc80", 2, "not text that can be encoded"),
+        ("ab\udc80", 2, "a character that UTF-8 cannot encode"),
     ],
 )
 def test_an_expression_that_cannot_be_taken_is_refused_with_its_position(
