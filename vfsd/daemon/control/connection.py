@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import select
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -52,6 +53,8 @@ from vfsd.wire.sockets import BoundSocket, bind, peer_credentials
 
 _logger = logging.getLogger(__name__)
 _SMALL_BYTES: Final = 16 * 1024  # a request of this size is decoded on the loop, and always has room
+_MOST_SPARES: Final = 32
+_SPARE_SHARE: Final = 4  # at most this fraction of the limit: 12 of 48
 _BUSY: Final = "the daemon has too many large requests; try again"
 _FOLLOWED: Final = "too many clients follow this workspace: end a `vfsd log --follow`, or another client that does"
 
@@ -82,12 +85,48 @@ class _Line(Value):
 _CLOSING_LINE: Final = b'{"jsonrpc":"2.0","method":"%s","params":{}}\n' % CLOSING_METHOD.encode()
 
 
+class SpareDescriptors:
+    """Descriptors that are kept open, and closed when a call or accept(2) needs descriptors.  Serving loop only.
+
+    With them calls work even if the process has used all others.  Requests through the mount may use them first; then
+    the call fails with EMFILE.
+    """
+
+    def __init__(self) -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._count = _MOST_SPARES if soft == resource.RLIM_INFINITY else min(_MOST_SPARES, soft // _SPARE_SHARE)
+        self._held: list[int] = []
+
+    def release(self) -> bool:
+        """Close all spares; False if there is none."""
+        had_any = bool(self._held)
+        while self._held:
+            os.close(self._held.pop())
+        return had_any
+
+    def refill(self) -> None:
+        """Open the missing spares, as far as the limit allows."""
+        with contextlib.suppress(OSError):
+            while len(self._held) < self._count:  # dup(2) is four times as fast as open(2)
+                opened = os.dup(self._held[0]) if self._held else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                self._held.append(opened)
+
+
+class _Shared:
+    """The resources of all connections of a server: places for large requests and for calls that never end."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.decoding = trio.CapacityLimiter(1)
+        self.large = trio.Semaphore(limits.large_calls)
+        self.followed = trio.Semaphore(limits.followed_calls)
+        self.spares = SpareDescriptors()
+
+
 class ClientConnection:
     """One client.  `serve` runs until the connection ends; `hang_up` and `drop_idle` end it from outside.
 
-    The caller closes the socket.  All connections share `decoding`, and the room for `large` requests and `followed`
-    calls; `client` is equal for those of one program.  `idle_since`: when its last call ended, or it was opened, on
-    trio's clock.
+    The caller closes the socket.  `client` is equal for the connections of one program.  `idle_since`: when its last
+    call ended, or it was opened, on trio's clock.
     """
 
     def __init__(
@@ -95,9 +134,7 @@ class ClientConnection:
         sock: trio.socket.SocketType,
         methods: Mapping[str, Handler],
         limits: ConnectionLimits,
-        decoding: trio.CapacityLimiter,
-        large: trio.Semaphore,
-        followed: trio.Semaphore,
+        shared: _Shared,
         *,
         client: Hashable = None,
     ) -> None:
@@ -107,9 +144,7 @@ class ClientConnection:
         self.idle_since = trio.current_time()
         self._writing = False
         self._has_request = False  # one that has not become a call yet
-        self._decoding = decoding
-        self._large = large
-        self._followed = followed
+        self._shared = shared
         self._is_large = False  # the request that is being read holds a place of `large`
         self._methods = methods
         self._limits = limits
@@ -247,7 +282,7 @@ class ClientConnection:
         """
         if size_bytes > _SMALL_BYTES and not self._is_large:
             with trio.move_on_after(self._limits.stall_s):
-                await self._large.acquire()
+                await self._shared.large.acquire()
                 self._is_large = True
             if not self._is_large:
                 await self._send(error_line(None, OPERATION_FAILED, _BUSY, ErrorData("EBUSY")))
@@ -256,7 +291,7 @@ class ClientConnection:
 
     def _give_room_back(self) -> None:
         if self._is_large:
-            self._large.release()
+            self._shared.large.release()
         self._is_large = False
 
     async def _take_line(self, line: bytes, calls: trio.Nursery) -> None:
@@ -267,7 +302,7 @@ class ClientConnection:
         if len(line) <= _SMALL_BYTES:
             request, found = self._decoded(line)
         else:
-            request, found = await trio.to_thread.run_sync(self._decoded, line, limiter=self._decoding)
+            request, found = await trio.to_thread.run_sync(self._decoded, line, limiter=self._shared.decoding)
         del line
         if isinstance(request, bytes):
             await self._send(request)
@@ -282,7 +317,7 @@ class ClientConnection:
         await self._slots.acquire()
         if OPERATIONS[request.method].is_followed:
             try:
-                self._followed.acquire_nowait()
+                self._shared.followed.acquire_nowait()
             except trio.WouldBlock:
                 self._slots.release()
                 await self._send(error_line(request_id(request), OPERATION_FAILED, _FOLLOWED, ErrorData("EBUSY")))
@@ -334,6 +369,7 @@ class ClientConnection:
 
     async def _run(self, call: CallContext, request: Request, is_large: bool, handler: Handler, params: Any) -> None:
         call.task = trio.lowlevel.current_task()
+        self._shared.spares.release()
         try:
             pieces = await answer(request, handler, params, call)
             if request.id is msgspec.UNSET:
@@ -344,13 +380,14 @@ class ClientConnection:
                 await self._send(figures)
             await self._outbox.send(_Line(pieces, lambda: self._answered(call)))
         finally:
+            self._shared.spares.refill()
             self._running.pop(call, None)
             self.idle_since = trio.current_time()
             self._slots.release()
             if is_large:
-                self._large.release()
+                self._shared.large.release()
             if OPERATIONS[request.method].is_followed:
-                self._followed.release()
+                self._shared.followed.release()
 
     def _answered(self, call: CallContext) -> None:
         self._unanswered.discard(call)
@@ -433,9 +470,7 @@ class ControlServer:
         self._methods = methods
         self._allowed = frozenset({os.getuid(), 0}) if allowed_uids is None else allowed_uids
         self._limits = limits or ConnectionLimits()
-        self._decoding = trio.CapacityLimiter(1)
-        self._large = trio.Semaphore(self._limits.large_calls)
-        self._followed = trio.Semaphore(self._limits.followed_calls)
+        self._shared = _Shared(self._limits)
         self._connections: dict[ClientConnection, None] = {}  # the oldest first
         self._closed = trio.Event()  # set when the next connection closes
         self._accepting = False
@@ -454,6 +489,7 @@ class ControlServer:
         FileExistsError if a running daemon serves that path, or if a file of another type exists there.
         """
         bound = self.bound = self.bound or bind(self._path)
+        self._shared.spares.refill()
         try:
             bound.sock.setblocking(False)
             listener = trio.socket.from_stdlib_socket(bound.sock)
@@ -463,6 +499,7 @@ class ControlServer:
                     task_status.started()
                     await self._accept_clients(listener, nursery, hangups)
         finally:
+            self._shared.spares.release()
             if self._is_handed_over:
                 bound.sock.close()  # the path belongs to another daemon
             else:
@@ -484,6 +521,7 @@ class ControlServer:
                     raise
                 await self._make_room(error)
                 continue
+            self._shared.spares.refill()
             self._accepting = False
             refusal = self._refusal(sock)
             if refusal is not None:
@@ -491,9 +529,7 @@ class ControlServer:
             else:
                 # Counted here, not in the new task, so that the next accept counts it.
                 pid = peer_credentials(sock).pid or None  # 0: the process is in another pid namespace
-                connection = ClientConnection(
-                    sock, self._methods, self._limits, self._decoding, self._large, self._followed, client=pid
-                )
+                connection = ClientConnection(sock, self._methods, self._limits, self._shared, client=pid)
                 self._connections[connection] = None
                 nursery.start_soon(self._serve_client, sock, connection, hangups)
 
@@ -542,11 +578,16 @@ class ControlServer:
 
     async def _make_room(self, error: OSError) -> None:
         """After accept(2) failed with `error` for lack of a resource, free a descriptor or wait."""
-        if error.errno == errno.EMFILE and self._drop_longest_idle():
-            await self._closed.wait()
-            return
+        if error.errno == errno.EMFILE:
+            # First, because spare descriptors are for running calls, not for clients without a request.
+            if self._drop_longest_idle():
+                await self._closed.wait()
+                return
+            if self._shared.spares.release():
+                return
         _logger.warning("control: cannot accept a client: %s", error.strerror)
         await trio.sleep(_ACCEPT_PAUSE_S)
+        self._shared.spares.refill()
 
     def _drop_longest_idle(self) -> bool:
         """Close the connection that is idle for longest; False if all are in use."""

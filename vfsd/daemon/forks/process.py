@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gc
 import os
 import signal
@@ -40,6 +41,7 @@ from vfsd.machine.runtime import ensure_socket_dir
 SYSTEMD_VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")
 """Those that belong to the unit of one process."""
 _DESCRIPTORS: Final = 512  # the size of the table of descriptors, in which a new process has room
+_LAST_STANDARD: Final = 2
 _MEMORY: Final = "/memfd:"  # before the names of files that are only in memory, in /proc
 _old_tasks: list[object] = []  # of the processes that this one was forked from
 
@@ -190,6 +192,9 @@ def _replace_descriptors(kept: set[int], mountpoint: str) -> None:
     for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
         if descriptor in kept or descriptor == null:
             continue
+        if _is_spare(descriptor):
+            os.close(descriptor)  # a number without an object
+            continue
         try:
             kind = stat.S_IFMT(os.stat(descriptor).st_mode) if not _is_in(descriptor, belongs) else 0
         except OSError:
@@ -202,3 +207,11 @@ def _replace_descriptors(kept: set[int], mountpoint: str) -> None:
 def _is_in(descriptor: int, places: tuple[str, ...]) -> bool:
     path = os.readlink(f"/proc/self/fd/{descriptor}")
     return (path + "/").startswith(places) or path.startswith(_MEMORY)
+
+
+def _is_spare(descriptor: int) -> bool:
+    """Whether this is a descriptor of `SpareDescriptors`: /dev/null, and other than a replaced one only for reading."""
+    with contextlib.suppress(OSError):
+        opened = os.stat(descriptor).st_rdev, fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        return descriptor > _LAST_STANDARD and opened == (os.stat(os.devnull).st_rdev, os.O_RDONLY)
+    return False

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import resource
+import socket
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -299,6 +300,39 @@ async def test_calls_that_never_end_leave_connections_for_others(path: str) -> N
         await assert_others_are_served(path)
         for client in followers:
             await client.stream.aclose()
+
+
+async def test_without_free_descriptors_calls_are_answered(path: str) -> None:
+    async def read(params: Any, call: CallContext) -> Empty:
+        with open(os.devnull, "rb"):
+            return Empty()
+
+    async with serving(path, {"check": read}):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        clients = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+        highest = max(client.fileno() for client in clients)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+        held = []
+        answers = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            for client in clients:
+                client.connect(path)
+                client.sendall(b'{"jsonrpc": "2.0", "method": "check", "id": 1}\n')
+                client.setblocking(False)
+                asked = trio.socket.from_stdlib_socket(client)
+                with trio.fail_after(30):
+                    answers.append(json.loads(await asked.recv(4096)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in held:
+                os.close(descriptor)
+        assert [answer.get("result", answer) for answer in answers] == [{}] * 40
+        await assert_others_are_served(path)
+        for client in clients:
+            client.close()
 
 
 async def test_a_call_that_finds_no_descriptor_says_so_and_names_the_limit(path: str) -> None:
