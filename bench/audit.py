@@ -5,8 +5,8 @@
 Two workspaces, one of them mounted with `--no-audit`, take turns; the order within a pair alternates.  `git clone`
 clones a repository of `--files` files that the bench makes in a tmpfs; `make -j8` builds a C project in the workspace.
 A clone is short and makes many changes, so there are CLONES pairs of it for each of `--pairs`.  Eight pairs take under
-three minutes on an idle machine.  `python -m bench.dispatch --log` measures the same without other programs, which is
-what to look at on a busy machine: there the polling and the waiting of the daemons differ by more than the log costs.
+three minutes on an idle machine.  `python -m bench.dispatch --default` measures the same without other programs, which
+is what to look at on a busy machine: there the polling and waiting of the daemons differ by more than the log costs.
 
 CPU time is that of the command, its children and the daemon.  Each row has the median of the pairs' ratios, with the
 log to without, and their quartiles, in CPU time and in wall-clock time; and the mean change in CPU time with its 95 %

@@ -137,8 +137,8 @@ class Driver:
         yield "setattr mode", [message(Opcode.SETATTR, node, chmod) for node in files]
         plus = wire.FUSE_READDIR_IN.pack(0, 0, 4096, 0, 0, 0, 0)
         yield "readdirplus 4 KB", [message(Opcode.READDIRPLUS, 1, plus)] * (self.count // 10)
-        rename = wire.FUSE_RENAME2_IN.pack(1, 0, 0)
-        yield "rename", [message(Opcode.RENAME2, 1, rename + name + b"\0r" + name + b"\0") for name in names]
+        rename = wire.FUSE_RENAME_IN.pack(1)
+        yield "rename", [message(Opcode.RENAME, 1, rename + name + b"\0r" + name + b"\0") for name in names]
         yield "unlink", [message(Opcode.UNLINK, 1, b"r" + name + b"\0") for name in names]
         # READDIRPLUS gave lookups too: more are taken than there can be.
         yield "forget", [message(Opcode.FORGET, node, wire.FUSE_FORGET_IN.pack(1 << 40)) for node in files]

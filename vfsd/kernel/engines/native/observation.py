@@ -97,8 +97,8 @@ class _Reports:
             Opcode.LINK: self._link,
             Opcode.UNLINK: _removed(observer, "unlink"),
             Opcode.RMDIR: _removed(observer, "rmdir"),
-            Opcode.RENAME: self._rename,
-            Opcode.RENAME2: _renamed(observer),
+            Opcode.RENAME: _renamed(observer),
+            Opcode.RENAME2: self._rename2,
             Opcode.FALLOCATE: self._changed("allocate"),
             Opcode.SETXATTR: self._changed("setxattr"),
             Opcode.REMOVEXATTR: self._changed("removexattr"),
@@ -128,10 +128,11 @@ class _Reports:
         inode, name = wire.LINK_NAME[length](message, BODY)
         self._observer.linked(_thread(message), inode, node, name)
 
-    def _rename(self, node: int, message: Request, length: int, _: object) -> None:
-        new_parent, names = wire.RENAME_NAMES[length](message, BODY)
+    def _rename2(self, node: int, message: Request, length: int, _: object) -> None:
+        new_parent, flags, names = wire.RENAME2_NAMES[length](message, BODY)
         name, _, new_name = names.partition(b"\0")
-        self._observer.renamed(_thread(message), node, name, new_parent, new_name, exchange=False)
+        exchange = bool(flags & RENAME_EXCHANGE)
+        self._observer.renamed(_thread(message), node, name, new_parent, new_name, exchange=exchange)
 
     def _changed(self, change: str) -> Report:
         return lambda node, message, _length, _: self._observer.inode_changed(change, _thread(message), node)
@@ -169,11 +170,11 @@ def _removed(observer: ChangeObserver, change: str) -> Report:
 
 
 def _renamed(observer: ChangeObserver) -> Report:
-    renamed, unpack, route = observer.renamed, wire.RENAME2_NAMES, wire.IN_HEADER_ROUTE.unpack_from
+    renamed, unpack, route = observer.renamed, wire.RENAME_NAMES, wire.IN_HEADER_ROUTE.unpack_from
 
     def rename(node: int, message: Request, length: int, _: object) -> None:
-        new_parent, flags, names = unpack[length](message, BODY)
+        new_parent, names = unpack[length](message, BODY)
         name, _, new_name = names.partition(b"\0")
-        renamed(route(message, 0)[3], node, name, new_parent, new_name, exchange=flags & RENAME_EXCHANGE != 0)
+        renamed(route(message, 0)[3], node, name, new_parent, new_name, exchange=False)
 
     return rename

@@ -342,19 +342,19 @@ class Operations:
 
     def _rename(self, node: int, message: Request, length: int) -> object:
         new_parent, names = wire.RENAME_NAMES[length](message, BODY)
-        return self._renaming(node, message, new_parent, 0, names)
+        name, new_name = _split(names)
+        return self._renaming(node, name, new_parent).rename(node, name, new_parent, new_name)
 
     def _rename2(self, node: int, message: Request, length: int) -> object:
-        return self._renaming(node, message, *wire.RENAME2_NAMES[length](message, BODY))
-
-    def _renaming(self, node: int, message: Request, new_parent: int, flags: int, names: bytes) -> object:
+        new_parent, flags, names = wire.RENAME2_NAMES[length](message, BODY)
         name, new_name = _split(names)
-        volume = self._volume
-        if self._outer is not None and (new_parent >= FIRST_INODE or (node == ROOT_INODE and name == NAME)):
-            volume = self._outer
-        if not flags:
-            return volume.rename(node, name, new_parent, new_name)
+        volume = self._renaming(node, name, new_parent)
         return volume.rename(node, name, new_parent, new_name, flags, self._caller(message, 0))
+
+    def _renaming(self, parent: int, name: bytes, new_parent: int) -> ExtendedVolume:
+        """Return the volume that renames `name`."""
+        is_outer = new_parent >= FIRST_INODE or (parent == ROOT_INODE and name == NAME)
+        return self._outer if is_outer and self._outer is not None else self._volume
 
     def _tmpfile(self, node: int, message: Request, _length: int) -> object:
         _, mode, umask, _ = wire.FUSE_CREATE_IN.unpack_from(message, BODY)
