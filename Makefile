@@ -108,7 +108,7 @@ format: ## let ruff format the code and mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-man: ## docs/man, and the generated parts of docs/json.md and docs/mount.md
+man: ## docs/man, and the generated parts of docs/json.md and docs/backends.md
 	@$(BOOTSTRAP) dev
 	$(BIN)/python -m vfsd.cli.man_pages docs/man
 	$(BIN)/python scripts/json_doc.py

@@ -79,7 +79,7 @@ def main() -> None:
         deadline = time.monotonic() + 30
         while not any(Path(base, "run/vfsd").glob(".fork-server-????????????????")):
             if time.monotonic() > deadline:
-                sys.exit("no fork server starts here (docs/mount.md, The fork server)")
+                sys.exit("no fork server starts here (docs/backends.md, The fork server)")
             time.sleep(0.1)
         print(f"load {os.getloadavg()[0]:.1f}")
         print(f"{'workspaces':>10} {'mounts':>10} {'the last':>9} {'private':>11} {'all':>12} {'unmounts':>10}")

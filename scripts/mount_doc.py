@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/mount.md from the options' declarations; with --check, exit with 1 if they are not there."""
+"""Write the tables of docs/backends.md from the options' declarations; with --check, exit with 1 if they are not there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from vfsd.wire.option_rules import kind_words
 from vfsd.wire.options import declared_options
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "mount.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "backends.md"
 
 
 def tables() -> list[str]:
@@ -36,7 +36,7 @@ def main() -> None:
         wanted = re.sub(rf"^{head}\n(\|.*\n)*", lambda _, table=table: table, wanted, flags=re.MULTILINE)  # type: ignore[misc]
     if "--check" in sys.argv:
         sys.exit(
-            0 if text == wanted else "docs/mount.md is not what vfsd/wire/options.py says: run scripts/mount_doc.py"
+            0 if text == wanted else "docs/backends.md is not what vfsd/wire/options.py says: run scripts/mount_doc.py"
         )
     DOCUMENT.write_text(wanted)
 

@@ -142,7 +142,7 @@ def _merged_xattrs(
 
 
 # -- the result of a merge -------------------------------------------------------------------------
-# How conflicts end; `docs/merge.md` has a table of all rules.
+# How conflicts end; `docs/forks.md` has a table of all rules.
 Policy: TypeAlias = Literal["fail", "ours", "theirs", "markers"]
 
 # Why a path cannot be merged.  These names are part of `vfsd merge --json`.

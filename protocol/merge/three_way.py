@@ -1,6 +1,6 @@
 """Merge the changes from one tree to another into a third.
 
-`docs/merge.md` has a table of the rules.  Only the paths that `theirs` changed are looked at, and what is in `ours` at
+`docs/forks.md` has a table of the rules.  Only the paths that `theirs` changed are looked at, and what is in `ours` at
 these paths: the rest of `ours` stays as it is.
 
 How it works: the paths that `theirs` changed, and the directories above them, are decided one by one, the deepest

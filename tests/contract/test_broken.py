@@ -1,4 +1,4 @@
-"""Broken filesystems and volumes fail the suite; so does the example of docs/contracts.md without its return."""
+"""Broken filesystems and volumes fail the suite; so does the example of CONTRIBUTING.md without its return."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_broken_volume_fails_the_suite(pytester: pytest.Pytester, kind: str) -
     assert len(failed) == 1
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "contracts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "CONTRIBUTING.md"
 
 
 def run(pytester: pytest.Pytester, source: str) -> tuple[set[str], set[str]]:

@@ -1,4 +1,4 @@
-"""The tour in docs/tour.md and the example of docs/store.md work when pasted, and print what is shown there."""
+"""The tour in docs/start.md and the example of docs/store.md work when pasted, and print what is shown there."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def typed_in_one_shell(script: str, home: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("document", "section", "mounts"), [("docs/tour.md", "The tour", 3), ("docs/store.md", "An example", 1)]
+    ("document", "section", "mounts"), [("docs/start.md", "The tour", 3), ("docs/store.md", "An example", 1)]
 )
 def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path, document: str, section: str, mounts: int) -> None:
     found = blocks(document, section)
@@ -74,7 +74,7 @@ def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path, document: str, 
     assert not [each.name for each in home.iterdir() if not each.name.startswith(".")]
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallel-agents.md"
+PAGE = Path(__file__).parents[2] / "docs" / "forks.md"
 
 
 @pytest.mark.extended

@@ -80,7 +80,7 @@ def _show_page(shown: dict[str, str]) -> None:
     cls=Command,
     examples="""
     claude mcp add vfsd -- vfsd mcp -w work         # Claude Code starts the server itself
-    vfsd mcp -w work                                # what other clients start (docs/mcp.md has their JSON)
+    vfsd mcp -w work                                # what other clients start (docs/agents.md has their JSON)
     vfsd mcp -w work --http 0                       # prints the URL and the token
     vfsd mcp -w work --http 8765 --token-file ~/.vfsd-token
     """,

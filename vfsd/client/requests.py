@@ -340,7 +340,7 @@ class Requests:
 
         `fork` is a workspace object, or the name of a running workspace or a path in it: a fork of this one, its
         source, or another fork of the same workspace.  Paths that both have changed are merged by the rules of
-        docs/merge.md.  `conflicts` says what happens to paths that cannot be merged.  With "fail" nothing is changed if
+        docs/forks.md.  `conflicts` says what happens to paths that cannot be merged.  With "fail" nothing is changed if
         there are any; "ours" keeps this workspace's version, "theirs" takes the fork's, and "markers" writes both into
         text files.  `tool` is the name of a merge driver in the user's global git configuration
         (merge.NAME.driver), which then merges the texts that both have changed.

@@ -189,7 +189,7 @@ class Restored:
 class Conflict:
     """Why a path could not be merged.
 
-    `reason` is one of the words in docs/merge.md, `detail` a line for people.  `kept_as`: the path with the fork's
+    `reason` is one of the words in docs/forks.md, `detail` a line for people.  `kept_as`: the path with the fork's
     version, if the policy "markers" kept one.
     """
 

@@ -220,7 +220,7 @@ class Workspace(WorkspaceBase):
         the program's exit, keeps running, and Python warns (ResourceWarning).
 
         `create` makes the directory and its parents if they do not exist; they remain after the unmount.
-        With `fork_server=False` the daemon is a new interpreter, and no fork server is started (docs/mount.md).
+        With `fork_server=False` the daemon is a new interpreter, and no fork server is started (docs/backends.md).
 
         `backend` is one of:
 
@@ -228,7 +228,7 @@ class Workspace(WorkspaceBase):
         - "overlay:DIR": changes are held in memory over a directory that is only read.  Paths that match the patterns
           `exclude` (gitignore's syntax) are hidden; with `include` only the files that match are shown.
         - "overlay:FILE.zip", "overlay:snapshot:NAME[@DIR]": the same over an archive, or over a snapshot in the `store`
-          (docs/overlays.md).
+          (docs/backends.md).
         - "host:DIR": a directory of the host, which other programs may change too.  Their changes are visible after
           `cache_timeout_s` seconds at the latest (None: 1).
         - "container:NAME": the directory `workdir` (None: "/workspace") of a container of the Podman at `podman_url`
@@ -236,7 +236,7 @@ class Workspace(WorkspaceBase):
         - "image:REF": the same in a container that is created for the workspace, with `network` (None: no network), and
           removed with it.
         - "exec:COMMAND": the directory `workdir` (None: "/workspace") where COMMAND, such as "ssh HOST python3", starts
-          a Python (docs/remote.md).
+          a Python (docs/backends.md).
 
         With `xattrs=False` the mount has no extended attributes and no ACLs, and each new file costs one request less.
         With `cache="writeback"` (memory and overlay only) the kernel collects writes and sends them later.
@@ -258,7 +258,7 @@ class Workspace(WorkspaceBase):
 
         `name` is the workspace's name (None: made from `path`), and `engine` the FUSE implementation.  `read_only`
         refuses all changes, and `allow_other` lets other users enter.  `log_level` and `log_format` are of the daemon's
-        log.  docs/mount.md lists all arguments with the options of `vfsd mount`, and which of them go together.
+        log.  docs/backends.md lists all arguments with the options of `vfsd mount`, and which of them go together.
 
         ValueError for invalid arguments, TypeError for an unknown one or one of a wrong type.  OSError for failures:
         FileExistsError or OSError(EBUSY, ENOTEMPTY, ...) if nothing can be mounted at `path`.

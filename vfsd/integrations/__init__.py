@@ -1,1 +1,1 @@
-"""Adapters for agent frameworks and protocols.  Each module needs the extra of its name (docs/install.md)."""
+"""Adapters for agent frameworks and protocols.  Each module needs the extra of its name (docs/start.md)."""

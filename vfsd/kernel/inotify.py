@@ -18,7 +18,7 @@ name from the thread.  Hence: a LOOKUP for an exclusive create always reaches th
 a preceding ghost returns ESTALE, on which the kernel looks the name up again; and a cached absence is ended by an
 exclusive mknod(2) of the name, which fails with EEXIST (fs/namei.c, fuse_dentry_revalidate in fs/fuse/dir.c).
 
-`Replay` runs the thread, `_Changes` makes its system calls, `Answers` answers their requests.  docs/inotify.md
+`Replay` runs the thread, `_Changes` makes its system calls, `Answers` answers their requests.  docs/semantics.md
 describes which events a watcher gets, and which are impossible.
 
 With a write-back cache the kernel also ignores the volume's size and times of a file that it has cached, and

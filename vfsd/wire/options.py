@@ -2,7 +2,7 @@
 
 The options are in groups by the part of vfsd that uses them.  `MountOptions.of` sorts the flat names of the Python
 API's arguments into the groups, so a name occurs in one group only.  The command line has other names for some of them,
-such as --on-host for `exec_on_host`: see docs/mount.md.
+such as --on-host for `exec_on_host`: see docs/backends.md.
 Paths are absolute, sizes are in bytes, and None means no limit unless stated.
 
 Packages add a kind of backend or an engine with an entry point; `vfsd.daemon.backends` loads and calls a backend.  The
@@ -255,7 +255,7 @@ class Option(Value):
 
     `text` describes it for `vfsd mount --help`.  `kind` is what a number of bytes ("size"), a path or a list of
     patterns has in common with others.  `flag` and `metavar` are its name and its value's on the command line; empty
-    for those that follow from name and type.  `value` is what docs/mount.md says of the value in Python; empty if the
+    for those that follow from name and type.  `value` is what docs/backends.md says of the value in Python; empty if the
     type says it.  A number is at least `least`, or with `zero` also 0.
     """
 
@@ -653,7 +653,7 @@ def _unknown_option(name: str) -> TypeError:
     last_word = name.rpartition("_")[2]
     close = [each for each in known if name in each or last_word == each.rpartition("_")[2]]
     close = close or difflib.get_close_matches(name, known, n=3)
-    similar = f"; did you mean {' or '.join(close)}?" if close else ": docs/mount.md lists them"
+    similar = f"; did you mean {' or '.join(close)}?" if close else ": docs/backends.md lists them"
     return TypeError(f"there is no mount option {name}{similar}")
 
 

@@ -1,7 +1,7 @@
 """The objects of a remote store and their keys; `RemotePacks`: which packs it has, and verified reads of their blobs.
 
 A view of the store lists the markers of condemned packs first, and the packs afterwards.  If it calls a pack usable,
-there was a moment after the view began when the pack existed and was not condemned: docs/object-stores.md relies on
+there was a moment after the view began when the pack existed and was not condemned: docs/store.md relies on
 this order.
 
 Threading: one thread at a time.

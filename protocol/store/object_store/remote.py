@@ -1,7 +1,7 @@
 """RemoteStore: snapshots in an object store, by name.
 
 A name is a sequence of objects that are created once, its generations; the newest counts.  See `packs` for the
-objects, and docs/object-stores.md for what makes concurrent pushes and collections safe.
+objects, and docs/store.md for what makes concurrent pushes and collections safe.
 
 Threading: one thread at a time.
 """

@@ -1,6 +1,6 @@
 """Transfers: a push uploads what a remote store lacks of a snapshot, and then publishes its name; a pull downloads.
 
-Invariants of a push, on which the argument in docs/object-stores.md rests:
+Invariants of a push, on which the argument in docs/store.md rests:
 1. A name is published only after a view, not older than half of the grace period, in which every blob of the snapshot
    is in a pack that is not condemned; or is part of a base, and the base is the newest generation of its name, and was
    published after the last repair.

@@ -1,7 +1,7 @@
 """Upkeep of a remote store: a collection frees what no snapshot needs, while other processes push; a check reads all.
 
 A pack is first condemned by a marker, which is never taken back.  After the grace period, a later collection copies
-what snapshots need of the pack to a new one, and deletes it.  docs/object-stores.md has the argument.
+what snapshots need of the pack to a new one, and deletes it.  docs/store.md has the argument.
 
 One collection, in this order:
 1. take the store's time, list the markers, then the packs, then the names;

@@ -1,4 +1,4 @@
-"""The Python examples of docs/store.md and docs/tools.md run, and so do the imports of every benchmark."""
+"""The Python examples of docs/store.md and docs/python.md run, and so do the imports of every benchmark."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_example_of_the_store_page_takes_and_restores_a_snapshot(
 def test_the_example_of_the_tools_page_offers_and_calls_tools(capsys: pytest.CaptureFixture[str]) -> None:
     declared: list[str] = []
     names = {"declare": lambda name, _description, _schema: declared.append(name)}
-    exec(example("tools.md"), names)
+    exec(example("python.md"), names)
     assert set(declared) == set(TOOLS) - {"shell", "python"}
     assert capsys.readouterr().out == "FileWritten(path='a.txt', bytes_written=2)\n"
 

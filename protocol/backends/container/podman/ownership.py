@@ -9,7 +9,7 @@ over from it.  A container whose owner is certainly dead is an orphan:
   share machine-ids, and a remote Podman serves several machines.
 - Images that are committed from a container have its labels, and so have their containers.  So a label has the name of
   the container: one with another name is the user's own.
-- All others stay; docs/containers.md says how to remove them by hand.
+- All others stay; docs/backends.md says how to remove them by hand.
 
 The content of an orphan decides what happens to it:
 

@@ -1,4 +1,4 @@
-"""The rules of merges in docs/merge.md, hard links of a merged tree, and hostile trees."""
+"""The rules of merges in docs/forks.md, hard links of a merged tree, and hostile trees."""
 
 from __future__ import annotations
 

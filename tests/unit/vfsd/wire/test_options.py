@@ -198,7 +198,7 @@ def test_python_takes_every_declared_option_with_its_type() -> None:
         ("cache_timeout", "did you mean cache_timeout_s?"),
         ("no_xattrs", "did you mean xattrs?"),
         ("memory", "did you mean max_memory or memory_bytes?"),
-        ("zzz", "docs/mount.md lists them"),
+        ("zzz", "docs/backends.md lists them"),
     ],
 )
 def test_an_unknown_argument_is_refused_with_the_similar_ones(name: str, said: str, place: Path) -> None:
