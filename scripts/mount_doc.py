@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/backends.md from the options' declarations; with --check, exit with 1 if they are not there."""
+"""Write the tables of docs/backends.md from the options' declarations; with --check, exit with 1 if they differ."""
 
 from __future__ import annotations
 

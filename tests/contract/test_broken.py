@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.contract.broken import BROKEN, BROKEN_VOLUMES
+from tests.support.pages import section
 
 pytest_plugins = ["pytester"]
 
@@ -106,7 +106,7 @@ def test_a_broken_volume_fails_the_suite(pytester: pytest.Pytester, kind: str) -
     assert len(failed) == 1
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "CONTRIBUTING.md"
+PAGE = section("CONTRIBUTING.md", "Contracts: a filesystem or volume of your own")
 
 
 def run(pytester: pytest.Pytester, source: str) -> tuple[set[str], set[str]]:
@@ -122,7 +122,7 @@ def run(pytester: pytest.Pytester, source: str) -> tuple[set[str], set[str]]:
 
 
 def example() -> str:
-    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (source,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     return str(source)
 
 
@@ -139,5 +139,5 @@ def test_the_example_without_its_return_fails_as_the_page_says(pytester: pytest.
     source = example()
     assert "        return count\n" in source
     _, failed = run(pytester, source.replace("        return count\n", ""))
-    (named,) = re.findall(r"`(test_\w+)` fails, among others", PAGE.read_text(encoding="utf-8"))
+    (named,) = re.findall(r"`(test_\w+)` fails, among others", PAGE)
     assert f"TestAudited::{named}" in failed

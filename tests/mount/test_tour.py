@@ -11,19 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import section
+
 pytestmark = pytest.mark.fuse
 
-REPOSITORY = Path(__file__).parents[2]
 # Blocks of commands and of their output.  A block that needs a container has another language and is not run.
 _BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"\d+(\.\d+)?")  # git's templates differ between versions, and so do counts and sizes
-
-
-def blocks(document: str, section: str) -> list[tuple[str, str]]:
-    """The blocks of a section, up to the next one of the same level, each with its language."""
-    text = (REPOSITORY / document).read_text() + "\n## "
-    start = text.index(f"\n## {section}\n")
-    return _BLOCK.findall(text[start : text.index("\n## ", start + 1)])
 
 
 def typed_in_one_shell(script: str, home: Path) -> str:
@@ -60,10 +54,10 @@ def typed_in_one_shell(script: str, home: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("document", "section", "mounts"), [("docs/start.md", "The tour", 3), ("docs/store.md", "An example", 1)]
+    ("document", "title", "mounts"), [("docs/start.md", "The tour", 3), ("docs/store.md", "An example", 1)]
 )
-def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path, document: str, section: str, mounts: int) -> None:
-    found = blocks(document, section)
+def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path, document: str, title: str, mounts: int) -> None:
+    found = _BLOCK.findall(section(document, title))
     script = "".join(block for kind, block in found if kind == "sh")
     shown = "".join(block for kind, block in found if kind == "text")
     assert script.count("vfsd mount") == mounts
@@ -74,12 +68,9 @@ def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path, document: str, 
     assert not [each.name for each in home.iterdir() if not each.name.startswith(".")]
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "forks.md"
-
-
 @pytest.mark.extended
 def test_the_run_works_pasted_from_top_to_bottom(workdir: Path) -> None:
-    blocks = _BLOCK.findall(PAGE.read_text())
+    blocks = _BLOCK.findall(section("docs/forks.md", "Parallel agents"))
     script = "".join(text for kind, text in blocks if kind == "sh")
     environment = {
         **os.environ,

@@ -255,8 +255,8 @@ class Option(Value):
 
     `text` describes it for `vfsd mount --help`.  `kind` is what a number of bytes ("size"), a path or a list of
     patterns has in common with others.  `flag` and `metavar` are its name and its value's on the command line; empty
-    for those that follow from name and type.  `value` is what docs/backends.md says of the value in Python; empty if the
-    type says it.  A number is at least `least`, or with `zero` also 0.
+    for those that follow from name and type.  `value` describes the value in Python for docs/backends.md; empty if
+    the type does.  A number is at least `least`, or with `zero` also 0.
     """
 
     default: Any

@@ -11,12 +11,11 @@ import pytest
 
 import bench
 from protocol.tools import TOOLS
+from tests.support.pages import section
 
-DOCS = Path(__file__).parents[3] / "docs"
 
-
-def example(page: str) -> str:
-    (source,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+def example(page: str, title: str) -> str:
+    (source,) = re.findall(r"```python\n(.*?)```", section(page, title), re.DOTALL)
     return str(source)
 
 
@@ -28,7 +27,9 @@ def test_the_example_of_the_store_page_takes_and_restores_a_snapshot(
     directory.mkdir()
     (directory / "file").write_text("before")
     work = "(directory / 'file').write_text('after')"
-    source = example("store.md").replace("/srv/x", str(directory)).replace("    ...\n", f"    {work}\n")
+    source = (
+        example("docs/store.md", "The store").replace("/srv/x", str(directory)).replace("    ...\n", f"    {work}\n")
+    )
     assert work in source
     exec(source, {"directory": directory})
     assert (directory / "file").read_text() == "before"
@@ -37,7 +38,7 @@ def test_the_example_of_the_store_page_takes_and_restores_a_snapshot(
 def test_the_example_of_the_tools_page_offers_and_calls_tools(capsys: pytest.CaptureFixture[str]) -> None:
     declared: list[str] = []
     names = {"declare": lambda name, _description, _schema: declared.append(name)}
-    exec(example("python.md"), names)
+    exec(example("docs/python.md", "Tools for agents, and `vfsd fs`"), names)
     assert set(declared) == set(TOOLS) - {"shell", "python"}
     assert capsys.readouterr().out == "FileWritten(path='a.txt', bytes_written=2)\n"
 

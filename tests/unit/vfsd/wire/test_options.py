@@ -80,7 +80,7 @@ WRONG_BACKENDS = [
 
 def options_of_mount() -> list[click.Option]:
     """The options of `vfsd mount` itself, without those that every command has."""
-    shared = {"workspace", "as_json", "backend", "help"}
+    shared = {"help_all", "workspace", "as_json", "backend", "help"}
     return [param for param in mount_command.params if isinstance(param, click.Option) and param.name not in shared]
 
 
@@ -169,7 +169,7 @@ def test_an_option_starts_with_the_backends_of_the_table_and_with_no_other(
 
 
 def test_the_help_of_an_option_names_what_it_goes_with() -> None:
-    text = " ".join(CliRunner().invoke(cli, ["mount", "--help"]).stdout.split())
+    text = " ".join(CliRunner().invoke(cli, ["mount", "--help-all"]).stdout.split())
     assert "fail with ENOSPC. [memory or overlay:DIR]" in text
     assert "2048 by default. [image:REF or --sandbox]" in re.sub(r" \[x>=1\]", "", text)
 
