@@ -141,7 +141,7 @@ def test_a_repository_is_built_tested_changed_and_the_changes_go_to_other_clones
 
 
 def test_a_refused_apply_names_the_commands_that_take_either_side(mount: MountIt, repository: Path) -> None:
-    workspace = mount(backend=f"overlay:{repository}")
+    workspace = mount(backend=f"overlay:{repository}", may_say="changed a file below the overlay")
     mine, theirs = Path(workspace.path) / "src" / "sum.c", repository / "src" / "sum.c"
 
     def vfsd(*words: str) -> subprocess.CompletedProcess[str]:

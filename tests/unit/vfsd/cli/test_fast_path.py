@@ -183,4 +183,6 @@ def test_the_hook_client_never_exits_with_status_2(daemon: FakeDaemon) -> None:
     command = tuple(shlex.split(outcome(FULL, "hooks")[1]))
     status, printed, remark = outcome(command, "--wrong")
     assert (status, printed) == (1, "")
-    assert remark == outcome(FULL, "snapshot", "--wrong")[2]
+    # It waits a second for the whole command, which may need longer to start.
+    slow = "vfsd: the daemon has not answered for a second: the state is kept later, or not at all\n"
+    assert remark in {outcome(FULL, "snapshot", "--wrong")[2], slow}

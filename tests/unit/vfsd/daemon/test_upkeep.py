@@ -13,6 +13,7 @@ import trio.testing
 
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import SUPERUSER
+from protocol.volume_extensions import CacheInvalidation
 from vfsd.daemon.upkeep import Compaction, MemoryTrim, Removal
 
 
@@ -21,6 +22,9 @@ class LargeJournal:
 
     def __init__(self) -> None:
         self.wants_image = True
+
+    def take_unrecorded(self) -> CacheInvalidation:
+        return CacheInvalidation()
 
     def journal_status(self) -> Any:
         raise AssertionError("the journal of another daemon")
