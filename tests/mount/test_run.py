@@ -348,7 +348,7 @@ def test_without_a_place_for_the_journal_one_line_says_so(project: Path, workdir
 
 
 @needs_root
-def test_changes_that_cannot_be_applied_are_kept(project: Path, workdir: Path) -> None:
+def test_changes_are_applied_also_when_the_disk_of_the_journal_is_full(project: Path, workdir: Path) -> None:
     state = workdir / "state"
     state.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", state], check=True)
@@ -357,13 +357,31 @@ def test_changes_that_cannot_be_applied_are_kept(project: Path, workdir: Path) -
         sizes = "for size in 4M 64K 32K 16K 8K 4K 2K 1K; do head -c $size /dev/zero > $size; done"
         fill = f"{{ {sizes}; while : > $((i += 1)); do :; done; }} 2> /dev/null; true"  # the disk of the journal
         done = vfsd("run", "--apply", "--", "bash", "-c", fill, cwd=project, stdin=subprocess.DEVNULL, env=environment)
-        assert done.returncode == 1, done.stderr
-        assert "the changes were not applied: no space left for the journal" in done.stderr
-        assert f"workspace run-{project.name} keeps the changes" in done.stderr
-        assert content(project) == {"file": "one\n"}
-        succeeded(vfsd("unmount", f"run-{project.name}", "--discard", env=environment))
+        assert done.returncode == 0, done.stderr
+        assert sorted(path.name for path in project.iterdir()) == sorted(
+            ["file", *["4M", "64K", "32K", "16K", "8K", "4K", "2K", "1K"]]
+        )
     finally:
         subprocess.run(["umount", "-l", state], check=True)
+
+
+@needs_root
+def test_changes_that_cannot_be_applied_are_kept(workdir: Path) -> None:
+    project = workdir / f"project-{workdir.name}"
+    project.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", project], check=True)
+    try:
+        done = vfsd(
+            "run", "--apply", "--", "sh", "-c", "head -c 1M /dev/urandom > large", cwd=project, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 1, done.stderr
+        assert "No space left on device" in done.stderr
+        assert f"workspace run-{project.name} keeps the changes" in done.stderr
+        assert content(project) == {}
+        assert succeeded(vfsd("diff", "-w", f"run-{project.name}")) == "A large\n"
+        succeeded(vfsd("unmount", f"run-{project.name}", "--discard"))
+    finally:
+        subprocess.run(["umount", "-l", project], check=True)
 
 
 def test_files_that_become_older_are_counted_and_touched_on_request(project: Path) -> None:
