@@ -179,7 +179,7 @@ class _Compared:
     def records(self, pairs: Sequence[PairRecord | _Pair]) -> list[PairRecord]:
         """Return what a merge of each pair would find; a record stays as it is.
 
-        The texts of all pairs are merged together, because git is slow to start: 28 pairs took twice the time.
+        The texts of all pairs are merged together, because git is slow to start.
         """
         # Start-up: the first call on the control socket does not wait for this import.
         from protocol.merge.git import git_text_merge  # noqa: PLC0415
