@@ -452,7 +452,7 @@ def test_a_version_whose_helper_speaks_another_protocol_is_refused_and_the_old_o
         (far.path / "gone").unlink()
         pid = far.record.pid
         message = (
-            rf"speaks another protocol \({VERSION}\) than this version \({VERSION + 1}\): unmount the workspace and"
+            f"speaks version {VERSION} of the protocol, this vfsd speaks version {VERSION + 1}: unmount the workspace"
         )
         with pytest.raises(OSError, match=message):
             far.upgrade(broken(workdir, ANOTHER_PROTOCOL))
