@@ -17,6 +17,7 @@ import pytest
 
 from tests.mount.programs import Program, failed, succeeded, vfsd
 from tests.support.waiting import readable
+from vfsd.cli import fast_path
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import socket_path
@@ -86,6 +87,19 @@ def test_clients_that_never_read_their_diffs_delay_no_snapshot(workspace: Worksp
         before = time.monotonic()
         workspace.snapshot("two")
         assert time.monotonic() - before < 10  # a client that reads nothing is dropped after 30 s
+
+
+def test_a_diff_in_a_pipe_needs_no_full_command_also_if_its_progress_is_reported(
+    workspace: Workspace, root: Path
+) -> None:
+    workspace.snapshot("before")
+    (root / "new").touch()
+    words = ["diff", "-w", workspace.name, "before"]
+    call = fast_path.begin_command(words)
+    assert call is not None
+    call.sock.settimeout(60)
+    assert fast_path.answer(call, words) == "A new\n"
+    call.close()
 
 
 def test_a_request_that_comes_byte_by_byte_is_answered_and_holds_up_nobody(workspace: Workspace, root: Path) -> None:

@@ -76,12 +76,14 @@ class BegunCall:
             self.received += data
 
     def output(self) -> bytes | None:
-        """Return what the "output" notifications contained; None if there are other messages."""
+        """Return what the "output" notifications contained; None if there are others than these and "progress"."""
         from binascii import a2b_base64  # noqa: PLC0415 start-up: only `diff` needs it
 
         pieces = []
         for line in self.received.splitlines()[:-1]:
             message = json.loads(line)
+            if message.get("method") == "progress":
+                continue
             if message.get("method") != "output":
                 return None
             pieces.append(a2b_base64(message["params"]["data"]))
