@@ -199,6 +199,9 @@ def _tested(suite: str, modules: list[str], workers: int) -> str:
                 process.communicate(timeout=60)
             process.kill()
             return "timed out"
+        except BaseException:  # Ctrl-C, SIGTERM
+            process.send_signal(signal.SIGINT)
+            raise
     if process.returncode in (0, 5):  # 5: the suite has none of these tests
         return "passed"
     named = [line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
@@ -258,6 +261,7 @@ def main() -> None:
     parser.add_argument("--whole", type=int, default=0, metavar="N", help="the first N, on all tests")
     parser.add_argument("--workers", type=int, default=4)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: the checkout is put back
     match options.command:
         case "choose":
             choose()
