@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -11,11 +12,15 @@ import subprocess
 import threading
 import time
 import zipfile
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
+import trio
 from click.testing import CliRunner
+from starlette.requests import ClientDisconnect
 
 from tests.mount.conftest import mounted
 from tests.web.conftest import Answer, Site, serving
@@ -597,3 +602,28 @@ def test_changes_of_an_overlay_are_applied_and_discarded(site: Site, workdir: Pa
         assert ((below / "old").read_text(), (below / "new").read_text()) == ("mine", "new")
         assert "Nothing would change" in site.get("/w/over/apply").words
     assert site.get("/w/demo/apply").status == 404
+
+
+def test_a_stream_is_ended_when_its_client_leaves_between_two_pieces() -> None:
+    ended = []
+
+    async def pieces() -> AsyncGenerator[str]:
+        try:
+            while True:
+                yield "piece"
+        finally:
+            ended.append(True)
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            raise OSError(32, "it has left")
+
+    async def answer() -> None:
+        with contextlib.suppress(ClientDisconnect):
+            await api._Streamed(pieces())({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+        assert ended == [True]
+
+    trio.run(answer)

@@ -11,9 +11,10 @@ Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import anyio
@@ -76,12 +77,25 @@ async def file(request: Request) -> Response:
         "content-disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}",
     }
     pieces = _pieces(source, path, snapshot, content, size_bytes, entry.modified_at)
-    return StreamingResponse(pieces, headers=headers, media_type=media_type)
+    return _Streamed(pieces, headers=headers, media_type=media_type)
+
+
+class _Streamed(StreamingResponse):
+    """A response that ends its generator with it, also if the client leaves between two pieces."""
+
+    def __init__(self, pieces: AsyncGenerator[str | bytes], **options: Any) -> None:
+        super().__init__(pieces, **options)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the ASGI specification."""
+        async with aclosing(self._pieces):
+            await super().__call__(scope, receive, send)
 
 
 async def _pieces(
     source: Source, path: str, snapshot: str | None, first: bytes, size_bytes: int, modified_at: str | None
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """Yield the content.  ConnectionAbortedError if the file changes meanwhile: the download fails instead of mixing
     two versions."""
     piece, at = first, len(first)
@@ -154,10 +168,10 @@ class Events:
         self._open -= 1
 
 
-class _EventResponse(StreamingResponse):
+class _EventResponse(_Streamed):
     """A stream of events.  `ended` is called at its end, also if not even its beginning could be sent."""
 
-    def __init__(self, stream: AsyncIterator[str], ended: Callable[[], object]) -> None:
+    def __init__(self, stream: AsyncGenerator[str], ended: Callable[[], object]) -> None:
         super().__init__(stream, media_type="text/event-stream")
         self._ended = ended
 
@@ -168,7 +182,7 @@ class _EventResponse(StreamingResponse):
             self._ended()
 
 
-async def _stream(sources: Sources, key: str | None) -> AsyncIterator[str]:
+async def _stream(sources: Sources, key: str | None) -> AsyncGenerator[str]:
     before = await _state(sources, key)
     yield "event: ready\ndata:\n\n"
     while True:
