@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tests.support import zygote
 from vfsd.machine import mountinfo
 
-__all__ = ["TAG", "Leaks", "Mount", "descriptors", "mounts", "open_files", "processes"]
+__all__ = ["TAG", "Leaks", "Mount", "mounts", "open_files", "processes"]
 
 TAG = "VFSD_TEST_SESSION"
 # How long a process that is already on its way out may take: a daemon after its unmount, a git gc.
@@ -49,11 +49,6 @@ def mounts() -> set[Mount]:
 def _parsed(content: bytes) -> frozenset[Mount]:
     found = mountinfo.parse_mountinfo(content)
     return frozenset(Mount(each.mountpoint, each.filesystem, each.source) for each in found)
-
-
-def descriptors() -> set[int]:
-    """The descriptors of this process."""
-    return set(map(int, os.listdir("/proc/self/fd")))
 
 
 def open_files() -> dict[int, str]:
