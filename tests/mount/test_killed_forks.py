@@ -79,7 +79,7 @@ def test_a_fork_that_is_killed_before_it_is_ready_leaves_nothing(source: Workspa
         ) as raised:
             source.fork(workdir / UNBORN, name=UNBORN)
         assert raised.value.errno == (errno.EIO if step in FORK_STEPS else errno.EMFILE)
-        assert nothing_is_left(workdir / UNBORN)
+        wait_until(lambda: nothing_is_left(workdir / UNBORN), "the killed process is gone")
         assert not (workdir / UNBORN).exists()
         assert source.snapshots() == []
         wait_until(lambda: not children(source.pid), "the fork is no zombie")
