@@ -35,7 +35,7 @@ class FileInMemory(LogFile):
     def __init__(self, limit: int | None = None) -> None:
         self.content = bytearray(HEADER.encoded())
         self.limit = limit
-        self.error = 0  # with which the disk answers writes, of which it makes the first half, and syncs
+        self.error = 0  # the errno of all syncs, and of writes, which write only the first half; 0: none fails
 
     def write(self, buffers: Sequence[Buffer], offset: int) -> int:
         data = b"".join(buffers)

@@ -1,4 +1,4 @@
-"""How sharp the tests are: small changes of the product, each of which a test should notice.
+"""A campaign of mutants: small changes of the product, and whether the tests notice them.
 
     alias mutants='python -m tests.support.mutants'
     mutants choose            write the campaign: COUNT mutants spread evenly over the folders, from SEED

@@ -274,7 +274,7 @@ class OverlayApply:
     def _denied(self, found: Sequence[Change]) -> dict[bytes, bytes]:
         """Return the paths that this process may not create, replace or remove, each with the directory that denies it.
 
-        A file of which only attributes change needs no right to its directory.
+        If only attributes of a file change, no right to its directory is needed.
         """
         denied = {}
         may: dict[bytes, bool] = {}

@@ -256,7 +256,7 @@ class OverlayState(MemoryState):
         return above + b"/" + name if above else name
 
     def named_in_journal(self) -> set[int]:
-        """Return the inodes of which a journal had only the name, and which are not loaded, if there are snapshots."""
+        """Return the inodes that are not loaded, and that a journal has by name only; none if there is no snapshot."""
         return self._from_journal & self._waiting.keys() if self.log.infos() else set()
 
     def _removed_meanwhile(self, number: int) -> LowerStat | None:

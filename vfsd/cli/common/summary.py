@@ -1,5 +1,5 @@
-"""Summarize changes for a person: the files that he may have to read, then one line for each directory that is new,
-removed, ignored by git, or a repository.
+"""Summarize changes for a person: first the files that may have to be read, then one line for each directory that is
+new, removed, ignored by git, or a repository.
 
 An agent's work is often a few files among thousands of `.git/objects` and `.venv`.  A directory is ignored as git
 decides it: by the `.gitignore` files of the directories above, and by `.git/info/exclude`.  For an overlay these are

@@ -1,4 +1,4 @@
-"""Nothing damaged leaves the store, and nobody who is killed leaves anything torn in it or in the directory."""
+"""Damaged contents do not leave the store, and a killed process leaves nothing torn in it or in the directory."""
 
 from __future__ import annotations
 

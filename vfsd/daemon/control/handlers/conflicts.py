@@ -1,6 +1,6 @@
 """The method `conflicts`: which workspaces of a family change the same paths, and which merges would conflict.
 
-Nothing is changed, in no workspace.  The changes of each fork are fetched once, as for a merge, and each pair is merged
+No workspace is changed.  The changes of each fork are fetched once, as for a merge, and each pair is merged
 in a worker thread.  A merge looks at the paths that both changed, and at those above and below them: elsewhere there
 can be no conflict.  Where files have several names it looks at everything.
 
@@ -179,7 +179,7 @@ class _Compared:
     def records(self, pairs: Sequence[PairRecord | _Pair]) -> list[PairRecord]:
         """Return what a merge of each pair would find; a record stays as it is.
 
-        The texts of all pairs are merged together, because git is slow to start.
+        The texts of all pairs are merged together: git for each pair takes nearly twice the CPU time (bench/NOTES.md).
         """
         # Start-up: the first call on the control socket does not wait for this import.
         from protocol.merge.git import git_text_merge  # noqa: PLC0415

@@ -222,7 +222,7 @@ def _ranges(
 def _intervals(
     params: RevertParams, states: _States, entries: Sequence[Entry], complete_since_ns: int | None
 ) -> tuple[list[tuple[_Paths, _Paths]], list[str]]:
-    """Return what was changed between each state and the one before, by the calls and by others; and warnings."""
+    """Return the changes between each state and the one before it, by the calls and by others; and warnings."""
     calls, of_session = _calls(params, states, entries)
     found = [(_Paths(), _Paths()) for _ in states.names]
     for entry in entries:
