@@ -42,7 +42,7 @@ import zlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import BinaryIO, Final, NamedTuple
 
@@ -65,11 +65,15 @@ Write = Callable[[bytes], object]
 
 @dataclass(frozen=True, slots=True)
 class LineStat:
-    """Lines added and removed by one change; both 0 when `binary` (or too large, or without content)."""
+    """Lines added and removed by one change; both 0 when `binary` (or too large, or without content).
+
+    `unreadable`: why a content could not be read, so that its lines are not known.
+    """
 
     added: int
     removed: int
     binary: bool = False
+    unreadable: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +118,10 @@ class _Content:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """A side that a patch cannot represent."""
+    """A side that a patch cannot represent.  `is_unreadable`: reading it failed."""
 
     reason: str
+    is_unreadable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +148,9 @@ def _side(tree: Tree, entry: TreeEntry | None) -> _Side:
     except OSError as error:
         if error.errno == errno.ESTALE:
             # Another program overwrote the old content.  The rest of the patch is still useful.
-            return _Refused("another program changed it below the overlay")
+            return _Refused("another program changed it below the overlay", is_unreadable=True)
         if error.errno in (errno.EACCES, errno.EPERM, errno.EIO):
-            return _Refused(f"it cannot be read: {error.strerror}")
+            return _Refused(f"it cannot be read: {error.strerror}", is_unreadable=True)
         raise
 
 
@@ -191,7 +196,8 @@ def line_stat(old: Tree, new: Tree, change: Change) -> LineStat:
         if isinstance(side, _Content) and side.text is not None:
             texts.append(side.text)
         elif entry is not None and entry.is_file:
-            return LineStat(0, 0, binary=True)
+            unreadable = side.reason if isinstance(side, _Refused) and side.is_unreadable else ""
+            return LineStat(0, 0, binary=True, unreadable=unreadable)
         else:
             texts.append(b"")
     found = list(edits(*map(_lines, texts)))

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import MountIt, check_invariants, complaints
+from tests.mount.programs import succeeded, vfsd
 from tests.support.waiting import wait_until
 from vfsd.client.arguments import mount_options
 from vfsd.client.connection import daemon_end
@@ -520,3 +521,5 @@ def test_diff_begins_at_the_newest_snapshot_and_without_one_at_the_directory_bel
     assert workspace.patch().startswith(b"diff --git a/b b/b\n")
     assert [change.path for change in workspace.diff(b="s1").changes] == ["a"]
     assert [change.path for change in workspace.diff("").changes] == ["a", "b"]
+    for states, shown in {"..": "A a\nA b\n", "..s1": "A a\n", "s1..": "A b\n", "s1..s1": ""}.items():
+        assert succeeded(vfsd("diff", "-w", workspace.name, states)) == shown

@@ -203,6 +203,9 @@ def test_conflicts_are_reported_and_the_changes_are_kept(project: Path) -> None:
     done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; echo other > /proc/{os.getpid()}/root{project}/file")
     assert done.returncode == 1
     assert f"nothing was written; workspace run-{project.name} keeps the changes" in done.stderr
+    assert "vfsd: file: another program changed it below the overlay\n" in done.stderr
+    assert f"`vfsd apply -w run-{project.name} --force`" in done.stderr
+    assert f"`vfsd apply -w run-{project.name}`" not in done.stderr  # it would fail again
     assert content(project) == {"file": "other\n"}
 
 

@@ -130,7 +130,7 @@ def request_of(command: str, arguments: list[str], options: dict[str, str]) -> d
     if command == "snapshot":
         return {key: value for key, value in (("name", name), ("tag", options.get("tag"))) if value is not None}
     if command == "diff":
-        if "--json" in options:
+        if "--json" in options or any(".." in word for word in arguments):
             raise _UnusualError
         return {**dict(zip(("a", "b"), arguments, strict=False)), "stream": True}
     sources = [{"type": option[2:]} for option in ("--undo", "--redo") if option in options]

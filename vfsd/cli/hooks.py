@@ -50,7 +50,7 @@ def hooks_command(ctx: click.Context) -> None:
 
     `vfsd hooks install claude` adds hooks to the settings of Claude Code.  They keep the state of the workspace after
     each tool call and at each prompt, and do nothing outside of a workspace.  `vfsd rewind` returns to any of
-    these states.  Sub-agents that ask for a worktree get an overlay of the workspace.
+    these states.  Sub-agents that ask for a worktree get a fork of the workspace.
 
     Without a subcommand this prints a command for the hooks of another agent.  It starts faster than `vfsd snapshot`
     and takes the same options.  It acts on $VFSD_WORKSPACE, else on the workspace that the current directory is in.

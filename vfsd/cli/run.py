@@ -44,6 +44,7 @@ from vfsd.cli.common.changes import (
     PatchColours,
     PatientOutput,
     call_with_changes,
+    note_problems,
     paged,
     show_repositories,
 )
@@ -65,7 +66,7 @@ _JOURNAL_BYTES: Final = 1 << 20  # what a disk must have room for
 # What the answers mean, in the order of the question.
 _CHOICES: Final = {
     "apply": "write the changes to {directory}, and end the workspace",
-    "patch": "show them as a patch, without .git and ignored paths",
+    "patch": "show them as a patch, without .git, ignored directories and new ignored files",
     "select": "choose paths, write only these, and ask again about the others",
     "keep": "keep them in workspace {workspace}: look at them, rewind or apply them later",
     "discard": "forget them; {directory} stays as it is",
@@ -292,7 +293,7 @@ class _Run:
                 with contextlib.suppress(BrokenPipeError), paged():  # the choice counts, even if nothing reads the list
                     self._summary.show()
 
-        call_with_changes(app, request, "comparing", show)
+        note_problems(call_with_changes(app, request, "comparing", show).problems)
 
     def _end_as(self, choice: str | None) -> tuple[Outcome, bool]:
         """Apply, keep or discard; return the outcome, and whether the choice could not be carried out."""
@@ -377,7 +378,12 @@ class _Run:
             output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
         if not answer.applied:
             conflicts = output.counted(len(answer.conflicts), "conflict", "conflicts")
-            output.report(f"{conflicts} in {_shown(self._directory)}; nothing was written; {self._kept()}")
+            name = shlex.quote(self._name)
+            output.report(
+                f"{conflicts} in {_shown(self._directory)}; nothing was written; {self._kept(can_apply=False)};"
+                f" `vfsd apply -w {name} --force` overwrites changed files there, `vfsd discard -w {name} PATH`"
+                " drops the change of the workspace"
+            )
             return False
         self._note(f"applied to {_shown(self._directory)}: {count_words(answer.counts)}")
         for line in older_lines(answer.older, way_back=None):
@@ -403,13 +409,14 @@ class _Run:
         if answer.holders:
             self._note(f"it is still in use by {', '.join(answer.holders)}")
 
-    def _kept(self) -> str:
-        """Say where the changes are, and what to do with them."""
+    def _kept(self, *, can_apply: bool = True) -> str:
+        """Say where the changes are, and what to do with them.  `can_apply`: an apply of all of them may succeed."""
         name = shlex.quote(self._name)
         what = "is still mounted, and keeps what is changed from now on" if self._is_saved else "keeps the changes"
+        writes = f" `vfsd apply -w {name}` writes them," if can_apply else ""
         return (
-            f"workspace {self._name} {what}: `vfsd apply -w {name} --dry-run` shows them, `vfsd apply -w {name}`"
-            f" writes them, `vfsd unmount --discard {name}` removes it"
+            f"workspace {self._name} {what}: `vfsd apply -w {name} --dry-run` shows them,{writes}"
+            f" `vfsd unmount --discard {name}` removes it"
         )
 
     def _on_disk(self) -> str:
@@ -472,18 +479,19 @@ def _read_answer(question: str) -> str | None:
 def selected(words: str, paths: Sequence[str]) -> list[str]:
     """Return those of `paths` that a person chose: by number, beginning with 1, by range, or by path.
 
-    A word that is a path chooses it, and what is below it.  ValueError for a word that chooses nothing.
+    A word that is a path chooses it, and what is below it.  Commas may stand between numbers.  ValueError for a word
+    that chooses nothing.
     """
     chosen: set[str] = set()
     for word in words.split():
-        span = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
         below = word.rstrip("/")
         found = [path for path in paths if path == below or path.startswith(f"{below}/")]
-        if not found and span is not None:
-            first, last = int(span[1]), int(span[2] or span[1])
-            found = list(paths[first - 1 : last]) if 0 < first <= last <= len(paths) else []
-        if not found:
-            raise ValueError(f"{word} is neither one of the paths nor a number from 1 to {len(paths)}")
+        for number in [] if found else word.removesuffix(",").split(","):
+            span = re.fullmatch(r"(\d+)(?:-(\d+))?", number)
+            first, last = (int(span[1]), int(span[2] or span[1])) if span else (0, 0)
+            if not 0 < first <= last <= len(paths):
+                raise ValueError(f"{number or word} is neither one of the paths nor a number from 1 to {len(paths)}")
+            found += paths[first - 1 : last]
         chosen.update(found)
     return [path for path in paths if path in chosen]
 

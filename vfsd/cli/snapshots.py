@@ -423,6 +423,7 @@ class _DiffCommand(Command):
     examples="""
     vfsd diff                              # since the newest snapshot
     vfsd diff turn-3                       # since turn-3
+    vfsd diff .. --summary                 # of an overlay: all changes since the directory below
     vfsd diff turn-3 turn-4 --stat
     vfsd diff turn-3 --patch -- src/main.c # of one file
     vfsd diff turn-3 --patch | git -C copy apply
@@ -460,7 +461,7 @@ def diff_command(
     """Show what changed between two snapshots, or since one.
 
     A defaults to the newest snapshot (in an overlay without snapshots, to the directory below it), B to the live state.
-    `vfsd apply --dry-run` shows what an overlay with snapshots has changed since the directory below.
+    A..B is the same as A B. In an overlay, .. alone shows all changes since the directory below, and ..B those until B.
     Each line is a letter and a path:
     A added, M modified, D removed, T another type (a file became a symlink, for example), m metadata only (mode,
     owner, time, extended attributes, hard links).  A path that became a name of another file, or is no longer one, has
@@ -492,6 +493,9 @@ def diff_command(
         raise click.UsageError("--include-git goes with --patch")
     if against is not None and a is not None:
         raise click.UsageError("--against compares the present states: it takes no snapshots; put paths after --")
+    if a is not None and b is None and ".." in a and "/" not in a:
+        a, _, b = a.partition("..")  # "" is the directory below
+        b = b or None
     app.paths = paths
     selected: Any = {"include": include, "exclude": exclude, "against": against}
     request: RemoteCall[Any]

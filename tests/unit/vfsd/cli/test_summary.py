@@ -104,13 +104,15 @@ def is_ignored(rules: IgnoreRules, path: str, root: Path) -> bool:
         ("1 3-4", ["a", "src/x", "src/y"]),
         ("src/ a", ["a", "src/x", "src/y"]),
         ("2", ["2"]),
+        ("1,3-4", ["a", "src/x", "src/y"]),
+        ("1, 3", ["a", "src/x"]),
     ],
 )
 def test_paths_are_selected_by_number_range_and_path(words: str, chosen: Sequence[str]) -> None:
     assert selected(words, ["a", "2", "src/x", "src/y"]) == chosen
 
 
-@pytest.mark.parametrize("words", ["5", "0", "3-9", "4-3", "sr", "b"])
+@pytest.mark.parametrize("words", ["5", "0", "3-9", "4-3", "sr", "b", ","])
 def test_a_word_that_selects_nothing_is_named(words: str) -> None:
     with pytest.raises(ValueError, match=f"{words} is neither one of the paths nor a number from 1 to 4"):
         selected(words, ["a", "2", "src/x", "src/y"])

@@ -188,8 +188,15 @@ async def compare(
     found = Differences(pieces)
 
     def record(change: Change) -> ChangeRecord:
-        return _with_lines(change_record(change), old, new, change) if with_lines else change_record(change)
+        made = change_record(change)
+        if with_lines:
+            lines = line_stat(old, new, change)
+            made.lines_added, made.lines_removed, made.binary = lines.added, lines.removed, lines.binary
+            if lines.unreadable:
+                unreadable.append(ProblemRecord(made.path, lines.unreadable))
+        return made
 
+    unreadable: list[ProblemRecord] = []  # of the last change
     paths_done = itertools.count(1)
 
     def keep_going() -> None:
@@ -206,6 +213,9 @@ async def compare(
             found.add(change, record)
             if any(tree.is_lost(change.path) for tree in maybe_lost):
                 found.add_problem(ProblemRecord(wire_path(change.path), LOST))
+            elif unreadable:
+                found.add_problem(unreadable[0])
+            unreadable.clear()
         if pieces is not None:
             pieces.flush()
 
@@ -270,12 +280,6 @@ def change_record(change: Change) -> ChangeRecord:
 
 def _size(entry: TreeEntry | None) -> int | None:
     return None if entry is None or entry.is_dir else entry.size
-
-
-def _with_lines(record: ChangeRecord, old: Tree, new: Tree, change: Change) -> ChangeRecord:
-    lines = line_stat(old, new, change)
-    record.lines_added, record.lines_removed, record.binary = lines.added, lines.removed, lines.binary
-    return record
 
 
 def time_text(time_ns: int) -> str:
