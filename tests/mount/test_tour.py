@@ -54,7 +54,7 @@ def typed_in_one_shell(script: str, home: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("document", "title", "mounts"), [("docs/start.md", "The tour", 3), ("docs/store.md", "An example", 1)]
+    ("document", "title", "mounts"), [("docs/start.md", "A tour", 3), ("docs/store.md", "An example", 1)]
 )
 def test_the_tour_works_pasted_from_top_to_bottom(workdir: Path, document: str, title: str, mounts: int) -> None:
     found = _BLOCK.findall(section(document, title))
