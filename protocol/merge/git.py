@@ -640,7 +640,8 @@ def _merged_batch(cases: Sequence[TextCase], keep_going: Callable[[], None], dri
             rules.write(b"* merge=tool\n" if driver else b"")
             unions = (case.name(number) for number, case in enumerate(cases) if case.is_union)
             rules.writelines(b"/%s merge=union\n" % name for name in unions)
-        git.driver = driver
+        # Its standard output would be git's, which is parsed below.  The line end ends a comment in the command.
+        git.driver = driver and f"({driver}\n) >/dev/null"
         git.run(["fast-import", "--quiet"], "import", "imported")
         os.unlink(git.path("import"))
         options = ["--write-tree", "-z", "--name-only", "--no-messages"]

@@ -259,14 +259,17 @@ def test_attributes_hold_as_they_do_for_git(git: str, tmp_path: Path) -> None:
 
 
 def test_a_driver_of_the_user_merges_what_both_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes from the user's global configuration only, has the file's extension, and runs in the user's home."""
+    """It comes from the user's global configuration only, has the file's extension, and runs in the user's home.
+
+    Its output is no part of git's own.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.delenv("GIT_CONFIG_GLOBAL", raising=False)
     driver = tmp_path / "driver"
-    driver.write_text('#!/bin/sh\necho "$4" >> ~/seen\ngrep -q clean "$2" || exit 1\ncat "$3" >> "$2"\n')
+    driver.write_text('#!/bin/sh\nprintf "0.py\\0merging\\n"\necho "$4" >> ~/seen\ngrep -q clean "$2" || exit 1\ncat "$3" >> "$2"\n')
     driver.chmod(0o755)
-    (tmp_path / ".gitconfig").write_text(f'[merge "mine"]\n\tdriver = {driver} %O %A %B %P\n')
+    (tmp_path / ".gitconfig").write_text(f'[merge "mine"]\n\tdriver = "{driver} %O %A %B %P # mine"\n')
     (tmp_path / "repository").mkdir()
     subprocess.run(["git", "init", "-q", str(tmp_path / "repository")], check=True)
     subprocess.run(["git", "-C", str(tmp_path / "repository"), "config", "merge.its.driver", "false"], check=True)
