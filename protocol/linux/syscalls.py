@@ -159,7 +159,7 @@ def open_mount(path: str, mount: MountId, flags: int = os.O_PATH, *, asks: bool 
     try:
         descriptor = os.open(path, flags | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotMountedError(path) from None
+        raise _not_there(path, mount) from None
     try:
         found = mount_of(descriptor, asks=asks)
         if mount.directory:
@@ -171,8 +171,15 @@ def open_mount(path: str, mount: MountId, flags: int = os.O_PATH, *, asks: bool 
         raise
     if found != mount:
         os.close(descriptor)
-        raise NotMountedError(path)
+        raise _not_there(path, mount)
     return descriptor
+
+
+def _not_there(path: str, mount: MountId) -> NotMountedError:
+    if not mount.directory:
+        return NotMountedError(path)
+    reason = "the attached directory was moved, removed or replaced: put it back, or `vfsd unmount` and attach again"
+    return NotMountedError(path, reason)
 
 
 def syncfs(descriptor: int) -> None:

@@ -173,12 +173,25 @@ class MountedVolume:
         return 0 if self.policy is None else self.policy.left_out_of(tree)
 
     async def write_back(self) -> None:
-        """Write to the volume the pages that are dirty now: of shared mappings, or all with `cache` writeback."""
+        """Write to the volume the pages that are dirty now: of shared mappings, or all with `cache` writeback.
+
+        Raises as `check_attached` does.
+        """
         if self.is_attached:
+            self.check_attached()
             return  # the directory's pages are what every program reads
         with self.using_mount():
             await self._sync()
             await self.engine.drained()
+
+    def check_attached(self) -> None:
+        """Raise NotMountedError if the directory that was attached is not at its path any more.
+
+        The volume still leads to that directory: without this, a snapshot would save it, and a restore change it, while
+        programs use another one at its path.
+        """
+        if self.is_attached:
+            os.close(self.root.open())
 
     async def write_back_cached(self) -> None:
         """Write back what programs wrote with write(2), where the kernel may still hold it."""

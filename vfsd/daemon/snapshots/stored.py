@@ -491,6 +491,8 @@ class StoreSnapshots(SnapshotService):
     async def tree(self, name: str | None, observer: CallObserver) -> AsyncIterator[Tree]:
         if name == BASE:
             raise no_lower_layer()
+        if name is None:
+            self._mounted.check_attached()
         tree: AbstractContextManager[Tree] = (
             self._store.live_tree(self._key, self._source, progress=scan_progress(observer))
             if name is None

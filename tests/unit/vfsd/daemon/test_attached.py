@@ -209,20 +209,34 @@ def test_the_record_of_a_killed_daemon_is_removed_without_a_mount(workspace: Wor
     assert read_record(workspace.name) is None
 
 
-def test_an_object_refuses_another_directory_at_its_path(workspace: Workspace, directory: Path) -> None:
+def test_another_directory_at_its_path_is_refused(workspace: Workspace, directory: Path, workdir: Path) -> None:
+    """A clone in its place, for example: a snapshot would not have it, and a restore would change the old directory."""
     files = HostFilesystem(workspace.path, mount=workspace.mount_id)
-    (directory / "f").write_text("mine")
-    workspace.snapshot("one")
-    directory.rename(directory.with_name("moved"))
-    directory.mkdir()
-    with pytest.raises(NotMountedError):
-        files.read("f")
-    assert vfsd("fs", "write", "f", "-w", workspace.name, input="x").returncode == 1
-    assert list(directory.iterdir()) == []
-    (directory.with_name("moved") / "f").write_text("changed")
-    workspace.restore("one")  # by the descriptor of the directory, wherever it is
-    assert (directory.with_name("moved") / "f").read_text() == "mine"
-    assert list(directory.iterdir()) == []
+    for name in ("one", "two"):
+        (directory / "f").write_text(name)
+        workspace.snapshot(name)
+    workspace.restore("one")
+    names = [info.name for info in workspace.snapshots()]
+    moved = directory.rename(directory.with_name("moved"))
+    (moved / "f").write_text("changed")
+    calls = ("snapshot", "diff", "restore one", "restore --undo", "revert one..two", f"export {workdir / 'x.zip'}")
+    for what in ("gone", "replaced"):
+        if what == "replaced":
+            directory.mkdir()
+            (directory / "g").touch()
+        with pytest.raises(NotMountedError):
+            files.read("f")
+        for call in (*calls, "fs ls", "fs write f"):
+            done = vfsd(*call.split(), "-w", workspace.name, input="x")
+            assert done.returncode == 1, call
+            assert "the attached directory was moved, removed or replaced" in done.stderr + done.stdout, call
+    assert [path.name for path in directory.iterdir()] == ["g"]
+    assert (moved / "f").read_text() == "changed"
+    assert [info.name for info in workspace.snapshots()] == names
+    shutil.rmtree(directory)
+    moved.rename(directory)
+    workspace.undo()
+    assert (directory / "f").read_text() == "two"
 
 
 # -- what needs a mount ------------------------------------------------------------------------------
