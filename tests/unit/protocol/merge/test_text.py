@@ -267,7 +267,8 @@ def test_a_driver_of_the_user_merges_what_both_changed(tmp_path: Path, monkeypat
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.delenv("GIT_CONFIG_GLOBAL", raising=False)
     driver = tmp_path / "driver"
-    driver.write_text('#!/bin/sh\nprintf "0.py\\0merging\\n"\necho "$4" >> ~/seen\ngrep -q clean "$2" || exit 1\ncat "$3" >> "$2"\n')
+    says = 'printf "0.py\\0merging\\n"'
+    driver.write_text(f'#!/bin/sh\n{says}\necho "$4" >> ~/seen\ngrep -q clean "$2" || exit 1\ncat "$3" >> "$2"\n')
     driver.chmod(0o755)
     (tmp_path / ".gitconfig").write_text(f'[merge "mine"]\n\tdriver = "{driver} %O %A %B %P # mine"\n')
     (tmp_path / "repository").mkdir()
