@@ -209,6 +209,22 @@ def test_conflicts_are_reported_and_the_changes_are_kept(project: Path) -> None:
     assert content(project) == {"file": "other\n"}
 
 
+@needs_root  # the command leaves its mount namespace
+def test_a_repository_that_both_sides_changed_stays_in_the_workspace(project: Path) -> None:
+    commit = "git add . && git -c user.name=a -c user.email=a@b commit -qm"
+    subprocess.run(["sh", "-c", f"git init -q . && {commit} start"], cwd=project, check=True)
+    other = f"nsenter -t {os.getpid()} -m sh -c 'cd {project} && echo other > other && {commit} other'"
+    done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; {commit} mine && {other}")
+    name = f"run-{project.name}"
+    assert done.returncode == 1
+    assert f"applied except .git; workspace {name} keeps its own: `vfsd unmount --discard {name}`" in done.stderr
+    assert "below the overlay" not in done.stderr  # one note for .git, not one for each of its files
+    assert (project / "file").read_text() == "two\n"
+    assert names() == [name]
+    subjects = ["git", "log", "--all", "--format=%s"]
+    assert sorted(subprocess.check_output(subjects, cwd=project, text=True).split()) == ["mine", "other", "start"]
+
+
 @pytest.mark.extended
 def test_a_run_in_a_run_and_in_a_workspace(project: Path, workdir: Path) -> None:
     inner = shlex.join([*VFSD, "run", "--apply", "--", "sh", "-c", SOME])

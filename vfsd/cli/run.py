@@ -57,6 +57,7 @@ from vfsd.client.arguments import mount_options, running_workspace
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.directories import disk_bytes, journal_directory
 from vfsd.machine.runtime import WORKSPACE_VARIABLE, WorkspaceRecord, make_place, remove_place
+from vfsd.operations.declaration import RepositoryRecord
 from vfsd.operations.snapshots import ApplyResult, DiffResult
 from vfsd.operations.workspace import StatusResult, UnmountParams
 from vfsd.wire.messages import wire_path
@@ -158,6 +159,7 @@ class _Run:
         _check_program(argv[0])
         self._record = self._mount()
         self._summary = Summary([], [])
+        self._repositories: list[RepositoryRecord] = []  # that the last apply left out, because both sides changed them
         self._counts = ChangeCounts()  # of the changes that are not applied
         self._ended: Ended | None = None
         self._is_saved = False  # the command's own changes are in the directory, or there are none
@@ -293,7 +295,8 @@ class _Run:
                 with contextlib.suppress(BrokenPipeError), paged():  # the choice counts, even if nothing reads the list
                     self._summary.show()
 
-        note_problems(call_with_changes(app, request, "comparing", show).problems)
+        problems = call_with_changes(app, request, "comparing", show).problems
+        note_problems(self._summary.of_files(problems))
 
     def _end_as(self, choice: str | None) -> tuple[Outcome, bool]:
         """Apply, keep or discard; return the outcome, and whether the choice could not be carried out."""
@@ -389,11 +392,19 @@ class _Run:
         for line in older_lines(answer.older, way_back=None):
             self._note(line)
         show_repositories(answer.repositories)
+        self._repositories = answer.repositories
         return True
 
     def _apply(self) -> tuple[Outcome, bool]:
         if not self._write():
             return "kept", True
+        if self._repositories:
+            paths = ", ".join(output.show_path(each.path) for each in self._repositories)
+            output.report(
+                f"everything was applied except {paths}; workspace {self._name} keeps its own:"
+                f" `vfsd unmount --discard {shlex.quote(self._name)}` removes it when you have what you need of it"
+            )
+            return "applied", True
         try:
             self._unmount(discard=False)
         except OSError as error:  # a process that the command left has changed something since, or has a file open

@@ -532,7 +532,7 @@ def _answer(app: App, request: RemoteCall[Any], mode: str | None) -> None:
     if mode in {"stat", "summary"}:
         request.params.mode = "stat"
     if mode == "summary":
-        note_problems(_summarize(app, request).problems)
+        _summarize(app, request)
         return
     if not (app.json or mode == "stat" or output.on_terminal()):
         answer = write_changes(app, request, _name if mode == "names" else plain_change)
@@ -563,7 +563,7 @@ def _show_stat(answer: DiffResult, changes: ChangeSpool) -> None:
             show_stat(changes, answer.counts.added + answer.counts.modified + answer.counts.removed)
 
 
-def _summarize(app: App, request: RemoteCall[Any]) -> DiffResult:
+def _summarize(app: App, request: RemoteCall[Any]) -> None:
     # Start-up: few commands need it.
     from vfsd.cli.common.summary import rules_for, summarize  # noqa: PLC0415
 
@@ -577,9 +577,9 @@ def _summarize(app: App, request: RemoteCall[Any]) -> DiffResult:
         elif answer.counts != ChangeCounts():
             with paged():
                 summary.show()
+        note_problems(summary.of_files(answer.problems))
 
-    answer: DiffResult = call_with_changes(app, request, "comparing", show, shows_json=True)
-    return answer
+    call_with_changes(app, request, "comparing", show, shows_json=True)
 
 
 def _patch(app: App, request: RemoteCall[Any]) -> None:

@@ -24,6 +24,7 @@ from vfsd.cli.common.changes import ChangeSpool, show_stat
 from vfsd.cli.common.output import counted
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.operations.declaration import ChangeRecord
+from vfsd.operations.snapshots import ProblemRecord
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import BackendSpec
 
@@ -69,6 +70,11 @@ class Summary(msgspec.Struct):
         """Patterns, in gitignore's syntax, of what a patch for a person leaves out."""
         names = [from_wire_path(group.path) for group in self.groups if group.kind in {"ignored", "git"}]
         return ["/" + re.sub(r"([\\*?\[ ])", r"\\\1", name.decode()) for name in names if _is_text(name)]
+
+    def of_files(self, problems: Iterable[ProblemRecord]) -> list[ProblemRecord]:
+        """Return the problems of the changes that are shown one by one."""
+        shown = {change.path for change in self.files}
+        return [problem for problem in problems if problem.path in shown]
 
     def show(self) -> None:
         """Print a line for each file and group, and the totals."""
