@@ -543,6 +543,21 @@ def test_who_leaves_the_pager_early_is_asked_all_the_same_and_sees_the_patch(she
 
 
 @pytest.mark.extended
+def test_the_directory_itself_is_not_among_the_paths_to_select(shell: Shell, project: Path) -> None:
+    shell.run(f"run -- sh -c '{SOME}; chmod 700 .'")
+    shell.expect(QUESTION)
+    shell.type("s\n")
+    shell.expect("    1  added\n    2  file\n")
+    shell.type("1,\n")
+    shell.expect("applied to .*: 1 added\n")
+    shell.expect(QUESTION)
+    shell.type("d\n")
+    shell.expect("discarded: 2 modified")
+    shell.expect("ready> ")
+    assert content(project) == {"file": "one\n", "added": "new\n"}
+
+
+@pytest.mark.extended
 def test_when_all_paths_were_selected_nothing_is_left_to_ask(shell: Shell, project: Path) -> None:
     shell.run(f"run -- sh -c '{SOME}'")
     shell.expect(QUESTION)

@@ -357,8 +357,15 @@ class _Run:
             self._app.call(request, self._record, on_output=on_output)
 
     def _select(self) -> list[str]:
-        """Ask which of the changes are to be applied; return their paths."""
-        paths = self._summary.paths
+        """Ask which of the changes are to be applied; return their paths.
+
+        The directory itself is not offered: to apply it is to apply everything.
+        """
+        paths = [path for path in self._summary.paths if path]
+        if len(paths) < len(self._summary.paths):
+            output.note("the mode, owner or time of the directory itself is applied only with everything, by `a`")
+        if not paths:
+            return []
         for number, path in enumerate(paths, 1):
             click.echo(f"{number:5}  {output.show_path(path)}", err=True)
         while True:
