@@ -32,8 +32,9 @@ from protocol.volume_extensions import CacheInvalidation, ExternallyChangedVolum
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.snapshots.base import MERGED_TAG, CallObserver, Interrupted, is_fork_base, is_merge_base, is_staged
 from vfsd.daemon.snapshots.history import UndoHistory
+from vfsd.machine.directories import journals_directory
 from vfsd.machine.logs import log_failure
-from vfsd.machine.runtime import read_record
+from vfsd.machine.runtime import read_record, read_records
 from vfsd.operations.forks import StateId
 
 _logger = logging.getLogger(__name__)
@@ -270,6 +271,35 @@ def interrupted(stored: Stored) -> Interrupted | None:
         description = ""
     # Without paths: a restore of staged content resumes with those of the intent log.
     return Interrupted(found.snapshot, found.safety, (), description)
+
+
+def check_journals(source: Source, found: Sequence[Change]) -> None:
+    """Raise OSError (EBUSY) if one of the changes is in a journal of this user's workspaces, in the directory `source`.
+
+    A daemon appends to its journal.  An older file in its place lacks what programs have written and synced since.
+    """
+    identity = source.identity
+    if identity is None:
+        return
+    for directory in {journals_directory(), *(record.journal for record in read_records() if record.journal)}:
+        inside = _path_below(identity, os.path.realpath(directory))
+        if inside is not None and any(change.path.startswith(inside) for change in found):
+            reason = "has journals of workspaces, which would lose what was written since: name PATHs outside of it"
+            raise OSError(errno.EBUSY, reason, directory)
+
+
+def _path_below(identity: tuple[int, int], path: str) -> bytes | None:
+    """Return the path of the directory `path` below the directory (st_dev, st_ino), with a slash; None if it is not."""
+    above, below = path, ""
+    while True:
+        with contextlib.suppress(OSError):
+            seen = os.stat(above)
+            if (seen.st_dev, seen.st_ino) == identity:
+                return os.fsencode(below)
+        if above == "/":
+            return None
+        above, name = os.path.split(above)
+        below = f"{name}/{below}"
 
 
 def drop_unused_bases(store: Store, key: str, keep: Collection[str] = (), only: StateId | None = None) -> list[str]:

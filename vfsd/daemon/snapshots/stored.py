@@ -72,6 +72,7 @@ from vfsd.daemon.snapshots.store_restore import (
     Step,
     Stored,
     VolumeUpdate,
+    check_journals,
     drop_unused_bases,
     interrupted,
     open_merges,
@@ -308,6 +309,7 @@ class StoreSnapshots(SnapshotService):
         def begin(plan: Plan) -> None:
             check(plan.live)
             found = plan.changes()
+            check_journals(self._source, found)
             if self._mounted.policy is not None:
                 self._mounted.policy.check(found, step.planned.name)
             update.plan([*found, *plan.touched()])

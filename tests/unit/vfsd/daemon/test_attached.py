@@ -239,6 +239,30 @@ def test_another_directory_at_its_path_is_refused(workspace: Workspace, director
     assert (directory / "f").read_text() == "two"
 
 
+def test_a_restore_leaves_journals_of_workspaces_as_they_are(
+    directory: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon appends to its journal: an older one lacks what programs wrote and synced."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(directory / "state"))
+    journal = directory / "state/vfsd/journals/w/log"
+    journal.parent.mkdir(parents=True)
+    files = (journal, directory / "f")
+    with Workspace.attach_directory(directory, store=store) as workspace:
+        for number in ("one", "two"):
+            for path in files:
+                path.write_text(number)
+            workspace.snapshot(number)
+        for restore in (lambda: workspace.restore("one"), lambda: workspace.revert("one", "two")):
+            with pytest.raises(OSError, match="journals of workspaces") as caught:
+                restore()
+            assert caught.value.errno == errno.EBUSY
+            assert [path.read_text() for path in files] == ["two", "two"]
+        workspace.restore("one", ["f"])
+        assert [path.read_text() for path in files] == ["two", "one"]
+        workspace.undo()  # the journals are as in the state before
+        assert [path.read_text() for path in files] == ["two", "two"]
+
+
 # -- what needs a mount ------------------------------------------------------------------------------
 def test_a_verb_that_needs_a_mount_says_so_in_one_line(workspace: Workspace) -> None:
     for verb, *rest in (["log"], ["policy", "--hide", ".env"], ["exec", "true"], ["upgrade"]):
