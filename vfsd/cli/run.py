@@ -302,7 +302,7 @@ class _Run:
         """Apply, keep or discard; return the outcome, and whether the choice could not be carried out."""
         if self._counts == ChangeCounts():
             self._is_saved = True
-            self._unmount(discard=True)
+            self._unmount(discard=False)  # a process that the command left may have changed something since
             self._note("the command changed nothing")
             return "unchanged", False
         assert self._ended is not None
@@ -310,11 +310,10 @@ class _Run:
             choice = "keep"  # SIGTERM or SIGHUP: the changes may be half done, and nobody may be there to answer
         if choice is None:
             choice = "keep" if self._app.json or not output.can_ask() else self._ask()
-        if choice == "nothing left":
-            self._unmount(discard=True)
-            return "applied", False
-        if choice == "apply":
-            return self._apply()
+        if choice == "apply" and not self._write():
+            return "kept", True
+        if choice in {"apply", "nothing left"}:
+            return "applied", not self._end_saved()
         if choice == "discard":
             self._unmount(discard=True)
             self._note(f"discarded: {count_words(self._counts)}")
@@ -402,23 +401,22 @@ class _Run:
         self._repositories = answer.repositories
         return True
 
-    def _apply(self) -> tuple[Outcome, bool]:
-        if not self._write():
-            return "kept", True
+    def _end_saved(self) -> bool:
+        """Unmount, because the directory has all changes; return whether that was possible."""
         if self._repositories:
             paths = ", ".join(output.show_path(each.path) for each in self._repositories)
             output.report(
                 f"everything was applied except {paths}; workspace {self._name} keeps its own:"
                 f" `vfsd unmount --discard {shlex.quote(self._name)}` removes it when you have what you need of it"
             )
-            return "applied", True
+            return False
+        self._is_saved = True
         try:
             self._unmount(discard=False)
         except OSError as error:  # a process that the command left has changed something since, or has a file open
-            self._is_saved = True
             output.report(f"the changes were applied, but {describe(error)}; {self._kept()}")
-            return "applied", True
-        return "applied", False
+            return False
+        return True
 
     def _unmount(self, *, discard: bool) -> None:
         answer = unmount_and_drop(self._app, self._record, UnmountParams(discard=discard))
