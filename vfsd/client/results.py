@@ -241,7 +241,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Conflicts:
-    """Each pair of some workspaces; the first one is the one that was asked.
+    """Every two of several workspaces; `workspaces` begins with the one that answered.
 
     `below`: by path, what conflicts with the directory below an overlay, and why; None for other workspaces.
     """
