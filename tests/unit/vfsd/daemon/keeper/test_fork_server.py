@@ -1,17 +1,23 @@
-"""The fork server notices that its installation changed."""
+"""The fork server notices that its installation changed; the keeper while its daemon ends."""
 
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import wait_until
+from vfsd.daemon.keeper import keeping
 from vfsd.daemon.keeper.fork_server import LoadedFiles
-from vfsd.daemon.keeper.keeping import ANSWERED, SERVING_NS, deaths_in_a_row, shared_memory
+from vfsd.daemon.keeper.keeping import ANSWERED, RELEASED, SERVING_NS, Keeper, deaths_in_a_row, shared_memory
+from vfsd.wire.options import MountOptions
 
 LATER_NS = time.time_ns() + 10**15  # later than this run
 
@@ -61,3 +67,39 @@ def test_a_daemon_that_did_its_work_ends_a_row_of_deaths(answered: int, served_s
         memory[SERVING_NS] = max(1, time.monotonic_ns() - served_s * 10**9)
     assert deaths_in_a_row(memory, 3) == deaths
     assert deaths_in_a_row(memory, deaths) == deaths + 1  # of the next daemon, which did nothing yet
+
+
+# The main thread ends, and another one goes on until standard input ends: /proc has "Z" for the process.
+ENDING = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_requests_are_sent_again_only_while_nobody_serves_the_mount(
+    is_released: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = threading.Semaphore(0)
+    monkeypatch.setattr(keeping, "_STUCK_CHECK_S", 0.01)
+    monkeypatch.setattr(Keeper, "_watch", lambda _: looked.release())
+    keeper = Keeper(MountOptions.of(str(tmp_path), "ending"))
+    device, keeper._device = os.pipe()
+    keeper._channel, theirs = socket.socketpair()
+    keeper._memory[RELEASED] = is_released
+    with subprocess.Popen([sys.executable, "-c", ENDING], stdin=subprocess.PIPE) as daemon, theirs:
+        assert daemon.stdin is not None
+        keeper._child = daemon.pid
+        wait_until(lambda: b"Z (zombie)" in Path(f"/proc/{daemon.pid}/status").read_bytes(), "the main thread's end")
+        waiting = threading.Thread(target=keeper._wait)
+        waiting.start()
+        for _ in range(3):
+            looked.acquire()
+        daemon.stdin.close()
+        waiting.join()
+        daemon.returncode = 0  # the keeper has reaped it
+    os.close(keeper._device)
+    with open(device, "rb") as sent:
+        assert bool(sent.read()) is not is_released
+    keeper._channel.close()
