@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
 
 from tests.web.conftest import Site
+from tests.web.screenshots import PICTURES, chromium, example, take_pictures
 from tests.web.test_pages import HOSTILE, PNG
 from vfsd.client.workspace import Workspace
 from vfsd.web import pages
 
-PROGRAMS = ("chromium-headless-shell", "chromium")
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
-        pytest.skip("there is no Chromium: install chromium-headless-shell")
     with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        launched = chromium(playwright)
+        if launched is None:
+            pytest.skip("there is no Chromium: install chromium-headless-shell")
         yield launched
         launched.close()
 
@@ -36,19 +35,31 @@ def context(browser: Browser, site: Site) -> Iterator[BrowserContext]:
     opened.close()
 
 
-@pytest.fixture
-def page(context: BrowserContext, site: Site) -> Iterator[Page]:
-    """A page that came in by the URL with the token.  No script failed, no policy was violated, no dialog opened."""
+@contextmanager
+def without_problems(opened: Page) -> Iterator[Page]:
+    """On the page no script fails, the console has no errors and no warnings, and no dialog opens."""
     problems: list[str] = []
-    opened = context.new_page()
     opened.set_default_timeout(20_000)
     opened.on("pageerror", lambda error: problems.append(str(error)))
     opened.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    opened.on("console", lambda line: problems.append(line.text) if "Content Security" in line.text else None)
-    opened.goto(site.entrance)
-    opened.wait_for_url(f"{site.url}/")
+
+    def note(line: ConsoleMessage) -> None:
+        is_status = line.text.startswith("Failed to load resource") and "/w/" in line.location["url"]  # a page with 404
+        if line.type in ("error", "warning") and not is_status:
+            problems.append(line.text)
+
+    opened.on("console", note)
     yield opened
     assert problems == []
+
+
+@pytest.fixture
+def page(context: BrowserContext, site: Site) -> Iterator[Page]:
+    """A page that came in by the URL with the token."""
+    with without_problems(context.new_page()) as opened:
+        opened.goto(site.entrance)
+        opened.wait_for_url(f"{site.url}/")
+        yield opened
 
 
 def overflow(page: Page) -> int:
@@ -168,17 +179,35 @@ def test_reading_and_restoring_work_without_scripts(browser: Browser, site: Site
     context.close()
 
 
-def test_the_dark_scheme_is_dark_and_text_has_contrast(page: Page, site: Site, story: None) -> None:
-    page.goto(f"{site.url}/w/demo/")
-    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.emulate_media(color_scheme="dark")
-    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    text = page.evaluate("getComputedStyle(document.body).color")
-    assert (light, _brightness(dark) < 40, _brightness(text) > 180) == ("rgb(255, 255, 255)", True, True)
+# The texts of the page whose contrast to what is behind them is below 4.5 : 1 (WCAG 2.2, 1.4.3).
+FAINT = """() => {
+  const numbers = (colour) => colour.match(/[0-9.]+/g).map(Number);
+  const light = (colour) => numbers(colour).slice(0, 3).map((each) => each / 255)
+    .map((each) => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, each, at) => sum + each * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (each) => {
+    const colour = getComputedStyle(each).backgroundColor;
+    return numbers(colour)[3] === 0 && each.parentElement ? behind(each.parentElement) : colour;
+  };
+  const hasText = (each) => [...each.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+  return [...document.querySelectorAll("body *")].filter((each) => each.checkVisibility() && hasText(each))
+    .filter((each) => {
+      const [one, other] = [light(getComputedStyle(each).color), light(behind(each))].sort((a, b) => b - a);
+      return (one + 0.05) / (other + 0.05) < 4.5;
+    }).map((each) => each.outerHTML);
+}"""
 
 
-def _brightness(colour: str) -> float:
-    return sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(","))) / 3
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast_in_the_light_and_the_dark_scheme(
+    page: Page, site: Site, story: None, scheme: Literal["light", "dark"]
+) -> None:
+    page.emulate_media(color_scheme=scheme)
+    for path in ("", "tree?snapshot=two", "compare?a=one&b=two&path=a.txt", "revert?since=one&until=two"):
+        page.goto(f"{site.url}/w/demo/{path}")
+        assert page.evaluate(FAINT) == []
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
 
 
 def test_keys_move_open_and_go_up(page: Page, site: Site, story: None) -> None:
@@ -211,11 +240,10 @@ def test_keys_move_open_and_go_up(page: Page, site: Site, story: None) -> None:
 def keyboard(request: pytest.FixtureRequest, browser: Browser, site: Site) -> Iterator[Page]:
     """A page that is used by keyboard only."""
     context = browser.new_context(java_script_enabled=request.param == "with scripts")
-    page = context.new_page()
-    page.set_default_timeout(20_000)
-    page.goto(site.entrance)
-    page.wait_for_url(f"{site.url}/")
-    yield page
+    with without_problems(context.new_page()) as page:
+        page.goto(site.entrance)
+        page.wait_for_url(f"{site.url}/")
+        yield page
     context.close()
 
 
@@ -302,21 +330,113 @@ def test_changes_of_an_overlay_are_applied_and_discarded_by_keyboard(keyboard: P
         assert (top / "mine").read_text() == "again"
 
 
+# What a finger cannot hit: controls that are less than 40 pixels wide or high.
+SMALL = """() => [...document.querySelectorAll("a, button, summary, select, input:not([type=hidden])")]
+  .filter((each) => each.checkVisibility())
+  .map((each) => each.type === "checkbox" ? each.closest("label") : each)
+  .filter((each) => Math.min(each.getBoundingClientRect().width, each.getBoundingClientRect().height) < 40)
+  .map((each) => each.outerHTML)"""
+CONTROLS = ("button", "checkbox", "combobox", "link", "textbox", "DisclosureTriangle")
+
+
+def nameless(page: Page) -> list[object]:
+    """The controls for which a screen reader has no name."""
+    session = page.context.new_cdp_session(page)
+    nodes = session.send("Accessibility.getFullAXTree")["nodes"]
+    session.detach()
+    controls = [each for each in nodes if not each["ignored"] and each["role"]["value"] in CONTROLS]
+    assert controls
+    return [each for each in controls if not each.get("name", {}).get("value")]
+
+
 @pytest.mark.usefixtures("story")
-def test_a_phone_needs_no_scrolling_sideways(page: Page, site: Site, root: Path, workspace: Workspace) -> None:
+def test_each_page_suits_a_phone_and_a_screen_reader(page: Page, site: Site, root: Path, workspace: Workspace) -> None:
     long, state = "n" * 255, "s" * 128
     (root / long).write_text("long " * 500 + "x" * 5000)
-    workspace.snapshot(state)
+    workspace.snapshot(state, tag="claude:tool session=a-session id=toolu_1: Bash: make")
     (root / long).write_text("other")
     page.set_viewport_size({"width": 360, "height": 640})
-    for path in (
-        "", "w/demo/", "w/demo/tree", f"w/demo/file?path={long}", "w/demo/changes", "w/demo/restore?snapshot=one",
-        f"w/demo/compare?a={state}&path={long}", "w/demo/compare?a=one&b=two&path=a.txt", "w/demo/fork", "w/none/",
-    ):  # fmt: skip
-        page.goto(f"{site.url}/{path}")
-        assert overflow(page) <= 0, path
+    with workspace.fork(root.parent / "f", name="f" * 60):
+        (root.parent / "f" / long).write_text("of the fork")
+        for path in (
+            "", "w/demo/", "w/demo/tree", f"w/demo/file?path={long}", "w/demo/changes", "w/demo/restore?snapshot=one",
+            f"w/demo/compare?a={state}&path={long}", "w/demo/compare?a=one&b=two&path=a.txt", "w/demo/fork", "w/none/",
+            "w/demo/conflicts", "w/demo/revert?session=a-session", f"w/demo/merge?fork={'f' * 60}",
+            f"w/demo/adopt?fork={'f' * 60}", "w/demo/drop?snapshot=one",
+        ):  # fmt: skip
+            page.goto(f"{site.url}/{path}")
+            page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+            assert overflow(page) <= 0, path
+            assert page.evaluate(SMALL) == [], path
+            assert nameless(page) == [], path
     page.goto(f"{site.url}/w/demo/compare?a=one&b=two&path=a.txt")
     assert page.locator("tr.changed").inner_text().split() == ["2", "second", "2", "SECOND"]
+
+
+def test_the_tab_key_leads_to_each_control_and_shows_where_it_is(page: Page, site: Site, story: None) -> None:
+    page.goto(f"{site.url}/w/demo/")
+    controls = page.evaluate("""() => {
+      document.querySelectorAll("details").forEach((each) => { each.open = true; });
+      window.left = new Set(document.querySelectorAll("a, button, summary, input:not([type=hidden])"));
+      return window.left.size;
+    }""")
+    for _ in range(controls):
+        page.keyboard.press("Tab")
+        assert page.evaluate("""() => {
+          window.left.delete(document.activeElement);
+          const style = getComputedStyle(document.activeElement);
+          return style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2;
+        }""")
+    assert page.evaluate("window.left.size") == 0
+
+
+def test_conflicts_of_forks_and_a_revert_of_a_range_by_keyboard(
+    keyboard: Page, site: Site, workdir: Path, root: Path, workspace: Workspace, story: None
+) -> None:
+    page = keyboard
+    with workspace.fork(workdir / "f1", name="f1"), workspace.fork(workdir / "f2", name="f2"):
+        for fork in ("f1", "f2"):
+            (workdir / fork / "a.txt").write_text(f"{fork}\n")
+        (workdir / "f2" / "src/new").write_text("of f2")
+        (root / "src/new").write_text("newer")
+        page.goto(f"{site.url}/w/demo/")
+        press(page, "a:text-is('Conflicts')")
+        heading(page, "Conflicts of demo and its forks")
+        rows = page.locator("table.matrix tr").all_inner_texts()
+        assert [row.split() for row in rows] == [
+            ["f1", "f2"],
+            ["demo", "-", "1", "path,", "1", "conflict"],
+            ["f1", "1", "path,", "1", "conflict"],
+        ]
+        press(page, "table.matrix a[href='#f1:f2']")
+        assert page.inner_text("h2:has-text('f1 and f2') + ul").startswith("a.txt: content")
+        press(page, "a[aria-label='Merge f2 into demo']")
+        heading(page, "Merge f2 into demo?")
+    page.goto(f"{site.url}/w/demo/changes?a=one&b=two")
+    press(page, "a:text-is('Revert these changes…')")
+    heading(page, "Revert one..two, and keep everything later?")
+    assert "src/new" in page.inner_text("ul.problem")
+    press(page, "select[name=conflicts]", "ArrowDown")
+    press(page, "button:text-is('Show')")
+    page.wait_for_selector("button:text-is('Revert')")
+    press(page, "button:text-is('Revert')")
+    heading(page, "Reverted one..two")
+    assert (root / "a.txt").read_text() == "first\nsecond\nthird\n"
+    assert (root / "src/new").read_text() == "newer"
+    press(page, "button:text-is('Undo')")
+    heading(page, "Undid")
+    assert "SECOND" in (root / "a.txt").read_text()
+
+
+@pytest.mark.extended
+def test_the_pictures_of_the_docs_are_made(browser: Browser, site: Site, workdir: Path, tmp_path: Path) -> None:
+    with example(workdir):
+        take_pictures(browser, site, tmp_path)
+    docs = Path(__file__).parents[2] / "docs"
+    for name in PICTURES:
+        assert (tmp_path / name).read_bytes().startswith(PNG[:8])
+        assert f"({name})" in (docs / "web.md").read_text()
+        assert (docs / name).exists()
 
 
 @pytest.mark.extended

@@ -308,12 +308,19 @@ def test_a_change_is_reverted_and_later_ones_stay(site: Site, workspace: Workspa
     timeline = site.get("/w/demo/").text
     assert "revert?tool_call=toolu_1" in timeline
     assert "revert?since=toolu_1&amp;until=two" in timeline
+    assert "revert?session=s" in timeline
+    assert "revert?since=one&amp;until=two" in site.get("/w/demo/changes", a="one", b="two").text
+    assert "revert?" not in site.get("/w/demo/changes", a="two", b="one").text  # not in the order of their times
     page = site.get("/w/demo/revert", tool_call="toolu_1")
     assert "Revert tool call toolu_1, and keep everything later?" in page.words
     done = site.post("/w/demo/revert", **site.form("/w/demo/revert", tool_call="toolu_1"))
     assert "Reverted tool call toolu_1: 1 removed." in done.words
     assert not (root / "doomed").exists()
     assert (root / "later").exists()
+    assert "Undid" in site.post("/w/demo/restore", **site.form("/w/demo/restore", kind="undo")).words
+    done = site.post("/w/demo/revert", **site.form("/w/demo/revert", session="s", path="doomed"))
+    assert "Reverted session s in doomed: 1 removed." in done.words
+    assert not (root / "doomed").exists()
 
 
 def test_a_fork_is_made_and_merged(site: Site, workdir: Path, root: Path, story: None) -> None:

@@ -1,4 +1,5 @@
-"""The pages that change something: snapshot, restore, undo, redo, revert, drop, fork, merge, adopt, apply, discard.
+"""The pages that change something: snapshot, restore, undo, redo, revert, drop, fork, merge, adopt, apply, discard; and
+`show_conflicts`, which shows what merges would conflict.
 
 A GET shows what would happen: a restore, an undo, a merge and a revert as a dry run.  A POST with the token of the form
 does it, and leads to a page with the outcome, which offers to undo it.  A restore, an undo and a redo name the time of
@@ -25,10 +26,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 
+from vfsd.cli.common.wording import count_words
 from vfsd.client.arguments import fork_target
 from vfsd.client.async_connection import finish
 from vfsd.client.requests import RemoteCall
-from vfsd.client.results import Applied, Change, Counts, Merged, Restored, Reverted
+from vfsd.client.results import Applied, Change, Conflicts, Merged, Pair, Restored, Reverted
 from vfsd.machine.text import counted, older_note
 from vfsd.web.access import Credentials
 from vfsd.web.pages import given, sources_of, workspace_of
@@ -63,12 +65,6 @@ async def show_done(request: Request) -> Response:
 def listed(changes: tuple[Change, ...]) -> list[tuple[str, Change]]:
     """Return the first changes, with their wire paths."""
     return [(wire_path(os.fsencode(change.path)), change) for change in changes[:_LISTED]]
-
-
-def count_words(counts: Counts) -> str:
-    """Say how many paths were added, modified and removed."""
-    parts = ((counts.added, "added"), (counts.modified, "modified"), (counts.removed, "removed"))
-    return ", ".join(f"{count:,} {word}" for count, word in parts if count) or "no changes"
 
 
 def problem_lines(problems: Mapping[str, object]) -> list[str]:
@@ -341,7 +337,23 @@ def _touch(form: Mapping[str, str]) -> bool:
     return form.get("touch") == "yes"
 
 
-# -- merges and adoptions ------------------------------------------------------------------------------
+# -- merges, adoptions and reverts ---------------------------------------------------------------------
+async def show_conflicts(request: Request) -> Response:
+    """GET `/w/KEY/conflicts`: which workspaces of the family change the same paths, and which merges would conflict."""
+    source = workspace_of(request)
+    found: Conflicts = await source.run(source.requests.conflicts())
+    return page(
+        request,
+        "conflicts.html",
+        source=source,
+        names=found.workspaces,
+        pairs={(pair.a, pair.b): pair for pair in found.pairs},
+        lines=_conflicts,
+        below=problem_lines(found.below or {}),
+        up=href(source.key, ""),
+    )
+
+
 def _pair(request: Request, given: Mapping[str, str]) -> tuple[WorkspaceSource, str]:
     """Return the workspace that the URL names, and the name of the fork in `given`, which is a running workspace."""
     other = given.get("fork", "")
@@ -360,6 +372,7 @@ async def confirm_merge(request: Request) -> Response:
         found,
         title=f"Merge {fork} into {source.title}?",
         action="merge",
+        label="Paths that both changed",
         hidden={"fork": fork},
         policy=policy,
         policies={**_POLICIES, "ours": f"keep {source.title}", "theirs": f"take {fork}"},
@@ -383,7 +396,7 @@ def _policy(given: Mapping[str, str]) -> Literal["fail", "ours", "theirs", "mark
     return cast("Literal['fail', 'ours', 'theirs', 'markers']", policy)
 
 
-def _conflicts(found: Merged | Reverted) -> list[str]:
+def _conflicts(found: Merged | Reverted | Pair) -> list[str]:
     return problem_lines({path: f"{each.reason}: {each.detail}" for path, each in found.conflicts.items()})
 
 
@@ -424,15 +437,15 @@ async def adopt(request: Request) -> Response:
 def _revert_call(
     source: WorkspaceSource, given: Mapping[str, str], *, dry_run: bool
 ) -> tuple[RemoteCall[Reverted], dict[str, str]]:
-    """Build the request of a revert of a call or of a range; also return its form fields."""
-    hidden = {name: given[name] for name in ("since", "until", "tool_call") if given.get(name)}
-    policy = _policy(given)
-    call = source.requests.revert(**cast("Any", hidden), conflicts=policy, dry_run=dry_run, touch=_touch(given))
-    return call, hidden
+    """Build the request of a revert of a range, a call or a session; also return its form fields."""
+    chosen = {name: given[name] for name in ("since", "until", "tool_call", "session") if given.get(name)}
+    options: Any = {"paths": _paths(given), "conflicts": _policy(given), "dry_run": dry_run, "touch": _touch(given)}
+    call = source.requests.revert(**cast("Any", chosen), **options)
+    return call, {**chosen, "path": given.get("path", "")}
 
 
 async def confirm_revert(request: Request) -> Response:
-    """GET `/w/KEY/revert`: show what the revert of a call, or of a range of states, would change."""
+    """GET `/w/KEY/revert`: show what the revert of a range of states, a call or a session would change."""
     source, policy = workspace_of(request), _policy(request.query_params)
     call, hidden = _revert_call(source, request.query_params, dry_run=True)
     found = await source.run(call)
@@ -441,8 +454,9 @@ async def confirm_revert(request: Request) -> Response:
         "merge.html",
         source,
         found,
-        title=f"Revert {found.reverted}, and keep everything later?",
+        title=f"Revert {_reverted(found, hidden)}, and keep everything later?",
         action="revert",
+        label="Paths that were changed again since then",
         hidden=hidden,
         policy=policy,
         policies={**_POLICIES, "theirs": "take the older version"},
@@ -452,12 +466,17 @@ async def confirm_revert(request: Request) -> Response:
 
 
 async def revert(request: Request) -> Response:
-    """POST `/w/KEY/revert`: undo what a call, or a range of states, changed."""
+    """POST `/w/KEY/revert`: undo what a range of states, a call or a session changed."""
     form = await fields(request)
     source = workspace_of(request)
-    found = await complete(source, _revert_call(source, form, dry_run=False)[0])
+    call, hidden = _revert_call(source, form, dry_run=False)
+    found = await complete(source, call)
     notes = [*found.warnings, *_conflicts(found), *_repositories(found)]
-    return await _merged(request, source, found, found.reverted, f"Reverted {found.reverted}", notes)
+    return await _merged(request, source, found, found.reverted, f"Reverted {_reverted(found, hidden)}", notes)
+
+
+def _reverted(found: Reverted, hidden: Mapping[str, str]) -> str:
+    return f"{found.reverted} in {hidden['path']}" if hidden["path"] else found.reverted
 
 
 # -- overlays -----------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ async def show_timeline(request: Request) -> Response:
         steps=steps[start : start + STEPS],
         older=steps[start + STEPS - 1].name if len(steps) > start + STEPS else None,
         first=start == 0,
-        calls={step.name: _call(step.snapshot) for step in steps[start : start + STEPS]},
+        points={step.name: step.snapshot and parse_tag(step.snapshot.tag) for step in steps[start : start + STEPS]},
         counts=counts,
         live_counts=live,
         authors={name: [each for each, _ in found.most_common(AUTHORS + 1)] for name, found in (told or {}).items()},
@@ -155,12 +155,6 @@ async def _authors(source: WorkspaceSource, steps: Sequence[Step]) -> Mapping[st
         if error.errno != errno.EOPNOTSUPP:
             raise
         return {}  # mounted with --no-audit
-
-
-def _call(snapshot: Snapshot | None) -> str:
-    """Return the id of the tool call that the hooks of an agent kept this state after; "" for any other state."""
-    point = None if snapshot is None else parse_tag(snapshot.tag)
-    return "" if point is None or point.kind != "tool" else point.tool_use_id
 
 
 async def _live_counts(source: WorkspaceSource, live: Step) -> Counts | None:
@@ -287,6 +281,7 @@ async def show_changes(request: Request) -> Response:
     a, b, start = given(request, "a"), given(request, "b"), number(request, "start")
     step, snapshots = await _step(source, b)
     a = a or step.before
+    names = [each.name for each in snapshots]
     found = None
     if a is not None or _is_overlay(source):
         soon_s = None if given(request, "wait") else SOON_S
@@ -298,7 +293,8 @@ async def show_changes(request: Request) -> Response:
         path=path,
         a=a,
         b=b,
-        names=[each.name for each in snapshots],
+        names=names,
+        can_revert=a in names[: None if b is None else names.index(b)],
         is_first=found is None,
         counts=None if found is None else found.counts,
         changes=[] if found is None else [(each.path, each) for each in found.records],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 from datetime import datetime
 from functools import cache
@@ -22,9 +23,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 import vfsd
+from vfsd.cli.common.wording import LETTERS, count_words
 from vfsd.client.connection import ControlError
 from vfsd.machine.text import counted, human_size, link_note, show_path
 from vfsd.web.access import Credentials
+from vfsd.wire.messages import wire_path
 
 # Controls other than tab and newline, and what changes the direction of text (Unicode Standard Annex 9).
 _HIDDEN: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -69,7 +72,9 @@ def _environment() -> jinja2.Environment:
     )
     made.filters.update(name=show_path, visible=visible, size=human_size, time=local_time)
     made.filters["link_note"] = lambda change: link_note(change.linked_to, change.unlinked_from)
-    made.globals.update(href=href, api=api, counted=counted, crumbs=crumbs, version=vfsd.__version__)
+    made.filters["path"] = lambda path: show_path(wire_path(os.fsencode(path)))
+    made.globals.update(href=href, api=api, counted=counted, count_words=count_words, letters=LETTERS, crumbs=crumbs)
+    made.globals["version"] = vfsd.__version__
     return made
 
 

@@ -105,6 +105,7 @@ def application(sources: Sources, credentials: Credentials, port: int) -> ASGIAp
         Route("/w/{key}/file", pages.show_file),
         Route("/w/{key}/changes", pages.show_changes),
         Route("/w/{key}/compare", pages.show_comparison),
+        Route("/w/{key}/conflicts", actions.show_conflicts),
         Route("/w/{key}/done", actions.show_done),
         Route("/w/{key}/snapshot", actions.take_snapshot, methods=["POST"]),
         Route("/api/openapi.json", api.openapi),

@@ -23,6 +23,7 @@ from protocol.tool_messages import GlobParams, Params
 from protocol.tools import TOOLS, Tool
 from protocol.tools.base import json_schema, parsed, printable
 from protocol.types import ChangeCounts
+from vfsd.cli.common.wording import change_line, count_words, with_slash
 from vfsd.client.connection import ControlError
 from vfsd.client.log import LoggedChange
 from vfsd.client.requests import OnProgress, RemoteCall
@@ -34,7 +35,6 @@ from vfsd.operations.workspace import StatusResult, nameless
 from vfsd.wire.messages import wire_path
 
 PATCH_BYTES: Final = 256 * 1024  # of a patch, for a model: as much as the shell tool shows of a stream
-_LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 _PATHS_SHOWN: Final = 100
 _COMMAND_CHARACTERS: Final = 100
 _Name = Annotated[str, Meta(min_length=1)]
@@ -134,7 +134,7 @@ async def _snapshots(params: SnapshotsToolParams, session: Session, _on_progress
 
 def _snapshot_line(snapshot: Snapshot) -> str:
     words = [snapshot.name, snapshot.created_at.isoformat(timespec="seconds"), _size(snapshot)]
-    words += [] if snapshot.changes is None else [_counted(snapshot.changes)]
+    words += [] if snapshot.changes is None else [count_words(snapshot.changes)]
     words += [] if snapshot.kind == "user" else [f"({snapshot.kind})"]
     return "  ".join([*words, *([snapshot.tag] if snapshot.tag else [])])
 
@@ -174,7 +174,7 @@ def _restored_lines(params: RestoreToolParams, restored: Restored) -> list[str]:
     if not restored.counts.total and not restored.problems:
         return [f"Nothing to change: everything is as in {restored.source}"]
     done = f"undid {restored.step}" if params.undo and restored.step else f"restored {restored.source}"
-    lines = [f"Would have {done}:" if params.dry_run else f"{done.capitalize()}:", _counted(restored.counts)]
+    lines = [f"Would have {done}:" if params.dry_run else f"{done.capitalize()}:", count_words(restored.counts)]
     lines += _change_lines(restored.changes, restored.counts, _PATHS_SHOWN)
     lines += _some([f"(could not be restored: {path}: {reason})" for path, reason in restored.problems.items()])
     if restored.older:
@@ -212,7 +212,7 @@ async def _revert(params: RevertToolParams, session: Session, on_progress: OnPro
     else:
         lines += [
             f"{'Would have reverted' if params.dry_run else 'Reverted'} {found.reverted}:",
-            _counted(found.counts),
+            count_words(found.counts),
         ]
         lines += _change_lines(found.changes, found.counts, _PATHS_SHOWN)
     lines += _some([f"(conflict: {path}: {each.reason}, {each.detail})" for path, each in found.conflicts.items()])
@@ -238,7 +238,7 @@ async def _diff(params: DiffToolParams, session: Session, _on_progress: OnProgre
     if params.patch:
         return _patch_text(await session.send(requests.patch(params.since, params.until, params.paths)))
     found: Diff = await session.send(requests.diff(params.since, params.until, params.paths))
-    head = f"From {found.a} to {found.b or 'the present state'}: {_counted(found.counts)}"
+    head = f"From {found.a} to {found.b or 'the present state'}: {count_words(found.counts)}"
     return "\n".join([head, *_change_lines(found.changes, found.counts, params.limit)])
 
 
@@ -251,18 +251,13 @@ def _patch_text(patch: Patch) -> str:
 
 def _change_lines(changes: tuple[Change, ...], counts: ChangeCounts, limit: int) -> list[str]:
     lines = [
-        f"{_LETTERS[change.change]} {change.path}{'/' if change.type == 'directory' else ''}"
-        f"{link_note(change.linked_to, change.unlinked_from)}"
+        change_line(change.change, with_slash(change.path, change.type))
+        + link_note(change.linked_to, change.unlinked_from)
         for change in changes[:limit]
     ]
     if counts.total > len(lines):
         lines.append(f"(the first {len(lines)} of {counts.total} paths)")
     return lines
-
-
-def _counted(counts: ChangeCounts) -> str:
-    parts = [("added", counts.added), ("modified", counts.modified), ("removed", counts.removed)]
-    return ", ".join(f"{count} {word}" for word, count in parts if count) or "no changes"
 
 
 def _some(lines: list[str]) -> list[str]:
