@@ -15,9 +15,9 @@ try:
     import signal
 
     from vfsd import __version__
-    from vfsd.cli.common import wording
     from vfsd.client.quick_call import BegunCall, begin
     from vfsd.machine import selection
+    from vfsd.machine import text as wording
 except KeyboardInterrupt:
     sys.exit(130)
 

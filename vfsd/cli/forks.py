@@ -37,11 +37,11 @@ from vfsd.cli.common.values import (
     complete_workspace,
     touch_option,
 )
-from vfsd.cli.common.wording import count_words, older_lines, outcome_lines
 from vfsd.cli.unmount import unmount_running
 from vfsd.client.arguments import fork_target
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import read_record, unique_name
+from vfsd.machine.text import count_words, older_lines, outcome_lines
 from vfsd.operations.forks import (
     ConflictRecord,
     Conflicts,

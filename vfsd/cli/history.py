@@ -24,11 +24,11 @@ from vfsd.cli.common.app import INTERRUPTED, App, Command, waking
 from vfsd.cli.common.changes import PatientOutput, paged
 from vfsd.cli.common.output import counted, show_path
 from vfsd.cli.common.values import complete_path, complete_snapshot, with_similar_snapshots
-from vfsd.cli.common.wording import signed_counts, step_words
 from vfsd.client.connection import ControlClient
 from vfsd.client.log import Following, followed
 from vfsd.client.results import Snapshot
 from vfsd.client.timeline import authors, timeline
+from vfsd.machine.text import signed_counts, step_words
 from vfsd.operations.snapshots import DiffResult
 from vfsd.operations.workspace import LogEntry, LogResult, Overflow, ProcessRecord, WatchParams, nameless
 from vfsd.wire.messages import ControlError, control_error

@@ -18,11 +18,11 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.changes import show_dry_run, show_outcome, show_problems
 from vfsd.cli.common.values import touch_option
-from vfsd.cli.common.wording import nothing_to_restore, signed_counts
 from vfsd.machine.agent_points import AgentPoint, parse_tag, session_above
 from vfsd.machine.mounts import why_no_mount
 from vfsd.machine.runtime import read_records
 from vfsd.machine.selection import containing, socket_dir
+from vfsd.machine.text import nothing_to_restore, signed_counts
 from vfsd.operations.snapshots import RestoreResult, SnapshotRecord, SnapshotsResult
 from vfsd.wire.messages import wire_path
 

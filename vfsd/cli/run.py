@@ -50,13 +50,13 @@ from vfsd.cli.common.changes import (
 )
 from vfsd.cli.common.summary import Summary, rules_for, summarize
 from vfsd.cli.common.values import touch_option
-from vfsd.cli.common.wording import count_words, older_lines
 from vfsd.cli.unmount import clear_away, unmount_and_drop
 from vfsd.client import launch
 from vfsd.client.arguments import mount_options, running_workspace
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.directories import disk_bytes, journal_directory
 from vfsd.machine.runtime import WORKSPACE_VARIABLE, WorkspaceRecord, make_place, remove_place
+from vfsd.machine.text import count_words, older_lines
 from vfsd.operations.declaration import RepositoryRecord
 from vfsd.operations.snapshots import ApplyResult, DiffResult
 from vfsd.operations.workspace import StatusResult, UnmountParams

@@ -45,8 +45,8 @@ from vfsd.cli.common.values import (
     include_option,
     touch_option,
 )
-from vfsd.cli.common.wording import nothing_to_restore, signed_counts, step_lines, step_words
 from vfsd.client.requests import RemoteCall
+from vfsd.machine.text import nothing_to_restore, signed_counts, step_lines, step_words
 from vfsd.operations.declaration import ChangeRecord
 from vfsd.operations.snapshots import (
     DiffResult,

@@ -17,7 +17,6 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import complete_workspace, refuse_other_archives
-from vfsd.cli.common.wording import count_words
 from vfsd.client.arguments import running_workspace
 from vfsd.client.connection import daemon_end
 from vfsd.client.requests import RemoteCall, Requests
@@ -25,6 +24,7 @@ from vfsd.machine.directories import drop_command
 from vfsd.machine.mountinfo import mount_at, unmounting_command
 from vfsd.machine.mounts import clear_dead_mount, is_dead, is_held
 from vfsd.machine.runtime import WorkspaceRecord, is_own_place, read_record, remove_place, remove_record
+from vfsd.machine.text import count_words
 from vfsd.operations.snapshots import ExportResult
 from vfsd.operations.workspace import UnmountParams, UnmountResult, UnsavedResult
 from vfsd.wire.messages import wire_path

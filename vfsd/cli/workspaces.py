@@ -12,9 +12,9 @@ import click
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.values import complete_workspace
-from vfsd.cli.common.wording import status_rows
 from vfsd.client.requests import RemoteCall, upgrade_params
 from vfsd.machine.runtime import WorkspaceRecord, read_records
+from vfsd.machine.text import status_rows
 from vfsd.operations.workspace import CompactResult, PolicyResult, StatusResult, UpgradeResult
 from vfsd.wire.messages import wire_path
 

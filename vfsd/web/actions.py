@@ -26,12 +26,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 
-from vfsd.cli.common.wording import count_words
 from vfsd.client.arguments import fork_target
 from vfsd.client.async_connection import finish
 from vfsd.client.requests import RemoteCall
 from vfsd.client.results import Applied, Change, Conflicts, Merged, Pair, Restored, Reverted
-from vfsd.machine.text import counted, older_note
+from vfsd.machine.text import count_words, counted, older_note
 from vfsd.web.access import Credentials
 from vfsd.web.pages import given, sources_of, workspace_of
 from vfsd.web.rendering import WrongRequestError, href, page

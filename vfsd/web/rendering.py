@@ -23,9 +23,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 import vfsd
-from vfsd.cli.common.wording import LETTERS, count_words
 from vfsd.client.connection import ControlError
-from vfsd.machine.text import counted, human_size, link_note, show_path
+from vfsd.machine.text import LETTERS, count_words, counted, human_size, link_note, show_path
 from vfsd.web.access import Credentials
 from vfsd.wire.messages import wire_path
 

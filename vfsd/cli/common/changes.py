@@ -29,9 +29,8 @@ from protocol.errors import shortened
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App
 from vfsd.cli.common.output import counted
-from vfsd.cli.common.wording import LETTERS, change_line, count_words, outcome_lines, with_slash
 from vfsd.client.requests import RemoteCall
-from vfsd.machine.text import link_note
+from vfsd.machine.text import LETTERS, change_line, count_words, link_note, outcome_lines, with_slash
 from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
 from vfsd.operations.snapshots import DiffResult, ImportResult, ProblemRecord, RestoreResult
 from vfsd.wire.messages import LineBuffer

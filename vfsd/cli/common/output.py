@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
+    from vfsd.machine.text import Cell, Kind
     from vfsd.wire.messages import ProgressReport
 
-Cell = str | int | None
-Kind = Literal["text", "size", "count", "time", "minute", "path"]
 
 _WIDEST_TABLE: Final = 100_000  # columns
 

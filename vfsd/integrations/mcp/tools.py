@@ -23,13 +23,12 @@ from protocol.tool_messages import GlobParams, Params
 from protocol.tools import TOOLS, Tool
 from protocol.tools.base import json_schema, parsed, printable
 from protocol.types import ChangeCounts
-from vfsd.cli.common.wording import change_line, count_words, with_slash
 from vfsd.client.connection import ControlError
 from vfsd.client.log import LoggedChange
 from vfsd.client.requests import OnProgress, RemoteCall
 from vfsd.client.results import Change, Diff, Patch, Restored, Reverted, Snapshot
 from vfsd.integrations.mcp.session import Session
-from vfsd.machine.text import counted, link_note, older_note
+from vfsd.machine.text import change_line, count_words, counted, link_note, older_note, with_slash
 from vfsd.operations.fs import FsReadParams, FsReadResult
 from vfsd.operations.workspace import StatusResult, nameless
 from vfsd.wire.messages import wire_path
