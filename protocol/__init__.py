@@ -15,18 +15,34 @@ if TYPE_CHECKING:
     from protocol.portable.remote import RemoteFilesystem as RemoteFilesystem
     from protocol.snapshot_manager import SnapshotManager as SnapshotManager
     from protocol.types import READ_ENTIRE_FILE as READ_ENTIRE_FILE
+    from protocol.types import FileEntry as FileEntry
+    from protocol.types import FileStat as FileStat
+    from protocol.types import FilesystemSnapshot as FilesystemSnapshot
+    from protocol.types import GlobMatch as GlobMatch
+    from protocol.types import GrepMatch as GrepMatch
+    from protocol.types import ReadBytesResult as ReadBytesResult
+    from protocol.types import ReadResult as ReadResult
+    from protocol.types import WriteResult as WriteResult
 
 # Imported on first use, so that a program that needs one contract does not load every backend.
 _EXPORTS: Final = {
-    "READ_ENTIRE_FILE": "protocol.types",
+    "FileEntry": "protocol.types",
+    "FileStat": "protocol.types",
     "Filesystem": "protocol.filesystem",
+    "FilesystemSnapshot": "protocol.types",
+    "GlobMatch": "protocol.types",
+    "GrepMatch": "protocol.types",
     "HostFilesystem": "protocol.adapters.host",
     "HostMount": "protocol.adapters.host",
     "InMemoryFilesystem": "protocol.backends.filesystems",
+    "READ_ENTIRE_FILE": "protocol.types",
+    "ReadBytesResult": "protocol.types",
+    "ReadResult": "protocol.types",
     "RemoteFilesystem": "protocol.portable.remote",
     "SnapshotManager": "protocol.snapshot_manager",
     "SnapshotableFilesystem": "protocol.filesystem",
     "VolumeFilesystem": "protocol.adapters.volume",
+    "WriteResult": "protocol.types",
 }
 
 __all__ = [*_EXPORTS]  # noqa: PLE0604

@@ -67,7 +67,7 @@ class SnapshotManager:
         record = _Record(datetime.now(UTC), self._filesystem.root, tag)
         write_atomically(self._path(name, _RECORD), msgspec.json.encode(record), durable=True)
         try:
-            self._export(path)
+            export_state(self._filesystem, path)
         except FileExistsError:
             raise SnapshotExistsError(name) from None  # another manager was faster and wrote its own record
         except BaseException:
@@ -86,10 +86,7 @@ class SnapshotManager:
 
         ArchiveError if the archive is refused; FileNotFoundError.
         """
-        if isinstance(self._filesystem, SnapshotableFilesystem):
-            self._filesystem.import_archive(archive_path)
-        else:
-            _put_archive_into(self._filesystem, archive_path)
+        import_state(self._filesystem, archive_path)
 
     def get(self, snapshot_id: str | UUID) -> FilesystemSnapshot:
         """Return one snapshot.  SnapshotNotFoundError."""
@@ -127,12 +124,6 @@ class SnapshotManager:
         path = self._path(name, _ARCHIVE)
         return FilesystemSnapshot(name, record.created_at, path, record.root_path, record.tag)
 
-    def _export(self, path: str) -> None:
-        if isinstance(self._filesystem, SnapshotableFilesystem):
-            self._filesystem.export_archive(path)
-        else:
-            export_archive(FilesystemTree(self._filesystem), path)
-
     def _read_record(self, name: str, made_ns: int) -> _Record:
         """Return the record of an archive, or a default for an archive without one, which a user copied there."""
         try:
@@ -153,11 +144,23 @@ def _checked(snapshot_id: str | UUID) -> str:
     return name
 
 
-def _put_archive_into(filesystem: Filesystem, path: str | os.PathLike[str]) -> None:
+def export_state(filesystem: Filesystem, path: str | os.PathLike[str]) -> None:
+    """Write the state of `filesystem` as a new archive at `path`.  FileExistsError."""
+    if isinstance(filesystem, SnapshotableFilesystem):
+        filesystem.export_archive(path)
+    else:
+        export_archive(FilesystemTree(filesystem), path)
+
+
+def import_state(filesystem: Filesystem, path: str | os.PathLike[str]) -> None:
     """Replace the state of `filesystem` by the archive at `path`.  If that fails, the state before is put back.
 
-    ArchiveError, before anything changes, for an archive with symlinks or special files.
+    ArchiveError, before anything changes, for an archive that is refused; one with symlinks or special files is, if
+    `filesystem` cannot import itself.
     """
+    if isinstance(filesystem, SnapshotableFilesystem):
+        filesystem.import_archive(path)
+        return
     put_archive(FilesystemTree(filesystem), path, lambda tree: _make_equal(filesystem, tree), _check_types)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -86,6 +88,22 @@ def decode_manifest(data: bytes | bytearray, name: str) -> Manifest:
     for record in manifest.entries:
         _check_record(record)
     return manifest
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Return the manifest of the archive at `path`, and check nothing else.  ArchiveError; FileNotFoundError."""
+    name, entry = os.fspath(path), MANIFEST.decode()
+    try:
+        with zipfile.ZipFile(name) as archive:
+            too_long = archive.getinfo(entry).file_size > ArchiveLimits().manifest_bytes
+            content = b"" if too_long else archive.read(entry)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        raise ArchiveError(f"not an archive of a workspace: {error}", name) from error
+    if too_long:
+        raise ArchiveError("the manifest is too long", name)
+    return decode_manifest(content, entry)
 
 
 def _check_record(record: Record) -> None:

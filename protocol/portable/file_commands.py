@@ -153,8 +153,8 @@ def write_file(place: Place, path: str, mode: Any, no_parents: bool) -> Any:
     return {**place.shown(done.path), "bytes_written": done.bytes_written, "mode": done.mode}
 
 
-def edit_text(place: Place, path: str) -> Any:
-    """Replace text in a file, as standard input says."""
+def edit_text(place: Place, path: str, *, first: bool = False) -> Any:
+    """Replace text in a file, as standard input says; see `edit_file` for `first`."""
     try:
         edit = json.loads(sys.stdin.buffer.read())
         old, new, everywhere = edit.pop("old_text"), edit.pop("new_text"), edit.pop("replace_all", False)
@@ -162,7 +162,7 @@ def edit_text(place: Place, path: str) -> Any:
         raise ValueError(f"standard input is not an edit: {error!r}") from None
     if edit or not (isinstance(old, str) and isinstance(new, str) and isinstance(everywhere, bool)):
         raise ValueError("standard input is not an edit: it has other members, or members of other types")
-    done = edit_file(place.files, place.path(path), old, new, replace_all=everywhere)
+    done = edit_file(place.files, place.path(path), old, new, replace_all=everywhere, first=first)
     return {**place.shown(done.path), "replacements": done.replacements, "bytes_written": done.bytes_written}
 
 
@@ -404,6 +404,21 @@ def fail(message: str, status: int) -> int:
     except OSError:  # standard output may be the stream that failed
         sys.stderr.write(f"vfsd-fs: error: {_printable(message)}\n")
     return status
+
+
+def answered(work: Callable[[], Any]) -> int:
+    """Print what `work` returns, or its error; return the exit status."""
+    try:
+        print_answer({"ok": True, "data": work()})
+    except UsageError as error:
+        return fail(str(error), 2)
+    except KeyboardInterrupt:
+        return fail("interrupted", 130)
+    except BrokenPipeError:
+        return 1
+    except (OSError, ValueError) as error:
+        return fail(described(error), 1)
+    return 0
 
 
 def print_answer(answer: Any) -> None:

@@ -39,6 +39,7 @@ _MODULES: Final = (
     "protocol.portable.backports",
     "protocol.portable.file_commands",
     "protocol.portable.program",
+    "protocol.portable.wickfs",
     "protocol.search.grep",
     "protocol.search.patterns",
     "protocol.search.walk",
@@ -58,7 +59,7 @@ _KEPT: Final = frozenset(
 )
 # Runs on any Python, also on one that cannot compile the other modules.
 _MAIN: Final = """\
-import sys
+import os, sys
 
 if sys.version_info < (3, 8):
     version = ".".join(map(str, sys.version_info[:3]))
@@ -66,7 +67,12 @@ if sys.version_info < (3, 8):
     sys.exit(1)
 
 from protocol.portable import backports  # noqa: F401
-from protocol.portable.program import main
+
+
+if os.path.basename(sys.argv[0]) == "wickfs":
+    from protocol.portable.wickfs import main
+else:
+    from protocol.portable.program import main
 
 sys.exit(main(sys.argv[1:]))
 """

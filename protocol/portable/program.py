@@ -23,7 +23,7 @@ from protocol.adapters.host_files import HostFiles
 from protocol.adapters.plain_filesystem import PlainPathFilesystem
 from protocol.paths import CallLimitError
 from protocol.portable import file_commands
-from protocol.portable.file_commands import Place, UsageError, described, fail, print_answer, run_command
+from protocol.portable.file_commands import Place, UsageError, answered, run_command
 
 _OUTPUT_MOST_BYTES = 16 << 20
 _SUFFIXES = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -41,21 +41,15 @@ def main(words: Sequence[str]) -> int:
     """Run one command line; return the exit status."""
     if list(words[:1]) == ["call"]:
         return answer_call()
-    try:
+
+    def run() -> Any:
         settings = vars(_parser().parse_args(list(words)))
-        run = settings.pop("run", None)
-        if run is None:
-            return fail("a command is missing; --help lists them", 2)
-        print_answer({"ok": True, "data": run(Place(settings.pop("root"), settings.pop("escaped")), **settings)})
-    except UsageError as error:
-        return fail(str(error), 2)
-    except KeyboardInterrupt:
-        return fail("interrupted", 130)
-    except BrokenPipeError:
-        return 1
-    except (OSError, ValueError) as error:
-        return fail(described(error), 1)
-    return 0
+        command = settings.pop("run", None)
+        if command is None:
+            raise UsageError("a command is missing; --help lists them")
+        return command(Place(settings.pop("root"), settings.pop("escaped")), **settings)
+
+    return answered(run)
 
 
 def _not_empty(text: str) -> str:

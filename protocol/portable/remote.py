@@ -120,7 +120,7 @@ class RemoteFilesystem:
 
     def _install(self) -> None:
         done = self._run("-c", _INSTALL, stdin=build_program())
-        self._program = done.stdout.decode("utf-8", "surrogateescape").strip()
+        self._program = _last_line(done).decode("utf-8", "surrogateescape")
         if done.exit_status or not self._program:
             raise _failed("the program cannot be copied", done)
 
@@ -140,7 +140,7 @@ class RemoteFilesystem:
         if done.truncated and not done.exit_status:
             raise _TooLongError
         try:
-            answer = json.loads(done.stdout)
+            answer = json.loads(_last_line(done))
         except ValueError:
             raise _failed("the program does not answer", done) from None
         if "error" in answer:
@@ -341,6 +341,11 @@ class _Collected:
 
 class _TooLongError(Exception):
     """The answer of the program exceeds _OUTPUT_BYTES."""
+
+
+def _last_line(done: ExecResult) -> bytes:
+    """The reply: what a shell of the other end prints at its start comes before it."""
+    return done.stdout.rstrip().rpartition(b"\n")[2]
 
 
 def _failed(what: str, done: ExecResult) -> OSError:

@@ -49,12 +49,13 @@ class SkipRules:
     """Paths that a search omits although they match.
 
     A directory that the pattern names literally ("vendor/*.go", ".github/**") and the start directory are not omitted.
-    `binary_files` is for glob: grep can show no line of a binary file anyway.
+    `binary_files` is for glob: grep can show no line of a binary file anyway.  `suffixes`: ends of names of files.
     """
 
     hidden_directories: bool = True
     directories: frozenset[bytes] = frozenset({b"node_modules", b"__pycache__", b"vendor"})
     binary_files: bool = True
+    suffixes: tuple[bytes, ...] = ()
 
     def skips_directory(self, name: bytes) -> bool:
         return name in self.directories or (self.hidden_directories and name.startswith(b"."))
@@ -131,7 +132,7 @@ def _below(
         for entry in tree.entries(path) if state.names is None else _named(tree, path, state.names):
             kind = entry.mode & TYPE_MASK  # inlined, because this runs for every file
             if kind == stat.S_IFREG:
-                if accepts(entry.name):
+                if accepts(entry.name) and not entry.name.endswith(skip.suffixes):
                     files.append((entry.path, entry, None))
             elif kind == stat.S_IFDIR:
                 name = entry.name

@@ -23,8 +23,10 @@ class Edited(NamedTuple):
     bytes_written: int
 
 
-def edit_file(filesystem: Filesystem, path: str, old_text: str, new_text: str, *, replace_all: bool = False) -> Edited:
-    """Replace `old_text`, which must occur exactly once, or every occurrence with `replace_all`.
+def edit_file(
+    filesystem: Filesystem, path: str, old_text: str, new_text: str, *, replace_all: bool = False, first: bool = False
+) -> Edited:
+    """Replace `old_text`, which must occur exactly once; or every occurrence, or the `first`, of any number.
 
     An edit of the same file at the same time is kept, if `filesystem` can compare: this edit is then made again.
     ValueError, with advice, if it is not possible; the errors of `read_bytes` and `write_bytes`.
@@ -38,7 +40,7 @@ def edit_file(filesystem: Filesystem, path: str, old_text: str, new_text: str, *
             if error.errno != errno.ESTALE:  # replaced on another mount while it was being read
                 raise
             continue
-        edited, count = _edited(content, path, old_text, new_text, replace_all)
+        edited, count = _edited(content, path, old_text, new_text, replace_all, first)
         if not isinstance(filesystem, ComparingFilesystem):
             written = filesystem.write_bytes(path, edited, mode="overwrite", create_parents=False)
             return Edited(written.path, count, written.bytes_written)
@@ -53,24 +55,26 @@ def edit_file(filesystem: Filesystem, path: str, old_text: str, new_text: str, *
     raise OSError(errno.EBUSY, f"other programs changed it during each of {_ATTEMPTS} attempts: try again", path)
 
 
-def _edited(content: bytes, path: str, old_text: str, new_text: str, replace_all: bool) -> tuple[bytes, int]:
+def _edited(
+    content: bytes, path: str, old_text: str, new_text: str, replace_all: bool, first: bool
+) -> tuple[bytes, int]:
     """Return the content after the edit, and the number of replacements."""
     _check_text(content, path)
     old, new = _as_in(content, old_text.encode(), new_text.encode())
     count = content.count(old)
-    if not replace_all:
+    if not (replace_all or first):
         # Overlapping occurrences count: which of them is meant is just as unclear.
         count = max(count, _two_if_overlapping(content, old))
     if count == 0:
         raise ValueError(f"old_text was found 0 times in {path}: it must match exactly, white space too")
-    if count > 1 and not replace_all:
+    if count > 1 and not (replace_all or first):
         raise ValueError(
             f"old_text was found {count} times in {path}: "
             "give more of the text around it so that it is unique, or set replace_all"
         )
     if old == new:
         raise ValueError("new_text is the same as old_text: there is nothing to change")
-    return content.replace(old, new), count
+    return content.replace(old, new, 1 if first else -1), 1 if first else count
 
 
 def _check_text(content: bytes, path: str) -> None:

@@ -32,7 +32,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("protocol.adapters",),
         ("protocol.backends",),
         ("protocol.tools", "protocol.testing", "protocol.snapshot_manager"),
-        ("protocol.portable",),
+        ("protocol.portable", "protocol.drafts"),
         ("protocol",),
     ),
     "vfsd": (

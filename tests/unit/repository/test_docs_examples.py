@@ -43,6 +43,14 @@ def test_the_example_of_the_tools_page_offers_and_calls_tools(capsys: pytest.Cap
     assert capsys.readouterr().out == "FileWritten(path='a.txt', bytes_written=2)\n"
 
 
+def test_the_example_of_the_drafts_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    exec(example("docs/python.md", "Names of the specification's drafts"), {})
+    assert capsys.readouterr().out == "15\n1\n1\n"
+
+
 @pytest.mark.parametrize("module", [found.name for found in pkgutil.iter_modules(bench.__path__)])
 def test_every_benchmark_can_be_imported(module: str) -> None:
     importlib.import_module(f"bench.{module}")

@@ -16,9 +16,10 @@ snapshots     FilesystemSnapshotManager: snapshots as archives, with WINK's sema
               session's state and the files
 """
 
+from protocol.drafts import SnapshotInfo
 from vfsd.integrations.weakincentives.filesystem import VfsdFilesystem, WorkspaceUnavailableError
 from vfsd.integrations.weakincentives.section import FilesystemSnapshotRef, VfsdWorkspaceSection, dump_session_tree
-from vfsd.integrations.weakincentives.snapshots import Checkpoints, FilesystemSnapshotManager, SnapshotInfo
+from vfsd.integrations.weakincentives.snapshots import Checkpoints, FilesystemSnapshotManager
 
 __all__ = [
     "Checkpoints",

@@ -30,6 +30,8 @@ from weakincentives.runtime import Session
 from weakincentives.runtime.session import append_all, replace_latest
 from weakincentives.runtime.session.slice_policy import SlicePolicy
 
+from protocol.archive.manifest import read_manifest
+from protocol.drafts import default_directory
 from protocol.linux.regular_file import write_atomically
 from protocol.tools import DirectoryCreated, FileDeleted, FileEdited, FileEvent, FileWritten, ToolContext
 from vfsd.client.arguments import FilePath, MountArguments
@@ -37,13 +39,7 @@ from vfsd.client.log import MountEvents
 from vfsd.client.workspace import Workspace, unmounting
 from vfsd.integrations.files import name_of
 from vfsd.integrations.weakincentives.filesystem import VfsdFilesystem
-from vfsd.integrations.weakincentives.snapshots import (
-    CHECKPOINT_SUFFIX,
-    Checkpoints,
-    FilesystemSnapshotManager,
-    default_directory,
-    file_count,
-)
+from vfsd.integrations.weakincentives.snapshots import CHECKPOINT_SUFFIX, Checkpoints, FilesystemSnapshotManager
 from vfsd.integrations.weakincentives.tools import wink_tools
 
 _IN_MEMORY: Final = ("memory", "overlay:")  # backends whose snapshots go with the daemon
@@ -247,7 +243,7 @@ class VfsdWorkspaceSection(WorkspaceSection):
                 raise SnapshotRestoreError("the session names no archive: call export_snapshot first, or pass a path")
             archive_path = ref.archive_path
         try:
-            count = file_count(archive_path)
+            count = read_manifest(archive_path).file_count
             self.workspace.filesystem.import_archive(archive_path)
         except OSError as error:
             raise SnapshotRestoreError(f"{os.fspath(archive_path)} could not be restored: {error}") from error
