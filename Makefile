@@ -61,13 +61,14 @@ test-integrations: ## vfsd with the real Claude Code and other agents, against a
 	@echo 'test-integrations: installing the packages of all extras into $(INTEGRATIONS), a few minutes the first time' >&2
 	@$(INTEGRATIONS)/bin/pip install --quiet --editable '.[dev,claude-agent,fsspec,mcp,pydantic-ai,deepagents,openai-agents]' 'langchain-tests>=1.1' 'watchdog>=6' || \
 	{ echo 'test-integrations: pip could not install the extras; is the package index reachable?' >&2; exit 1; }
-	@echo 'test-integrations: installing Claude Code' >&2
-	@npm install --silent --no-save --prefix $(INTEGRATIONS)/npm @anthropic-ai/claude-code@2 || \
-	{ echo "test-integrations: npm could not install Claude Code; is npm's registry reachable?" >&2; exit 1; }
+	@echo 'test-integrations: installing Claude Code, Codex, Gemini CLI and OpenCode' >&2
+	@npm install --silent --no-save --prefix $(INTEGRATIONS)/npm @anthropic-ai/claude-code@2 @openai/codex@0 @google/gemini-cli@0 opencode-ai@1 || \
+	{ echo "test-integrations: npm could not install the agents; is npm's registry reachable?" >&2; exit 1; }
 	@npm install --silent --no-save --prefix $(INTEGRATIONS)/watchers typescript@5 chokidar@4 || \
 	{ echo "test-integrations: npm could not install TypeScript; is npm's registry reachable?" >&2; exit 1; }
 	@scripts/sdist $(INTEGRATIONS)/bin/python openai-agents $(INTEGRATIONS)/openai-agents
 	VFSD_INTEGRATIONS=1 VFSD_CLAUDE=$(CURDIR)/$(INTEGRATIONS)/npm/node_modules/.bin/claude \
+	VFSD_AGENTS=$(CURDIR)/$(INTEGRATIONS)/npm/node_modules/.bin \
 	VFSD_WATCHERS=$(CURDIR)/$(INTEGRATIONS)/watchers \
 	VFSD_OPENAI_AGENTS_SOURCE=$(CURDIR)/$(INTEGRATIONS)/openai-agents \
 	$(INTEGRATIONS)/bin/pytest -p no:asyncio tests/integrations --ignore tests/integrations/test_weakincentives.py $(ARGS)

@@ -1,4 +1,7 @@
-"""A model endpoint on loopback that answers as a script says: Anthropic's Messages API, streamed.
+"""A model endpoint on loopback that answers as a script says, streamed.
+
+It speaks Anthropic's Messages API, OpenAI's Responses API and Gemini's API.  A script sees each request, and answers
+it, in the shape of the first one.
 
 Only requests that offer tools are answered by the script; an agent's other requests (titles, summaries) get one word.
 """
@@ -55,14 +58,16 @@ class ScriptedModel:
 
             def do_POST(self) -> None:
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if not self.path.startswith("/v1/messages"):
-                    self._send(404, b"{}", "application/json")
-                elif "count_tokens" in self.path:
+                if "count_tokens" in self.path:
                     self._send(200, b'{"input_tokens": 10}', "application/json")
-                else:
-                    self._answer(request)
+                    return
+                for part, read, events in _APIS:
+                    if part in self.path:
+                        self._answer(read(request), events)
+                        return
+                self._send(404, b"{}", "application/json")
 
-            def _answer(self, request: Request) -> None:
+            def _answer(self, request: Request, events: Callable[[Block, list[Block]], Iterator[bytes]]) -> None:
                 try:
                     blocks = model.script(request) if request.get("tools") else [text("word")]
                     model.requests.append(request)
@@ -72,7 +77,7 @@ class ScriptedModel:
                     return
                 message = _message(request, blocks)
                 if request.get("stream"):
-                    self._send(200, b"".join(_events(message, blocks)), "text/event-stream")
+                    self._send(200, b"".join(events(message, blocks)), "text/event-stream")
                 else:
                     self._send(200, json.dumps(message).encode(), "application/json")
 
@@ -134,3 +139,62 @@ def _events(message: dict[str, Any], blocks: list[Block]) -> Iterator[bytes]:
 
 def _event(kind: str, **members: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **members})}\n\n".encode()
+
+
+# -- other APIs -------------------------------------------------------------------------------------
+def _result(identifier: str) -> Block:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": identifier}]}
+
+
+def _from_openai(request: Request) -> Request:
+    messages: list[Block] = []
+    for item in request["input"]:
+        if item["type"] in ("function_call_output", "custom_tool_call_output"):
+            messages.append(_result(item["call_id"]))
+        elif item["type"] == "message":
+            messages.append({"role": item["role"], "content": json.dumps(item["content"])})
+    return {"model": request["model"], "stream": True, "messages": messages, "tools": request.get("tools")}
+
+
+def _openai_events(message: Block, blocks: list[Block]) -> Iterator[bytes]:
+    yield _event("response.created", response={"id": message["id"]})
+    for index, block in enumerate(blocks):
+        if block["type"] == "text":
+            content = [{"type": "output_text", "text": block["text"]}]
+            item = {"type": "message", "role": "assistant", "id": f"{message['id']}_{index}", "content": content}
+        else:
+            call = {"name": block["name"], "arguments": json.dumps(block["input"])}
+            item = {"type": "function_call", "call_id": block["id"], **call}
+        yield _event("response.output_item.done", item=item)
+    usage = {"input_tokens": 10, "output_tokens": 10, "total_tokens": 20}
+    yield _event("response.completed", response={"id": message["id"], "usage": usage})
+
+
+def _from_gemini(request: Request) -> Request:
+    messages = []
+    for content in request["contents"]:
+        for part in content["parts"]:
+            if "functionResponse" in part:
+                messages.append(_result(part["functionResponse"].get("id", "")))
+            elif "text" in part:
+                messages.append({"role": content["role"], "content": part["text"]})
+    return {"model": "gemini", "stream": True, "messages": messages, "tools": request.get("tools")}
+
+
+def _gemini_events(message: Block, blocks: list[Block]) -> Iterator[bytes]:
+    parts = [
+        {"text": block["text"]}
+        if block["type"] == "text"
+        else {"functionCall": {"id": block["id"], "name": block["name"], "args": block["input"]}}
+        for block in blocks
+    ]
+    candidate = {"index": 0, "content": {"role": "model", "parts": parts}, "finishReason": "STOP"}
+    usage = {"promptTokenCount": 10, "candidatesTokenCount": 10, "totalTokenCount": 20}
+    yield f"data: {json.dumps({'candidates': [candidate], 'usageMetadata': usage})}\n\n".encode()
+
+
+_APIS = (  # a part of the path, how a request is read, how an answer is written
+    ("/v1/messages", lambda request: request, _events),
+    ("/v1/responses", _from_openai, _openai_events),
+    ("enerateContent", _from_gemini, _gemini_events),
+)

@@ -25,7 +25,7 @@ from tests.mount.programs import failed, succeeded, vfsd
 from tests.support.host_directories import mounted_tmpfs
 from tests.support.rights import needs_root
 from tests.support.waiting import wait_until
-from vfsd.cli.claude_settings import hook_commands
+from vfsd.cli.agent_settings import hook_commands
 from vfsd.client.log import LoggedChange, MountEvents
 from vfsd.client.workspace import Workspace
 from vfsd.integrations.mcp.session import Session
@@ -518,7 +518,7 @@ os.mkdir("after")
 
 def test_a_call_of_a_tool_of_claude_code_is_the_label_of_what_it_starts(workspace: Workspace) -> None:
     event = {"cwd": workspace.path, "tool_name": "Bash", "tool_input": {"command": "make"}, "tool_use_id": "toolu_1"}
-    run(workspace, sys.executable, "-c", _AGENT, hook_commands()["PreToolUse"], json.dumps(event))
+    run(workspace, sys.executable, "-c", _AGENT, hook_commands("claude")["PreToolUse"], json.dumps(event))
     call = "claude toolu_1: Bash: make"
     labels = {change.path: change.label for change in workspace.log()}
     assert labels == {"before": None, "own": call, "tool": call, "after": None}

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.mount.programs import succeeded, vfsd
-from vfsd.cli.claude_settings import hook_commands
+from vfsd.cli.agent_settings import hook_commands
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import read_records, socket_dir
 
 pytestmark = pytest.mark.workspaces(engines=["native"])
 
-PROGRAM = shlex.split(hook_commands()["WorktreeCreate"])
+PROGRAM = shlex.split(hook_commands("claude")["WorktreeCreate"])
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_the_calls_of_a_sub_agent_are_kept_in_its_copy(
 ) -> None:
     copy = created(workspace.path, "agent")
     monkeypatch.setenv("VFSD_WORKSPACE", workspace.name)
-    keep = shlex.split(hook_commands()["PostToolUse"].removesuffix(" || true"))
+    keep = shlex.split(hook_commands("claude")["PostToolUse"].removesuffix(" || true"))
     for cwd, call in ((str(copy), "toolu_1"), (workspace.path, "toolu_2")):
         event = {"hook_event_name": "PostToolUse", "cwd": cwd, "tool_use_id": call, "session_id": "s"}
         subprocess.run(keep, input=json.dumps(event), text=True, check=True)

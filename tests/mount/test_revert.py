@@ -16,7 +16,7 @@ import pytest
 
 from tests.mount.conftest import MountIt
 from vfsd import AsyncWorkspace
-from vfsd.cli import claude_hook
+from vfsd.cli import agent_hook
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 
@@ -202,11 +202,11 @@ class Agent:
         }
 
     def prompt(self) -> None:
-        claude_hook.keep_state(self._event("UserPromptSubmit"), {})
+        agent_hook.handle("claude", self._event("UserPromptSubmit"), {}, 0)
 
     def begin(self) -> None:
         self.calls += 1
-        claude_hook.label_agent(self._event("PreToolUse"), {}, self._shell.pid)
+        agent_hook.handle("claude", self._event("PreToolUse"), {}, self._shell.pid)
 
     def run(self, command: str) -> None:
         assert self._shell.stdin is not None
@@ -215,7 +215,7 @@ class Agent:
         assert self._shell.stdout.readline() == "done\n"
 
     def end(self) -> None:
-        claude_hook.keep_state(self._event("PostToolUse"), {})
+        agent_hook.handle("claude", self._event("PostToolUse"), {}, 0)
 
     def call(self, command: str) -> None:
         self.begin()

@@ -10,7 +10,7 @@ import click.testing
 import pytest
 
 from tests.mount.conftest import MountIt
-from vfsd.cli import claude_hook
+from vfsd.cli import agent_hook
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 from vfsd.machine.selection import socket_dir
@@ -26,7 +26,7 @@ def vfsd(workspace: Workspace, *words: str) -> str:
 
 def keep(workspace: Workspace, event: str, prompt_id: str, **members: object) -> None:
     common = {"session_id": "s", "prompt_id": prompt_id, "cwd": workspace.path, "hook_event_name": event}
-    claude_hook.keep_state({**common, **members}, {})
+    agent_hook.handle("claude", {**common, **members}, {}, 0)
 
 
 def worked(workspace: Workspace) -> None:
@@ -114,7 +114,7 @@ def test_each_session_has_its_own_prompts_and_the_work_of_another_one_is_named(
     assert (root / "p22").exists()
     # A command of the agent of the first session asks.
     common = {"session_id": "s", "cwd": workspace.path, "hook_event_name": "PreToolUse", "tool_use_id": "toolu_p23"}
-    claude_hook.label_agent({**common, "tool_name": "Bash"}, {}, os.getppid())
+    agent_hook.handle("claude", {**common, "tool_name": "Bash"}, {}, os.getppid())
     words, remark = rewind()
     (Path(socket_dir()) / "agents" / str(os.getppid())).unlink()
     assert words == "rewound to prompt 2 (text of p2)"

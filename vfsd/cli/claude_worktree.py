@@ -22,7 +22,7 @@ try:
 
     # At the end: modules of the standard library come first.
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    from vfsd.cli.claude_hook import read_event, workspace_of
+    from vfsd.cli.agent_hook import read_event, workspace_of
     from vfsd.machine.agent_points import text_of
 except KeyboardInterrupt:
     sys.exit(130)

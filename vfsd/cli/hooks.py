@@ -13,12 +13,12 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from vfsd.cli import claude_settings
+from vfsd.cli import agent_settings
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.changes import show_dry_run, show_outcome, show_problems
 from vfsd.cli.common.values import touch_option
-from vfsd.machine.agent_points import AgentPoint, parse_tag, session_above
+from vfsd.machine.agent_points import AGENTS, AgentPoint, parse_tag, session_above
 from vfsd.machine.mounts import why_no_mount
 from vfsd.machine.runtime import read_records
 from vfsd.machine.selection import containing, socket_dir
@@ -28,8 +28,9 @@ from vfsd.wire.messages import wire_path
 
 _EXAMPLES: Final = """
 vfsd hooks install claude              # Claude Code, for the project in this directory
+vfsd hooks install codex               # also: gemini, opencode
 vfsd hooks install claude --user       # for all projects of this user
-vfsd hooks install claude --dry-run
+vfsd hooks install gemini --dry-run
 vfsd hooks status claude
 vfsd hooks remove claude
 vfsd hooks                             # a command for the hooks of another agent
@@ -48,9 +49,9 @@ class _HooksCommand(Command):
 def hooks_command(ctx: click.Context) -> None:
     """Take a snapshot after each step of an agent.
 
-    `vfsd hooks install claude` adds hooks to the settings of Claude Code.  They keep the state of the workspace after
-    each tool call and at each prompt, and do nothing outside of a workspace.  `vfsd rewind` returns to any of
-    these states.  Sub-agents that ask for a worktree get a fork of the workspace.
+    `vfsd hooks install` adds hooks to the settings of Claude Code, Codex, Gemini CLI or OpenCode.  They keep the state
+    of the workspace after each tool call and at each prompt, and do nothing outside of a workspace.  `vfsd rewind`
+    returns to any of these states.  Sub-agents of Claude Code that ask for a worktree get a fork of the workspace.
 
     Without a subcommand this prints a command for the hooks of another agent.  It starts faster than `vfsd snapshot`
     and takes the same options.  It acts on $VFSD_WORKSPACE, else on the workspace that the current directory is in.
@@ -66,29 +67,24 @@ def hooks_command(ctx: click.Context) -> None:
 hooks_command.command_class = _HooksCommand
 
 
-def _known(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    if value != "claude":
-        raise click.BadParameter(f"{value!r} is not an agent that vfsd knows; it is claude")
-    return value
-
-
-_agent = click.argument("agent", metavar="claude", callback=_known)
-_project = click.option("--project", is_flag=True, help=f"In {claude_settings.PROJECT_FILE} here; the default.")
+_agent = click.argument("agent", type=click.Choice(list(AGENTS)), metavar="|".join(AGENTS))
+_project = click.option("--project", is_flag=True, help="In the project's settings in this directory; the default.")
 _user = click.option("--user", is_flag=True, help="In the user's settings, for all projects.")
 _dry_run = click.option("-n", "--dry-run", is_flag=True, help="Show what would change, and change nothing.")
 
 
-def _path(*, project: bool, user: bool) -> str:
+def _path(agent: str, *, project: bool, user: bool) -> str:
     if project and user:
         raise click.UsageError("--project and --user exclude each other: give one")
-    return claude_settings.user_path() if user else claude_settings.project_path(os.getcwd())
+    return agent_settings.user_path(agent) if user else agent_settings.project_path(agent, os.getcwd())
 
 
 @hooks_command.command(
     "install",
     examples="""
     vfsd hooks install claude
-    vfsd hooks install claude --user --dry-run
+    vfsd hooks install opencode
+    vfsd hooks install codex --user --dry-run
     """,
 )
 @_agent
@@ -96,33 +92,37 @@ def _path(*, project: bool, user: bool) -> str:
 @_user
 @_dry_run
 @click.pass_obj
-def install_command(app: App, agent: str, project: bool, user: bool, dry_run: bool) -> None:  # noqa: ARG001
+def install_command(app: App, agent: str, project: bool, user: bool, dry_run: bool) -> None:
     """Add vfsd's hooks to an agent's settings.
 
     The hooks of this version of vfsd replace those of another one.  Everything else in the file stays as it is.  An
     agent that is running uses the hooks when it is started again.
 
-    By default the file is .claude/settings.local.json in the current directory, which should not be committed: the
-    hook's command contains a path of this machine.
+    By default the file is in the current directory: .claude/settings.local.json, .codex/hooks.json,
+    .gemini/settings.json or .opencode/plugins/vfsd.js.  Do not commit the hooks, because their command contains a path
+    of this machine: use --user if the file is committed.
     """
-    commands = claude_settings.hook_commands()
-    _change(
-        app,
-        _path(project=project, user=user),
-        lambda content: claude_settings.with_hooks(content, commands),
-        dry_run=dry_run,
-        words=("installed the hooks in", "the hooks are installed already in"),
-    )
+    words = ("installed the hooks in", "the hooks are installed already in")
+    path = _path(agent, project=project, user=user)
+    _change(app, agent, path, agent_settings.with_hooks, dry_run=dry_run, words=words)
+    if app.json:
+        return
+    if AGENTS[agent]["advice"]:
+        output.note(AGENTS[agent]["advice"])
+    if user or containing(os.getcwd(), read_records()) is not None:
+        return
     reason = why_no_mount()
-    if reason is not None and not app.json and containing(os.getcwd(), read_records()) is None:
+    if reason is not None:
         output.note(f"nothing can be mounted here ({reason}): `vfsd attach .` keeps the states without a mount")
+    else:
+        output.note(f"this directory is in no workspace: `vfsd run -- {agent}` gives {AGENTS[agent]['title']} one")
 
 
 @hooks_command.command(
     "remove",
     examples="""
     vfsd hooks remove claude
-    vfsd hooks remove claude --user
+    vfsd hooks remove codex --user
     """,
 )
 @_agent
@@ -130,30 +130,38 @@ def install_command(app: App, agent: str, project: bool, user: bool, dry_run: bo
 @_user
 @_dry_run
 @click.pass_obj
-def remove_command(app: App, agent: str, project: bool, user: bool, dry_run: bool) -> None:  # noqa: ARG001
+def remove_command(app: App, agent: str, project: bool, user: bool, dry_run: bool) -> None:
     """Take vfsd's hooks out of an agent's settings, and nothing else."""
     words = ("removed the hooks from", "there are no hooks of vfsd in")
-    _change(app, _path(project=project, user=user), claude_settings.without_hooks, dry_run=dry_run, words=words)
+    path = _path(agent, project=project, user=user)
+    _change(app, agent, path, agent_settings.without_hooks, dry_run=dry_run, words=words)
 
 
 def _change(
-    app: App, path: str, change: Callable[[dict[str, Any]], dict[str, Any]], *, dry_run: bool, words: tuple[str, str]
+    app: App,
+    agent: str,
+    path: str,
+    change: Callable[[str, str | None], str | None],
+    *,
+    dry_run: bool,
+    words: tuple[str, str],
 ) -> None:
-    settings = claude_settings.load(path)
-    changed = change(settings.content)
-    differs = changed != settings.content
+    settings = agent_settings.load(agent, path)
+    changed = change(agent, settings.text)
+    differs = changed != settings.text
     if differs and not dry_run:
-        claude_settings.save(settings, changed)
+        agent_settings.save(settings, changed)
         app.done = f"{words[0]} {settings.path}"
 
     def show(_: object) -> None:
         place = output.show_path(_shown(path))
         if differs and dry_run:
-            _show_difference(settings.text or "", claude_settings.rendered(settings, changed), place)
+            _show_difference(settings.text or "", changed or "", place)
         else:
             output.say(f"{words[0] if differs else words[1]} {place}")
 
-    app.emit({"path": _shown(path), "changed": differs, "dry_run": dry_run, "settings": changed}, show)
+    content = changed if agent_settings.is_plugin(agent) else agent_settings.content_of(agent, changed)
+    app.emit({"path": _shown(path), "changed": differs, "dry_run": dry_run, "settings": content}, show)
 
 
 def _shown(path: str) -> str:
@@ -175,23 +183,22 @@ def _show_difference(before: str, after: str, place: str) -> None:
 )
 @_agent
 @click.pass_obj
-def status_command(app: App, agent: str) -> None:  # noqa: ARG001
+def status_command(app: App, agent: str) -> None:
     """Show where vfsd's hooks are installed, and whether they can run."""
-    commands = claude_settings.hook_commands()
     documents = []
     for scope, path in (
-        ("project", claude_settings.project_path(os.getcwd())),
-        ("user", claude_settings.user_path()),
+        ("project", agent_settings.project_path(agent, os.getcwd())),
+        ("user", agent_settings.user_path(agent)),
     ):
-        settings = claude_settings.load(path)
-        found = claude_settings.installed_commands(settings.content)
-        is_current = claude_settings.with_hooks(settings.content, commands) == settings.content
+        text = agent_settings.load(agent, path).text
+        found = agent_settings.installed(agent, text)
+        is_current = agent_settings.with_hooks(agent, text) == text
         documents.append(
             {
                 "scope": scope,
                 "path": _shown(path),
                 "state": "installed" if is_current else "outdated" if found else "missing",
-                "disabled": settings.content.get("disableAllHooks") is True,
+                "disabled": agent_settings.is_off(agent, text),
                 "events": sorted({event for event, _ in found}),
             }
         )
@@ -207,7 +214,7 @@ _STATES: Final = {
 
 def _show_status(answer: dict[str, Any]) -> None:
     for each in answer["hooks"]:
-        disabled = "; disableAllHooks is set, so no hook runs" if each["disabled"] else ""
+        disabled = "; a setting turns hooks off, so no hook runs" if each["disabled"] else ""
         output.say(f"{each['scope']}\t{_STATES[each['state']]}{disabled}\t{output.show_path(each['path'])}")
 
 
@@ -245,7 +252,7 @@ class _Moment(NamedTuple):
 def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool, touch: bool) -> None:
     """Return to a state that the hooks of an agent kept.
 
-    `vfsd hooks install claude` installs the hooks.  Without --to the workspace returns to the state at the last prompt
+    `vfsd hooks install` installs the hooks.  Without --to the workspace returns to the state at the last prompt
     of the session that asks: the one that runs this command, else the one that was active last.  A rewind undoes
     everything since then, whatever made the change: the agent's tools, its commands, you or another session, which is
     named first.  The conversation of the agent does not change.
@@ -310,7 +317,8 @@ def _name_others(moments: Sequence[_Moment], chosen: _Moment, *, dry_run: bool) 
 def _chosen(moments: Sequence[_Moment], to: str | None) -> _Moment:
     """Return the moment that `to` means, or the last prompt.  FileNotFoundError, with advice."""
     if not moments:
-        advice = "`vfsd hooks install claude` installs the hooks that keep states, `vfsd restore` takes any snapshot"
+        hooks = f"`vfsd hooks install {'|'.join(AGENTS)}` installs hooks that keep states"
+        advice = f"{hooks}, `vfsd restore` takes any snapshot"
         raise FileNotFoundError(errno.ENOENT, f"no hook of an agent has kept a state of this workspace; {advice}")
     session = _asking_session(moments)
     prompts = [each for each in moments if each.point.kind == "prompt" and each.point.session == session]
@@ -360,14 +368,14 @@ def _show_list(moments: Sequence[_Moment]) -> None:
         )
         for moment in moments
     ]
-    output.table(
-        _POINT_COLUMNS, rows, empty="no states yet; `vfsd hooks install claude` installs the hooks that keep them"
-    )
+    advice = f"no states yet; `vfsd hooks install {'|'.join(AGENTS)}` installs hooks that keep them"
+    output.table(_POINT_COLUMNS, rows, empty=advice)
 
 
 def _document(moment: _Moment) -> dict[str, object]:
     point = moment.point
     return {
+        "agent": point.agent,
         "kind": point.kind,
         "prompt_number": moment.prompt_number,
         "session": point.session or None,

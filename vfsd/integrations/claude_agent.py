@@ -42,7 +42,7 @@ def hooks(workspace: Workspace | AsyncWorkspace) -> dict[Any, list[HookMatcher]]
     """
 
     async def keep(event: Mapping[str, Any], _tool_use_id: str | None, _context: object) -> dict[str, Any]:
-        point = point_of(event)
+        point = point_of("claude", event)
         if point is not None:
             await _keep(workspace, point)
         return {}

@@ -1,14 +1,13 @@
-"""The hook of Claude Code that keeps a state of the workspace: `python -I -S .../claude_hook.py`.
+"""The hook of an agent that keeps a state of the workspace: `python -I -S .../agent_hook.py AGENT`.
 
-Claude Code runs it before and after each tool call, at each prompt and when the agent stops, with a JSON object on
-standard input (https://code.claude.com/docs/en/hooks).  Before a call the hook gives the agent the call as its label in
-the workspace's log; otherwise it takes an automatic snapshot of the workspace that the agent works in.  It does nothing
-if there is none.  `vfsd rewind` goes back to these snapshots.
+The agent runs it before and after each tool call, at each prompt and at the end of a turn, with a JSON object on
+standard input (`agent_points.AGENTS`).  Before a call the hook gives the agent the call as its label in the workspace's
+log; otherwise it takes an automatic snapshot of the workspace that the agent works in.  It does nothing if there is
+none.  `vfsd rewind` goes back to these snapshots.
 
-It must not disturb the agent: it writes nothing to standard output, whose content Claude Code would add to the
-conversation; it waits for the daemon for a limited time; and its status is 0 or 1, never 2, which would block the
-agent.  Start-up: it runs before and after every tool call, so it imports the standard library and few small
-modules.
+It must not disturb the agent: it writes nothing to standard output; it waits for the daemon for a limited time; and its
+status is 0 or 1, never 2, which would block the agent.  Start-up: it runs before and after every tool call, so it
+imports the standard library and few small modules.
 """
 
 from __future__ import annotations
@@ -25,7 +24,16 @@ try:
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     from vfsd.client.quick_call import ask, run_for_agent
     from vfsd.machine import selection
-    from vfsd.machine.agent_points import label_of, note_session, point_of, snapshot_name, text_of
+    from vfsd.machine.agent_points import (
+        AGENTS,
+        identified,
+        kind_of,
+        label_of,
+        note_session,
+        point_of,
+        snapshot_name,
+        text_of,
+    )
 except KeyboardInterrupt:
     sys.exit(130)
 
@@ -38,17 +46,24 @@ TIMEOUT_S: Final = 20.0  # a snapshot of a large host directory takes seconds; t
 _INPUT_BYTES_MAX: Final = 256 << 20
 _PIECE_BYTES: Final = 1 << 20
 _SHELLS: Final = (b"sh", b"bash", b"dash", b"zsh")
-_PROJECT_VARIABLE: Final = "CLAUDE_PROJECT_DIR"
+_PROJECT_VARIABLE: Final = "CLAUDE_PROJECT_DIR"  # of Claude Code and Gemini CLI
 
 
 def main() -> None:
     """Run the hook."""
     try:
-        agent = _agent()
+        agent, process = _named_agent(), _process()
         event = _read_or_exit()
-        sys.exit(run_for_agent(lambda: _run(event, agent)))
+        sys.exit(run_for_agent(lambda: _run(agent, event, process)))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _named_agent() -> str:
+    agent = sys.argv[-1]
+    if agent not in AGENTS:
+        _fail(ValueError("the hook's command names no agent that vfsd knows; `vfsd hooks install` replaces it"))
+    return agent
 
 
 def _read_or_exit() -> dict[str, Any]:
@@ -64,10 +79,9 @@ def _fail(error: Exception) -> NoReturn:
     sys.exit(1)
 
 
-def _run(event: Mapping[str, Any], agent: int) -> None:
+def _run(agent: str, event: dict[str, Any], process: int) -> None:
     try:
-        keep_state(event, os.environ)
-        label_agent(event, os.environ, agent)
+        handle(agent, event, os.environ, process)
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         _fail(error)
 
@@ -91,13 +105,30 @@ def read_event(descriptor: int) -> dict[str, Any]:
     return event
 
 
-def keep_state(event: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Take the snapshot for `event`, if the agent works in a workspace.  OSError."""
-    point = point_of(event)
-    record = None if point is None else _named_workspace(event, environ)
-    if point is None or record is None:
+def handle(agent: str, event: dict[str, Any], environ: Mapping[str, str], process: int) -> None:
+    """Keep the state that `event` describes, if the agent, whose process is `process`, works in a workspace.  OSError.
+
+    Before a tool call, give the process its label in the workspace's log instead, and remove it at the end of a turn.
+    What the agent starts inherits the label.
+    """
+    kind = kind_of(agent, event)
+    record = _named_workspace(event, environ) if kind else None
+    if record is None:
         return
-    params = {"name": snapshot_name(point), "tag": point.tag(), "automatic": True}
+    with contextlib.suppress(OSError):  # then the call has no id
+        event = identified(agent, event, process, selection.socket_dir())
+    point = point_of(agent, event)
+    if point is not None:
+        _keep(record, {"name": snapshot_name(point), "tag": point.tag(), "automatic": True})
+    if kind in ("call", "stop"):
+        label = label_of(agent, event) if kind == "call" else None
+        with contextlib.suppress(OSError, IndexError):  # no reason to disturb the agent
+            note_session(process, text_of(event, AGENTS[agent]["members"][0]), selection.socket_dir())
+        with contextlib.suppress(OSError):  # the workspace keeps no log
+            ask(record.socket, "label", {"label": label, "pid": process}, TIMEOUT_S)
+
+
+def _keep(record: selection.QuickRecord, params: dict[str, Any]) -> None:
     try:
         ask(record.socket, "snapshot", params, TIMEOUT_S)
     except FileExistsError:  # an id that the agent gave twice
@@ -107,23 +138,7 @@ def keep_state(event: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         raise OSError(errno.ECONNREFUSED, f"the daemon of {record.name} {reason}") from None
 
 
-def label_agent(event: Mapping[str, Any], environ: Mapping[str, str], agent: int) -> None:
-    """Before a tool call, give process `agent` its label in the log of the workspace; remove it at the end.
-
-    What the agent starts inherits the label.  If the workspace keeps no log, nothing is done.
-    """
-    label = label_of(event)
-    if label is None and text_of(event, "hook_event_name") != "Stop":
-        return
-    record = _named_workspace(event, environ)
-    if record is not None:
-        with contextlib.suppress(OSError, IndexError):  # no reason to disturb the agent
-            note_session(agent, text_of(event, "session_id"), selection.socket_dir())
-        with contextlib.suppress(OSError):
-            ask(record.socket, "label", {"label": label, "pid": agent}, TIMEOUT_S)
-
-
-def _agent() -> int:
+def _process() -> int:
     """The process id of the agent, which runs a hook itself or through a shell."""
     parent = os.getppid()
     try:

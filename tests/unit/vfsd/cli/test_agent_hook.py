@@ -1,4 +1,4 @@
-"""vfsd.cli.claude_hook: what a hook of Claude Code keeps, and that it never disturbs the agent."""
+"""vfsd.cli.agent_hook: what a hook of an agent keeps, and that it never disturbs the agent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests.support.fake_workspace import FakeDaemon
-from vfsd.cli import claude_hook, hook_client
-from vfsd.cli.claude_settings import hook_commands
+from vfsd.cli import agent_hook, hook_client
+from vfsd.cli.agent_settings import hook_commands
 from vfsd.client.quick_call import ask
 
-COMMAND = hook_commands()["PostToolUse"]
+COMMAND = hook_commands("claude")["PostToolUse"]
 PROGRAM = shlex.split(COMMAND.removesuffix(" || true"))
 
 
@@ -33,6 +33,10 @@ def event(daemon: FakeDaemon, **members: Any) -> dict[str, Any]:
     common = {"session_id": "s", "prompt_id": "p", "cwd": daemon.mountpoint, "hook_event_name": "PostToolUse"}
     call = {"tool_name": "Bash", "tool_input": {"command": "make"}, "tool_use_id": "toolu_1"}
     return {**common, **call, **members}
+
+
+def keep(members: dict[str, Any], environ: dict[str, str]) -> None:
+    agent_hook.handle("claude", members, environ, 0)
 
 
 def run(data: bytes, **environ: str) -> tuple[int, bytes, bytes]:
@@ -53,7 +57,7 @@ def test_a_call_of_a_tool_and_a_prompt_are_kept_as_automatic_snapshots(daemon: F
 
 def test_an_id_that_occurs_twice_is_kept_twice(daemon: FakeDaemon) -> None:
     for _ in range(2):
-        claude_hook.keep_state(event(daemon), {})
+        keep(event(daemon), {})
     assert list(daemon.snapshots) == ["toolu_1", "snap-2"]
 
 
@@ -68,17 +72,17 @@ def test_an_id_that_occurs_twice_is_kept_twice(daemon: FakeDaemon) -> None:
     ],
 )
 def test_nothing_is_kept_outside_a_workspace_or_of_other_events(daemon: FakeDaemon, change: dict[str, Any]) -> None:
-    claude_hook.keep_state(event(daemon, **change), {})
+    keep(event(daemon, **change), {})
     assert daemon.snapshots == {}
 
 
 def test_an_agent_that_changed_its_directory_still_works_in_its_project(daemon: FakeDaemon) -> None:
-    claude_hook.keep_state(event(daemon, cwd="/"), {"CLAUDE_PROJECT_DIR": f"{daemon.mountpoint}/src"})
+    keep(event(daemon, cwd="/"), {"CLAUDE_PROJECT_DIR": f"{daemon.mountpoint}/src"})
     assert list(daemon.snapshots) == ["toolu_1"]
 
 
 def test_the_variable_selects_the_workspace(daemon: FakeDaemon) -> None:
-    claude_hook.keep_state(event(daemon, cwd="/"), {"VFSD_WORKSPACE": "demo"})
+    keep(event(daemon, cwd="/"), {"VFSD_WORKSPACE": "demo"})
     for name in ("PostToolUse", "PreToolUse"):
         missed = event(daemon, tool_use_id="toolu_2", hook_event_name=name)
         status, printed, remark = run(json.dumps(missed).encode(), VFSD_WORKSPACE="other")
@@ -91,7 +95,7 @@ def test_the_variable_selects_the_workspace(daemon: FakeDaemon) -> None:
 @pytest.mark.parametrize("program", ["claude", "other"])
 def test_an_agent_does_not_wait_for_a_daemon_that_is_stopped(daemon: FakeDaemon, program: str) -> None:
     daemon.silent = True
-    hook = PROGRAM if program == "claude" else [*PROGRAM[:-1], hook_client.__file__, "snapshot", "-w", "demo"]
+    hook = PROGRAM if program == "claude" else [*PROGRAM[:-2], hook_client.__file__, "snapshot", "-w", "demo"]
     done = subprocess.run(hook, input=json.dumps(event(daemon)).encode(), capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr == b"vfsd: the daemon has not answered for a second: the state is kept later, or not at all\n"
@@ -109,7 +113,7 @@ def test_input_that_is_no_object_is_one_line_and_status_1(daemon: FakeDaemon, da
 
 def test_members_of_a_wrong_type_and_bytes_that_are_not_utf8_are_no_error(daemon: FakeDaemon) -> None:
     odd = event(daemon, tool_name=[1], tool_input=3, session_id={}, prompt_id="a b")
-    claude_hook.keep_state(odd, {})
+    keep(odd, {})
     assert daemon.tags == {"toolu_1": "claude:tool id=toolu_1: "}
     data = json.dumps(event(daemon, tool_use_id="toolu_2", tool_input={"command": "?"})).encode().replace(b"?", b"\xff")
     assert run(data) == (0, b"", b"")
@@ -119,12 +123,12 @@ def test_members_of_a_wrong_type_and_bytes_that_are_not_utf8_are_no_error(daemon
 def test_a_large_input_is_read_to_its_end(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(json.dumps(event(daemon, tool_response="x" * 3_000_000)).encode()) == (0, b"", b"")
     assert list(daemon.snapshots) == ["toolu_1"]
-    monkeypatch.setattr(claude_hook, "_INPUT_BYTES_MAX", 10)
+    monkeypatch.setattr(agent_hook, "_INPUT_BYTES_MAX", 10)
     reader, writer = os.pipe()
     os.write(writer, b"x" * 100)
     os.close(writer)
     with pytest.raises(ValueError, match="more than"):
-        claude_hook.read_event(reader)
+        agent_hook.read_event(reader)
     assert os.read(reader, 1) == b""
     os.close(reader)
 
@@ -132,18 +136,18 @@ def test_a_large_input_is_read_to_its_end(daemon: FakeDaemon, monkeypatch: pytes
 def test_a_daemon_that_does_not_answer_or_is_gone_is_one_line(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claude_hook, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(agent_hook, "TIMEOUT_S", 0.05)
     daemon.silent = True
     with pytest.raises(ConnectionRefusedError, match="demo does not answer"):
-        claude_hook.keep_state(event(daemon), {})
+        keep(event(daemon), {})
     os.unlink(daemon.socket)
     with pytest.raises(ConnectionRefusedError, match="demo does not answer"):
-        claude_hook.keep_state(event(daemon), {})
+        keep(event(daemon), {})
 
 
 def test_a_record_that_cannot_be_read_does_not_matter(daemon: FakeDaemon) -> None:
     Path(daemon.socket).with_name("aaa.json").write_text("{")
-    claude_hook.keep_state(event(daemon), {})
+    keep(event(daemon), {})
     assert list(daemon.snapshots) == ["toolu_1"]
     Path(daemon.socket).with_name("aaa.json").unlink()
 
