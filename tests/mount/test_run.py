@@ -18,9 +18,10 @@ from tests.mount.programs import VFSD, succeeded, vfsd, wait_ended
 from tests.support.rights import needs_root
 from tests.support.terminal import Shell
 from tests.support.waiting import wait_until
+from vfsd.cli import foreground
 from vfsd.cli import run as run_module
+from vfsd.cli.foreground import Ended, NoPrivateMountError, run_in_foreground
 from vfsd.cli.main import cli
-from vfsd.cli.run import Ended, NoPrivateMountError, run_in_foreground
 from vfsd.machine.directories import journals_directory
 from vfsd.machine.runtime import WorkspaceRecord, read_records, socket_dir
 
@@ -457,7 +458,7 @@ def test_ctrl_c_while_the_command_starts_prints_no_traceback(
         return popen(*arguments, preexec_fn=started, **options)
 
     popen = subprocess.Popen
-    monkeypatch.setattr(run_module.subprocess, "Popen", interrupted)
+    monkeypatch.setattr(foreground.subprocess, "Popen", interrupted)
     ended = run_in_foreground(["echo", "ran"], str(workdir), None, os.environ)
     assert (ended.status, ended.failure) == (130, "was killed by SIGINT")
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""Make the pictures of docs/web.md from a real server in Chromium: python -m tests.web.screenshots docs"""
+"""Make the pictures of docs/audit.md from a real server in Chromium: python -m tests.web.screenshots docs"""
 
 from __future__ import annotations
 

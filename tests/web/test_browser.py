@@ -435,7 +435,7 @@ def test_the_pictures_of_the_docs_are_made(browser: Browser, site: Site, workdir
     docs = Path(__file__).parents[2] / "docs"
     for name in PICTURES:
         assert (tmp_path / name).read_bytes().startswith(PNG[:8])
-        assert f"({name})" in (docs / "web.md").read_text()
+        assert f"({name})" in (docs / "audit.md").read_text()
         assert (docs / name).exists()
 
 

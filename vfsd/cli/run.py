@@ -1,31 +1,21 @@
-"""`vfsd run`: run a command on an overlay of the current directory, then apply, keep or discard its changes.
-
-The command runs as a shell runs it: in the foreground, with this process's terminal, signals and job control.  It is in
-this process's group, so the terminal's signals reach it directly, and this process only waits.  It stops when the
-command stops, so that the shell takes over after Ctrl-Z, also if the command reads Ctrl-Z as a key and stops itself, as
-full-screen programs do.
-"""
+"""`vfsd run`: a command on an overlay of the current directory or of the whole machine, then apply, keep or discard."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import termios
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import click
 
-from protocol.linux import private_mount
 from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import (
@@ -36,7 +26,6 @@ from vfsd.cli.common.app import (
     Command,
     describe,
     error_record,
-    handlers,
     report,
 )
 from vfsd.cli.common.changes import (
@@ -49,18 +38,29 @@ from vfsd.cli.common.changes import (
     show_repositories,
 )
 from vfsd.cli.common.summary import Summary, rules_for, summarize
-from vfsd.cli.common.values import touch_option
+from vfsd.cli.common.values import NAME, SIZE, touch_option
+from vfsd.cli.foreground import Ended, NoPrivateMountError, NotStartedError, run_in_foreground
 from vfsd.cli.unmount import clear_away, unmount_and_drop
 from vfsd.client import launch
 from vfsd.client.arguments import mount_options, running_workspace
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.directories import disk_bytes, journal_directory
-from vfsd.machine.runtime import WORKSPACE_VARIABLE, WorkspaceRecord, make_place, remove_place
+from vfsd.machine.runtime import (
+    WORKSPACE_VARIABLE,
+    WorkspaceRecord,
+    is_own_place,
+    make_place,
+    read_record,
+    remove_place,
+)
+from vfsd.machine.selection import in_system_run
 from vfsd.machine.text import count_words, older_lines
+from vfsd.machine.whole_machine import machine_parts
 from vfsd.operations.declaration import RepositoryRecord
 from vfsd.operations.snapshots import ApplyResult, DiffResult
 from vfsd.operations.workspace import StatusResult, UnmountParams
 from vfsd.wire.messages import wire_path
+from vfsd.wire.options import declared_options
 
 Outcome = Literal["applied", "kept", "discarded", "unchanged", "lost"]
 _JOURNAL_BYTES: Final = 1 << 20  # what a disk must have room for
@@ -84,17 +84,23 @@ _CHOICES: Final = {
     vfsd run --apply -- make fmt
     vfsd run --discard -- sh -c 'npm install && npm test'
     vfsd run --keep -- ./migrate.sh        # look at it later: vfsd apply -w NAME --dry-run
+    vfsd run --system -- bash              # changes to the whole machine, installed packages included
+    vfsd run --system --keep --name try -- apt-get install cowsay
     """,
 )
 @click.argument("argv", metavar="[--] COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--apply", "apply_it", is_flag=True, help="Apply the changes at the end, without asking.")
 @click.option("--keep", is_flag=True, help="Keep the overlay at the end, without asking.")
 @click.option("--discard", is_flag=True, help="Discard the changes at the end, without asking.")
-@click.option("--no-persist", "persist", flag_value=False, default=True, help="Keep the changes in memory only.")
+@click.option("--persist/--no-persist", default=True, help="Keep the changes in memory only; by default in a journal.")
+@click.option("--name", type=NAME, help="Name the workspace; with the name of one that was kept, run in that again.")
+@click.option("--max-bytes", type=SIZE, metavar="SIZE", help=declared_options()["max_bytes"][1].text)
+@click.option("--system", is_flag=True, help="Run on an overlay of the whole machine instead of the current directory.")
+@click.option("--private-tmp", is_flag=True, help="With --system: give the command an empty /tmp, in memory.")
 @touch_option
 @click.pass_obj
 def run_command(
-    app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, discard: bool, persist: bool, touch: bool
+    app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, discard: bool, touch: bool, **settings: Any
 ) -> None:
     """Run a command on an overlay of the current directory.
 
@@ -118,6 +124,13 @@ def run_command(
     The overlay stays for processes that the command leaves in the background, as long as they use it.  After SIGTERM or
     SIGHUP the changes are kept, not applied.  With --apply they are also kept if the command failed.
 
+    With --system the overlay takes the root directory and every other local file system, with the rights that this user
+    has.  File systems of other kinds, such as NFS, are read-only; vfsd says which.  /dev, /run, /sys, /tmp, sockets and
+    the network are the machine's, and what is changed there is not in the overlay; for root, device files cannot be
+    made or removed, and /sys and /proc/sys are read-only.  Changes to /var/log and to the profiles of browsers are
+    forgotten at the end.  vfsd's own journals and snapshots look empty.  The command sees only processes that it
+    started, and all of them end with it.  It protects against accidents, not against an adversary who is root.
+
     Ctrl-C, Ctrl-Z and signals reach the command as in a shell.  The exit status is the command's own, 128 + N if signal
     N killed it, 125 if vfsd failed, 126 if the command cannot be executed, and 127 if it was not found.  With --json,
     the command writes its standard output to standard error.
@@ -127,10 +140,12 @@ def run_command(
         raise click.UsageError(f"{' and '.join(f'--{name}' for name in flags)} exclude each other: give one")
     if touch and (keep or discard):
         raise click.UsageError("--touch is for changes that are applied")
+    if settings["private_tmp"] and not settings["system"]:
+        raise click.UsageError("--private-tmp is for --system")
     if app.workspace is not None:
         raise click.UsageError("-w selects a running workspace; `vfsd exec` runs a command in one")
     try:
-        run = _Run(app, argv, persist=persist, touch=touch)
+        run = _Run(app, argv, touch=touch, **settings)
         run.start()
         status = run.finish(flags[0] if flags else None)
     except OSError as error:
@@ -148,37 +163,73 @@ def _status_of(error: OSError) -> int:
 class _Run:
     """One overlay with its command."""
 
-    def __init__(self, app: App, argv: tuple[str, ...], *, persist: bool, touch: bool) -> None:
+    def __init__(
+        self,
+        app: App,
+        argv: tuple[str, ...],
+        *,
+        persist: bool,
+        touch: bool,
+        name: str | None,
+        max_bytes: int | None,
+        system: bool,
+        private_tmp: bool,
+    ) -> None:
         self._touch = touch
         self._app = app
         self._argv = argv
         self._persist = persist
-        self._directory = os.getcwd()
-        if self._directory == "/":
-            raise OSError(errno.EINVAL, "cannot run over the root directory: change to the directory of a project")
+        self._is_system = system
+        self._private_tmp = private_tmp
+        self._directory = "/" if system else os.getcwd()
+        if not system and self._directory == "/":
+            advice = "change to the directory of a project, or run on the whole machine with --system"
+            raise OSError(errno.EINVAL, f"cannot run over the root directory: {advice}")
+        if system and in_system_run():
+            advice = "run the command without `vfsd run --system`"
+            raise OSError(errno.EBUSY, f"the root directory is the overlay of a system run already: {advice}")
         _check_program(argv[0])
-        self._record = self._mount()
+        self._is_continued = False
+        self._record = self._mount(name, max_bytes)
         self._summary = Summary([], [])
         self._repositories: list[RepositoryRecord] = []  # that the last apply left out, because both sides changed them
         self._counts = ChangeCounts()  # of the changes that are not applied
         self._ended: Ended | None = None
         self._is_saved = False  # the command's own changes are in the directory, or there are none
 
-    def _mount(self) -> WorkspaceRecord:
-        base = os.path.basename(self._directory)
-        place = make_place(f"run-{base}", self._directory)
+    def _mount(self, given: str | None, max_bytes: int | None) -> WorkspaceRecord:
+        kept = None if given is None else read_record(given)
+        if kept is not None and kept.alive and kept.backend == f"overlay:{self._directory}":
+            if not is_own_place(kept.mountpoint):
+                advice = "give another --name"
+                raise OSError(errno.EEXIST, f"{given} is mounted at {kept.mountpoint}, not by `vfsd run`: {advice}")
+            self._is_continued = True
+            place = kept.mountpoint
+        else:
+            base = "system" if self._is_system else os.path.basename(self._directory)
+            place = make_place(given or f"run-{base}", self._directory)
+            if given not in (None, os.path.basename(place)):
+                remove_place(place)
+                raise OSError(errno.EEXIST, f"the name {given} is taken (`vfsd list`, `vfsd persisted`): give another")
         try:
             name = os.path.basename(place)
-            persist = self._persist and self._can_persist(name)
+            persist = self._persist and (self._is_continued or self._can_persist(name))
             self._options = mount_options(
-                place, f"overlay:{self._directory}", name=name, persist=persist, exec_on_host=True
+                place,
+                f"overlay:{self._directory}",
+                name=name,
+                persist=persist,
+                max_bytes=max_bytes,
+                exec_on_host=not self._is_system,  # it would run outside of the namespaces
+                allow_other=self._is_system and os.geteuid() == 0,
             )
-            launch.launch(self._options)
+            if not self._is_continued:
+                launch.launch(self._options)
         except ValueError as error:
             remove_place(place)
             raise OSError(errno.EINVAL, str(error)) from None
         except BaseException as error:
-            remove_place(place)
+            remove_place(place)  # unless something is mounted there
             if isinstance(error, OSError) and _is_in_user_namespace():
                 reason = "this is a user namespace, perhaps of another `vfsd run`, in which fusermount3 cannot mount"
                 raise OSError(error.errno, f"{describe(error)}; {reason}: run it outside") from None
@@ -210,12 +261,15 @@ class _Run:
     # -- the command --------------------------------------------------------------------------------
     def start(self) -> None:
         """Run the command to its end.  NotStartedError, after which the overlay is gone."""
-        here = _shown(self._directory)
+        here = "the machine" if self._is_system else _shown(self._directory)
         environment = {**os.environ, WORKSPACE_VARIABLE: self._name}
         output_fd = 2 if self._app.json else 1
         self._app.interrupted = f"interrupted: {self._kept()}"
         try:
             self._note(f"{here} is an overlay for this command; workspace {self._name} holds its changes")
+            if self._is_system:
+                self._run_in_machine(environment, output_fd)
+                return
             try:
                 self._ended = run_in_foreground(
                     self._argv, self._record.mountpoint, self._directory, environment, output_fd=output_fd
@@ -228,8 +282,29 @@ class _Run:
                     self._argv, self._record.mountpoint, None, environment, output_fd=output_fd
                 )
         except NotStartedError:
-            self._unmount(discard=True)
+            if not self._is_continued:
+                self._unmount(discard=True)
             raise
+
+    def _run_in_machine(self, environment: dict[str, str], output_fd: int) -> None:
+        """Run the command in the namespaces of a system run."""
+        parts = machine_parts(self._record.mountpoint)
+        for what, paths in {
+            "in the overlay, too": parts.overlaid,
+            "read-only, because only local file systems can be in the overlay": parts.read_only,
+            "changes there are forgotten at the end": parts.left_out,
+        }.items():
+            if paths:
+                self._note(f"{what}: {', '.join(map(_shown, paths))}")
+        steps = parts.steps(self._record.mountpoint, private_tmp=self._private_tmp)
+        plan = json.dumps({"directory": os.getcwd(), "steps": steps})
+        try:
+            self._ended = run_in_foreground(self._argv, self._record.mountpoint, plan, environment, output_fd=output_fd)
+        except NoPrivateMountError as error:
+            needs = "a system run needs the right to make namespaces and mounts, and Linux 5.12"
+            raise NotStartedError(
+                error.errno, f"{describe(error)}; {needs} (`vfsd doctor` says what is missing)"
+            ) from None
 
     def _note(self, text: str) -> None:
         if not self._app.json:
@@ -510,157 +585,3 @@ def selected(words: str, paths: Sequence[str]) -> list[str]:
             found += paths[first - 1 : last]
         chosen.update(found)
     return [path for path in paths if path in chosen]
-
-
-# -- the command in the foreground ------------------------------------------------------------------
-_WAITED_OUT: Final = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
-_PASSED_ON: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_FAILURE_BYTES_MAX: Final = 4096
-
-
-class NoPrivateMountError(OSError):
-    """This user may not make private mounts; the command was not started."""
-
-
-class NotStartedError(OSError):
-    """The command could not be started."""
-
-
-class Ended:
-    """How a command ended: its status as a shell reports it, and the last signal that this process passed on.
-
-    `failure`: a clause that says so, if it failed.
-    """
-
-    def __init__(self, status: int, passed_on: int | None) -> None:
-        """`status`: negative for a signal that killed it."""
-        self.status = status if status >= 0 else 128 - status
-        self.passed_on = passed_on
-        signal_name = _signal_name(-status if status < 0 else status - 128)  # a shell reports 128 + N
-        self.failure = f"was killed by {signal_name}" if status < 0 else f"failed with status {status}"
-        if status > 128 and signal_name is not None:
-            self.failure += f" (as if killed by {signal_name})"
-
-
-def _signal_name(number: int) -> str | None:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # no signal, or one of the real-time signals, which have no name
-        return f"signal {number}" if signal.SIGRTMIN < number < signal.SIGRTMAX else None
-
-
-def run_in_foreground(
-    command: Sequence[str], source: str, target: str | None, environment: Mapping[str, str], *, output_fd: int = 1
-) -> Ended:
-    """Run `command` in `target`, over which `source` is mounted for it alone; return when it has ended.
-
-    Without `target` it runs in `source`.  NoPrivateMountError, NotStartedError.
-    """
-    terminal = _Terminal()
-    reader, writer = os.pipe()
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, reader)
-        passer = stack.enter_context(_signals())
-        # -I -S: started faster, and independent of the directory.
-        words = [sys.executable, "-I", "-S", private_mount.__file__, str(writer), source, target or "", *command]
-        # The child takes a Ctrl-C when its interpreter has started, which would print a traceback.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            child = subprocess.Popen(words, env=environment, pass_fds=[writer], stdout=output_fd)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            os.close(writer)
-        passer.child = child.pid
-        failure = _read_failure(reader)
-        status = _wait(child.pid, stops=terminal.exists)
-        child.returncode = status
-        terminal.take_back(is_killed=status < 0)
-    if failure:
-        _raise_failure(failure, command[0])
-    return Ended(status, passer.passed_on)
-
-
-def _read_failure(descriptor: int) -> str:
-    data = b""
-    while piece := os.read(descriptor, _FAILURE_BYTES_MAX):
-        data += piece
-    return data.decode()
-
-
-def _raise_failure(failure: str, program: str) -> None:
-    step, code, words = failure.split(" ", 2)
-    reason = os.strerror(int(code))
-    if step == "mount":
-        raise NoPrivateMountError(int(code), f"cannot {words}: {reason}")
-    raise NotStartedError(int(code), reason, program if step == "exec" else None)
-
-
-def _wait(pid: int, *, stops: bool) -> int:
-    """Wait for a child; return its exit status, or the negative number of the signal that killed it."""
-    while True:
-        _, status = os.waitpid(pid, os.WUNTRACED)
-        if not os.WIFSTOPPED(status):
-            return os.waitstatus_to_exitcode(status)
-        if stops:  # without a terminal nobody would continue this process
-            os.kill(os.getpid(), signal.SIGSTOP)
-            os.kill(pid, signal.SIGCONT)
-
-
-# -- signals --------------------------------------------------------------------------------------
-class _Passer:
-    """Passes signals on to the child, as soon as there is one."""
-
-    def __init__(self) -> None:
-        self.child: int | None = None
-        self.passed_on: int | None = None
-
-    def pass_on(self, number: int, _frame: FrameType | None) -> None:
-        self.passed_on = number
-        if self.child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.child, number)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Passer]:
-    """Wait out the terminal's signals, and pass the others on.
-
-    Handlers instead of SIG_IGN: the child begins with the default actions, because exec(2) resets handlers only.
-    """
-    passer = _Passer()
-    with handlers({**dict.fromkeys(_WAITED_OUT, lambda *_: None), **dict.fromkeys(_PASSED_ON, passer.pass_on)}):
-        yield passer
-
-
-# -- the terminal ---------------------------------------------------------------------------------
-class _Terminal:
-    """The terminal on standard input, which a command may leave in another mode, or to another process group."""
-
-    def __init__(self) -> None:
-        self._mode = None
-        self._was_ours = False
-        with contextlib.suppress(OSError, termios.error):
-            self._mode = termios.tcgetattr(0)
-            self._was_ours = os.tcgetpgrp(0) == os.getpgrp()
-        self.exists = _has_terminal()
-
-    def take_back(self, *, is_killed: bool) -> None:
-        """Take the terminal back if it was ours; restore its mode if the command was killed before it could."""
-        if not self._was_ours:
-            return
-        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a background process stops here
-        try:
-            with contextlib.suppress(OSError, termios.error):
-                os.tcsetpgrp(0, os.getpgrp())
-                if is_killed and self._mode is not None:
-                    termios.tcsetattr(0, termios.TCSADRAIN, self._mode)
-        finally:
-            signal.signal(signal.SIGTTOU, before)
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True

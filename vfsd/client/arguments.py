@@ -90,6 +90,8 @@ def _absolute_backend(spec: BackendSpec, mountpoint: str) -> BackendSpec:
         )
     if spec.lower_layer == "archive":
         return replace(spec, argument=_archive_below(spec.argument, mountpoint))
+    if spec.lower_layer == "directory" and not os.path.abspath(spec.argument).strip("/"):
+        return replace(spec, argument="/")  # which is shown without the mounts in it
     return replace(spec, argument=_host_directory(spec.argument, mountpoint)) if spec.is_path else spec
 
 
@@ -107,7 +109,7 @@ def _with_url(backend: str, given: dict[str, Any]) -> str:
 def _check_outside(name: str, path: str | None, mountpoint: str, spec: BackendSpec) -> None:
     """Raise OptionError if `path`, the value of the option `name`, is where the workspace would hide or show it."""
     places = {"mountpoint": mountpoint}
-    if spec.kind == "host" or spec.lower_layer == "directory":
+    if spec.kind == "host" or (spec.lower_layer == "directory" and spec.argument != "/"):
         places["directory that the workspace shows"] = spec.argument
     for place, directory in places.items():
         real = resolve(directory)

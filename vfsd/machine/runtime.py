@@ -31,6 +31,7 @@ from vfsd.machine.selection import (
     containing,
     in_tmp,
     is_path_selector,
+    is_serving,
     process_start_ticks,
     runtime_dir,
     selected,
@@ -123,7 +124,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     @property
     def alive(self) -> bool:
         """Whether the daemon is running."""
-        return process_start_ticks(self.pid) == self.pid_start_ticks
+        return is_serving(self.pid, self.pid_start_ticks, self.socket)
 
     @property
     def is_attached(self) -> bool:
@@ -391,11 +392,11 @@ def make_place(base: str, outside: str) -> str:
     Its last component is a name that neither a workspace nor a journal has.
 
     `base` is the beginning of the name.  `outside` is a directory that the mount will show, so the mountpoint must not
-    be in it: OSError (EINVAL).
+    be in it: OSError (EINVAL).  The root directory is shown without the mounts in it.
     """
     parent = os.path.join(ensure_socket_dir(), PLACES)
     real = os.path.realpath(parent)
-    if os.path.commonpath((real, os.path.realpath(outside))) == os.path.realpath(outside):
+    if outside != "/" and os.path.commonpath((real, os.path.realpath(outside))) == os.path.realpath(outside):
         reason = "it contains vfsd's runtime directory: set $VFSD_RUNTIME_DIR to a directory outside of it"
         raise OSError(errno.EINVAL, reason, outside)
     os.makedirs(parent, mode=0o700, exist_ok=True)

@@ -80,6 +80,29 @@ def process_start_ticks(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def is_serving(pid: int, start_ticks: int, socket_path: str) -> bool:
+    """Return whether the daemon `pid`, which listens at `socket_path`, is running."""
+    if process_start_ticks(pid) == start_ticks:
+        return True
+    if not in_system_run():  # where the processes of the machine are not seen
+        return False
+    import socket  # noqa: PLC0415 start-up: as above
+
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(socket_path)
+        except OSError:
+            return False
+    return True
+
+
+def in_system_run() -> bool:
+    """Return whether the root directory of this process is a workspace, as in `vfsd run --system`."""
+    with open("/proc/self/mountinfo", "rb") as file:
+        roots = [line for line in file if line.split(b" ", 5)[4] == b"/"]
+    return bool(roots) and b" - fuse.vfsd " in roots[-1]
+
+
 def selected(selector: str | None, cwd: str, records: Sequence[R], environ: Mapping[str, str]) -> R | None:
     """Return the record that `selector` means, else $VFSD_WORKSPACE, else `cwd`; None if no record matches."""
     selector = selector or environ.get(WORKSPACE_VARIABLE)
@@ -172,7 +195,7 @@ class QuickRecord:
 
     @property
     def alive(self) -> bool:
-        return process_start_ticks(self._pid) == self._start_ticks
+        return is_serving(self._pid, self._start_ticks, self.socket)
 
 
 def record_paths() -> list[str]:

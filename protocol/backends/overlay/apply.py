@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
 from protocol.backends.overlay.inode import LowerContent, OverlayInode, lower_files
 from protocol.backends.overlay.intent_log import (
     ApplyIntentLog,
@@ -53,7 +52,7 @@ from protocol.backends.overlay.intent_log import (
     place,
     set_attributes,
 )
-from protocol.backends.overlay.lower import ChangedBelowError, Identity, identity, is_gone
+from protocol.backends.overlay.lower import ChangedBelowError, Identity, LowerStat, identity, is_gone
 from protocol.diff.tree_diff import (
     Change,
     changes,
@@ -160,10 +159,12 @@ class OverlayApply:
             result.changes = found = self._completed(found, result)
         if self._dry_run:
             self._check(result)
-        elif found or has_intent_log(self._root):
-            if not self._may_write_into(b""):  # the intent log is there
-                raise PermissionError(errno.EACCES, _DENIED, os.readlink(f"/proc/self/fd/{self._root}"))
-            with intent_log(self._root, before) as begun:
+        elif found or has_intent_log(self._root, self._lower.intent_log):
+            above = self._lower.intent_log.rpartition(b"/")[0]
+            if not self._may_write_into(above):
+                top = os.readlink(f"/proc/self/fd/{self._root}")
+                raise PermissionError(errno.EACCES, _DENIED, os.path.join(top, os.fsdecode(above)).rstrip("/"))
+            with intent_log(self._root, before, self._lower.intent_log) as begun:
                 result.recovered = begun.recover()
                 self._check(result)
                 if not result.conflicts or self._force:
@@ -220,7 +221,7 @@ class OverlayApply:
         result.renewed = self._renewed()
 
     # -- looking for conflicts -----------------------------------------------------------------------------
-    def _stat(self, path: bytes) -> os.stat_result | None:
+    def _stat(self, path: bytes) -> LowerStat | None:
         try:
             return self._lower.stat(path)
         except OSError as error:
@@ -393,7 +394,7 @@ class OverlayApply:
         return ApplyConflict(path, f"{what}, so its directory cannot be removed")
 
     def _conflict(self, change: Change) -> ApplyConflict | None:
-        if change.path.partition(b"/")[0] == INTENT_LOG_NAME:
+        if is_at_or_below(change.path, {self._lower.intent_log}):
             return ApplyConflict(change.path, "has the name of the intent log that an apply keeps there")
         there = self._stat(change.path)
         if self._is_done(change, there):
@@ -411,7 +412,7 @@ class OverlayApply:
         is_changed = not self._is_unchanged(change, there)
         return ApplyConflict(change.path, "was changed by another program") if is_changed else None
 
-    def _is_unchanged(self, change: Change, there: os.stat_result) -> bool:
+    def _is_unchanged(self, change: Change, there: LowerStat) -> bool:
         now = identity(there)
         expected = self._expected(change.path)
         if expected is None:
@@ -422,7 +423,7 @@ class OverlayApply:
             return was_directory and now[:2] == expected[:2]
         return now == expected or (now[:2] in self._touched and now[:4] == expected[:4])
 
-    def _is_done(self, change: Change, there: os.stat_result | None) -> bool:
+    def _is_done(self, change: Change, there: LowerStat | None) -> bool:
         """Return whether the path already has its new state, from an interrupted run."""
         new = change.new
         if new is None or there is None:
@@ -444,7 +445,7 @@ class OverlayApply:
             return self._lower.readlink(change.path) == new.target
         return not new.is_file or (there.st_size == new.size and self._has_content(change.path))
 
-    def _has_links(self, change: Change, there: os.stat_result) -> bool:
+    def _has_links(self, change: Change, there: LowerStat) -> bool:
         """Return whether it is a name of the file that it was linked with, or no longer one of its old file."""
         other = self._stat(change.linked or change.unlinked or b"")
         is_same = other is not None and (other.st_dev, other.st_ino) == (there.st_dev, there.st_ino)
@@ -539,7 +540,7 @@ class OverlayApply:
             return False
         return old.inode == new.inode and there.st_nlink in (1, len(names)) and not stat.S_ISDIR(there.st_mode)
 
-    def _check_again(self, change: Change, there: os.stat_result) -> None:
+    def _check_again(self, change: Change, there: LowerStat) -> None:
         """Raise ChangedBelowError if the path was changed since the check for conflicts."""
         if self._force or self._is_unchanged(change, there):
             return

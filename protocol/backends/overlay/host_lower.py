@@ -17,8 +17,8 @@ import os
 import resource
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from protocol.backends.overlay.lower import (
@@ -31,14 +31,17 @@ from protocol.backends.overlay.lower import (
     LowerEntry,
     LowerFile,
     LowerStat,
+    RecordedStat,
     identity,
     is_gone,
 )
-from protocol.linux.beneath import DirectoryReference, HandleCache, RootDirectory, open_to_read
+from protocol.diff.tree_diff import is_at_or_below
+from protocol.errors import os_error, shown
+from protocol.linux.beneath import DirectoryReference, HandleCache, RootDirectory, open_beneath, open_to_read
 from protocol.linux.portable import Handle, birth_ns, proc_path
 from protocol.linux.syscalls import seek_hole
 
-INTENT_LOG_NAME: Final = b".vfsd-apply"  # in the root: the intent log of an apply, which the overlay does not show
+INTENT_LOG_NAME: Final = b".vfsd-apply"  # the intent log of an apply, which the overlay does not show
 KEPT_BYTES: Final = 256 * 1024  # a file up to this size is kept in memory when it is replaced below, a larger one open
 _DIRECTORIES_KEPT: Final = 64
 _FEWEST_FILES: Final = 16
@@ -51,8 +54,9 @@ class HostLower(RootDirectory, Lower):
 
     can_change = True
 
-    def __init__(self, root: DirectoryReference) -> None:
-        super().__init__(root, kept=_DIRECTORIES_KEPT)
+    def __init__(self, root: DirectoryReference, *, same_mount: bool = False) -> None:
+        super().__init__(root, same_mount=same_mount, kept=_DIRECTORIES_KEPT)
+        self.intent_log = INTENT_LOG_NAME  # its path
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = max(_FEWEST_FILES, min(_MOST_FILES, soft // 4)) if soft > 0 else _MOST_FILES
         self._files = HandleCache(most)
@@ -69,7 +73,7 @@ class HostLower(RootDirectory, Lower):
         """See `Lower.is_same`.  A ctime that `apply` changes now does not count."""
         return now == was or (now[:4] == was[:4] and now[:2] in self.moving)
 
-    def stat(self, path: bytes) -> os.stat_result:
+    def stat(self, path: bytes) -> LowerStat:
         handle, name = self.parent(path)
         return os.stat(name, dir_fd=handle.fd, follow_symlinks=False)
 
@@ -115,7 +119,8 @@ class HostLower(RootDirectory, Lower):
                     found.append(LowerEntry(os.fsencode(entry.name), _kind(entry), (device, inode), number))
         finally:
             os.close(descriptor)
-        return found if path else [entry for entry in found if entry.name != INTENT_LOG_NAME]
+        above, _, log = self.intent_log.rpartition(b"/")
+        return found if path != above else [entry for entry in found if entry.name != log]
 
     def file(self, path: bytes, seen: LowerStat) -> HostFile:
         return HostFile(self, path, seen)
@@ -148,6 +153,64 @@ class HostLower(RootDirectory, Lower):
         """Forget all descriptors except the root's."""
         self._files.clear()
         self.close_directories()
+
+
+class MachineLower(HostLower):
+    """The root directory of this machine, and the file systems mounted at `mounts` below it: paths relative to it.
+
+    The mountpoint of any other mount, and each directory in `closed`, is shown as an empty file or directory.  No call
+    reaches another mount, not even a stat: the daemon's own mount is among them, and it cannot answer meanwhile.
+    (Without openat2, before Linux 5.6, only `closed` keeps a call from one.)  `log` is the path of the intent log.
+    """
+
+    def __init__(self, root: DirectoryReference, mounts: Sequence[bytes], closed: Sequence[bytes], log: bytes) -> None:
+        super().__init__(root, same_mount=True)
+        self.intent_log = log
+        self._closed = frozenset(closed)
+        self._covered: set[bytes] = set()  # mountpoints of other mounts, as far as they were looked at
+        self._tops = {b"": self._root}
+        for path in mounts:
+            with suppress(OSError):  # this user may not enter it, or it was unmounted: it looks empty
+                self._tops[path] = Handle(open_beneath(self._root.fd, path, os.O_PATH | os.O_DIRECTORY))
+
+    def open(self, path: bytes, flags: int) -> int:
+        """Open `path` in its file system.  EXDEV if it is closed, or in another one."""
+        if is_at_or_below(path, self._closed):
+            raise os_error(errno.EXDEV, shown(path))
+        top = path
+        while top not in self._tops:
+            top = top.rpartition(b"/")[0]
+        below = path[len(top) :].lstrip(b"/")
+        return open_beneath(self._tops[top].fd, below or b".", flags, same_mount=True)
+
+    def stat(self, path: bytes) -> LowerStat:
+        if path in self._tops:
+            return os.fstat(self._tops[path].fd)
+        directory, name = self.parent(path)
+        try:
+            entry = Handle(open_beneath(directory.fd, name, os.O_PATH, same_mount=True))
+            return os.fstat(entry.fd)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+        above = path.rpartition(b"/")[0]
+        covered = next((each for each in self.scan(above) if each.name == name), None)
+        if covered is None:
+            raise os_error(errno.ENOENT, shown(path))
+        self._covered.add(path)
+        mode = stat.S_IFDIR | 0o755 if covered.kind == stat.S_IFDIR else stat.S_IFREG | 0o644
+        return RecordedStat(mode, covered.key[1], covered.key[0], 1, 0, 0, 0, 0, 0, 0, 0, 0)
+
+    def xattrs(self, path: bytes) -> dict[bytes, bytes] | None:
+        return None if path in self._covered else super().xattrs(path)
+
+    def scan(self, path: bytes) -> list[LowerEntry]:
+        try:
+            return super().scan(path)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            return []
 
 
 def _kind(entry: os.DirEntry[str]) -> int:

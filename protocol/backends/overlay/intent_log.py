@@ -1,7 +1,8 @@
 """ApplyIntentLog: makes an apply one atomic change of the lower directory, even if the process is killed.
 
-An apply first stages all new entries in `.vfsd-apply` in that directory, so that each of them is put in place by a
-rename.  Then it writes the steps to a temporary file and renames that to `plan`: this is the commit.
+An apply first stages all new entries in its log, `.vfsd-apply` in that directory, so that each of them is put in place
+by a rename.  (Below `/` the log is in a directory that the user may write: `HostLower.intent_log`.)  Then it writes the
+steps to a temporary file and renames that to `plan`: this is the commit.
 
 - Killed before the commit: `recover` removes the staged entries; the directory has its old state.
 - Killed after the commit: `recover` executes the remaining steps; the directory has its new state.  Paths that other
@@ -36,6 +37,7 @@ from typing import Any, Final, Literal
 
 from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
 from protocol.backends.overlay.lower import Identity, is_gone
+from protocol.diff.tree_diff import is_at_or_below
 from protocol.errors import os_error
 from protocol.linux.beneath import DirectoryReference, open_beneath, open_directory
 from protocol.linux.portable import Handle, proc_path
@@ -85,10 +87,15 @@ def _named(paths: Sequence[bytes]) -> str:
 
 
 class ApplyIntentLog:
-    """The intent log of one apply, locked.  `before` is called before each change on the disk."""
+    """The intent log of one apply, locked.  `before` is called before each change on the disk.
 
-    def __init__(self, root: int, directory: Handle, before: Callable[[], None]) -> None:
+    `path` is its own, relative to the lower directory.
+    """
+
+    def __init__(self, root: int, path: bytes, directory: Handle, before: Callable[[], None]) -> None:
         self.root = root
+        self._path = path
+        self._above = path.rpartition(b"/")[0]
         self.directory = directory
         self.before = before
         self._count = 0
@@ -100,21 +107,25 @@ class ApplyIntentLog:
         above = self._nearest(path.rpartition(b"/")[0])
         if above is None:
             name = b"%d" % self._count
-            return self.directory, name, INTENT_LOG_NAME + b"/" + name
+            return self.directory, name, self._path + b"/" + name
         name = INTENT_LOG_NAME + b"-%d" % self._count
-        staged = above + b"/" + name
+        staged = os.path.join(above, name)
         self._note(staged)
         return *place(self.root, staged), staged
 
     def _nearest(self, above: bytes) -> bytes | None:
         """Return None if entries staged in the log can be renamed into `above`, else a directory on its mount."""
-        device = os.fstat(self.root).st_dev
         while above and not ((there := _stat_at(self.root, above)) and stat.S_ISDIR(there.st_mode)):
             above = above.rpartition(b"/")[0]  # not made yet
-        if not above:
+        if above == self._above:
             return None
+        if not is_at_or_below(above, {self._above}):
+            return above
+        top = Handle(open_beneath(self.root, self._above or b".", os.O_PATH | os.O_DIRECTORY))
+        device = os.fstat(top.fd).st_dev
+        below = above[len(self._above) :].lstrip(b"/")
         try:
-            handle = Handle(open_beneath(self.root, above, os.O_PATH | os.O_DIRECTORY, same_mount=True))
+            handle = Handle(open_beneath(top.fd, below, os.O_PATH | os.O_DIRECTORY, same_mount=True))
         except OSError as error:
             if error.errno == errno.EXDEV:
                 return above
@@ -231,7 +242,7 @@ class ApplyIntentLog:
         return _stat_at(self.root, step.staged) is not None
 
     def _reject(self, step: Step) -> None:
-        """Rename a staged entry to a free name next to its path, or in the root if that directory was removed."""
+        """Rename a staged entry to a free name next to its path, or next to the log if that directory was removed."""
         if step.do != "leaf" or not self._is_staged(step):
             return
         source, staged = place(self.root, step.staged)
@@ -241,7 +252,7 @@ class ApplyIntentLog:
         except OSError as error:
             if not is_gone(error):
                 raise
-            path = path.rpartition(b"/")[2]
+            path = os.path.join(self._above, path.rpartition(b"/")[2])
             directory, name = place(self.root, path)
         suffix = _REJECTED
         number = 1
@@ -292,29 +303,32 @@ def _unlink_at(root: int, path: bytes) -> None:
 
 
 @contextmanager
-def intent_log(root: int, before: Callable[[], None] = lambda: None) -> Iterator[ApplyIntentLog]:
-    """Make or open the intent log in the directory of descriptor `root`, locked, and remove it at the end.  EBUSY."""
+def intent_log(
+    root: int, before: Callable[[], None] = lambda: None, path: bytes = INTENT_LOG_NAME
+) -> Iterator[ApplyIntentLog]:
+    """Make or open the intent log `path` below the directory `root`, locked, and remove it at the end.  EBUSY."""
+    above, name = place(root, path)
     while True:
         before()
         with contextlib.suppress(FileExistsError):
-            os.mkdir(INTENT_LOG_NAME, 0o700, dir_fd=root)
-        directory = _locked(root, _LOCK_ATTEMPTS)
+            os.mkdir(name, 0o700, dir_fd=above.fd)
+        directory = _locked(above, name, _LOCK_ATTEMPTS)
         if directory is not None:
             break
-    found = ApplyIntentLog(root, directory, before)
+    found = ApplyIntentLog(root, path, directory, before)
     try:
         yield found
     finally:
         # It fails if entries are left that could not be recovered.
         with contextlib.suppress(OSError):
-            os.rmdir(INTENT_LOG_NAME, dir_fd=root)
+            os.rmdir(name, dir_fd=above.fd)
         fcntl.flock(directory.fd, fcntl.LOCK_UN)  # the traceback of an error may keep the descriptor open
 
 
-def _locked(root: int, attempts: int) -> Handle | None:
+def _locked(above: Handle, name: bytes, attempts: int) -> Handle | None:
     """Lock the intent log's directory; None if it does not exist, or was removed meanwhile.  EBUSY."""
     try:
-        directory = Handle(open_beneath(root, INTENT_LOG_NAME, os.O_RDONLY | os.O_DIRECTORY))
+        directory = Handle(open_beneath(above.fd, name, os.O_RDONLY | os.O_DIRECTORY))
     except FileNotFoundError:
         return None
     for attempt in range(attempts):
@@ -325,22 +339,21 @@ def _locked(root: int, attempts: int) -> Handle | None:
             if attempt == attempts - 1:
                 raise OSError(errno.EBUSY, "another apply into this directory is running: try again later") from None
             time.sleep(_LOCK_PAUSE_S)
-    try:
-        there = os.stat(INTENT_LOG_NAME, dir_fd=root, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return directory if os.path.samestat(there, os.fstat(directory.fd)) else None
+    there = _stat(above, name)
+    return directory if there is not None and os.path.samestat(there, os.fstat(directory.fd)) else None
 
 
-def has_intent_log(root: int) -> bool:
-    """Return whether the directory of descriptor `root` has an intent log, of any user."""
-    return _stat_at(root, INTENT_LOG_NAME) is not None
+def has_intent_log(root: int, path: bytes = INTENT_LOG_NAME) -> bool:
+    """Return whether there is an intent log at `path` below the directory of descriptor `root`, of any user."""
+    return _stat_at(root, path) is not None
 
 
-def is_interrupted(root: int) -> bool:
+def is_interrupted(root: int, path: bytes = INTENT_LOG_NAME) -> bool:
     """Return whether an apply was killed in the directory of descriptor `root`, so that `recover` has work."""
+    if not has_intent_log(root, path):
+        return False
     try:
-        directory = _locked(root, 1)
+        directory = _locked(*place(root, path), attempts=1)
     except OSError as error:
         if error.errno == errno.EBUSY:
             return False
@@ -348,12 +361,14 @@ def is_interrupted(root: int) -> bool:
     return directory is not None and bool(os.listdir(directory.fd))
 
 
-def recover(root: DirectoryReference, before: Callable[[], None] = lambda: None) -> Recovered | None:
+def recover(
+    root: DirectoryReference, before: Callable[[], None] = lambda: None, path: bytes = INTENT_LOG_NAME
+) -> Recovered | None:
     """Complete or undo a killed apply in the directory `root`; None if there was none.  EBUSY while one runs there."""
     top = Handle(open_directory(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    if not has_intent_log(top.fd):
+    if not has_intent_log(top.fd, path):
         return None
-    with intent_log(top.fd, before) as found:
+    with intent_log(top.fd, before, path) as found:
         return found.recover()
 
 

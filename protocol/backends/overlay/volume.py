@@ -290,7 +290,7 @@ class OverlayVolume(MemoryVolume):
 
     @property
     def apply_interrupted(self) -> bool:
-        return isinstance(self.lower, HostLower) and is_interrupted(self.lower.fd)
+        return isinstance(self.lower, HostLower) and is_interrupted(self.lower.fd, self.lower.intent_log)
 
     def usage(self) -> VolumeUsage:
         return replace(self.lower.usage_of_source(super().usage()), changed_below=self.changed_below)

@@ -9,14 +9,14 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.host_lower import HostLower
+from protocol.backends.overlay.host_lower import HostLower, MachineLower
 from protocol.backends.overlay.tree_lower import TreeLower
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import Store
 from protocol.tree import ByteProgress
 from vfsd.daemon.backends.persistence import recorded_below
 from vfsd.daemon.backends.registry import Backend
-from vfsd.daemon.backends.stored import check_outside, directory_of, recover_apply
+from vfsd.daemon.backends.stored import check_outside, directory_of, intent_log_of, recover_apply
 from vfsd.daemon.snapshots.archives import archive, read_origin
 from vfsd.machine.directories import unused_journal
 from vfsd.machine.resources import default_max_memory
@@ -105,6 +105,16 @@ def _open_lower(options: MountOptions, limit: int) -> tuple[Lower, tuple[int, ..
         return open_remote(options), ()
     if backend.lower_layer == "archive":
         return _open_archive(backend.argument, limit), ()
+    if backend.argument == "/":
+        from vfsd.machine.whole_machine import machine_parts  # noqa: PLC0415 (start-up: few overlays)
+
+        parts = machine_parts(options.workspace.mountpoint)
+        given = (options.workspace.mountpoint, options.workspace.store, options.journal.journal_dir)
+        closed = [*parts.closed, *(os.path.realpath(path) for path in given if path)]
+        overlaid, closed_names = (
+            [os.fsencode(path.lstrip("/")) for path in paths] for paths in (parts.overlaid, closed)
+        )
+        return MachineLower(directory_of(options), overlaid, closed_names, intent_log_of(options)), ()
     return HostLower(directory_of(options)), ()
 
 

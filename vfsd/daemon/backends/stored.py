@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
 from protocol.backends.overlay.intent_log import recover
 from protocol.linux.portable import proc_path
 from protocol.store import DirectorySource, DirectoryTarget, Store
@@ -297,6 +298,17 @@ def describe_interrupted(stored: Stored) -> str | None:
     return found.describe()
 
 
+def intent_log_of(options: MountOptions) -> bytes:
+    """Return the path of an apply's intent log, relative to the backend's directory.
+
+    For `/` it is in the home directory of a user who is not root, and may not write into the root.
+    """
+    if options.workspace.backend.argument != "/" or os.geteuid() == 0:
+        return INTENT_LOG_NAME
+    home = os.path.realpath(os.path.expanduser("~")).lstrip("/")
+    return os.path.join(os.fsencode(home), INTENT_LOG_NAME)
+
+
 def recover_apply(options: MountOptions) -> str | None:
     """Finish or undo a killed `apply` into the backend's directory; return a sentence about it, if there was one.
 
@@ -306,7 +318,7 @@ def recover_apply(options: MountOptions) -> str | None:
         return None
     directory = options.workspace.backend.argument
     try:
-        found = recover(directory_of(options))
+        found = recover(directory_of(options), path=intent_log_of(options))
     except OSError as error:
         # EBUSY: that apply is still running.  No other failure here prevents the mount.
         if error.errno == errno.EBUSY:
