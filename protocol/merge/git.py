@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import shlex
@@ -32,6 +33,7 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO, Final, TypeAlias
 
@@ -716,6 +718,45 @@ def _merged_file(git: PrivateGit, case: TextCase) -> TextResult:
     union = ["--union"] if case.is_union else []
     status = git.run(["merge-file", "-p", *union, *labels, "o", "b", "t"], os.devnull, "merged", fine=fine)
     return TextResult(git.output("merged"), is_clean=status == 0)
+
+
+def certain_result(case: TextCase) -> TextResult | None:
+    """Return what `git_text_merge` would, if that is certain without git; a conflict has no content.  Else None.
+
+    Each side has replaced one run of lines of the base.  If no removed line is left in the side, and no added line is
+    in the base, only the lines above and below the run can be equal.  git's histogram diff aligns a line that the base
+    has once, which has one partner, and extends that block as far as the lines are equal: to the run, and to the end of
+    the text.  So with such a line above and one below, unless nothing is there, it finds exactly that run, and cannot
+    slide it.  Two runs with lines between them merge; others conflict, unless the sides are equal.
+
+    Source: xdiff/xhistogram.c, xdl_change_compact in xdiff/xdiffi.c and xdl_do_merge in xdiff/xmerge.c of git.
+    """
+    if case.base is None or case.is_union:
+        return None
+    texts = (case.base(), case.ours(), case.theirs())
+    if any(b"\0" in text for text in texts):
+        return None
+    base, *sides = (io.BytesIO(text).readlines() for text in texts)  # unlike splitlines, it leaves \r in the line
+    numbers = Counter(base)
+    runs = []
+    for side in sides:
+        most = min(len(base), len(side))
+        start = next((at for at in range(most) if base[at] != side[at]), most)
+        below = next((at for at in range(most - start) if base[-1 - at] != side[-1 - at]), most - start)
+        end = len(base) - below
+        removed, added = base[start:end], side[start : len(side) - below]
+        is_certain = numbers.keys().isdisjoint(added) and {*base[:start], *base[end:]}.isdisjoint(removed)
+        anchors = (not lines or any(numbers[line] == 1 for line in lines) for lines in (base[:start], base[end:]))
+        if not (is_certain and (removed or added) and all(anchors)):
+            return None
+        runs.append((start, end, added))
+    if sides[0] == sides[1]:
+        return TextResult(texts[1], is_clean=True)
+    (start, end, first), (next_start, next_end, second) = sorted(runs)
+    if end >= next_start:
+        return TextResult(None, is_clean=False)
+    content = [*base[:start], *first, *base[end:next_start], *second, *base[next_end:]]
+    return TextResult(b"".join(content), is_clean=True)
 
 
 def merge_attributes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import resource
 import shutil
 import signal
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.merge.git import TextCase, TextResult, git_text_merge, user_driver
+from protocol.merge.git import TextCase, TextResult, certain_result, git_text_merge, user_driver
 from protocol.merge.three_way import merge
+from tests.support.seeds import campaign_seed
 from tests.support.trees import DictTree
 
 LINES = [b"%d\n" % number for number in range(10)]
@@ -192,6 +194,39 @@ def test_git_is_called_once_for_all_files_and_not_without_need() -> None:
     assert calls == [3]
     assert result.tree.read(b"5", 0, 1000) == BOTH
     assert not result.conflicts
+
+
+def random_texts(rng: random.Random) -> tuple[bytes, bytes, bytes]:
+    """A text, often with equal lines, and two versions of it with some lines replaced by new or existing ones."""
+    repeats = rng.choice((0.2, 0.5, 0.8))
+    ends = b"\r\n" if rng.random() < 0.05 else b"\n"
+
+    def line() -> bytes:
+        return rng.choice((b"a", b"b", b"", b"}")) if rng.random() < repeats else b"%d" % rng.randrange(40)
+
+    base = [line() for _ in range(rng.randrange(14))]
+    versions = []
+    for _ in range(2):
+        lines = list(base)
+        for _ in range(rng.choice((1, 1, 1, 2))):
+            at = rng.randrange(len(lines) + 1)
+            new = [b"new %d" % rng.randrange(6) if rng.random() < 0.7 else line() for _ in range(rng.randrange(4))]
+            lines[at : at + rng.randrange(4)] = new
+        versions.append(ends.join(lines) + rng.choice((ends, ends, b"")))
+    return ends.join(base) + rng.choice((ends, b"")), versions[0], versions[1]
+
+
+def test_a_result_that_is_certain_is_that_of_git() -> None:
+    rng = random.Random(campaign_seed())
+    cases = [case(*random_texts(rng)) for _ in range(1_000)]
+    certain = [(each, found) for each in cases if (found := certain_result(each)) is not None]
+    of_git = git_text_merge([each for each, _ in certain], lambda: None)
+    assert len({found.is_clean for _, found in certain}) == 2
+    for (each, found), expected in zip(certain, of_git, strict=True):
+        assert found.is_clean == expected.is_clean, (each.base and each.base(), each.ours(), each.theirs())
+        assert not found.is_clean or found.content == expected.content
+    with_nul = case(BASE, FIRST + b"\0", LAST)
+    assert certain_result(with_nul) is None
 
 
 def test_a_full_disk_is_a_conflict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -179,10 +179,10 @@ class _Compared:
     def records(self, pairs: Sequence[PairRecord | _Pair]) -> list[PairRecord]:
         """Return what a merge of each pair would find; a record stays as it is.
 
-        The texts of all pairs are merged together: git for each pair takes nearly twice the CPU time (bench/NOTES.md).
+        git merges the texts of all pairs together, except those whose result is certain without it (bench/NOTES.md).
         """
         # Start-up: the first call on the control socket does not wait for this import.
-        from protocol.merge.git import git_text_merge  # noqa: PLC0415
+        from protocol.merge.git import certain_result, git_text_merge  # noqa: PLC0415
 
         found: list[PairRecord | _TextsError] = []
         for pair in pairs:
@@ -190,12 +190,18 @@ class _Compared:
                 found.append(pair if isinstance(pair, PairRecord) else self._record(pair, self._collect))
             except _TextsError as error:
                 found.append(error)
-        merged = git_text_merge(self._texts, self._keep_going) if self._texts else ()
+        merged: list[TextResult | None] = []
+        for case in self._texts:
+            self._keep_going()
+            merged.append(certain_result(case))
+        rest = [case for case, known in zip(self._texts, merged, strict=True) if known is None]
+        by_git = iter(git_text_merge(rest, self._keep_going))
+        results = [next(by_git) if known is None else known for known in merged]
         records = []
         for pair, each in zip(pairs, found, strict=True):
             if isinstance(each, _TextsError):
                 assert isinstance(pair, _Pair)
-                records.append(self._record(pair, functools.partial(_known, merged[each.start : each.end])))
+                records.append(self._record(pair, functools.partial(_known, results[each.start : each.end])))
             else:
                 records.append(each)
         return records
