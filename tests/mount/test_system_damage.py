@@ -28,7 +28,9 @@ root=$1
 mount --make-rprivate /
 mount -t tmpfs -o mode=755 none "$root"
 cd "$root"
-mkdir dev etc home proc run sys tmp var
+mkdir dev etc home proc run settings sys tmp var
+mount -t tmpfs none home        # a disk of its own
+mount -t sysfs none settings    # a file system of another kind
 for path in /*; do
     name=${path#/}
     if [ -L "$path" ]; then cp -a "$path" .
@@ -136,6 +138,30 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
             yield Machine(holder.pid)
         finally:
             holder.kill()
+
+
+def test_a_file_system_of_another_kind_is_read_only_and_named(machine: Machine) -> None:
+    script = "ls /settings/kernel > /dev/null && chmod 700 /settings/kernel"
+    ran = machine.run(*VFSD, "run", "--system", "--discard", "--", "sh", "-c", script)
+    assert "vfsd: read-only, because only local file systems can be in the overlay: /settings\n" in ran.stderr
+    assert "Read-only file system" in ran.stderr
+    assert ran.stderr.endswith("vfsd: the command changed nothing\n")
+
+
+def test_what_is_left_out_of_the_overlay_is_not_removed_by_an_apply(machine: Machine) -> None:
+    before = machine.state()
+    script = "echo > /var/log/app.log; mv /var /home/moved; mkdir /var; cp -r /etc /home/copied"
+    ran = machine.run(*VFSD, "run", "--system", "--name", "moved", "--apply", "--", "sh", "-c", script)
+    assert "vfsd: var/log is left out of the overlay, and stays as it is" in ran.stderr
+    assert machine.state() == before
+    done = machine.run(*VFSD, "apply", "-w", "moved", "--force")
+    assert done.returncode == 0, done.stderr
+    after = machine.state()
+    assert after["var/log"] == before["var/log"]
+    assert "var/lib/app/data.db" not in after
+    assert after["home/moved/lib/app/data.db"] == before["var/lib/app/data.db"], "on the other disk"
+    assert after["home/copied/passwd"][-1] == before["etc/passwd"][-1]
+    machine.vfsd("unmount", "moved", "--discard")
 
 
 def test_eleven_kinds_of_damage_are_seen_undone_and_absent_after_a_discard(machine: Machine) -> None:

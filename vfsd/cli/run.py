@@ -63,6 +63,7 @@ from vfsd.wire.messages import wire_path
 from vfsd.wire.options import declared_options
 
 Outcome = Literal["applied", "kept", "discarded", "unchanged", "lost"]
+_NAMED: Final = 6  # file systems in a remark
 _JOURNAL_BYTES: Final = 1 << 20  # what a disk must have room for
 # What the answers mean, in the order of the question.
 _CHOICES: Final = {
@@ -181,7 +182,8 @@ class _Run:
         self._persist = persist
         self._is_system = system
         self._private_tmp = private_tmp
-        self._directory = "/" if system else os.getcwd()
+        self._cwd = os.getcwd()
+        self._directory = "/" if system else self._cwd
         if not system and self._directory == "/":
             advice = "change to the directory of a project, or run on the whole machine with --system"
             raise OSError(errno.EINVAL, f"cannot run over the root directory: {advice}")
@@ -295,9 +297,10 @@ class _Run:
             "changes there are forgotten at the end": parts.left_out,
         }.items():
             if paths:
-                self._note(f"{what}: {', '.join(map(_shown, paths))}")
+                more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+                self._note(f"{what}: {', '.join(map(_shown, paths[:_NAMED]))}{more}")
         steps = parts.steps(self._record.mountpoint, private_tmp=self._private_tmp)
-        plan = json.dumps({"directory": os.getcwd(), "steps": steps})
+        plan = json.dumps({"directory": self._cwd, "steps": steps})
         try:
             self._ended = run_in_foreground(self._argv, self._record.mountpoint, plan, environment, output_fd=output_fd)
         except NoPrivateMountError as error:

@@ -20,7 +20,9 @@ from vfsd.machine.mountinfo import Mount, mounts
 from vfsd.machine.selection import PLACES, socket_dir
 
 # Local file systems: their files are in the overlay.
-_LOCAL: Final = re.compile("bcachefs|btrfs|exfat|ext[234]|f2fs|jfs|nilfs2|ntfs3|overlay|ramfs|tmpfs|ubifs|vfat|xfs|zfs")
+_LOCAL: Final = re.compile(
+    "bcachefs|btrfs|ecryptfs|exfat|ext[234]|f2fs|jfs|nilfs2|ntfs3|overlay|ramfs|tmpfs|ubifs|vfat|xfs|zfs"
+)
 _SHARED: Final = ("/dev", "/run", "/sys", "/tmp")  # noqa: S108 (a mountpoint)
 _OWN_PROC: Final = "/proc"
 # Left out of the overlay, because programs of the machine change them all the time.  `~` is each home directory.

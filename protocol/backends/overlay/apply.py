@@ -377,6 +377,11 @@ class OverlayApply:
             if change.new is not None and change.new.is_dir:
                 continue
             there = self._stat(change.path)
+            if there is not None and self._lower.is_closed(change.path):
+                kept.add(change.path)
+                removed.discard(change.path)
+                left.append(ApplyConflict(change.path, "is left out of the overlay, and stays as it is"))
+                continue
             if there is None or not stat.S_ISDIR(there.st_mode):
                 continue
             entries = {change.path + b"/" + entry.name: entry.kind for entry in self._lower.scan(change.path)}

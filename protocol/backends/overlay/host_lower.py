@@ -122,6 +122,10 @@ class HostLower(RootDirectory, Lower):
         above, _, log = self.intent_log.rpartition(b"/")
         return found if path != above else [entry for entry in found if entry.name != log]
 
+    def is_closed(self, path: bytes) -> bool:  # noqa: ARG002
+        """Return whether the overlay shows the entry at `path` as an empty one."""
+        return False
+
     def file(self, path: bytes, seen: LowerStat) -> HostFile:
         return HostFile(self, path, seen)
 
@@ -200,6 +204,9 @@ class MachineLower(HostLower):
         self._covered.add(path)
         mode = stat.S_IFDIR | 0o755 if covered.kind == stat.S_IFDIR else stat.S_IFREG | 0o644
         return RecordedStat(mode, covered.key[1], covered.key[0], 1, 0, 0, 0, 0, 0, 0, 0, 0)
+
+    def is_closed(self, path: bytes) -> bool:
+        return path in self._closed or path in self._covered
 
     def xattrs(self, path: bytes) -> dict[bytes, bytes] | None:
         return None if path in self._covered else super().xattrs(path)
