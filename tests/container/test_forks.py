@@ -13,6 +13,7 @@ from protocol.backends.container.podman.service import Container, PodmanService
 from tests.container.conftest import MountContainer, inside
 from tests.mount.conftest import check_invariants, mounted
 from tests.support.unmounting import unmount_when_idle
+from tests.support.verbs import check_a_range_is_reverted, check_conflicts_of_forks
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 
@@ -55,6 +56,16 @@ def test_a_fork_of_a_container_is_merged_into_it(
         assert inside(container, "ls /workspace").decode().split() == ["doomed", "inside", "src"]
         check_invariants(copy)
     assert [info.name for info in source.snapshots() if info.kind == "automatic"] == []
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("transport", ["agent", "rootfs"])
+def test_a_range_is_reverted_and_conflicts_of_forks_are_found(
+    mount_container: MountContainer, container: Container, workdir: Path, transport: str
+) -> None:
+    workspace = mount_container(container, transport=transport)
+    check_a_range_is_reverted(workspace)
+    check_conflicts_of_forks(workspace, workdir)
 
 
 def test_several_forks_of_a_container_have_one_state(

@@ -27,6 +27,7 @@ from tests.mount.programs import succeeded, vfsd, wait_ended
 from tests.support.contracts_on_mounts import OnMount
 from tests.support.processes import children, running
 from tests.support.unmounting import unmount_when_idle
+from tests.support.verbs import check_a_range_is_reverted, check_conflicts_of_forks
 from tests.support.waiting import wait_until
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
@@ -151,6 +152,11 @@ def test_both_ends_see_one_directory_and_its_snapshots(end: End, workspace: Work
         (root / name).unlink()
     (root / "d").rmdir()
     assert end.inside("ls -A") == b""
+
+
+def test_a_range_is_reverted_and_conflicts_of_forks_are_found(workspace: Workspace, workdir: Path) -> None:
+    check_a_range_is_reverted(workspace)
+    check_conflicts_of_forks(workspace, workdir)
 
 
 def command_of(workspace: Workspace) -> int:

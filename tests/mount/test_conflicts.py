@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import click.testing
 import pytest
 
 from tests.mount.conftest import mounted
+from vfsd.cli import forks
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
 
@@ -120,3 +123,26 @@ def test_the_table_names_the_conflicts(work: Workspace, workdir: Path) -> None:
         assert "\t?\t" in said
         assert "cannot be compared: " in noted
         assert "nowhere" in vfsd("conflicts", "-w", "work", "nowhere", status=1)[1]
+
+
+def test_watch_shows_the_conflicts_again_when_they_have_changed(
+    work: Workspace, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def conflict(content: str) -> None:
+        for place in (Path(work.path), workdir / "f1"):
+            (place / "d0" / "f0").write_text(content.format(place.name))
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    steps = iter((lambda: conflict("{}\n"), lambda: None, lambda: conflict("both\n"), interrupt))
+    clock = SimpleNamespace(monotonic=time.monotonic, strftime=time.strftime, sleep=lambda _: next(steps)())
+    monkeypatch.setattr(forks, "time", clock)
+    with work.fork(workdir / "f1", name="f1"):
+        said = vfsd("conflicts", "-w", "work", "--watch", "--json", status=130)[0]
+    found = [json.loads(line)["pairs"][0] for line in said.splitlines()]
+    assert [(pair["shared"], [each["path"] for each in pair["conflicts"]]) for pair in found] == [
+        (0, []),
+        (1, ["d0/f0"]),
+        (1, []),
+    ]

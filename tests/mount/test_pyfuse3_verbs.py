@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import mounted
+from tests.support.verbs import check_a_range_is_reverted
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.short
@@ -49,6 +50,12 @@ def test_snapshots_are_listed_compared_restored_undone_redone_and_dropped(memory
     assert content(memory) == "old\n"
     memory.drop("one")
     assert "one" not in {snapshot.name for snapshot in memory.snapshots()}
+
+
+def test_a_range_is_reverted(memory: Workspace) -> None:
+    (Path(memory.path) / "file").unlink()
+    check_a_range_is_reverted(memory)
+    assert memory.conflicts().workspaces == (memory.name,)
 
 
 def test_an_archive_is_exported_and_imported(memory: Workspace, workdir: Path) -> None:

@@ -19,6 +19,8 @@ from vfsd import AsyncWorkspace
 from vfsd.cli import agent_hook
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
+from vfsd.integrations.mcp.session import Session
+from vfsd.integrations.mcp.tools import SERVED_TOOLS
 
 pytestmark = pytest.mark.workspaces(engines=["native"])
 each_backend = pytest.mark.parametrize(
@@ -151,6 +153,33 @@ def test_conflicts_are_listed_and_resolved(workspace: Workspace, root: Path) -> 
     vfsd(workspace, "revert", "before..after", "--conflicts", "markers")
     assert "<<<<<<<" in (root / "text").read_text()
     assert "old\n" in (root / "text").read_text()
+
+
+def test_a_model_reverts_by_the_tool_of_mcp(workspace: Workspace, root: Path) -> None:
+    (root / "text").write_text("old\n")
+    workspace.snapshot("before")
+    (root / "text").write_text("middle\n")
+    (root / "made").touch()
+    workspace.snapshot("after")
+    (root / "text").write_text("new\n")
+
+    def call(**arguments: object) -> str:
+        values = {"since": "before", "until": "after", **arguments}
+        return anyio.run(SERVED_TOOLS["revert"].call, values, Session(workspace.name), lambda _: None)
+
+    conflict = "(conflict: text: content, both sides changed the same lines)"
+    assert call().splitlines() == ["Nothing was changed: 1 conflict", conflict]
+    shown = call(paths=["made"], dry_run=True)
+    assert shown == "Would have reverted before..after:\n1 removed\nD made"
+    assert (root / "made").exists()
+    done = call(conflicts="theirs").splitlines()
+    assert done[:4] == ["Reverted before..after:", "1 modified, 1 removed", "D made", "M text"]
+    assert done[4] == conflict
+    assert done[-1].endswith("; undo brings it back.")
+    assert files(root) == {"text": b"old\n"}
+    assert call(paths=["text"]) == "Nothing to change: before..after has no changes that are still here"
+    assert anyio.run(SERVED_TOOLS["restore"].call, {"undo": True}, Session(workspace.name), lambda _: None)
+    assert files(root) == {"text": b"new\n", "made": b""}
 
 
 def test_wrong_use_is_one_line_and_changes_nothing(workspace: Workspace, root: Path) -> None:
