@@ -432,8 +432,8 @@ async def connect(service: PodmanService) -> PodmanConnection:
 
 _PROGRAM: Final = b"conmon"
 # conmon reports the command's end before it begins to wait; the gap can be seconds. The pauses between the
-# tries double from the first to the longest, and add up to about ten seconds.
-_TRIES: Final = 17
+# tries double from the first to the longest, and add up to a minute: a busy machine may take that long.
+_TRIES: Final = 67
 _MONITOR_PAUSE_S: Final = 0.01
 _MONITOR_LONGEST_PAUSE_S: Final = 1.0
 
@@ -443,19 +443,19 @@ def release_monitor(exec_id: str) -> None:
     pause_s = _MONITOR_PAUSE_S
     for _ in range(_TRIES):
         monitors = _monitors(exec_id.encode())
-        # There are two; the waiting one is the child of the other.
-        waiting = [pid for pid, parent in monitors.items() if parent in monitors]
-        for pid in waiting:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGTERM)
-        if waiting or not monitors:
+        if not monitors:
             return
+        for pid, (parent, state) in monitors.items():
+            # There are two; the waiting one is the child of the other, and a signal before it sleeps has no effect.
+            if parent in monitors and state == b"S":
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGTERM)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MONITOR_LONGEST_PAUSE_S)
 
 
-def _monitors(exec_id: bytes) -> dict[int, int]:
-    """The monitors of the command, with their parents."""
+def _monitors(exec_id: bytes) -> dict[int, tuple[int, bytes]]:
+    """The monitors of the command, with their parents and states (proc_pid_stat(5))."""
     found = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -465,5 +465,6 @@ def _monitors(exec_id: bytes) -> dict[int, int]:
                 words = file.read().split(b"\0")
             if os.path.basename(words[0]) == _PROGRAM and exec_id in words:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    found[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
+                    state, parent, *_ = file.read().rpartition(b")")[2].split()
+                found[int(name)] = int(parent), state
     return found
