@@ -21,6 +21,7 @@ from tests.support.waiting import wait_until
 from vfsd.cli import run as run_module
 from vfsd.cli.foreground import NoPrivateMountError
 from vfsd.cli.main import cli
+from vfsd.machine.directories import journals_directory
 from vfsd.machine.runtime import read_records, socket_dir
 
 INNER = shlex.join(VFSD)
@@ -125,6 +126,19 @@ def test_without_the_right_to_mount_one_line_says_so_and_nothing_is_left(
     assert read_records() == []
 
 
+@needs_root
+@pytest.mark.extended
+@pytest.mark.parametrize("words", [["--system"], []])
+def test_a_mount_that_is_refused_leaves_nothing(place: Path, words: list[str]) -> None:
+    without = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+    done = subprocess.run(
+        [*without, *VFSD, "run", *words, "--", "true"], cwd=place, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 125
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert list(Path(journals_directory()).rglob("*")) == []
+
+
 # -- signals, terminals and deaths --------------------------------------------------------------------
 @pytest.mark.extended
 def test_signals_reach_the_command_and_its_status_comes_back(place: Path) -> None:
@@ -198,7 +212,7 @@ def test_an_interactive_shell_in_it_has_job_control(shell: Shell) -> None:
     assert shell.status() == 6
 
 
-WAIT = "while [ ! -e {go} ]; do sleep 0.02; done"
+WAIT = "while [ ! -e {go} ]; do sleep 0.02 || exit 3; done"  # a program of a machine that is gone fails
 
 
 @pytest.mark.extended

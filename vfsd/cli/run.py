@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 
 import click
 
+from protocol.journal.directory import drop_journal
 from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import (
@@ -213,8 +214,8 @@ class _Run:
             if given not in (None, os.path.basename(place)):
                 remove_place(place)
                 raise OSError(errno.EEXIST, f"the name {given} is taken (`vfsd list`, `vfsd persisted`): give another")
+        name = os.path.basename(place)
         try:
-            name = os.path.basename(place)
             persist = self._persist and (self._is_continued or self._can_persist(name))
             self._options = mount_options(
                 place,
@@ -231,7 +232,10 @@ class _Run:
             remove_place(place)
             raise OSError(errno.EINVAL, str(error)) from None
         except BaseException as error:
-            remove_place(place)  # unless something is mounted there
+            if not self._is_continued:
+                remove_place(place)
+                with contextlib.suppress(OSError):
+                    drop_journal(journal_directory(name))  # nothing was ever in it
             if isinstance(error, OSError) and _is_in_user_namespace():
                 reason = "this is a user namespace, perhaps of another `vfsd run`, in which fusermount3 cannot mount"
                 raise OSError(error.errno, f"{describe(error)}; {reason}: run it outside") from None
