@@ -80,6 +80,16 @@ def test_what_is_kept_is_rewound_under_the_program_continued_and_applied_in_part
     assert rest == [f"A {below}/d/", f"M {below}/file"], "what was kept is not discarded by a run that did not start"
 
 
+def test_an_overlay_of_the_root_directory_enters_no_other_mount(place: Path, workdir: Path) -> None:
+    (workdir / "m").mkdir()
+    succeeded(vfsd("mount", str(workdir / "m"), "--backend", "overlay:/"))
+    shown = Path(f"{workdir}/m{place}")
+    assert (shown / "file").read_text() == "one\n"
+    assert os.listdir(workdir / "m/proc") == os.listdir(workdir / "m/dev") == os.listdir(workdir / "m/tmp") == []
+    (shown / "file").write_text("two\n")
+    assert succeeded(vfsd("diff", "-w", "m")) == f"M {str(place)[1:]}/file\n"
+
+
 def test_a_private_tmp_is_empty_and_leads_to_the_workspace(place: Path) -> None:
     assert run(place, "--discard", "--", "sh", "-c", "ls /tmp | wc -l").stdout != "1\n"
     script = f"ls -A /tmp; touch /tmp/x; {INNER} diff; echo end"
