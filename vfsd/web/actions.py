@@ -78,11 +78,16 @@ def confirm(
     template: str,
     source: WorkspaceSource,
     found: Restored | Merged | Reverted | Applied,
+    action: str,
     **values: Any,
 ) -> Response:
-    """Show what a change would do, `found` by a dry run, and ask whether to make it."""
+    """Show what a change would do, `found` by a dry run, and ask whether to make it by a POST to the page `action`.
+
+    `values`: of the template, and of confirm.html: `hidden` fields, `conflicts`, the words next to the box `force`.
+    """
     shown: dict[str, Any] = {"counts": found.counts, "changes": listed(found.changes), "up": href(source.key, "")}
-    return page(request, template, source=source, **shown, **values)
+    shown |= {"action": action, "verb": action.capitalize(), "is_possible": found.counts.total > 0}
+    return page(request, template, **{"source": source, "conflicts": (), "force": "", **shown, **values})
 
 
 # -- snapshots ----------------------------------------------------------------------------------------
@@ -137,8 +142,7 @@ async def _complete_on_snapshot(source: WorkspaceSource, call: RemoteCall[Any], 
 # -- restore ------------------------------------------------------------------------------------------
 def _restore_call(source: WorkspaceSource, given: Mapping[str, str], *, dry_run: bool) -> RemoteCall[Restored]:
     """Build the request of a restore, an undo or a redo."""
-    kind, path = given.get("kind", "restore"), given.get("path", "")
-    paths = [from_wire_path(path)] if path else []
+    kind, paths = given.get("kind", "restore"), _paths(given)
     if kind == "undo":
         call = source.requests.undo(paths, dry_run=dry_run)
     elif kind == "redo":
@@ -149,7 +153,7 @@ def _restore_call(source: WorkspaceSource, given: Mapping[str, str], *, dry_run:
         raise WrongRequestError("kind is restore, undo or redo.")
     if not dry_run:
         call.params.source.created_at = _created_at(given)
-        call.params.touch = given.get("touch") == "yes"
+        call.params.touch = _touch(given)
     return call
 
 
@@ -157,15 +161,12 @@ async def confirm_restore(request: Request) -> Response:
     """GET `/w/KEY/restore`: show what a restore, an undo or a redo would change."""
     source = workspace_of(request)
     found = await source.run(_restore_call(source, request.query_params, dry_run=True))
-    return confirm(
-        request,
-        "restore.html",
-        source,
-        found,
-        kind=given(request, "kind") or "restore",
-        path=request.query_params.get("path", ""),
-        target=await source.snapshot(found.source),
-    )
+    kind, target = given(request, "kind") or "restore", await source.snapshot(found.source)
+    hidden = {"kind": kind, "path": request.query_params.get("path", ""), "created_at": target.created_at.isoformat()}
+    if kind == "restore":
+        hidden["snapshot"] = target.name
+    values = {"verb": kind.capitalize(), "target": target, "hidden": hidden}
+    return confirm(request, "restore.html", source, found, "restore", **values)
 
 
 async def restore(request: Request) -> Response:
@@ -369,14 +370,13 @@ async def confirm_merge(request: Request) -> Response:
         "merge.html",
         source,
         found,
+        "merge",
         title=f"Merge {fork} into {source.title}?",
-        action="merge",
         label="Paths that both changed",
-        hidden={"fork": fork},
-        policy=policy,
+        hidden={"fork": fork, "conflicts": policy},
         policies={**_POLICIES, "ours": f"keep {source.title}", "theirs": f"take {fork}"},
         conflicts=[*_conflicts(found), *_repositories(found)],
-        can_merge=policy != "fail" or not found.conflicts,
+        is_possible=_is_possible(found, policy),
     )
 
 
@@ -393,6 +393,11 @@ def _policy(given: Mapping[str, str]) -> Literal["fail", "ours", "theirs", "mark
     if policy not in _POLICIES:
         raise WrongRequestError("conflicts is fail, ours, theirs or markers.")
     return cast("Literal['fail', 'ours', 'theirs', 'markers']", policy)
+
+
+def _is_possible(found: Merged | Reverted, policy: str) -> bool:
+    is_anything = found.counts.total or found.conflicts or found.repositories
+    return bool(is_anything) and (policy != "fail" or not found.conflicts)
 
 
 def _conflicts(found: Merged | Reverted | Pair) -> list[str]:
@@ -422,7 +427,8 @@ async def confirm_adopt(request: Request) -> Response:
     """GET `/w/KEY/adopt`: show what it would change to make the workspace equal to a fork, and what would be lost."""
     source, fork = _pair(request, request.query_params)
     found = await source.run(source.requests.adopt(fork, force=True, dry_run=True))
-    return confirm(request, "adopt.html", source, found, fork=fork, conflicts=_conflicts(found))
+    values = {"fork": fork, "hidden": {"fork": fork}, "conflicts": _conflicts(found), "force": "Replace these changes"}
+    return confirm(request, "adopt.html", source, found, "adopt", **values)
 
 
 async def adopt(request: Request) -> Response:
@@ -453,14 +459,13 @@ async def confirm_revert(request: Request) -> Response:
         "merge.html",
         source,
         found,
+        "revert",
         title=f"Revert {_reverted(found, hidden)}, and keep everything later?",
-        action="revert",
         label="Paths that were changed again since then",
-        hidden=hidden,
-        policy=policy,
+        hidden={**hidden, "conflicts": policy},
         policies={**_POLICIES, "theirs": "take the older version"},
         conflicts=[*found.warnings, *_conflicts(found), *_repositories(found)],
-        can_merge=policy != "fail" or not found.conflicts,
+        is_possible=_is_possible(found, policy),
     )
 
 
@@ -506,9 +511,9 @@ def _confirm_overlay(
     directory: str | None = None,
     conflicts: Sequence[str] = (),
 ) -> Response:
-    path = request.query_params.get("path", "")
-    values = {"kind": kind, "path": path, "directory": directory, "conflicts": conflicts}
-    return confirm(request, "overlay.html", source, found, **values)
+    hidden, force = {"path": request.query_params.get("path", "")}, "Overwrite what other programs changed there"
+    values = {"hidden": hidden, "directory": directory, "conflicts": conflicts, "force": force}
+    return confirm(request, "overlay.html", source, found, kind, **values)
 
 
 async def apply(request: Request) -> Response:
