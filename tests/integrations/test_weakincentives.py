@@ -593,7 +593,7 @@ def test_the_manager_has_the_specified_semantics(files: VfsdFilesystem, temporar
 
 def test_the_manager_replaces_nothing_and_refuses_damaged_archives(files: VfsdFilesystem, workdir: Path) -> None:
     manager = FilesystemSnapshotManager(files, workdir / "kept")
-    files.write("a", "1")
+    files.write("a", os.urandom(2_000).hex())  # the middle of the archive, which is damaged below
     kept = manager.snapshot("first")
     files.write("a", "2")
     with pytest.raises(SnapshotError, match="exists"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -346,3 +348,22 @@ def test_without_a_limit_everything_can_be_reserved() -> None:
     with volume.reserving() as reserve:
         reserve(1 << 40)
     assert volume.usage().overhead_bytes == before
+
+
+@pytest.mark.parametrize("per_file", [1, 10, 1_000])
+@pytest.mark.parametrize("value_bytes", [1, 16, 100])
+def test_what_small_attributes_take_is_charged(volume: MakeVolume, value_bytes: int, per_file: int) -> None:
+    made = volume(64 * MIB)
+    file(made, b"first")
+    gc.collect()
+    tracemalloc.start()
+    try:
+        charged = made._ledger.total
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(1_000 // per_file):
+            inode = file(made, b"%d" % number)
+            for each in range(per_file):
+                made.setxattr(inode, b"user.%d" % each, bytes(value_bytes), 0)
+        assert tracemalloc.get_traced_memory()[0] - before < made._ledger.total - charged
+    finally:
+        tracemalloc.stop()
