@@ -31,17 +31,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the results of tools."""
 
 
-class Edit(Params, frozen=True):
-    """A replacement of text; what `vfsd fs edit` reads."""
+class EditFileParams(Params, frozen=True, kw_only=True):
+    """A replacement of text in the file at `path`."""
 
     old_text: Annotated[str, Meta(description="The exact text to replace, with its white space. Must be unique.")]
     new_text: Annotated[str, Meta(description="The text to put in its place.")]
     replace_all: Annotated[bool, Meta(description="Replace every occurrence.")] = False
-
-
-class EditFileParams(Edit, frozen=True, kw_only=True):
-    """An `Edit` of the file at `path`."""
-
     path: _Path
 
 

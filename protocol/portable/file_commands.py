@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from protocol.adapters.host_files import HostFiles
@@ -29,10 +29,12 @@ from protocol.execution import supervisor
 from protocol.paths import DEFAULT_LIMITS, CallLimitError, decode, encode, located, normalise
 from protocol.search.grep import grep_tree
 from protocol.search.walk import SKIP_NOTHING, USUAL_SKIPS, UnreadablePaths, glob_paths
-from protocol.tools.edits import edit_file
+from protocol.tools.edits import edit_file, parsed_edit
 from protocol.types import DEFAULT_READ_LINES, FileStat
 
 _LINE_CHARACTERS = 1_000
+_INPUT_BYTES = 512 * 1024
+MOST_OUTPUT_BYTES = 16 << 20
 
 
 def _entry(place: Place, path: str, found: FileStat) -> dict[str, Any]:
@@ -155,14 +157,7 @@ def write_file(place: Place, path: str, mode: Any, no_parents: bool) -> Any:
 
 def edit_text(place: Place, path: str, *, first: bool = False) -> Any:
     """Replace text in a file, as standard input says; see `edit_file` for `first`."""
-    try:
-        edit = json.loads(sys.stdin.buffer.read())
-        old, new, everywhere = edit.pop("old_text"), edit.pop("new_text"), edit.pop("replace_all", False)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"standard input is not an edit: {error!r}") from None
-    if edit or not (isinstance(old, str) and isinstance(new, str) and isinstance(everywhere, bool)):
-        raise ValueError("standard input is not an edit: it has other members, or members of other types")
-    done = edit_file(place.files, place.path(path), old, new, replace_all=everywhere, first=first)
+    done = edit_file(place.files, place.path(path), **parsed_edit(sys.stdin.buffer.read()), first=first)
     return {**place.shown(done.path), "replacements": done.replacements, "bytes_written": done.bytes_written}
 
 
@@ -176,8 +171,6 @@ def remove(place: Place, path: str, recursive: bool) -> Any:
             raise
         raise OSError(errno.ENOTEMPTY, f"{described(error)}; `-r` deletes it with its content") from None
 
-
-_INPUT_BYTES = 512 * 1024
 
 # The functions that the supervisor uses and Python 3.8 lacks.
 _SUPERVISOR = """
@@ -199,22 +192,16 @@ exec(compile({source!r}, "supervisor", "exec"))
 
 def run_command(
     place: Place,
-    cwd: str,
-    env: Iterable[tuple[str, str]],
-    timeout: float,
-    output_limit: int,
-    stdin: bool,
-    line: str | None,
-    argv: list[str],
+    argv: Sequence[str],
+    cwd: str = ".",
+    env: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+    timeout_s: float = 86_400,
+    output_limit_bytes: int = MOST_OUTPUT_BYTES,
+    with_stdin: bool = False,
 ) -> Any:
     """Run a program below the root; return its exit status and output."""
-    if argv[:1] == ["--"]:
-        del argv[0]
-    if line is not None:
-        argv = ["/bin/sh", "-c", line, "sh", *argv]
-    if not argv:
-        raise UsageError("exec: give a COMMAND, or -c LINE")
-    content = sys.stdin.buffer.read(_INPUT_BYTES + 1) if stdin else b""
+    output_limit_bytes = min(output_limit_bytes, MOST_OUTPUT_BYTES)
+    content = sys.stdin.buffer.read(_INPUT_BYTES + 1) if with_stdin else b""
     if len(content) > _INPUT_BYTES:
         raise ValueError(f"standard input is longer than {_INPUT_BYTES} bytes")
     inside = place.path(cwd)
@@ -222,14 +209,14 @@ def run_command(
         with located(inside):
             raise os_error(errno.ENOTDIR)
     directory = os.path.normpath(os.path.join(place.root, inside))
-    run = _Run(argv, directory, {**os.environ, **dict(env)}, output_limit)
-    return run.result(content, timeout)
+    run = _Run(argv, directory, {**os.environ, **dict(env)}, output_limit_bytes)
+    return run.result(content, timeout_s)
 
 
 class _Run:
     """A command under `protocol.execution.supervisor`, which kills all its processes at the end."""
 
-    def __init__(self, argv: list[str], directory: str, env: dict[str, str], limit: int) -> None:
+    def __init__(self, argv: Sequence[str], directory: str, env: dict[str, str], limit: int) -> None:
         control, self._control = os.pipe()
         self._status, status = os.pipe()
         source = supervisor.__loader__.get_source(supervisor.__name__)  # type: ignore[union-attr]
@@ -297,9 +284,11 @@ class _Run:
             pass  # the command reads no more
 
     def _read(self, name: str) -> None:
+        stream = getattr(self._process, name)
         while True:
-            data = os.read(getattr(self._process, name).fileno(), 64 * 1024)
+            data = os.read(stream.fileno(), 64 * 1024)
             if not data:
+                stream.close()
                 return
             kept = data[: self._limit - len(self._kept[name])]
             self._truncated = self._truncated or len(kept) < len(data)
@@ -311,6 +300,13 @@ def _text(content: bytes, truncated: bool) -> str:
         return codecs.getincrementaldecoder("utf-8")().decode(content, final=not truncated)
     except UnicodeDecodeError:
         return base64_text(content)
+
+
+# command of `vfsd fs` -> its function, whose parameters are those of that command
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "ls": list_directory, "stat": stat_path, "read": read_file, "glob": find_files, "grep": find_lines,
+    "write": write_file, "edit": edit_text, "rm": remove, "exec": run_command,
+}  # fmt: skip
 
 
 _ESCAPE = re.compile(rb"\\(\\|x[0-9a-f]{2})")

@@ -23,9 +23,8 @@ from protocol.adapters.host_files import HostFiles
 from protocol.adapters.plain_filesystem import PlainPathFilesystem
 from protocol.paths import CallLimitError
 from protocol.portable import file_commands
-from protocol.portable.file_commands import Place, UsageError, answered, run_command
+from protocol.portable.file_commands import MOST_OUTPUT_BYTES, Place, UsageError, answered, run_command
 
-_OUTPUT_MOST_BYTES = 16 << 20
 _SUFFIXES = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -79,7 +78,7 @@ def _seconds(text: str) -> float:
 
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d{1,12})\s*([kmg]?)(?:i?b)?", text.lower(), re.ASCII)
-    if found is None or int(found[1]) * _SUFFIXES[found[2]] > _OUTPUT_MOST_BYTES:
+    if found is None or int(found[1]) * _SUFFIXES[found[2]] > MOST_OUTPUT_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size of at most 16MiB")
     return int(found[1]) * _SUFFIXES[found[2]]
 
@@ -145,7 +144,7 @@ def _parser() -> _Parser:
     )
     made = command("rm", file_commands.remove, "delete a file, a symlink or a directory", "")
     made.add_argument("-r", "--recursive", action="store_true", help="with its content")
-    made = command("exec", run_command, "run a command; -c LINE runs a line of the shell")
+    made = command("exec", _run_line, "run a command; -c LINE runs a line of the shell")
     _add_exec_options(made)
     return parser
 
@@ -153,11 +152,37 @@ def _parser() -> _Parser:
 def _add_exec_options(made: _Parser) -> None:
     made.add_argument("--cwd", metavar="PATH", type=_not_empty, default=".")
     made.add_argument("--env", metavar="NAME=VALUE", type=_variable, action="append", default=[])
-    made.add_argument("--timeout", metavar="SECONDS", type=_seconds, default=120.0, help="kill it after that time; 120")
-    made.add_argument("--output-limit", metavar="SIZE", type=_size, default=256 << 10, help="of each stream; 256KiB")
-    made.add_argument("--stdin", action="store_true", help="pass standard input to it, up to 512 KiB")
+    made.add_argument(
+        "--timeout",
+        dest="timeout_s",
+        metavar="SECONDS",
+        type=_seconds,
+        default=120.0,
+        help="kill it after that time; 120",
+    )
+    made.add_argument(
+        "--output-limit",
+        dest="output_limit_bytes",
+        metavar="SIZE",
+        type=_size,
+        default=256 << 10,
+        help="of each stream; 256KiB",
+    )
+    made.add_argument(
+        "--stdin", dest="with_stdin", action="store_true", help="pass standard input to it, up to 512 KiB"
+    )
     made.add_argument("-c", dest="line", metavar="LINE", type=_not_empty, help="run a line of /bin/sh")
     made.add_argument("argv", metavar="COMMAND", nargs=argparse.REMAINDER)
+
+
+def _run_line(place: Place, argv: list[str], line: str | None, **settings: Any) -> Any:
+    if argv[:1] == ["--"]:
+        del argv[0]
+    if line is not None:
+        argv = ["/bin/sh", "-c", line, "sh", *argv]
+    if not argv:
+        raise UsageError("exec: give a COMMAND, or -c LINE")
+    return run_command(place, argv, **settings)
 
 
 def answer_call() -> int:

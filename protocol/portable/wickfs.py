@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from protocol.paths import decode, encode
 from protocol.portable.file_commands import (
+    MOST_OUTPUT_BYTES,
     Place,
     answered,
     base64_text,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 _FILES = 100
 _MATCHES = 200
 _LINE_CHARACTERS = 64 * 1024
-_OUTPUT_BYTES = 16 << 20  # the most that executors of this project take
-_TIMEOUT_S = 86_400
 # Files of these kinds are not searched, whatever they contain.
 _BINARY = (
     "7z a avi bin bmp bz2 class dat db dll doc docx dylib eot exe flac gif gz ico jar jpeg jpg mov mp3 mp4 o ogg otf "
@@ -153,7 +152,7 @@ def _as_asked(inside: str, path: str) -> str:
 
 
 def _exec(place: Place, *words: str) -> Any:
-    done = run_command(place, ".", [], _TIMEOUT_S, _OUTPUT_BYTES, stdin=False, line=" ".join(words), argv=[])
+    done = run_command(place, ["/bin/sh", "-c", " ".join(words)])
     return ExecResult(done["stdout"], done["stderr"], done["exit_status"])._asdict()
 
 
@@ -232,7 +231,7 @@ class RemoteFS:
 
     def _call(self, *words: str, stdin: bytes = b"") -> Any:
         command = [self._program, *words]
-        done = self._executor.run(command, stdin=stdin, output_limit_bytes=_OUTPUT_BYTES)
+        done = self._executor.run(command, stdin=stdin, output_limit_bytes=MOST_OUTPUT_BYTES)
         # Whatever a shell of the other end prints comes before or after the reply.
         for text in (done.stdout, *done.stdout.splitlines()):
             try:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from protocol.filesystem import ComparingFilesystem, Filesystem
 
@@ -21,6 +22,19 @@ class Edited(NamedTuple):
     path: str
     replacements: int
     bytes_written: int
+
+
+def parsed_edit(text: bytes) -> dict[str, Any]:
+    """Return the arguments of `edit_file` in a JSON object: old_text, new_text and replace_all.  ValueError."""
+    try:
+        edit = json.loads(text)
+        found = {"old_text": edit.pop("old_text"), "new_text": edit.pop("new_text")}
+        found["replace_all"] = edit.pop("replace_all", False)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"standard input is not an edit: {error!r}") from None
+    if edit or [type(value) for value in found.values()] != [str, str, bool]:
+        raise ValueError("standard input is not an edit: it has other members, or members of other types")
+    return found
 
 
 def edit_file(

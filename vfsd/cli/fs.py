@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 import click
 import msgspec
 
-from protocol.tool_messages import DEFAULT_MATCHES, DEFAULT_PATHS, Edit
+from protocol.tool_messages import DEFAULT_MATCHES, DEFAULT_PATHS
 from vfsd.cli.common import output
 from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, describe, printable
 from vfsd.cli.common.output import base64_text, text_or_base64
@@ -79,28 +79,23 @@ def _fail(message: str, status: int) -> NoReturn:
 
 # -- the workspace ----------------------------------------------------------------------------------
 class _Workspace:
-    """The selected workspace, or the directory of --root, and the conversion of its paths.
+    """The selected workspace, and the conversion of its paths.
 
     Printed paths can be given back: they are relative to the current directory if that is inside, else to the root.
     """
 
-    def __init__(self, app: App, *, root: str | None = None, escaped: bool = False) -> None:
+    def __init__(self, app: App, *, escaped: bool) -> None:
         self._app = app
         self._escaped = escaped
-        self._record: WorkspaceRecord | None = None
-        if root is None:
-            self._record = app.candidate()
-            self._mountpoint = self._record.mountpoint
-        else:
-            self._mountpoint = os.path.realpath(root)
+        self._record: WorkspaceRecord = app.candidate()
+        self._mountpoint = self._record.mountpoint
         self._cwd = current_directory()
         self._base = b"/" + workspace_path(b".", self._mountpoint, self._cwd)
 
     def wire(self, path: str) -> str:
         """Convert a path argument to a wire path."""
         raw = from_wire_path(path) if self._escaped else os.fsencode(path)
-        place = "directory" if self._record is None else "workspace at"
-        return wire_path(workspace_path(raw, self._mountpoint, self._cwd, place=place))
+        return wire_path(workspace_path(raw, self._mountpoint, self._cwd))
 
     def shown(self, wire: str) -> dict[str, Any]:
         """Convert a wire path for printing.  A path that is not UTF-8 stays a wire path, marked `escaped`."""
@@ -119,18 +114,12 @@ class _Workspace:
         """Call `method` with `settings` as its parameters; `path` and `cwd` are path arguments."""
         for name in {"path", "cwd"} & settings.keys():
             settings[name] = self.wire(settings[name])
-        request: RemoteCall[Any] = RemoteCall(method, OPERATIONS[method].params(**settings), on_output=on_output)
-        if self._record is not None:
-            return self._app.call(request)
-        # Start-up: it imports the tools and the search engine, which otherwise only the daemon needs.
-        from vfsd.cli.common import directory_calls  # noqa: PLC0415
-
-        return directory_calls.call(self._mountpoint, request)
+        return self._app.call(RemoteCall(method, OPERATIONS[method].params(**settings), on_output=on_output))
 
     @property
-    def socket(self) -> str | None:
-        """The socket of the daemon; None with --root."""
-        return None if self._record is None else self._record.socket
+    def socket(self) -> str:
+        """The socket of the daemon."""
+        return self._record.socket
 
 
 def _root_option() -> click.Option:
@@ -139,7 +128,10 @@ def _root_option() -> click.Option:
 
 
 class _Tool(Command):
-    """A command whose function takes the workspace and the command's parameters, and returns the answer's `data`."""
+    """A command whose function takes the workspace and the command's parameters, and returns the answer's `data`.
+
+    With --root it is the function of vfsd-fs.pyz.
+    """
 
     def __init__(self, *args: Any, callback: Callable[..., dict[str, Any]], **kwargs: Any) -> None:
         def run(*, escaped: bool, root: str | None, **settings: Any) -> dict[str, Any]:
@@ -152,8 +144,15 @@ class _Tool(Command):
             if root is not None and (app.workspace is not None or settings.get("snapshot") is not None):
                 option = "-w" if app.workspace is not None else "--at"
                 raise click.UsageError(f"--root is for a directory without a workspace, and excludes {option}", context)
+            if root is not None:
+                # Start-up: it imports the tools and the search engine, which otherwise only the daemon needs.
+                from protocol.portable.file_commands import COMMANDS, Place  # noqa: PLC0415
+
+                settings.pop("snapshot", None)
+                data: dict[str, Any] = COMMANDS[str(self.name)](Place(root, escaped), **settings)
+                return data
             app.paths = tuple(filter(None, (settings.get("path"),)))
-            return callback(_Workspace(app, root=root, escaped=escaped), **settings)
+            return callback(_Workspace(app, escaped=escaped), **settings)
 
         super().__init__(*args, callback=run, **kwargs)
         how = "Read paths in the form in which `escaped` ones are printed: \\xNN for a byte, \\\\ for a backslash."
@@ -373,11 +372,9 @@ def edit_command(workspace: _Workspace, /, path: str) -> dict[str, Any]:
     Standard input is {"old_text": "...", "new_text": "..."}.  Add "replace_all": true to replace every occurrence;
     without it old_text must occur exactly once.
     """
-    try:
-        edit = msgspec.json.decode(sys.stdin.buffer.read(), type=Edit)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"standard input is not an edit: {error}") from None
-    return workspace.with_path(workspace.call("fs.edit", path=path, **msgspec.structs.asdict(edit)))
+    from protocol.tools.edits import parsed_edit  # noqa: PLC0415 start-up: of this command only
+
+    return workspace.with_path(workspace.call("fs.edit", path=path, **parsed_edit(sys.stdin.buffer.read())))
 
 
 @fs_command.command("rm")
@@ -406,7 +403,7 @@ def rm_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=Seconds(min=0, min_open=True),
+    type=Seconds(min=0, min_open=True, max=86_400),
     default=120.0,
     show_default=True,
     metavar="SECONDS",

@@ -1,4 +1,4 @@
-"""The `fs.` methods as functions of a `ToolContext`: `FsMethods` runs them in the daemon, `vfsd fs --root` without one.
+"""The `fs.` methods as functions of a `ToolContext`, which `FsMethods` runs.
 
 Parameters and results are the messages of the control socket, so their paths are wire paths.
 
