@@ -8,7 +8,7 @@ Threading: as in `protocol.volume`; what other threads may do says so.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import (
     TYPE_CHECKING,
@@ -391,6 +391,13 @@ class OverlaidVolume(SnapshotableVolume, Protocol):
         """Write the live state of this moment (below `paths`, or all of it) to the lower layer.
 
         With conflicts nothing is written, unless `force`.  Enter and leave the block on the loop.
+        """
+        ...
+
+    def merged(self, tree: Any, found: Sequence[Change], pending: Collection[bytes]) -> None:
+        """Make the base equal to `tree`, a view of the live state, at the paths of the changes `found`.
+
+        Another directory has these changes now.  `pending` are the paths at which the base still differs from `tree`.
         """
         ...
 

@@ -558,14 +558,24 @@ def _is_refused(answer: MergeResult | RevertResult, *, dry_run: bool) -> bool:
     vfsd apply --dry-run                   # show what it would write
     vfsd apply
     vfsd apply src docs/index.md           # only these paths
+    vfsd apply --conflicts markers         # of a frozen overlay: merge with the directory
     """,
 )
 @click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path)
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite what other programs changed there since.")
+@click.option(
+    "--conflicts",
+    type=click.Choice(["fail", "ours", "theirs", "markers"]),
+    default="fail",
+    show_default=True,
+    help="Of a frozen overlay: what to do with paths that were changed in the directory, too, and cannot be merged.",
+)
 @touch_option
 @click.pass_obj
-def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool, touch: bool) -> None:
+def apply_command(
+    app: App, paths: tuple[str, ...], dry_run: bool, force: bool, conflicts: Conflicts, touch: bool
+) -> None:
     """Write the changes of an overlay to the directory below it.
 
     If other programs have changed one of the paths there, or a directory that would be removed has entries that are
@@ -575,6 +585,12 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool, 
 
     Each file is replaced atomically.  If the apply is killed before it begins to write, the directory does not change.
     If it is killed later, the next apply, or the next mount of the directory, completes it and reports that.
+
+    An overlay that was mounted with --frozen is merged with the directory instead, as `vfsd merge` does: changes of
+    both sides go together, and what was changed only there stays.  --conflicts says what happens to a path that cannot
+    be merged: "fail" writes nothing and lists the conflicts (exit status 1), "ours" keeps that of the directory,
+    "theirs" takes that of the workspace (as --force does), and "markers" writes both versions into text files, or keeps
+    that of the workspace as PATH~theirs.  `vfsd attach DIR` and `vfsd restore --undo` take such an apply back.
 
     A git repository that was changed there, too, is not written, also with --force: it gets the branches of the
     workspace as refs/vfsd/WORKSPACE/*, and the command prints how to merge them with git.
@@ -602,16 +618,22 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool, 
             show_repositories(answer.repositories)
             show_expired(answer.expired)
         elif answer.conflicts and not force:
-            conflicts = output.counted(len(answer.conflicts), "conflict", "conflicts")
+            found = output.counted(len(answer.conflicts), "conflict", "conflicts")
+            advice = (
+                "choose with --conflicts ours, theirs or markers"
+                if answer.merged
+                else "`vfsd apply --force` overwrites changed files and keeps directories that cannot be removed"
+            )
             output.report(
-                f"{conflicts} in {place}; nothing was written: `vfsd apply --force` overwrites changed files and keeps"
-                " directories that cannot be removed, `vfsd discard PATH` drops the change of the workspace"
+                f"{found} in {place}; nothing was written: {advice}, `vfsd discard PATH` drops the change of the"
+                " workspace"
             )
 
+    if force and conflicts != "fail":
+        raise click.UsageError("--force and --conflicts exclude each other: give one")
     app.paths = paths
-    answer = call_with_changes(
-        app, app.requests.apply(paths, dry_run=dry_run, force=force, touch=touch), "applying", show
-    )
+    request = app.requests.apply(paths, dry_run=dry_run, force=force, conflicts=conflicts, touch=touch)
+    answer = call_with_changes(app, request, "applying", show)
     show_problems(answer.problems, "could not be written")
     if answer.conflicts and not (answer.applied or force):
         click.get_current_context().exit(1)

@@ -111,6 +111,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 
     vfsd mount ~/work --backend host:~/project --cache-timeout 5
     vfsd mount ~/work --backend overlay:~/project --exclude .env
+    vfsd mount ~/work --backend overlay:~/project --frozen
     vfsd mount ~/work --backend overlay:~/release.zip
     vfsd mount ~/work --backend overlay:snapshot:before@~/project
     vfsd mount ~/work --from s3://bucket/team/job-7#turn-3
@@ -168,7 +169,7 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: b
         except ValueError as error:  # found by the backend; a background daemon reports it as EINVAL, too
             raise OSError(errno.EINVAL, str(error)) from error
     else:
-        with _naming_the_store(options):
+        with naming_what_is_read(options):
             if is_own_place(options.workspace.mountpoint):  # of a workspace of `vfsd run` that is continued
                 os.makedirs(options.workspace.mountpoint, mode=0o700, exist_ok=True)
             ready = launch.launch(options, fork_server=fork_server)
@@ -223,13 +224,17 @@ def attach_command(app: App, directory: str, name: str | None, store: str | None
 
 
 @contextlib.contextmanager
-def _naming_the_store(options: MountOptions) -> Iterator[None]:
-    """Say which object store the block waits for, if it takes long."""
-    remote = options.workspace.backend.remote
-    if remote is None:
+def naming_what_is_read(options: MountOptions) -> Iterator[None]:
+    """Say which object store or directory the block reads, if it takes long."""
+    backend = options.workspace.backend
+    if backend.remote is not None:
+        limit = f"--remote-timeout ends that after {options.remote.remote_timeout_s:g} s"
+        what = f"waiting for {backend.remote[0]}; {limit}"
+    elif options.content.frozen:
+        what = f"taking a snapshot of {output.show_path(wire_path(os.fsencode(backend.argument)))}; Ctrl-C ends that"
+    else:
         yield
         return
-    what = f"waiting for {remote[0]}; --remote-timeout ends that after {options.remote.remote_timeout_s:g} s"
     saying = threading.Timer(output.silence_s(), output.note, [what])
     saying.start()
     try:

@@ -19,9 +19,10 @@ from vfsd.cli.common.app import App
 from vfsd.cli.common.object_stores import RemoteCommand, selecting
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds
-from vfsd.cli.store import AnyStore, bases_of_journals, collected, known_key, note_damaged, opened
+from vfsd.cli.store import AnyStore, collected, known_key, note_damaged, opened
 from vfsd.client.requests import workspace_key
 from vfsd.daemon.snapshots.base import is_merge_base, is_staged
+from vfsd.machine.directories import bases_of_journals
 from vfsd.operations.snapshots import SnapshotRecord, SnapshotsResult
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import BackendSpec

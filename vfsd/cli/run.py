@@ -41,6 +41,7 @@ from vfsd.cli.common.changes import (
 from vfsd.cli.common.summary import Summary, rules_for, summarize
 from vfsd.cli.common.values import NAME, SIZE, touch_option
 from vfsd.cli.foreground import Ended, NoPrivateMountError, NotStartedError, run_in_foreground
+from vfsd.cli.mount import naming_what_is_read
 from vfsd.cli.unmount import clear_away, unmount_and_drop
 from vfsd.client import launch
 from vfsd.client.arguments import mount_options, running_workspace
@@ -86,6 +87,7 @@ _CHOICES: Final = {
     vfsd run --apply -- make fmt
     vfsd run --discard -- sh -c 'npm install && npm test'
     vfsd run --keep -- ./migrate.sh        # look at it later: vfsd apply -w NAME --dry-run
+    vfsd run --frozen -- claude            # go on working here: it sees the directory as it is now
     vfsd run --system -- bash              # changes to the whole machine, installed packages included
     vfsd run --system --keep --name try -- apt-get install cowsay
     """,
@@ -94,6 +96,7 @@ _CHOICES: Final = {
 @click.option("--apply", "apply_it", is_flag=True, help="Apply the changes at the end, without asking.")
 @click.option("--keep", is_flag=True, help="Keep the overlay at the end, without asking.")
 @click.option("--discard", is_flag=True, help="Discard the changes at the end, without asking.")
+@click.option("--frozen", is_flag=True, help="Show the directory as it is now, whatever changes in it later.")
 @click.option("--persist/--no-persist", default=True, help="Keep the changes in memory only; by default in a journal.")
 @click.option("--name", type=NAME, help="Name the workspace; with the name of one that was kept, run in that again.")
 @click.option("--max-bytes", type=SIZE, metavar="SIZE", help=declared_options()["max_bytes"][1].text)
@@ -120,6 +123,10 @@ def run_command(
     with them.  The journal is removed when the changes were applied or discarded.  If it cannot be written, vfsd says
     so, and keeps the changes in memory only, as with --no-persist.
 
+    With --frozen, the command does not see what changes in the directory meanwhile: vfsd first takes a snapshot of the
+    directory, in the store on this machine, and the overlay is over that.  Applying then merges the changes of both, as
+    `vfsd apply` describes.
+
     Files that are applied keep the time at which the command changed them.  --touch gives those whose content is
     written the present time, as `vfsd apply --touch` does.
 
@@ -144,6 +151,8 @@ def run_command(
         raise click.UsageError("--touch is for changes that are applied")
     if settings["private_tmp"] and not settings["system"]:
         raise click.UsageError("--private-tmp is for --system")
+    if settings["frozen"] and settings["system"]:
+        raise click.UsageError("--frozen is for a directory, not for --system")
     if app.workspace is not None:
         raise click.UsageError("-w selects a running workspace; `vfsd exec` runs a command in one")
     try:
@@ -170,6 +179,7 @@ class _Run:
         app: App,
         argv: tuple[str, ...],
         *,
+        frozen: bool,
         persist: bool,
         touch: bool,
         name: str | None,
@@ -177,6 +187,7 @@ class _Run:
         system: bool,
         private_tmp: bool,
     ) -> None:
+        self._frozen = frozen
         self._touch = touch
         self._app = app
         self._argv = argv
@@ -206,6 +217,9 @@ class _Run:
             if not is_own_place(kept.mountpoint):
                 advice = "give another --name"
                 raise OSError(errno.EEXIST, f"{given} is mounted at {kept.mountpoint}, not by `vfsd run`: {advice}")
+            if self._frozen:
+                advice = "leave --frozen out, or give another --name"
+                raise OSError(errno.EEXIST, f"--frozen is for a new workspace, and {given} was kept: {advice}")
             self._is_continued = True
             place = kept.mountpoint
         else:
@@ -225,9 +239,11 @@ class _Run:
                 max_bytes=max_bytes,
                 exec_on_host=not self._is_system,  # it would run outside of the namespaces
                 allow_other=self._is_system and os.geteuid() == 0,
+                frozen=self._frozen,
             )
             if not self._is_continued:
-                launch.launch(self._options)
+                with naming_what_is_read(self._options):
+                    launch.launch(self._options)
         except ValueError as error:
             remove_place(place)
             raise OSError(errno.EINVAL, str(error)) from None
@@ -470,10 +486,10 @@ class _Run:
         if not answer.applied:
             conflicts = output.counted(len(answer.conflicts), "conflict", "conflicts")
             name = shlex.quote(self._name)
+            how = "--conflicts markers` merges them" if answer.merged else "--force` overwrites changed files there"
             output.report(
                 f"{conflicts} in {_shown(self._directory)}; nothing was written; {self._kept(can_apply=False)};"
-                f" `vfsd apply -w {name} --force` overwrites changed files there, `vfsd discard -w {name} PATH`"
-                " drops the change of the workspace"
+                f" `vfsd apply -w {name} {how}, `vfsd discard -w {name} PATH` drops the change of the workspace"
             )
             return False
         self._note(f"applied to {_shown(self._directory)}: {count_words(answer.counts)}")

@@ -15,7 +15,7 @@ import click
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
-from protocol.journal.directory import JournalFiles, drop_journal, has_journal, is_locked, read_identity, read_journal
+from protocol.journal.directory import JournalFiles, has_journal, is_locked, read_journal
 from protocol.journal.records import JournalDamagedError
 from protocol.store import Store, default_directory
 from protocol.store.format.layout import Layout
@@ -27,7 +27,14 @@ from vfsd.cli.common.object_stores import bytes_progress, check_no_options, is_u
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import NAME, Seconds, in_home
 from vfsd.client.requests import workspace_key
-from vfsd.machine.directories import disk_bytes, journal_backend, journal_directory, journal_names, journals_directory
+from vfsd.machine.directories import (
+    bases_of_journals,
+    disk_bytes,
+    journal_backend,
+    journal_directory,
+    journal_names,
+    journals_directory,
+)
 from vfsd.machine.runtime import read_records
 from vfsd.wire.messages import from_wire_path, wire_path
 
@@ -275,6 +282,7 @@ def gc_command(app: App, store: AnyStore, *, wait: float, repair: bool) -> None:
     """Free the disk space that no snapshot needs any more.
 
     `vfsd store gc` frees the disk space of dropped snapshots, and so does a mounted workspace after every 16 drops.
+    It first drops the bases of frozen overlays whose daemons were killed.
     The command runs alone: it waits for snapshots and restores to end, and new ones wait for it.  If it is killed, the
     store stays consistent.
 
@@ -286,6 +294,10 @@ def gc_command(app: App, store: AnyStore, *, wait: float, repair: bool) -> None:
     are not needed, and a later run deletes them, at least 24 hours after they were condemned.  A pack that is younger
     than that is not condemned.  There, a repeated `vfsd push` stores damaged contents again.
     """
+    if isinstance(store, Store):
+        from vfsd.daemon.snapshots.bases import drop_unused_frozen  # noqa: PLC0415
+
+        drop_unused_frozen(store, wait_s=wait)
     report, show = collected(store, wait, repair=repair)
     app.emit(report, lambda _: show())
 
@@ -421,20 +433,6 @@ def _check_no_journal(store: Store, key: str, names: list[str]) -> None:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:_NAMES_SHOWN])
     return shown if len(names) <= _NAMES_SHOWN else f"{shown}, and {len(names) - _NAMES_SHOWN:,} more"
-
-
-def bases_of_journals() -> dict[str, str]:
-    """Return a reason to keep a snapshot, by its fingerprint: no journal that is over it could be mounted without it.
-
-    Journals that --journal-dir put elsewhere are not found.  Nothing can be read from one whose header is damaged.
-    """
-    found: dict[str, str] = {}
-    for name in journal_names():
-        with contextlib.suppress(OSError):
-            identity = read_identity(journal_directory(name))
-            if (below := identity.get("below")) is not None:
-                found[str(below)] = f"below the journal {name}"
-    return found
 
 
 # -- journals: vfsd persisted -----------------------------------------------------------------------
@@ -602,6 +600,7 @@ def _show_journal(facts: dict[str, Any]) -> None:
 def drop_journal_command(app: App, name: str | None, journal_dir: str | None) -> None:
     """Remove a journal, with the content and the snapshots in it.  Asks on a terminal.
 
+    Of an overlay that was mounted with --frozen, the snapshot of the directory is removed, too.
     A journal that a daemon uses is not removed, and neither is any other file in its directory.
     """
     directory = _directory(name, journal_dir)
@@ -611,7 +610,10 @@ def drop_journal_command(app: App, name: str | None, journal_dir: str | None) ->
         app.interrupted = "interrupted: nothing was removed"
         if not output.confirm(f"{directory} has a journal of {size}.  Remove it, with the content of the workspace?"):
             raise OSError(errno.ECANCELED, "nothing was removed")
-    drop_journal(directory)
+    # Start-up, here and below: the other commands do without the daemon's modules.
+    from vfsd.daemon.snapshots.bases import drop_journal_and_base  # noqa: PLC0415
+
+    drop_journal_and_base(directory)
     app.emit({"dropped": wire_path(os.fsencode(directory))}, lambda _: output.say(f"removed the journal {directory}"))
 
 

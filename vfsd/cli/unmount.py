@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 from msgspec import structs, to_builtins
 
-from protocol.journal.directory import drop_journal, has_journal
+from protocol.journal.directory import has_journal
 from protocol.types import ChangeCounts
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe
@@ -275,10 +275,15 @@ def unmount_and_drop(app: App, record: WorkspaceRecord, params: UnmountParams) -
 
 def _drop_rest(directory: str) -> None:
     """Remove what a daemon that died left of a journal that was dropped, as soon as no other daemon has it."""
+    if not os.path.isdir(directory):
+        return None
+    # Start-up: only a daemon that died leaves a journal.
+    from vfsd.daemon.snapshots.bases import drop_journal_and_base  # noqa: PLC0415
+
     deadline = time.monotonic() + _SUCCESSOR_TIMEOUT_S
     while True:
         try:
-            return drop_journal(directory)
+            return drop_journal_and_base(directory)
         except FileNotFoundError:
             return None
         except BlockingIOError:

@@ -147,6 +147,7 @@ class MountArguments(TypedDict, total=False):
     archive: FilePath | None
     include: Sequence[str]
     exclude: Sequence[str]
+    frozen: bool
     max_bytes: int | None
     max_inodes: int | None
     max_memory: int | None

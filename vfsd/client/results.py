@@ -140,7 +140,8 @@ class Applied:
     another program changed them below and the workspace holds only parts of them.  `recovered` describes a killed apply
     that this one completed or undid first.  `safety_snapshot` contains the state that was written; `expired` is as in
     `Restored`.
-    `repositories`, by path, are as in `Merged`.  `older` is as in `Restored`.
+    `repositories`, by path, are as in `Merged`.  `older` is as in `Restored`.  `merged`: the workspace is frozen, and
+    `conflicts` are those of a merge with the directory.
     """
 
     directory: str
@@ -155,6 +156,7 @@ class Applied:
     expired: Mapping[str, datetime] = field(default_factory=dict)
     repositories: Mapping[str, Repository] = field(default_factory=dict)
     older: int = 0
+    merged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

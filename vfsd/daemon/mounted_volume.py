@@ -130,7 +130,7 @@ class MountedVolume:
         self.compaction_lock = trio.Lock()  # taken before `change_lock`: one compaction of the journal at a time
         self._snapshotable = snapshotable(volume)
         self._replay = replay
-        self._nursery = nursery
+        self.nursery = nursery
         self._threads = 0  # threads of this process that have files open on the mount
         self._thread_ended = trio.Event()
         lower = overlaid(volume)
@@ -151,7 +151,7 @@ class MountedVolume:
 
         def on_change(invalidation: CacheInvalidation) -> None:
             with contextlib.suppress(trio.RunFinishedError):
-                token.run_sync_soon(self._nursery.start_soon, follow, invalidation)
+                token.run_sync_soon(self.nursery.start_soon, follow, invalidation)
 
         volume.on_change = on_change
         volume.serve_here()
@@ -256,7 +256,7 @@ class MountedVolume:
 
         # In the nursery rather than shielded: at the daemon's end a thread may wait for the kernel, which waits for
         # this loop.
-        self._nursery.start_soon(_logged, "finish", run)
+        self.nursery.start_soon(_logged, "finish", run)
         with trio.CancelScope(shield=True):
             await done.wait()
 
@@ -275,7 +275,7 @@ class MountedVolume:
         ]
         if paths:
             await _logged("stat", functools.partial(self._stat_all, paths))
-        self._nursery.start_soon(_logged, "replay", functools.partial(self._run_replay, rest))
+        self.nursery.start_soon(_logged, "replay", functools.partial(self._run_replay, rest))
 
     async def invalidate_caches(self, invalidation: CacheInvalidation) -> None:
         """Invalidate the kernel's caches, without inotify events."""
@@ -301,7 +301,7 @@ class MountedVolume:
 
     def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         """Start `work`, which must not fail; the daemon's end cancels it."""
-        self._nursery.start_soon(work)
+        self.nursery.start_soon(work)
 
     async def wait_unused(self) -> None:
         """Return when no thread of this process has files open on the mount, or after some seconds.

@@ -82,6 +82,23 @@ def journal_names() -> list[str]:
         return []
 
 
+def bases_of_journals() -> dict[str, str]:
+    """Return a reason to keep a snapshot, by its fingerprint: no journal that is over it could be mounted without it.
+
+    Journals that --journal-dir put elsewhere are not found.  Nothing can be read from one whose header is damaged.
+    """
+    # Start-up: few callers need it.
+    from protocol.journal.directory import read_identity  # noqa: PLC0415
+
+    found: dict[str, str] = {}
+    for name in journal_names():
+        with contextlib.suppress(OSError):
+            identity = read_identity(journal_directory(name))
+            if (below := identity.get("below")) is not None:
+                found[str(below)] = f"below the journal {name}"
+    return found
+
+
 def journal_backend(directory: str) -> str | None:
     """Return the backend of the workspace of a journal, escaped as a wire path; None if it cannot be read.
 

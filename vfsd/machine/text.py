@@ -157,6 +157,7 @@ def status_rows(status: StatusResult) -> list[tuple[str, Kind, Cell]]:
         ("name", "text", status.name),
         ("mountpoint", "path", status.mountpoint),
         ("backend", "text", status.backend),
+        *_if_any("frozen", "text", "yes" if status.frozen else None),
         *_if_any("source", "text", status.source),
         *_if_any("fetched", "size", status.fetched_bytes),
         *_if_any("prefetch", "text", status.prefetch),

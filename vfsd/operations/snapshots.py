@@ -17,6 +17,7 @@ from vfsd.operations.declaration import (
     Peer,
     RepositoryRecord,
 )
+from vfsd.operations.forks import Conflicts
 
 
 class SnapshotRecord(msgspec.Struct):
@@ -315,11 +316,15 @@ class ApplyParams(Params):
     If other programs changed the same files in that directory, nothing is written unless `force` is set.  `stream`
     sends the changes as `DiffParams` describes.  `touch` gives the files whose content is written one present mtime,
     here and below.
+
+    A frozen overlay is merged with the directory: ours is the directory, theirs the workspace.  Then `conflicts` is as
+    in `MergeParams`, and `force` is "theirs".
     """
 
     paths: list[str] = []
     dry_run: bool = False
     force: bool = False
+    conflicts: Conflicts = "fail"
     stream: bool = False
     touch: bool = False
 
@@ -339,6 +344,7 @@ class ApplyResult(msgspec.Struct):
     older: int = 0  # as in RestoreResult
     expired: list[ExpiredRecord] = []
     repositories: list[RepositoryRecord] = []  # of `changes` and `conflicts`, those in them are left out
+    merged: bool = False  # the changes of a frozen overlay, with those in the directory
 
 
 _SNAPSHOT: Final = ("the snapshot", "no snapshot was taken", "the snapshot was taken; `vfsd drop` removes it")

@@ -51,6 +51,7 @@ class StatusResult(msgspec.Struct, frozen=True):
     cache: CacheChoice = "writethrough"
     forked_from: str | None = None  # the name of the workspace that this one is a fork of
     base: str | None = None  # of a fork: the snapshot that both workspaces have
+    frozen: bool = False  # an overlay over a snapshot of its directory: changes in the directory are not shown
     shared_memory: int | None = None  # in bytes, of a fork or its source: pages that several processes have
     private_memory: int | None = None  # the others
     started_by: str | None = None  # "the fork server", or "a new interpreter" and why, ...

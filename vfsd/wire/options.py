@@ -240,7 +240,12 @@ class Scope(Value):
 
 _OVER_SNAPSHOT: Final = "overlay:snapshot:NAME"  # this kind of overlay only
 _OVER_URL: Final = "overlay:URL#NAME"
-_LAYERS: Final[Mapping[str | None, str]] = {"snapshot": _OVER_SNAPSHOT, "remote": _OVER_URL}
+_OVER_DIRECTORY: Final = "overlay:DIR of a directory"
+_LAYERS: Final[Mapping[str | None, str]] = {
+    "directory": _OVER_DIRECTORY,
+    "snapshot": _OVER_SNAPSHOT,
+    "remote": _OVER_URL,
+}
 _IN_MEMORY: Final = ("memory", "overlay")
 _ON_DISK: Final = ("host", "container", "image", "exec")
 _LIMITS: Final = Scope(_IN_MEMORY, "the other backends have the limits of their file system")
@@ -345,6 +350,12 @@ class ContentOptions(Value):
     )
     exclude: tuple[str, ...] = option(
         (), "Hide files of overlay:DIR that match; may be repeated.", "patterns", scope=_FILTER
+    )
+    frozen: bool = option(
+        False,
+        "Show overlay:DIR as it is now, whatever changes in DIR later: the mount takes a snapshot of DIR, and `vfsd"
+        " apply` merges the changes of the workspace with those that were made in DIR meanwhile.",
+        scope=Scope((_OVER_DIRECTORY,), "nothing else changes below an overlay"),
     )
 
 

@@ -31,7 +31,7 @@ import itertools
 import logging
 import stat
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
@@ -51,7 +51,7 @@ from protocol.backends.overlay.intent_log import is_interrupted
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
-from protocol.diff.tree_diff import entry_or_none, outermost
+from protocol.diff.tree_diff import Change, entry_or_none, has_links, outermost
 from protocol.volume import RENAME_EXCHANGE, SUPERUSER, Caller
 from protocol.volume_extensions import CacheInvalidation, InodeChange, VolumeUsage
 
@@ -301,6 +301,14 @@ class OverlayVolume(MemoryVolume):
         with self.base_tree() as base, self.tree() as live:
             yield OverlayApply(self, base, live, paths, force=force, dry_run=dry_run)
 
+    def merged(self, tree: SnapshotTree, found: Sequence[Change], pending: Collection[bytes]) -> None:
+        """See `OverlaidVolume`."""
+        linked = [change.new for change in found if change.new is not None and has_links(change.new)]
+        names = {name for new in linked for name in tree.names_of(new.inode) if name not in pending}
+        self.applied(tree, Applied(list(found), names=names))
+        if not pending:
+            self.mark_saved(tree)
+
     def applied(self, tree: SnapshotTree, done: Applied) -> None:
         """Make the base equal to `tree` at the paths that an apply wrote.  The live state is the same afterwards."""
         state = self._overlay
@@ -313,7 +321,8 @@ class OverlayVolume(MemoryVolume):
         with self._lock, nullcontext(None) if recorder is None else recorder.applying() as record:
             self.identities.update(done.identities)
             state.renew(done.renewed)
-            self.directory.moving.clear()
+            if isinstance(self.lower, HostLower):
+                self.lower.moving.clear()
             for path, left in self.identities.items():
                 if left is not None:
                     self.identities[path] = done.renewed.get(left[:2], left)

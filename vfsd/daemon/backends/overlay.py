@@ -6,24 +6,35 @@ import errno
 import functools
 import logging
 import os
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.host_lower import HostLower, MachineLower
 from protocol.backends.overlay.tree_lower import TreeLower
-from protocol.errors import SnapshotNotFoundError
+from protocol.errors import SnapshotExistsError, SnapshotNotFoundError, shown
+from protocol.journal.directory import has_journal
+from protocol.linux.portable import proc_path
 from protocol.store import Store
-from protocol.tree import ByteProgress
+from protocol.store.trees import root_of
+from protocol.tree import ByteProgress, no_progress
 from vfsd.daemon.backends.persistence import recorded_below
 from vfsd.daemon.backends.registry import Backend
 from vfsd.daemon.backends.stored import check_outside, directory_of, intent_log_of, recover_apply
 from vfsd.daemon.snapshots.archives import archive, read_origin
-from vfsd.machine.directories import unused_journal
+from vfsd.daemon.snapshots.base import FROZEN_PREFIX, FROZEN_TAG, free_name, is_frozen_base
+from vfsd.daemon.snapshots.bases import drop_frozen, drop_unused_bases
+from vfsd.daemon.snapshots.store_restore import Stored, applying
+from vfsd.machine.directories import journal_directory, unused_journal
 from vfsd.machine.resources import default_max_memory
+from vfsd.wire.options import BackendSpec, Below
 
 if TYPE_CHECKING:
     from protocol.backends.overlay.lower import Lower
     from protocol.store.trees import MountedSnapshot
+    from protocol.volume_extensions import SnapshotInfo, SnapshotKind
     from vfsd.wire.options import MountOptions
 
 _logger = logging.getLogger(__name__)
@@ -32,6 +43,8 @@ _CACHE_SHARE: Final = 8  # of --max-memory, at most
 _INDEX_SHARE: Final = 2
 _LOWER_SHARE: Final = 2  # the lower layer may take half of the memory limit
 _MIB: Final = 1 << 20
+_ROOT: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_ATTEMPTS: Final = 5
 
 
 def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
@@ -40,9 +53,11 @@ def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
     recovered = None
     if options.workspace.backend.lower_layer == "directory":
         recovered = recover_apply(options)
-    lower, held = _open_lower(options, limit)
+    base = _FrozenBase(options, progress) if _is_frozen(options) else None
+    lower, held = _open_lower(options, limit) if base is None else (base.lower, base.held)
+    close_lower = lower.close if base is None else base.close
     if lower.memory_bytes > limit // _LOWER_SHARE:
-        lower.close()
+        close_lower()
         least = f"--max-memory {_LOWER_SHARE * lower.memory_bytes // _MIB + 1}M"
         raise OSError(errno.ENOMEM, f"the layer below the overlay takes {lower.memory_bytes // _MIB} MiB: use {least}")
     volume = OverlayVolume(
@@ -70,27 +85,28 @@ def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
         try:
             found = keep_journal(options, volume, begin, below=lower.fingerprint, reopening=lower.reopening)
         except BaseException:
-            lower.close()
+            close_lower()
             raise
     volume.read_only = options.workspace.read_only
-    notes = [note for note in (recovered, found, lower.notice) if note is not None]
+    notes = [note for note in (recovered, found, lower.notice, *(base.notes if base else ())) if note is not None]
     return Backend(
         volume,
         tidy=volume.tidy,
-        close=functools.partial(_close, volume),
+        close=functools.partial(_close, volume, close_lower),
         recovered="; ".join(notes) or None,
         held=held,
-        anchor=lower.root_fd,
+        anchor=lower.root_fd if base is None else base.root,
         reopening=lower.reopening,
+        open_directory=None if base is None else base.open_directory,
     )
 
 
-def _close(volume: OverlayVolume) -> None:
+def _close(volume: OverlayVolume, close_lower: Callable[[], None]) -> None:
     if volume.journal is not None:
         from vfsd.daemon.backends.persistence import end_journal  # noqa: PLC0415 (few mounts have a journal)
 
         end_journal(volume)
-    volume.lower.close()
+    close_lower()
 
 
 def _open_lower(options: MountOptions, limit: int) -> tuple[Lower, tuple[int, ...]]:
@@ -144,6 +160,140 @@ def _open_archive(path: str, max_memory: int) -> TreeLower:
         check=check,
         close=mounted.close,
     )
+
+
+# -- a frozen base ----------------------------------------------------------------------------------
+def _is_frozen(options: MountOptions) -> bool:
+    """Whether the base is a snapshot of the directory.  The journal of such an overlay says so, too.
+
+    ValueError for --frozen with the journal of an overlay over the directory itself.
+    """
+    if options.workspace.backend.lower_layer != "directory":
+        return False
+    recorded = recorded_below(options)
+    is_snapshot = root_of(recorded.fingerprint) is not None
+    if options.content.frozen and recorded.fingerprint and not is_snapshot:
+        raise ValueError(
+            f"the journal of {options.workspace.name} is of an overlay that shows what changes in {recorded.argument}:"
+            " mount it without --frozen, or give this one another --name or --journal-dir"
+        )
+    return options.content.frozen or is_snapshot
+
+
+class _FrozenBase:
+    """The snapshot of the directory that `options` name: the one of the journal, or a new one.
+
+    Takes as long as a scan of the directory.  OSError, ValueError.
+    """
+
+    def __init__(self, options: MountOptions, progress: ByteProgress) -> None:
+        self.options = options
+        self.notes: list[str] = []
+        directory = options.workspace.backend.argument
+        self.root = os.dup(options.anchor) if options.anchor is not None else os.open(directory, _ROOT)
+        try:
+            self._mounted = self._opened(progress)
+        except BaseException:
+            os.close(self.root)
+            raise
+        self.held = (self._mounted.lease_descriptor,)
+        self.lower = TreeLower(
+            self._mounted,
+            f"the snapshot of {directory}",
+            fingerprint=self._mounted.fingerprint,
+            memory_bytes=self._mounted.memory_bytes,
+            close=self._mounted.close,
+        )
+
+    def open_directory(self) -> Backend:
+        """See `Backend`."""
+        # Start-up: only frozen overlays need it.
+        from vfsd.daemon.backends.stored import open_host  # noqa: PLC0415
+
+        workspace = replace(
+            self.options.workspace,
+            backend=BackendSpec("host", os.fsdecode(os.readlink(proc_path(self.root)))),
+            read_only=False,
+        )
+        options = replace(self.options, workspace=workspace, anchor=self.root, below=Below(""))
+        return open_host(options, no_progress)
+
+    def _opened(self, progress: ByteProgress) -> MountedSnapshot:
+        recorded = recorded_below(self.options).fingerprint
+        backend = self.open_directory()
+        stored = backend.stored
+        assert stored is not None, "that of a directory"
+        try:
+            if recorded:
+                return self._recorded(stored, recorded)
+            with applying(stored, None) as finished:
+                self.notes += [finished] if finished is not None else []
+            return self._taken(stored, progress)
+        finally:
+            backend.close()
+
+    def _taken(self, stored: Stored, progress: ByteProgress) -> MountedSnapshot:
+        """Take a snapshot, again if another mount of the directory takes its name, or drops it before it is used."""
+        drop_unused_bases(stored.store, stored.key)
+        name, journal = self.options.workspace.name, self.options.journal
+        kind: SnapshotKind = "user" if journal.persist and journal.journal_dir is not None else "automatic"
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            taken = free_name(f"{FROZEN_PREFIX}{name}-", stored.store.snapshots(stored.key))
+            try:
+                info = stored.store.take(
+                    stored.key,
+                    taken,
+                    stored.source,
+                    tag=f"{FROZEN_TAG}{name}",
+                    kind=kind,
+                    unreadable="skip",
+                    progress=lambda files, _bytes: progress(files, 0),
+                )
+                mounted = stored.store.mounted(stored.key, taken)
+            except (SnapshotExistsError, SnapshotNotFoundError):
+                if not attempts_left:
+                    raise
+                continue
+            self.notes += _incomplete(info)
+            return mounted
+        raise AssertionError("the last attempt returns or raises")
+
+    def _recorded(self, stored: Stored, fingerprint: str) -> MountedSnapshot:
+        """Open the snapshot that the journal, or the predecessor, had below the overlay."""
+        store = stored.store
+        for info in store.snapshots(stored.key):
+            if is_frozen_base(info) and store.fingerprint(stored.key, info.name) == fingerprint:
+                return store.mounted(stored.key, info.name)
+        mounted = store.mounted_again(fingerprint)
+        if mounted is None:
+            name = self.options.workspace.name
+            reason = (
+                f"the store {store.directory} lacks the snapshot of {self.options.workspace.backend.argument} that the"
+                f" journal of {name} is over: `vfsd persisted drop {name}` removes the journal"
+            )
+            raise FileNotFoundError(errno.ENOENT, reason)
+        return mounted
+
+    def close(self) -> None:
+        """Close the layer, and drop the snapshot unless a journal needs it."""
+        self.lower.close()
+        os.close(self.root)
+        journal = self.options.journal
+        directory = journal.journal_dir or journal_directory(self.options.workspace.name)
+        if not (journal.persist and has_journal(directory)):
+            with Store(self.options.workspace.store) as store:
+                drop_frozen(store, self.options.workspace.name, self.lower.fingerprint)
+
+
+def _incomplete(info: SnapshotInfo) -> Iterator[str]:
+    """Say which files cannot be read in the workspace, and which may be wrong."""
+    for paths, what in (
+        (info.unreadable, "could not be read"),
+        (info.unstable, "changed while it was read, and may mix old and new content"),
+    ):
+        if paths:
+            more = f", and so did {len(paths) - 1:,} more" if len(paths) > 1 else ""
+            yield f"{shown(paths[0])} {what}{more}"
 
 
 def _open_snapshot(options: MountOptions) -> tuple[TreeLower, int]:

@@ -124,6 +124,8 @@ class Backend(Value):
     directory that the volume shows or that is below it, wherever it was moved; or a container's lease.
     `reopening`: how a successor opens the layer below: see `protocol.backends.overlay.lower.Lower`.
     `stored`: the snapshots of a volume that does not keep them in memory; they are in a store.
+    `open_directory`: opens the directory of a frozen overlay as the backend `host`, to merge into it; the caller closes
+    it.  None: the overlay is not frozen.
     """
 
     volume: Volume
@@ -139,6 +141,7 @@ class Backend(Value):
     anchor: int | None = None
     reopening: bytes = b""
     stored: Stored | None = None
+    open_directory: Callable[[], Backend] | None = None
 
 
 class BackendOpener(Protocol):

@@ -200,6 +200,7 @@ class Methods:
             keeper=self._keeper,
             forked_from=None if origin is None else origin.source,
             base=None if origin is None else origin.base,
+            frozen=self._daemon.backend.open_directory is not None,
             shared_memory=memory.get("Shared"),
             private_memory=memory.get("Private"),
             read_only=options.read_only,

@@ -5,7 +5,7 @@ The source's daemon starts the fork's daemon in a new interpreter.  That daemon 
 
 Invariant: a snapshot that was taken for a fork is in the store as long as a fork is mounted over it.  It is dropped by
 the daemon of the last such fork when that ends, or, if that was killed, by a daemon of the source: when it reaps the
-process, makes the next fork, or is mounted again (`vfsd.daemon.snapshots.store_restore.drop_unused_bases`).
+process, makes the next fork, or is mounted again (`vfsd.daemon.snapshots.bases.drop_unused_bases`).
 
 Threading: the serving loop.  The store is used in worker threads.
 """
@@ -27,7 +27,8 @@ from vfsd.daemon.forks.process import SYSTEMD_VARIABLES
 from vfsd.daemon.merging.lineage import MergeLog
 from vfsd.daemon.resume import Resume
 from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, fork_tag, free_name, in_thread
-from vfsd.daemon.snapshots.store_restore import Stored, drop_unused_bases
+from vfsd.daemon.snapshots.bases import drop_unused_bases
+from vfsd.daemon.snapshots.store_restore import Stored
 from vfsd.daemon.snapshots.stored import StoreSnapshots
 from vfsd.machine.daemon_start import start_interpreter
 from vfsd.machine.logs import log_path, open_log

@@ -52,8 +52,12 @@ STAGED_PREFIX: Final = "archive-"  # the content of an archive that is being imp
 SNAPSHOT_PREFIX: Final = "snap-"
 FORK_PREFIX: Final = "fork-"
 FORK_TAG: Final = "forked as "
+FROZEN_PREFIX: Final = "frozen-"  # of a directory, below an overlay with a base that does not change
+FROZEN_TAG: Final = "below "
 MERGED_PREFIX: Final = "merged-"
 MERGED_TAG: Final = "merged into "
+MERGING: Final = "a merge of "  # the tag of a staged state that a merge puts in place
+OVERLAY: Final = "overlay "  # before the name of a frozen overlay that is merged
 _PATHS_SHOWN: Final = 5
 _TAG_CHARACTERS: Final = 200
 _NO_CHANGES: Final = ChangeCounts()
@@ -425,8 +429,14 @@ def fork_tag(name: str, mountpoint: str) -> str:
 
 
 def is_fork_base(info: SnapshotInfo) -> bool:
-    """Return whether a snapshot was taken for a fork."""
-    return info.kind == "automatic" and info.name.startswith(FORK_PREFIX) and (info.tag or "").startswith(FORK_TAG)
+    """Return whether a snapshot was taken for a fork, or for a frozen overlay."""
+    is_fork = info.name.startswith(FORK_PREFIX) and (info.tag or "").startswith(FORK_TAG)
+    return info.kind == "automatic" and (is_fork or is_frozen_base(info))
+
+
+def is_frozen_base(info: SnapshotInfo) -> bool:
+    """Return whether a snapshot was taken for a frozen overlay."""
+    return info.name.startswith(FROZEN_PREFIX) and (info.tag or "").startswith(FROZEN_TAG)
 
 
 def is_merge_base(info: SnapshotInfo) -> bool:

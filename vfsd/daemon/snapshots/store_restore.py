@@ -17,27 +17,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import trio
 
 from protocol.diff.tree_diff import Change
-from protocol.linux.regular_file import write_atomically
-from protocol.store import DirectoryTarget, RestoredChanges, Source, Store
+from protocol.errors import shown
+from protocol.linux.regular_file import open_regular, write_atomically
+from protocol.store import DirectoryTarget, RestoredChanges, RestoreRequest, Source, Store
 from protocol.volume_extensions import CacheInvalidation, ExternallyChangedVolume, SnapshotInfo
 from vfsd.daemon.merging.lineage import MergeLog
-from vfsd.daemon.snapshots.base import MERGED_TAG, CallObserver, Interrupted, is_fork_base, is_merge_base, is_staged
+from vfsd.daemon.snapshots.base import MERGING, OVERLAY, CallObserver, Interrupted, is_staged
 from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.machine.directories import journals_directory
 from vfsd.machine.logs import log_failure
-from vfsd.machine.runtime import read_record, read_records
-from vfsd.operations.forks import StateId
+from vfsd.machine.runtime import read_records
 
 _logger = logging.getLogger(__name__)
+_LOCK_POLL_S: Final = 0.02
 _PATHS_AT_ONCE: Final = 500  # given to the volume in one call: the mount waits for about 15 ms
 
 
@@ -242,9 +245,6 @@ def problems_of(done: RestoredChanges) -> dict[bytes, str]:
     return problems
 
 
-_BASES_WAIT_S: Final = 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Where a backend's snapshots are kept, and how its files are read and written.
@@ -271,6 +271,59 @@ def interrupted(stored: Stored) -> Interrupted | None:
         description = ""
     # Without paths: a restore of staged content resumes with those of the intent log.
     return Interrupted(found.snapshot, found.safety, (), description)
+
+
+@contextlib.contextmanager
+def applying(stored: Stored, keep_going: Callable[[], None] | None) -> Iterator[str | None]:
+    """Inside the block, no other frozen overlay is applied to the directory, also by other processes.
+
+    First complete such an apply that was interrupted; the value is a sentence about it, None if there was none.  If
+    another one runs, wait for its end, and call `keep_going` often; without `keep_going`, do nothing.  OSError.
+    """
+    stored.store.layout.create()
+    os.makedirs(stored.store.layout.workspace(stored.key), mode=0o700, exist_ok=True)
+    path = os.path.join(stored.store.layout.workspace(stored.key), "applying")
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        while not _is_locked(descriptor):
+            if keep_going is None:
+                yield None
+                return
+            keep_going()
+            time.sleep(_LOCK_POLL_S)
+        yield _finished(stored)
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _finished(stored: Stored) -> str | None:
+    """Complete an apply that was interrupted, and drop what others left that had not begun to write.
+
+    Each path has its old or its new state; a path that programs changed since stays.
+    """
+    store, key = stored.store, stored.key
+    left = {info.name: info.tag or "" for info in store.snapshots(key) if is_staged(info.name)}
+    left = {name: tag for name, tag in left.items() if tag.startswith(MERGING + OVERLAY)}
+    found = store.interrupted(key)
+    answer = None
+    if found is not None and found.snapshot in left:
+        request = RestoreRequest(
+            found.snapshot, found.paths, safety=None, remove=found.remove, directories=found.directories
+        )
+        done = store.restore(key, stored.target, request)
+        problems = "".join(f"; {shown(path)}: {reason}" for path, reason in problems_of(done).items())
+        answer = f"{left[found.snapshot]} was interrupted, and is complete now{problems}"
+    for name in left:
+        store.drop(key, name)
+    return answer
 
 
 def check_journals(source: Source, found: Sequence[Change]) -> None:
@@ -300,34 +353,3 @@ def _path_below(identity: tuple[int, int], path: str) -> bytes | None:
             return None
         above, name = os.path.split(above)
         below = f"{name}/{below}"
-
-
-def drop_unused_bases(store: Store, key: str, keep: Collection[str] = (), only: StateId | None = None) -> list[str]:
-    """Drop the snapshots of workspace `key` that were kept for forks, or merges into them, that have ended.
-
-    Of the states that were forked, those in `keep` stay, and with `only` all but that one.  Return their names.
-    Snapshots that cannot be dropped now are left for the next call.
-    """
-    dropped: list[str] = []
-    try:
-        infos = store.snapshots(key)
-        found = [info for info in infos if is_fork_base(info) and only in (None, StateId.of(info))]
-        bases = {info.name for info in found}.difference(keep)
-
-        def unneeded(workspace: str, infos: Sequence[SnapshotInfo], needed: Mapping[str, str]) -> Sequence[str]:
-            if workspace != key:
-                return ()
-            dropped.extend(info.name for info in infos if info.name in bases and info.name not in needed)
-            return list(dropped)
-
-        if bases:
-            store.prune(unneeded, wait_s=_BASES_WAIT_S)
-        for info in infos:
-            target = None if not is_merge_base(info) else read_record((info.tag or "").removeprefix(MERGED_TAG))
-            if is_merge_base(info) and (target is None or not target.alive):
-                store.drop(key, info.name)
-                dropped.append(info.name)
-    except (OSError, ValueError) as error:
-        if not isinstance(error, OSError) or error.errno != errno.EBUSY:
-            log_failure(_logger, "dropping the snapshots of forks", error, path=store.directory, level=logging.WARNING)
-    return dropped

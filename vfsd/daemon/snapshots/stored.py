@@ -40,6 +40,7 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree, Origin, checked
 from vfsd.daemon.snapshots.base import (
     BASE,
+    MERGING,
     SAFETY_PREFIX,
     SNAPSHOT_PREFIX,
     STAGED_PREFIX,
@@ -65,6 +66,7 @@ from vfsd.daemon.snapshots.base import (
     no_lower_layer,
     state_at,
 )
+from vfsd.daemon.snapshots.bases import drop_unused_bases
 from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.store_restore import (
     HistoryFile,
@@ -73,7 +75,6 @@ from vfsd.daemon.snapshots.store_restore import (
     Stored,
     VolumeUpdate,
     check_journals,
-    drop_unused_bases,
     interrupted,
     open_merges,
     problems_of,
@@ -91,7 +92,6 @@ _COLLECT_WAIT_S: Final = 3.0  # new snapshots wait as long
 # The tag of an archive's staged content says what it is for.
 _RESTORING: Final = "a restore of "
 _IMPORTING: Final = "an import of "
-_MERGING: Final = "a merge of "
 
 
 class StoreSnapshots(SnapshotService):
@@ -446,7 +446,7 @@ class StoreSnapshots(SnapshotService):
         async with self._mounted.change_lock:
             name = free_name(STAGED_PREFIX, await self._all())
             source = TreeSource(PartialTree(new.tree, new.paths, new.directories))
-            await self._take(name, source, f"{_MERGING}{new.source}", observer)
+            await self._take(name, source, f"{MERGING}{new.source}", observer)
             try:
                 outcome = await self._restore(
                     name,
@@ -518,6 +518,7 @@ class StoreSnapshots(SnapshotService):
     @asynccontextmanager
     async def frozen(self, observer: CallObserver) -> AsyncIterator[LiveState]:
         async with self._staged(observer) as name, self.tree(name, observer) as tree:
+            await self._drop_if_there(name)  # the tree stays readable, and a process that is killed leaves no name
             yield LiveState(tree)
 
     @asynccontextmanager

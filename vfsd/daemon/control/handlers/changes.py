@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
@@ -27,8 +27,9 @@ from protocol.errors import shown
 from protocol.tree import LOST, Tree, TreeEntry, losing, unfiltered
 from protocol.types import ChangeCounts
 from protocol.volume_extensions import ApplyResult as Applied
-from protocol.volume_extensions import SnapshotInfo, overlaid, snapshotable
+from protocol.volume_extensions import OverlaidVolume, SnapshotInfo, overlaid, snapshotable
 from vfsd.daemon.control.calls import CallContext, absolute_path, tree_paths
+from vfsd.daemon.merging.frozen import FrozenApply, Merged
 from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.merging.trees import LayeredTree
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -43,7 +44,7 @@ from vfsd.daemon.snapshots.base import (
     no_lower_layer,
     required,
 )
-from vfsd.daemon.snapshots.volume import VolumeSnapshots
+from vfsd.daemon.snapshots.volume import AppliedStep, VolumeSnapshots
 from vfsd.machine import mountinfo
 from vfsd.operations.declaration import ChangeRecord, ExpiredRecord, RepositoryRecord
 from vfsd.operations.forks import StateId
@@ -60,6 +61,9 @@ from vfsd.operations.snapshots import (
 from vfsd.wire.messages import InvalidParamsError, wire_path
 from vfsd.wire.option_rules import MOST_PATTERNS
 from vfsd.wire.options import WorkspaceOptions
+
+if TYPE_CHECKING:
+    from vfsd.daemon.backends.registry import Backend
 
 FileType = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
 _TYPES: dict[int, FileType] = {
@@ -353,8 +357,16 @@ class TreeMethods:
         options: WorkspaceOptions,
         base: StateId | None,
         others: OtherWorkspaces,
+        open_directory: Callable[[], Backend] | None = None,
     ) -> None:
-        """`base`: the snapshot that a fork has in common with its source.  `others` fetches the states of others."""
+        """`base`: the snapshot that a fork has in common with its source.  `others` fetches the states of others.
+
+        `open_directory`: of a frozen overlay, as in `Backend`.
+        """
+        over = overlaid(mounted.volume)
+        self._frozen: FrozenApply | None = None
+        if open_directory is not None and over is not None:
+            self._frozen = FrozenApply(mounted, over, open_directory, options.name)
         self._others = others
         self._mounted = mounted
         self._snapshots = snapshots
@@ -489,6 +501,60 @@ class TreeMethods:
             raise no_lower_layer()
         assert isinstance(self._snapshots, VolumeSnapshots)
         paths = await tree_paths(params.paths)
+        done: Applied
+        marked: Sequence[bytes] = ()
+        if self._frozen is not None:
+            done, is_written, step = await self._merge(self._frozen, self._snapshots, paths, params, call)
+            marked = done.marked
+        else:
+            done, is_written, step = await self._write(volume, self._snapshots, paths, params, call)
+        if done.error is not None:
+            raise done.error
+        stream = OutputPieces(call.output_from_thread) if params.stream else None
+        result = await in_answer_thread(self._result, done, step.safety, is_written=is_written, stream=stream)
+        result.merged = self._frozen is not None
+        if params.touch:
+            result.older = 0
+        name, directory = self._options.name, self._options.backend.argument
+        result.repositories = planned_repositories(done.repositories, name)
+        if is_written:
+            if done.repositories:
+                result.repositories, _ = await in_thread(
+                    fetched_repositories, done.repositories, self._mounted.mountpoint, directory, name, marked
+                )
+            result.expired = expired_records(step.expired, self._snapshots.collect_pruned())
+        return result
+
+    async def _merge(
+        self,
+        frozen: FrozenApply,
+        snapshots: VolumeSnapshots,
+        paths: Sequence[bytes],
+        params: ApplyParams,
+        call: CallContext,
+    ) -> tuple[Merged, bool, AppliedStep]:
+        """Merge the changes of a frozen overlay into its directory; return also whether that was done."""
+        policy = "theirs" if params.force else params.conflicts
+        async with self._mounted.change_lock:
+            await self._mounted.write_back()
+            with snapshots.applying("apply") as step:
+                done = await frozen.apply(paths, policy, call, dry_run=params.dry_run, touch=params.touch)
+                step.wrote = done.is_written and bool(done.changes)
+        return done, done.is_written, step
+
+    async def _write(
+        self,
+        volume: OverlaidVolume,
+        snapshots: VolumeSnapshots,
+        paths: Sequence[bytes],
+        params: ApplyParams,
+        call: CallContext,
+    ) -> tuple[Applied, bool, AppliedStep]:
+        """Write the changes to the directory below; return also whether anything was to be written."""
+        if params.conflicts != "fail":
+            reason = "only an overlay that was mounted with --frozen is merged with the directory: use --force"
+
+            raise OSError(errno.EOPNOTSUPP, reason)
         async with self._mounted.change_lock:
             await self._mounted.write_back()
             touches = params.touch and not params.dry_run
@@ -498,30 +564,18 @@ class TreeMethods:
                 if self._mounted.policy is not None:
                     self._mounted.policy.check(planned.changes, "apply")
                 touches = touches and (params.force or not planned.conflicts)
-            with self._snapshots.applying("apply") as step:
+            with snapshots.applying("apply") as step:
                 if not params.dry_run:
                     call.commit()  # once the thread runs, a cancelled call could not say whether it wrote anything
                 if touches:
-                    await self._snapshots.touch_changed(paths)
+                    await snapshots.touch_changed(paths)
                 with volume.applying(paths, force=params.force, dry_run=params.dry_run) as run:
                     done = await in_thread(run.write, call.raise_if_cancelled)
                     is_written = not params.dry_run and (params.force or not done.conflicts)
                     if is_written:
                         run.finish(done)
                         step.wrote = bool(done.changes)
-            if done.error is not None:
-                raise done.error
-        stream = OutputPieces(call.output_from_thread) if params.stream else None
-        result = await in_answer_thread(self._result, done, step.safety, is_written=is_written, stream=stream)
-        name, directory = self._options.name, self._options.backend.argument
-        result.repositories = planned_repositories(done.repositories, name)
-        if is_written:
-            if done.repositories:
-                result.repositories, _ = await in_thread(
-                    fetched_repositories, done.repositories, self._mounted.mountpoint, directory, name
-                )
-            result.expired = expired_records(step.expired, self._snapshots.collect_pruned())
-        return result
+        return done, is_written, step
 
     def _result(
         self, done: Applied, safety: str | None, *, is_written: bool, stream: OutputPieces | None

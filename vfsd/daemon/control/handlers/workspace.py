@@ -119,7 +119,7 @@ class WorkspaceMethods:
         self._unmount = UnmountMethods(mounted, snapshots, options, commands, forks, daemon.removal.wait)
         source = MergeSource(mounted, snapshots, options, forks)
         others = OtherWorkspaces(mounted.volume, source.own_lineage, source.tree, forks.temporary)
-        trees = TreeMethods(mounted, snapshots, options, forks.base, others)
+        trees = TreeMethods(mounted, snapshots, options, forks.base, others, daemon.backend.open_directory)
         self.handlers: Final = handlers_of(
             self,
             self._unmount,
