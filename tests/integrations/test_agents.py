@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tests.integrations.model import Block, Request, ScriptedModel, results, tex
 from tests.integrations.test_claude_code import command, vfsd
 from tests.support.tree_hash import tree_hash
 from vfsd.client.workspace import Workspace
+from vfsd.machine.runtime import read_records
 
 CALLS = 7
 PROGRAMS = {"codex": "codex", "gemini": "gemini", "opencode": "opencode"}
@@ -77,6 +80,27 @@ def program(agent: str) -> str:
     return found
 
 
+def run_agent(agent: str, program: str, model: ScriptedModel, directory: str, *before: str) -> None:
+    words, more = arranged(agent, model.url, directory)
+    done = subprocess.run(
+        [*before, program, *words, "make some changes"],
+        cwd=directory,
+        env={**os.environ, **more, "PWD": directory},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def shell_call(agent: str, number: int, run: str) -> Block:
+    tool, argument = SHELLS[agent]
+    rest = {"description": "a step"} if agent == "opencode" else {}
+    return tool_use(f"call_{number}", tool, **{argument: run}, **rest)
+
+
 def test_the_states_after_each_call_are_kept_and_returned_to(
     agent: str, program: str, model: ScriptedModel, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,25 +115,12 @@ def test_the_states_after_each_call_are_kept_and_returned_to(
         hashes[len(done) :] = [tree_hash(root)]  # the agent waits for this answer
         if len(done) == CALLS:
             return [text("done")]
-        tool, argument = SHELLS[agent]
-        rest = {"description": "a step"} if agent == "opencode" else {}
         run = command(len(done)).replace("rm -rf", "rm -r")  # Codex refuses the former
-        return [tool_use(f"call_{len(done)}", tool, **{argument: run}, **rest)]
+        return [shell_call(agent, len(done), run)]
 
     model.script = script
-    words, more = arranged(agent, model.url, workspace.path)
-    done = subprocess.run(
-        [program, *words, "make some changes"],
-        cwd=root,
-        env={**os.environ, **more, "PWD": str(root)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(hashes) == CALLS + 1, done.stdout + done.stderr
+    run_agent(agent, program, model, workspace.path)
+    assert len(hashes) == CALLS + 1
     points = json.loads(vfsd("rewind", "--list", "--json", "-w", workspace.name))["points"]
     assert [each["kind"] for each in points] == ["prompt", *["tool"] * CALLS, "stop"]
     assert {each["agent"] for each in points} == {agent}
@@ -123,6 +134,37 @@ def test_the_states_after_each_call_are_kept_and_returned_to(
     for to, expected in [*zip(calls, hashes[1:], strict=True), ("1", hashes[0])][::-1]:
         vfsd("rewind", "-w", workspace.name, "--to", to)
         assert tree_hash(root) == expected, to
+
+
+@pytest.mark.parametrize("how", ["run", "attach"])
+def test_a_run_and_an_attached_directory_are_rewound_by_a_command_of_the_agent(
+    agent: str, program: str, model: ScriptedModel, workdir: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("VFSD_STORE_DIR", str(workdir / "store"))
+    project = workdir / "project"
+    project.mkdir()
+    rewind = shlex.join([sys.executable, "-m", "vfsd.cli.main", "rewind"])
+    with monkeypatch.context() as inside:
+        inside.chdir(project)
+        vfsd("hooks", "install", agent)
+        if how == "attach":
+            vfsd("attach", ".")
+    runs = ["touch made", f"{rewind} && ls > seen"]
+
+    def script(request: Request) -> list[Block]:
+        done = len(results(request))
+        return [shell_call(agent, done, runs[done])] if done < len(runs) else [text("done")]
+
+    model.script = script
+    before = [sys.executable, "-m", "vfsd.cli.main", "run", "--keep", "--"] if how == "run" else []
+    run_agent(agent, program, model, str(project), *before)
+    (record,) = read_records()
+    try:
+        place = Path(record.mountpoint) if how == "run" else project
+        assert (place / "seen").read_text() == "seen\n"
+        assert (project / "seen").exists() == (how == "attach")
+    finally:
+        vfsd("unmount", record.name, *(["--discard"] if how == "run" else []))
 
 
 _STEPS = """

@@ -77,6 +77,7 @@ def offered(line: str, directory: str = "/") -> list[str]:
         ("vfsd diff -- s", ["src/"]),
         ("vfsd merge complete t", ["two words/"]),
         ("vfsd log --since b", ["before"]),
+        ("vfsd hooks install c", ["claude", "codex"]),
     ],
 )
 def test_commands_names_and_paths_are_offered(workspace: Workspace, line: str, expected: list[str]) -> None:

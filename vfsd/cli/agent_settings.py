@@ -18,13 +18,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from vfsd.machine.agent_points import AGENTS
 
 _FILE_BYTES_MAX: Final = 16 << 20
 _OURS: Final = re.compile(r"/vfsd/cli/(?:agent_hook|claude_hook|claude_worktree)\.py(?=['\"\s]|$)")
 _INDENT: Final = re.compile(r"^\{\s*\n([ \t]+)\"")
+_decode: Final = json.JSONDecoder().raw_decode
 _SPACE: Final = re.compile(r"\s*")
 _COMMENT: Final = re.compile(r"""("(?:[^"\\]|\\.)*")|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 _PLUGIN_START: Final = "// The hooks of vfsd: `vfsd hooks remove opencode` removes this file.\n"
@@ -87,6 +88,9 @@ export const Vfsd = async ({ client, directory }) => {
 )
 
 
+_Path: TypeAlias = tuple[str | int, ...]  # of a value in JSON
+
+
 @dataclass(frozen=True, slots=True)
 class SettingsFile:
     """A settings file: the agent, the path without symlinks, and the text; None if there is no file."""
@@ -112,17 +116,16 @@ def hook_commands(agent: str) -> dict[str, str]:
 
     That of a snapshot never fails: a failed hook would be reported to the agent.
     """
+    copy_for_agent, keep = shlex.join(_command("claude_worktree.py")), shlex.join(_command("agent_hook.py", agent))
+    return {
+        event: copy_for_agent if kind == "copy" else f"{keep} || true"
+        for event, kind in AGENTS[agent]["events"].items()
+    }
+
+
+def _command(program: str, *words: str) -> list[str]:
     directory = os.path.dirname(os.path.abspath(__file__))
-    copy_for_agent = shlex.join([*_START, os.path.join(directory, "claude_worktree.py")])
-    keep = shlex.join(_hook(agent)) + " || true"
-    return {event: copy_for_agent if kind == "copy" else keep for event, kind in AGENTS[agent]["events"].items()}
-
-
-_START: Final = (os.path.abspath(sys.executable), "-I", "-S")
-
-
-def _hook(agent: str) -> list[str]:
-    return [*_START, os.path.join(os.path.dirname(os.path.abspath(__file__)), "agent_hook.py"), agent]
+    return [os.path.abspath(sys.executable), "-I", "-S", os.path.join(directory, program), *words]
 
 
 def is_plugin(agent: str) -> bool:
@@ -134,7 +137,7 @@ def is_plugin(agent: str) -> bool:
 def with_hooks(agent: str, text: str | None) -> str:
     """Return the text of the settings with the agent's hooks; hooks of ours that are there are replaced."""
     if is_plugin(agent):
-        return _PLUGIN % json.dumps(_hook(agent))
+        return _PLUGIN % json.dumps(_command("agent_hook.py", agent))
     commands = hook_commands(agent)
     text = text if text and text.strip() else "{}\n"
     if sorted(installed(agent, text)) == sorted(commands.items()):
@@ -157,8 +160,8 @@ def without_hooks(agent: str, text: str | None) -> str | None:
     """Return the text without our hooks, and without the lists and objects that are empty then."""
     if is_plugin(agent):
         return None
-    while text is not None and (paths := list(_ours(content_of(agent, text)))):
-        text = _removed(agent, text, paths[-1])
+    while text is not None and (found := list(_ours(content_of(agent, text)))):
+        text = _removed(agent, text, found[-1][0])
     return text
 
 
@@ -166,14 +169,7 @@ def installed(agent: str, text: str | None) -> list[tuple[str, str]]:
     """List our hooks: event and command."""
     if is_plugin(agent):
         return [] if text is None else list(hook_commands(agent).items())
-    content = content_of(agent, text)
-    return [
-        (event, hook["command"])
-        for event, groups in content.get("hooks", {}).items()
-        for group in groups
-        for hook in group["hooks"]
-        if _is_ours(hook)
-    ]
+    return [(str(path[1]), command) for path, command in _ours(content_of(agent, text))]
 
 
 def is_off(agent: str, text: str | None) -> bool:
@@ -185,25 +181,14 @@ def is_off(agent: str, text: str | None) -> bool:
     return bool(path) and found is value
 
 
-def _ours(content: Mapping[str, Any]) -> Iterator[tuple[str | int, ...]]:
-    """Iterate over the paths of our hooks; of what is empty without them, where there is nothing else."""
-    hooks = content.get("hooks", {})
-    for event, groups in hooks.items():
+def _ours(content: Mapping[str, Any]) -> Iterator[tuple[_Path, str]]:
+    """Iterate over our hooks: path and command."""
+    for event, groups in content.get("hooks", {}).items():
         for number, group in enumerate(groups):
             for at, hook in enumerate(group["hooks"]):
-                if not _is_ours(hook):
-                    continue
-                path: tuple[str | int, ...] = ("hooks", event, number, "hooks", at)
-                for length, siblings in ((3, group["hooks"]), (2, groups), (1, hooks)):
-                    if len(siblings) > 1:
-                        break
-                    path = path[:length]
-                yield path
-
-
-def _is_ours(hook: Any) -> bool:
-    command = hook.get("command") if isinstance(hook, dict) else None
-    return isinstance(command, str) and bool(_OURS.search(command))
+                command = hook.get("command") if isinstance(hook, dict) else None
+                if isinstance(command, str) and _OURS.search(command):
+                    yield ("hooks", event, number, "hooks", at), command
 
 
 # -- the text -------------------------------------------------------------------------------------
@@ -220,7 +205,7 @@ def _plain(agent: str, text: str) -> str:
     """Return the text with a space for each character of a comment."""
     if not AGENTS[agent]["has_comments"]:
         return text
-    return _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+    return _COMMENT.sub(lambda found: found[1] or " " * len(found[0]), text)
 
 
 def _skip(plain: str, at: int) -> int:
@@ -231,28 +216,27 @@ def _skip(plain: str, at: int) -> int:
 
 def _children(plain: str, start: int) -> tuple[list[_Child], int]:
     """Return the children of the object or array that begins at `start`, and where its closing bracket is."""
-    decode = json.JSONDecoder().raw_decode
     found: list[_Child] = []
     at = _skip(plain, start + 1)
     while plain[at] not in "]}":
         name, value = len(found), at
         if plain[start] == "{":
-            name, end = decode(plain, at)
+            name, end = _decode(plain, at)
             value = _skip(plain, _skip(plain, end) + 1)
-        found.append(_Child(name, at, value, decode(plain, value)[1]))
+        found.append(_Child(name, at, value, _decode(plain, value)[1]))
         at = _skip(plain, found[-1].end)
         at = _skip(plain, at + 1) if plain[at] == "," else at
     return found, at
 
 
-def _container(plain: str, path: tuple[str | int, ...]) -> int:
+def _container(plain: str, path: _Path) -> int:
     start = _skip(plain, 0)
     for name in path:
         start = next(child.value for child in _children(plain, start)[0] if child.name == name)
     return start
 
 
-def _inserted(agent: str, text: str, path: tuple[str | int, ...], name: str | None, value: Any) -> str:
+def _inserted(agent: str, text: str, path: _Path, name: str | None, value: Any) -> str:
     """Return `text` with a value at the end of the object or array at `path`, in the file's indentation."""
     found = _INDENT.match(text)
     indent = found[1] if found else "  "
@@ -270,22 +254,29 @@ def _inserted(agent: str, text: str, path: tuple[str | int, ...], name: str | No
     return f"{text[:end]}{comma}{text[end:at]}{item}{text[at:]}"
 
 
-def _removed(agent: str, text: str, path: tuple[str | int, ...]) -> str:
-    """Return `text` without the value at `path`; comments stay."""
+def _removed(agent: str, text: str, path: _Path) -> str:
+    """Return `text` without the value at `path`, and without what is empty then; comments stay."""
     plain = _plain(agent, text)
-    children, close = _children(plain, _container(plain, path[:-1]))
+    start = _container(plain, path[:-1])
+    children, close = _children(plain, start)
     number = next(number for number, child in enumerate(children) if child.name == path[-1])
     child = children[number]
+    above = path[:3] if len(path) > 3 else path[:-1]  # a group, its list, the list's object
+    if len(children) == 1 and above:
+        begin = _container(plain, above)
+        end = _decode(plain, begin)[1]
+        if text[begin:end] == plain[begin:end]:
+            return _removed(agent, text, above)
     if number + 1 < len(children):
         after = plain.index(",", child.end) + 1
         return text[: child.start] + text[after:].lstrip()
-    before = children[number - 1].end if number else _container(plain, path[:-1]) + 1
+    before = children[number - 1].end if number else start + 1
     gap = text[before : child.start]
     if number:
         comma = plain.index(",", before) - before
         gap = gap[:comma] + gap[comma + 1 :]
     rest = text[child.end : close]
-    gap = gap.rstrip() + ("\n" if gap.strip() and "\n" not in rest else "")
+    gap = gap.rstrip() + ("\n" if gap.strip() and rest.lstrip(" \t\r")[:1] != "\n" else "")  # after a comment
     return text[:before] + gap + (rest if number or gap or rest.strip() else "") + text[close:]
 
 

@@ -21,7 +21,7 @@ from vfsd.cli.common.values import touch_option
 from vfsd.machine.agent_points import AGENTS, AgentPoint, parse_tag, session_above
 from vfsd.machine.mounts import why_no_mount
 from vfsd.machine.runtime import read_records
-from vfsd.machine.selection import containing, socket_dir
+from vfsd.machine.selection import WORKSPACE_VARIABLE, containing, socket_dir
 from vfsd.machine.text import nothing_to_restore, signed_counts
 from vfsd.operations.snapshots import RestoreResult, SnapshotRecord, SnapshotsResult
 from vfsd.wire.messages import wire_path
@@ -109,12 +109,12 @@ def install_command(app: App, agent: str, project: bool, user: bool, dry_run: bo
         return
     if AGENTS[agent]["advice"]:
         output.note(AGENTS[agent]["advice"])
-    if user or containing(os.getcwd(), read_records()) is not None:
+    if os.environ.get(WORKSPACE_VARIABLE) or containing(os.getcwd(), read_records()) is not None:
         return
     reason = why_no_mount()
     if reason is not None:
         output.note(f"nothing can be mounted here ({reason}): `vfsd attach .` keeps the states without a mount")
-    else:
+    elif not user:
         output.note(f"this directory is in no workspace: `vfsd run -- {agent}` gives {AGENTS[agent]['title']} one")
 
 

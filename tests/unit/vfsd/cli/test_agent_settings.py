@@ -79,7 +79,11 @@ def test_comments_stay(content: dict[str, Any], data: st.DataObject) -> None:
     places = [found.end() for found in re.finditer(r"[\[{,]\s*?(?=\n)|(?<=[\]}])(?=\n)", text)]
     chosen = data.draw(st.sets(st.sampled_from(places))) if places else set()
     for place in sorted(chosen, reverse=True):
-        text = text[:place] + data.draw(st.sampled_from([f" {_MARK}", f" // {_MARK}"])) + text[place:]
+        text = (
+            text[:place]
+            + data.draw(st.sampled_from([f" {_MARK}", f" // {_MARK}", f" /* 1\n2 */ {_MARK}"]))
+            + text[place:]
+        )
     if installed("gemini", text):  # a comment beside a hook of ours may go with it
         return
     with_ours = with_hooks("gemini", text)
