@@ -406,15 +406,25 @@ def missing_above(live: Tree, wanted: Tree, paths: Collection[bytes]) -> Iterato
 
     They replace what else is there (kind "type").  Sorted; a path that `wanted` lacks needs none.
     """
-    above: set[bytes] = set()
-    for path in paths:
-        if entry_or_none(wanted, path) is not None:
-            above.update(path[:at] for at in range(len(path)) if path[at : at + 1] == b"/")
+    above = directories_above(path for path in paths if entry_or_none(wanted, path) is not None)
     scope = PathScope(paths)
     for path in sorted((path for path in above if not scope.covers(path)), key=walk_order):
         old = entry_or_none(live, path)
         if old is None or not old.is_dir:
             yield Change(path, "added" if old is None else "type", old, wanted.entry(path))
+
+
+def directories_above(paths: Iterable[bytes]) -> set[bytes]:
+    """Return the directories above `paths`, the root among them."""
+    found: set[bytes] = set()
+    for path in paths:
+        at = path
+        while at:
+            at = at.rpartition(b"/")[0]
+            if at in found:
+                break
+            found.add(at)
+    return found
 
 
 def restored_links(found: Iterable[Change], live: Tree, wanted: Tree, paths: Collection[bytes]) -> Iterator[Change]:

@@ -20,7 +20,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from protocol.diff.patch import BINARY_PROBE_BYTES
-from protocol.diff.tree_diff import comparer, entry_or_none
+from protocol.diff.tree_diff import comparer, directories_above, entry_or_none
 from protocol.errors import os_error, shown
 from protocol.merge.git import TextCase, TextMerge, TextResult, merge_attributes
 from protocol.merge.sides import ConflictReason, Sides, Trees, type_of
@@ -164,7 +164,6 @@ TEXT_LIMIT_BYTES: Final = 8 * 1024 * 1024  # of one version
 _ATTRIBUTES_LIMIT_BYTES: Final = 1 << 20  # of a .gitattributes file; larger ones do not count
 _ATTRIBUTES_PATH_BYTES: Final = 2048  # git reads none at a longer path than PATH_MAX, here below a private directory
 _EXTENSION: Final = re.compile(rb"\.[A-Za-z0-9]{1,16}\Z")
-_SLASH: Final = ord("/")
 _NOT_MERGED: Final = frozenset({b"unset", b"binary"})  # values of the attribute `merge`, of files that are not text
 _KEPT_WHOLE: Final = TextResult(None, is_clean=False, problem="changed on both sides; not a text (.gitattributes)")
 # The merged contents are held in memory until they are imported.
@@ -241,9 +240,8 @@ class Contents:
 
     def _attribute_files(self, paths: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the content of the .gitattributes files of ours that concern the paths, by their paths."""
-        directories = {b"", *(path[:at] for path in paths for at, each in enumerate(path) if each == _SLASH)}
         found = {}
-        for path in (joined(directory, b".gitattributes") for directory in directories):
+        for path in (joined(directory, b".gitattributes") for directory in directories_above(paths)):
             entry = entry_or_none(self._trees.ours, path)
             is_read = entry is not None and entry.is_file and len(path) < _ATTRIBUTES_PATH_BYTES
             if is_read and entry is not None and entry.size <= _ATTRIBUTES_LIMIT_BYTES:

@@ -26,6 +26,7 @@ from protocol.diff.tree_diff import (
     Pair,
     candidate_pairs,
     compare_pairs,
+    directories_above,
     entry_or_none,
     has_links,
     is_at_or_below,
@@ -133,8 +134,8 @@ class _Merger:
                 self._contents.add(sides)
         self._contents.merge_texts(text_merge)
         self._entries_of_ours = {path: sides.ours for path, sides in changed.items()}
-        above = _directories_above(changed)
-        in_ours = _directories_above([path for path, sides in changed.items() if sides.ours is not None])
+        above = directories_above(changed)
+        in_ours = directories_above([path for path, sides in changed.items() if sides.ours is not None])
         for path in sorted({*changed, *above}, key=walk_order, reverse=True):
             self._trees.keep_going()
             found = changed.get(path)
@@ -151,7 +152,7 @@ class _Merger:
         scopes = [path for path in self._scopes if self._is_known(path)]
         if self._scopes and not scopes:
             return found
-        self._above_scopes = _directories_above(scopes)
+        self._above_scopes = directories_above(scopes)
         for base, theirs in candidate_pairs(trees.base, trees.theirs, paths=scopes):
             trees.keep_going()
             entry = base or theirs
@@ -438,18 +439,6 @@ def _merged_mtime(base: TreeEntry | None, ours: TreeEntry, theirs: TreeEntry) ->
     if base is not None and ours.mtime_ns == base.mtime_ns:
         return theirs.mtime_ns
     return max(ours.mtime_ns, theirs.mtime_ns)
-
-
-def _directories_above(paths: Sequence[bytes] | dict[bytes, Sides]) -> set[bytes]:
-    found: set[bytes] = set()
-    for path in paths:
-        at = path
-        while at:
-            at = at.rpartition(b"/")[0]
-            if at in found:
-                break
-            found.add(at)
-    return found
 
 
 def _shortened(name: bytes, most: int) -> bytes:

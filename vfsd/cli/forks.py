@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import signal
 import sys
@@ -200,6 +201,10 @@ def _show_fork(fork: ForkResult) -> None:
 
 # -- merge and adopt --------------------------------------------------------------------------------
 _CONFLICTS_SHOWN: Final = 20
+_POLICIES: Final = click.Choice(["fail", "ours", "theirs", "markers"])
+_conflicts_option: Final = functools.partial(
+    click.option, "--conflicts", type=_POLICIES, default="fail", show_default=True
+)
 
 
 @click.command(
@@ -216,13 +221,7 @@ _CONFLICTS_SHOWN: Final = 20
 @click.argument("fork", metavar="FORK", shell_complete=complete_workspace)
 @click.argument("paths", metavar="[PATH]...", nargs=-1, shell_complete=complete_path_of_fork)
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be changed, and change nothing.")
-@click.option(
-    "--conflicts",
-    type=click.Choice(["fail", "ours", "theirs", "markers"]),
-    default="fail",
-    show_default=True,
-    help="What to do with paths that both changed in different ways.",
-)
+@_conflicts_option(help="What to do with paths that both changed in different ways.")
 @click.option(
     "--merge-tool",
     metavar="NAME",
@@ -414,13 +413,7 @@ def _cell(pair: PairRecord | None) -> str:
 @click.option("--tool-call", metavar="ID", help="Undo what this call of an agent's tool changed.")
 @click.option("--session", metavar="ID", help="Undo what the calls of this session of an agent changed.")
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be changed, and change nothing.")
-@click.option(
-    "--conflicts",
-    type=click.Choice(["fail", "ours", "theirs", "markers"]),
-    default="fail",
-    show_default=True,
-    help="What to do with paths that were changed again since, and that cannot be merged.",
-)
+@_conflicts_option(help="What to do with paths that were changed again since, and that cannot be merged.")
 @touch_option
 @click.pass_obj
 def revert_command(

@@ -18,8 +18,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App
 from vfsd.cli.common.object_stores import RemoteCommand, selecting
 from vfsd.cli.common.output import counted
-from vfsd.cli.common.values import Seconds
-from vfsd.cli.store import AnyStore, collected, known_key, note_damaged, opened
+from vfsd.cli.store import AnyStore, collected, known_key, note_damaged, opened, wait_option
 from vfsd.client.requests import workspace_key
 from vfsd.daemon.snapshots.base import is_merge_base, is_staged
 from vfsd.machine.directories import bases_of_journals
@@ -107,14 +106,7 @@ def _policy_options(function: Callable[..., None]) -> Callable[..., None]:
     type=click.Path(file_okay=False),
     help="Use the store in this directory, or the object store at this URL, instead of the default one.",
 )
-@click.option(
-    "--wait",
-    metavar="SECONDS",
-    type=Seconds(min=0),
-    default=60.0,
-    show_default=True,
-    help="How long to wait for snapshots, restores and readers of the store on disk to end.",
-)
+@wait_option(help="How long to wait for snapshots, restores and readers of the store on disk to end.")
 @click.argument("keys", metavar="[host:DIR]...", nargs=-1)
 @click.pass_obj
 def prune_command(

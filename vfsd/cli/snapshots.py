@@ -560,7 +560,7 @@ def _show_names(_answer: DiffResult, changes: ChangeSpool) -> None:
 def _show_stat(answer: DiffResult, changes: ChangeSpool) -> None:
     if answer.counts != ChangeCounts():
         with paged():
-            show_stat(changes, answer.counts.added + answer.counts.modified + answer.counts.removed)
+            show_stat(changes, answer.counts.total)
 
 
 def _summarize(app: App, request: RemoteCall[Any]) -> None:

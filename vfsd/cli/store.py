@@ -260,6 +260,11 @@ def _show_check(report: CheckReport, store: AnyStore) -> None:
 
 
 # -- gc -------------------------------------------------------------------------------------------
+wait_option: Final = functools.partial(
+    click.option, "--wait", metavar="SECONDS", type=Seconds(min=0), default=60.0, show_default=True
+)
+
+
 @store_command.command(
     "gc",
     interrupted="interrupted: every snapshot is whole; `vfsd store gc` frees what is left to free",
@@ -269,14 +274,7 @@ def _show_check(report: CheckReport, store: AnyStore) -> None:
     vfsd store gc --repair                 # remove what `vfsd store check` found damaged
     """,
 )
-@click.option(
-    "--wait",
-    metavar="SECONDS",
-    type=Seconds(min=0),
-    default=60.0,
-    show_default=True,
-    help="How long to wait for snapshots, restores and readers to end.",
-)
+@wait_option(help="How long to wait for snapshots, restores and readers to end.")
 @click.option("--repair", is_flag=True, help="Also remove what is damaged.  Snapshots that need it lose these paths.")
 def gc_command(app: App, store: AnyStore, *, wait: float, repair: bool) -> None:
     """Free the disk space that no snapshot needs any more.

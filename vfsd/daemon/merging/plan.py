@@ -9,10 +9,10 @@ atomically; a path that a program changes meanwhile is left, and reported.
 from __future__ import annotations
 
 import errno
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from protocol.diff.tree_diff import Change, changes, is_at_or_below, outermost
+from protocol.diff.tree_diff import Change, changes, directories_above, is_at_or_below, outermost
 from protocol.errors import shown
 from protocol.tree import Tree
 from protocol.values import Value
@@ -130,7 +130,7 @@ def _check_unchanged(old: Tree, live: Tree, replaced: Sequence[Change]) -> None:
     """ChangedMeanwhileError if `live` differs from `old` at a path that is replaced, or in a way that moves it."""
     whole = {change.path for change in replaced if not _is_directory_metadata(change)}
     alone = {change.path for change in replaced if _is_directory_metadata(change)}
-    above = _directories_above({*whole, *alone})
+    above = directories_above({*whole, *alone}) - {b""}
     changed = [
         change.path
         for change in changes(old, live)
@@ -143,16 +143,6 @@ def _check_unchanged(old: Tree, live: Tree, replaced: Sequence[Change]) -> None:
 def _is_replaced(change: Change) -> bool:
     """Whether another directory, or none, is at the path now."""
     return change.old is None or change.new is None or change.old.inode != change.new.inode
-
-
-def _directories_above(paths: Collection[bytes]) -> set[bytes]:
-    found: set[bytes] = set()
-    for path in paths:
-        above = path.rpartition(b"/")[0]
-        while above and above not in found:
-            found.add(above)
-            above = above.rpartition(b"/")[0]
-    return found
 
 
 def conflict_record(conflict: Conflict) -> ConflictRecord:

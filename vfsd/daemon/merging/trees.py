@@ -29,7 +29,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from protocol.diff.tree_diff import comparer, is_at_or_below
+from protocol.diff.tree_diff import comparer, entry_or_none, is_at_or_below
 from protocol.errors import os_error, shown
 from protocol.tree import CHUNK_BYTES, Chunk, Hole, LookupTree, Tree, TreeEntry, names_in
 from protocol.volume import Volume
@@ -66,10 +66,7 @@ class LayeredTree(LookupTree):
         entry, origin = sent.entry, sent.origin
         inode = entry.inode and NEW_INODES | entry.inode
         if origin is not None:
-            try:
-                old = self._below.entry(origin)
-            except (FileNotFoundError, NotADirectoryError):
-                old = None
+            old = entry_or_none(self._below, origin)
             if old is None or stat.S_IFMT(old.mode) != stat.S_IFMT(entry.mode):
                 if sent.is_same:
                     raise _stale(origin)
@@ -281,14 +278,9 @@ class PartialTree(LookupTree):
             return names_in(self._tree, path)
         if path not in self._names:
             raise os_error(errno.ENOENT, os.fsdecode(path))
-        existing = []
-        for name in sorted(self._names[path]):
-            try:
-                self._tree.entry(path + b"/" + name if path else name)
-            except (FileNotFoundError, NotADirectoryError):
-                continue  # it is to be removed
-            existing.append(name)
-        return existing
+        top = path + b"/" if path else b""
+        # What does not exist is to be removed.
+        return [name for name in sorted(self._names[path]) if entry_or_none(self._tree, top + name) is not None]
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._tree.read(path, offset, size)

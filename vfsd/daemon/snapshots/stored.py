@@ -509,11 +509,16 @@ class StoreSnapshots(SnapshotService):
         if name is not None:
             await in_thread(self._store.snapshot, self._key, name)
             return StoredState(self._store.directory, self._key, name)
+        name = await self._take_temporary(observer)
+        return StoredState(self._store.directory, self._key, name, is_temporary=True)
+
+    async def _take_temporary(self, observer: CallObserver, tag: str | None = None) -> str:
+        """Take a snapshot of the live state that is not listed; return its name.  The caller drops it."""
         async with self._mounted.change_lock:
             await self._mounted.write_back()
             name = free_name(STAGED_PREFIX, await self._all())
-            await self._take(name, self._source, None, observer)
-        return StoredState(self._store.directory, self._key, name, is_temporary=True)
+            await self._take(name, self._source, tag, observer)
+        return name
 
     @asynccontextmanager
     async def frozen(self, observer: CallObserver) -> AsyncIterator[LiveState]:
@@ -532,10 +537,7 @@ class StoreSnapshots(SnapshotService):
     async def _staged(self, observer: CallObserver) -> AsyncIterator[str]:
         """Take a snapshot of the live state, which exists inside the block."""
         # Through the store: a file that is written while it is read directly may be a mix of old and new content.
-        async with self._mounted.change_lock:
-            await self._mounted.write_back()
-            name = free_name(STAGED_PREFIX, await self._all())
-            await self._take(name, self._source, "an export", observer)
+        name = await self._take_temporary(observer, "an export")
         try:
             yield name
         finally:

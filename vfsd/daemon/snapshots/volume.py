@@ -19,11 +19,11 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import trio
 
-from protocol.diff.tree_diff import Change, changes, got_content, is_below, summary, went_back
+from protocol.diff.tree_diff import Change, changes, entry_or_none, got_content, is_below, summary, went_back
 from protocol.diff.tree_diff import count as count_changes
 from protocol.errors import SnapshotNotFoundError
 from protocol.linux import statx
-from protocol.tree import LOST, Tree, TreeEntry, losing
+from protocol.tree import LOST, Tree, losing
 from protocol.types import ChangeCounts
 from protocol.volume import AttributeChanges
 from protocol.volume_durability import journaled
@@ -660,16 +660,9 @@ def _is_same(old: Tree, new: Tree) -> bool:
     """Whether two states of one volume are equal in everything, links, inode numbers and times included."""
     try:
         touched = new.touched(old)
-        if touched is None or any(_entry(old, path) != _entry(new, path) for path in touched):
+        if touched is None or any(entry_or_none(old, path) != entry_or_none(new, path) for path in touched):
             return False
         return next(changes(old, new), None) is None
     except OSError as error:
         log_failure(_logger, "comparing two states", error, level=logging.WARNING)
         return False
-
-
-def _entry(tree: Tree, path: bytes) -> TreeEntry | None:
-    try:
-        return tree.entry(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None

@@ -384,7 +384,7 @@ class UnmountMethods:
         except OSError as error:  # such as EIO: the container does not run
             _logger.info("the container cannot be compared with its snapshots: %s", error)
             return UnsavedResult(unsaved=True, token="", problem=error.strerror or str(error))
-        return min(found, key=_number_of_changes)
+        return min(found, key=lambda each: (each.changes or ChangeCounts()).total)
 
     async def _is_as_forked(self, volume: SnapshotableVolume, named: tuple[int, ...], call: CallContext) -> bool:
         """Return whether this is a fork of a running workspace, and nothing changed here since it was made."""
@@ -596,11 +596,6 @@ def _changes(base: Tree, live: Tree, call: CallContext, at_most: int) -> list[Ch
         call.raise_if_cancelled()
         found.append(change)
     return found
-
-
-def _number_of_changes(found: UnsavedResult) -> int:
-    counts = found.changes or ChangeCounts()
-    return counts.added + counts.modified + counts.removed
 
 
 def _named(volume: SnapshotableVolume) -> tuple[int, ...]:
