@@ -22,11 +22,11 @@ from claude_agent_sdk import HookMatcher
 
 from vfsd.client.async_workspace import AsyncWorkspace
 from vfsd.client.workspace import Workspace
-from vfsd.machine.agent_points import AgentPoint, point_of, snapshot_name
+from vfsd.machine.agent_points import AGENTS, KINDS, AgentPoint, point_of, snapshot_name
 
 TIMEOUT_S: Final = 20.0  # a snapshot of a large host directory takes seconds
 _MARGIN_S: Final = 20.0  # a cancelled call waits for the daemon for a while
-_EVENTS: Final = ("PostToolUse", "PostToolUseFailure", "UserPromptSubmit", "Stop")
+_EVENTS: Final = [event for event, kind in AGENTS["claude"]["events"].items() if kind in KINDS]
 _logger = logging.getLogger(__name__)
 
 

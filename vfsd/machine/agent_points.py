@@ -71,7 +71,7 @@ AGENTS: Final[Mapping[str, Agent]] = {
         "timeout": 60,
         "off": ("", None),
         "has_comments": False,
-        "advice": "Codex runs hooks that you have trusted: start `codex` in this directory and enter /hooks; until then"
+        "advice": "Codex runs hooks only after you trusted them: the next `codex` in a terminal asks; until then"
         " `codex exec` needs --dangerously-bypass-hook-trust",
     },
     "gemini": {  # https://geminicli.com/docs/hooks/reference
