@@ -39,8 +39,8 @@ except KeyboardInterrupt:
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any, Final, NoReturn
+    from collections.abc import Callable, Mapping
+    from typing import Any, Final
 
 TIMEOUT_S: Final = 20.0  # a snapshot of a large host directory takes seconds; the agent waits for one only
 _INPUT_BYTES_MAX: Final = 256 << 20
@@ -52,38 +52,26 @@ _PROJECT_VARIABLE: Final = "CLAUDE_PROJECT_DIR"  # of Claude Code and Gemini CLI
 def main() -> None:
     """Run the hook."""
     try:
-        agent, process = _named_agent(), _process()
-        event = _read_or_exit()
-        sys.exit(run_for_agent(lambda: _run(agent, event, process)))
+        process = _process()
+        agent, event = _or_exit(_input)
+        sys.exit(run_for_agent(lambda: _or_exit(lambda: handle(agent, event, os.environ, process))))
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _named_agent() -> str:
-    agent = sys.argv[-1]
-    if agent not in AGENTS:
-        _fail(ValueError("the hook's command names no agent that vfsd knows; `vfsd hooks install` replaces it"))
-    return agent
-
-
-def _read_or_exit() -> dict[str, Any]:
+def _or_exit(work: Callable[[], Any]) -> Any:
     try:
-        return read_event(0)
+        return work()
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        _fail(error)
+        what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        sys.stderr.write(f"vfsd: no snapshot was taken: {what or type(error).__name__}\n")
+        sys.exit(1)
 
 
-def _fail(error: Exception) -> NoReturn:
-    what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    sys.stderr.write(f"vfsd: no snapshot was taken: {what or type(error).__name__}\n")
-    sys.exit(1)
-
-
-def _run(agent: str, event: dict[str, Any], process: int) -> None:
-    try:
-        handle(agent, event, os.environ, process)
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        _fail(error)
+def _input() -> tuple[str, dict[str, Any]]:
+    if sys.argv[-1] not in AGENTS:
+        raise ValueError("the hook's command names no agent that vfsd knows; `vfsd hooks install` replaces it")
+    return sys.argv[-1], read_event(0)
 
 
 def read_event(descriptor: int) -> dict[str, Any]:

@@ -299,7 +299,7 @@ def load(agent: str, path: str) -> SettingsFile:
         if not is_plugin(agent):
             json.dumps(content_of(agent, text), ensure_ascii=False, allow_nan=False).encode()  # as `--json` prints it
         elif not text.startswith(_PLUGIN_START):
-            raise ValueError("vfsd did not write this file")  # noqa: TRY301 one message for all reasons
+            raise ValueError("vfsd did not write this file: rename it")  # noqa: TRY301 one message for all reasons
     except (ValueError, RecursionError) as error:
         is_odd = isinstance(error, UnicodeError | RecursionError)
         reason = "it is not JSON that could be written back" if is_odd else error

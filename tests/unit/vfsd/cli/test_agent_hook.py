@@ -111,6 +111,12 @@ def test_input_that_is_no_object_is_one_line_and_status_1(daemon: FakeDaemon, da
     assert shell.stdout == b""
 
 
+def test_a_hook_that_names_no_agent_is_one_line_and_status_1(daemon: FakeDaemon) -> None:
+    done = subprocess.run(PROGRAM[:-1], input=json.dumps(event(daemon)).encode(), capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (1, b"", 1)
+    assert b"`vfsd hooks install` replaces it" in done.stderr
+
+
 def test_members_of_a_wrong_type_and_bytes_that_are_not_utf8_are_no_error(daemon: FakeDaemon) -> None:
     odd = event(daemon, tool_name=[1], tool_input=3, session_id={}, prompt_id="a b")
     keep(odd, {})
