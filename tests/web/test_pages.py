@@ -456,14 +456,14 @@ def test_the_api_is_as_its_description_says(site: Site, workspace: Workspace, ro
     assert [each["path"] for each in tree["entries"]] == ["a.txt", "src"]
     assert tree["truncated"] is False
     assert all(
-        set(schemas["Entry"]["required"]) <= set(each) <= set(schemas["Entry"]["properties"])
+        set(schemas["FsEntry"]["required"]) <= set(each) <= set(schemas["FsEntry"]["properties"])
         for each in tree["entries"]
     )
     assert [each["path"] for each in json.loads(site.get("/api/filesystem/tree", after="a.txt").body)["entries"]] == [
         "src"
     ]
     error = json.loads(site.get("/api/filesystem/file", path="none").body)["error"]
-    assert error["errno"] == "ENOENT"
+    assert (error["errno"], set(error)) == ("ENOENT", set(schemas["Problem"]["required"]))
     assert site.get("/api/filesystem/file", path="src").status == 400
 
 

@@ -1,4 +1,4 @@
-"""The routes below `/api/`, which programs use too, and `/events`; `static/openapi.json` describes the former.
+"""The routes below `/api/`, which programs use too, and `/events`; `openapi` describes the former.
 
 `/events` tells an open page that its workspace changed, with server-sent events.  A connection asks the daemon once in
 `PERIOD_S` for values that change with its workspace, and sends "change" if they did.  Reads of programs count as well,
@@ -11,25 +11,26 @@ Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import quote
 
 import anyio
 import msgspec
+from msgspec.json import schema_components
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vfsd.client.requests import RemoteCall
+from vfsd.operations.fs import FsLsResult
 from vfsd.operations.workspace import UnsavedResult
 from vfsd.web.access import CONTENT_HEADERS
 from vfsd.web.pages import HEAD_BYTES, given, image_type, number, sources_of
-from vfsd.web.rendering import WrongRequestError
-from vfsd.web.sources import Source, Sources, WorkspaceSource
+from vfsd.web.rendering import ProblemDocument, WrongRequestError
+from vfsd.web.sources import Manifest, Source, Sources, WorkspaceSource
 from vfsd.wire.options import BackendSpec
 
 _ENTRIES: Final = 1_000
@@ -49,7 +50,7 @@ async def meta(request: Request) -> Response:
     """GET `/api/filesystem/meta`: the manifest of a state, and facts about the workspace."""
     source, snapshot = _source(request), given(request, "snapshot")
     manifest, summary = await source.summary(snapshot)
-    return _json({"workspace": source.key, "snapshot": snapshot, "manifest": manifest, "summary": summary})
+    return _json(Meta(source.key, snapshot, manifest, summary))
 
 
 async def tree(request: Request) -> Response:
@@ -138,9 +139,93 @@ class ArchiveAnswer:
             await answer(scope, receive, send)
 
 
+# -- the description of the API --------------------------------------------------------------------
+_JSON: Final = "application/json"
+_TEXT: Final = {"type": "string"}
+_BYTES: Final = {"type": "string", "format": "binary"}
+_OF_STATE: Final = ("workspace", "snapshot")
+_WORKSPACE: Final = (
+    "Name of a running workspace, or archive:N for the N-th archive on the command line. May be left out if there is"
+    " only one."
+)
+_PATH: Final = "Path relative to the root, in UTF-8; a backslash is doubled, and a byte that is not UTF-8 is \\xNN."
+_QUERY: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = {
+    "workspace": (_WORKSPACE, _TEXT),
+    "snapshot": ("Name of a snapshot; without it the live state.", _TEXT),
+    "path": (_PATH, _TEXT),
+    "after": ("Only names that follow this one: the last name of a truncated list.", _TEXT),
+    "limit": ("At most so many entries.", {"type": "integer", "minimum": 1, "maximum": _ENTRIES}),
+    "as": ("image: send the media type of a PNG, JPEG, GIF or WebP image.", {"enum": ["image"]}),
+}
+_HIDDEN_NAMES: Final = (
+    "How many names the policy of the workspace hides, which the archive lacks, without those below a hidden directory."
+)
+
+
+class Meta(msgspec.Struct):
+    """The manifest of a state, and facts.
+
+    `summary`: of a workspace backend, mountpoint, read_only, forked_from, snapshots; of a snapshot also kind and tag.
+    Of an archive: archive, its path.
+    """
+
+    workspace: str
+    snapshot: str | None
+    manifest: Manifest
+    summary: dict[str, Any]
+
+
 async def openapi(_request: Request) -> Response:
-    """GET `/api/openapi.json`."""
-    return Response(files("vfsd.web").joinpath("static/openapi.json").read_bytes(), media_type="application/json")
+    """GET `/api/openapi.json`: the description of these routes.
+
+    Source: OpenAPI Specification 3.1.0.
+    """
+    types = (Meta, FsLsResult, ProblemDocument)
+    (of_meta, of_tree, of_problem), schemas = schema_components(types, ref_template="#/components/schemas/{name}")
+
+    def route(
+        summary: str, media_type: str, schema: object, query: Iterable[str] = _OF_STATE, needs: str = "", **more: object
+    ) -> object:
+        parameters = [
+            {"name": name, "in": "query", "description": words, "schema": kind, "required": name == needs}
+            for name, (words, kind) in _QUERY.items()
+            if name in query
+        ]
+        answer = {"description": "OK", "content": {media_type: {"schema": schema}}, **more}
+        failed = {"description": "The error, with the name of its errno", "content": {_JSON: {"schema": of_problem}}}
+        return {"get": {"summary": summary, "parameters": parameters, "responses": {"200": answer, "default": failed}}}
+
+    tree_query, file_query = (*_OF_STATE, "path", "after", "limit"), (*_OF_STATE, "path", "as")
+    hidden = {"Vfsd-Hidden-Names": {"description": _HIDDEN_NAMES, "schema": {"type": "integer"}}}
+    return _json(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "vfsd web",
+                "version": "1",
+                "description": "Read-only routes of `vfsd web`. It listens at 127.0.0.1 only.",
+            },
+            "security": [{"token": []}, {"cookie": []}],
+            "paths": {
+                "/api/filesystem/meta": route("The manifest of a state, and facts about the workspace", _JSON, of_meta),
+                "/api/filesystem/tree": route(
+                    "The entries of one directory, sorted by the bytes of their names", _JSON, of_tree, tree_query
+                ),
+                "/api/filesystem/file": route(
+                    "The bytes of a regular file", "application/octet-stream", _BYTES, file_query, "path"
+                ),
+                "/api/filesystem/archive": route("A state as a ZIP archive", "application/zip", _BYTES, headers=hidden),
+                "/api/openapi.json": route("This description", _JSON, {"type": "object"}, ()),
+            },
+            "components": {
+                "securitySchemes": {
+                    "token": {"type": "http", "scheme": "bearer"},
+                    "cookie": {"type": "apiKey", "in": "cookie", "name": "vfsd-PORT"},
+                },
+                "schemas": schemas,
+            },
+        }
+    )
 
 
 # -- events ----------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 import jinja2
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 
 import vfsd
 from vfsd.client.connection import ControlError
@@ -104,6 +105,19 @@ _STATUSES: Final = {
 _GONE: Final = "The workspace has ended, or its daemon died."
 
 
+class Problem(msgspec.Struct):
+    """A request that failed."""
+
+    message: str
+    errno: str | None
+
+
+class ProblemDocument(msgspec.Struct):
+    """The answer of the API to such a request."""
+
+    error: Problem
+
+
 class WrongRequestError(ValueError):
     """A request that the page itself would not send.  The message is a sentence."""
 
@@ -113,8 +127,8 @@ async def answer_problem(request: Request, error: Exception) -> Response:
     status, message = described(error)
     if request.url.path.startswith("/api/"):
         number = getattr(error, "errno", None)
-        document = {"message": message, "errno": errno.errorcode.get(number or 0)}
-        return JSONResponse({"error": document}, status)
+        document = ProblemDocument(Problem(message, errno.errorcode.get(number or 0)))
+        return Response(msgspec.json.encode(document), status, media_type="application/json")
     return page(request, "problem.html", status, message=message, key=request.path_params.get("key"))
 
 

@@ -45,6 +45,15 @@ class ArchiveFile(NamedTuple):
     hidden: int = 0
 
 
+class Manifest(msgspec.Struct):
+    """As in an archive of the state; null where it is not known."""
+
+    version: str
+    created_at: str | None
+    file_count: int | None
+    total_bytes: int | None
+
+
 class Source(Protocol):
     """A workspace or an archive.  `key` names it in URLs, `title` on the page.
 
@@ -67,7 +76,7 @@ class Source(Protocol):
         """Return up to `limit` bytes of a file from `offset`, and the size of the file."""
         ...
 
-    async def summary(self, snapshot: str | None) -> tuple[dict[str, object], dict[str, object]]:
+    async def summary(self, snapshot: str | None) -> tuple[Manifest, dict[str, object]]:
         """Return the manifest that an archive of the state has (unknown values are None), and other facts."""
         ...
 
@@ -128,7 +137,7 @@ class WorkspaceSource:
         page = await self.run(call)
         return b"".join(pieces), page.total
 
-    async def summary(self, snapshot: str | None) -> tuple[dict[str, object], dict[str, object]]:
+    async def summary(self, snapshot: str | None) -> tuple[Manifest, dict[str, object]]:
         status = await self.status()
         facts: dict[str, object] = {
             "backend": status.backend,
@@ -138,10 +147,10 @@ class WorkspaceSource:
             "snapshots": status.snapshots,
         }
         if snapshot is None:
-            return _manifest(None, status.files, status.size_bytes), facts
+            return Manifest("1", None, status.files, status.size_bytes), facts
         found = await self.snapshot(snapshot)
         facts |= {"kind": found.kind, "tag": found.tag}
-        return _manifest(found.created_at.isoformat(), found.files, found.size_bytes), facts
+        return Manifest("1", found.created_at.isoformat(), found.files, found.size_bytes), facts
 
     async def policy(self) -> Policy:
         return await self.run(self.requests.policy())
@@ -190,10 +199,10 @@ class ArchiveSource:
         content, page = await self._read(lambda: fs_calls.read_file(params, self._context))
         return content, page.total
 
-    async def summary(self, snapshot: str | None) -> tuple[dict[str, object], dict[str, object]]:
+    async def summary(self, snapshot: str | None) -> tuple[Manifest, dict[str, object]]:
         _no_snapshots(snapshot)
         mounted = self._mounted
-        return _manifest(mounted.created_at, mounted.file_count, mounted.total_bytes), {
+        return Manifest("1", mounted.created_at, mounted.file_count, mounted.total_bytes), {
             "archive": wire_path(os.fsencode(self.path))
         }
 
@@ -263,10 +272,6 @@ def archive_path(path: str) -> str:
     """Return the archive that `path` means: `<id>.fs.zip` for the `<id>.jsonl` of a session dump, else `path`."""
     stem, ending = os.path.splitext(path)
     return os.path.abspath(stem + ".fs.zip" if ending == ".jsonl" else path)
-
-
-def _manifest(created_at: str | None, files: int | None, size_bytes: int | None) -> dict[str, object]:
-    return {"version": "1", "created_at": created_at, "file_count": files, "total_bytes": size_bytes}
 
 
 def _no_snapshots(snapshot: str | None) -> None:
