@@ -105,7 +105,7 @@ def install_command(app: App, agent: str, project: bool, user: bool, dry_run: bo
     words = ("installed the hooks in", "the hooks are installed already in")
     path = _path(agent, project=project, user=user)
     _change(app, agent, path, agent_settings.with_hooks, dry_run=dry_run, words=words)
-    if app.json:
+    if app.json or dry_run:
         return
     if AGENTS[agent]["advice"]:
         output.note(AGENTS[agent]["advice"])

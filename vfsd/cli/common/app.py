@@ -495,7 +495,7 @@ def end_with_usage(error: click.ClickException, *, as_json: bool) -> NoReturn:
     """End the process as click does, but with one line and, with --json, a document."""
     if isinstance(error, NO_ARGUMENTS):
         raise error  # `vfsd` alone, which prints the help
-    message = printable(error.format_message().rstrip("."))
+    message = printable(error.format_message().rstrip(".").replace("\n\t", " "))  # click lists choices in lines
     line = message
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "vfsd"

@@ -146,7 +146,11 @@ def test_user_settings_are_where_the_agent_looks_for_them(project: Path, agent: 
     assert run("install", agent, "--user").exit_code == 0
     assert "agent_hook.py" in (project / "user" / file).read_text()
     assert run("install", agent, "--user", "--project").exit_code == 2
-    assert run("install", "other").exit_code == 2
+    for words in (["install", "other"], ["install"]):
+        result = run(*words)
+        assert result.exit_code == 2
+        assert "codex" in result.stderr
+        assert "\\x" not in result.stderr
 
 
 def test_a_setting_that_turns_hooks_off_is_named(project: Path) -> None:
