@@ -74,8 +74,11 @@ def test_what_is_kept_is_rewound_under_the_program_continued_and_applied_in_part
     below = str(place)[1:]
     succeeded(vfsd("apply", "-w", place.name, "--", f"{below}/third"))
     assert content(place) == {"file": "one\n", "third": "three\n"}
-    failed = run(place, "--name", place.name, "--discard", "--", "/no/such/program")
-    assert failed.returncode == 127
+    succeeded(vfsd("unmount", place.name))  # as a restart of the machine does, it leaves the journal
+    (place / "broken").write_bytes(b"\x7fELF")
+    (place / "broken").chmod(0o755)
+    failed = run(place, "--name", place.name, "--discard", "--", f"{place}/broken")
+    assert failed.returncode in {126, 127}, failed.stderr
     rest = succeeded(vfsd("apply", "-w", place.name, "--dry-run")).splitlines()
     assert rest == [f"A {below}/d/", f"M {below}/file"], "what was kept is not discarded by a run that did not start"
 
@@ -255,8 +258,8 @@ def test_the_changes_survive_the_daemon(place: Path, tmp_path: Path, with_keeper
             wait_ended(pid)
         go.touch()
         status = running.wait()
-    if with_keeper:  # the kernel ended the mount, and with it the machine of the command
-        assert status not in {0, 125}
+    if with_keeper and status != 0:  # the kernel ended the mount; the command fails when it needs it
+        assert status != 125
         succeeded(vfsd("apply", "-w", "run-system"))
     assert content(place) == ({"file": "two\n"} if with_keeper else {"file": "two\n", "third": "three\n"})
 

@@ -46,16 +46,17 @@ from vfsd.cli.unmount import clear_away, unmount_and_drop
 from vfsd.client import launch
 from vfsd.client.arguments import mount_options, running_workspace
 from vfsd.client.requests import RemoteCall, Requests
-from vfsd.machine.directories import disk_bytes, journal_directory
+from vfsd.machine.directories import disk_bytes, journal_backend, journal_directory
 from vfsd.machine.runtime import (
     WORKSPACE_VARIABLE,
     WorkspaceRecord,
+    ensure_socket_dir,
     is_own_place,
     make_place,
     read_record,
     remove_place,
 )
-from vfsd.machine.selection import in_system_run
+from vfsd.machine.selection import PLACES, in_system_run
 from vfsd.machine.text import count_words, older_lines
 from vfsd.machine.whole_machine import machine_parts
 from vfsd.operations.declaration import RepositoryRecord
@@ -212,23 +213,23 @@ class _Run:
         self._is_saved = False  # the command's own changes are in the directory, or there are none
 
     def _mount(self, given: str | None, max_bytes: int | None) -> WorkspaceRecord:
-        kept = None if given is None else read_record(given)
-        if kept is not None and kept.alive and kept.backend == f"overlay:{self._directory}":
-            if not is_own_place(kept.mountpoint):
-                advice = "give another --name"
-                raise OSError(errno.EEXIST, f"{given} is mounted at {kept.mountpoint}, not by `vfsd run`: {advice}")
-            if self._frozen:
-                advice = "leave --frozen out, or give another --name"
-                raise OSError(errno.EEXIST, f"--frozen is for a new workspace, and {given} was kept: {advice}")
-            self._is_continued = True
+        found = None if given is None else read_record(given)
+        kept = found if found is not None and self._is_own(found) else None
+        is_running = kept is not None and kept.alive
+        if kept is not None and (is_running or kept.journal is not None):
             place = kept.mountpoint
+        elif given is not None and found is None and self._has_journal(given):
+            place = os.path.join(ensure_socket_dir(), PLACES, given)
         else:
-            base = "system" if self._is_system else os.path.basename(self._directory)
-            place = make_place(given or f"run-{base}", self._directory)
-            if given not in (None, os.path.basename(place)):
-                remove_place(place)
-                raise OSError(errno.EEXIST, f"the name {given} is taken (`vfsd list`, `vfsd persisted`): give another")
+            place = self._new_place(given)
         name = os.path.basename(place)
+        self._is_continued = is_running or self._has_journal(name)
+        if is_running and max_bytes is not None:
+            advice = "leave out --max-bytes"
+            raise OSError(errno.EBUSY, f"the limit of {name}, which is mounted, cannot be changed: {advice}")
+        if self._is_continued and self._frozen:
+            advice = "leave --frozen out, or give another --name"
+            raise OSError(errno.EEXIST, f"--frozen is for a new workspace, and {given} was kept: {advice}")
         try:
             persist = self._persist and (self._is_continued or self._can_persist(name))
             self._options = mount_options(
@@ -241,15 +242,19 @@ class _Run:
                 allow_other=self._is_system and os.geteuid() == 0,
                 frozen=self._frozen,
             )
-            if not self._is_continued:
+            if not is_running:
+                if kept is not None:
+                    clear_away(kept, says=False)  # its daemon died
+                os.makedirs(place, mode=0o700, exist_ok=True)
                 with naming_what_is_read(self._options):
                     launch.launch(self._options)
         except ValueError as error:
             remove_place(place)
             raise OSError(errno.EINVAL, str(error)) from None
         except BaseException as error:
-            if not self._is_continued:
+            if not is_running:
                 remove_place(place)
+            if not self._is_continued:
                 with contextlib.suppress(OSError):
                     drop_journal(journal_directory(name))  # nothing was ever in it
             if isinstance(error, OSError) and _is_in_user_namespace():
@@ -257,6 +262,23 @@ class _Run:
                 raise OSError(error.errno, f"{describe(error)}; {reason}: run it outside") from None
             raise
         return running_workspace(name)
+
+    def _new_place(self, given: str | None) -> str:
+        """Make the mountpoint of a new workspace.  EEXIST if the name `given` is taken."""
+        base = "system" if self._is_system else os.path.basename(self._directory)
+        place = make_place(given or f"run-{base}", self._directory)
+        if given not in (None, os.path.basename(place)):
+            remove_place(place)
+            raise OSError(errno.EEXIST, f"the name {given} is taken (`vfsd list`, `vfsd persisted`): give another")
+        return place
+
+    def _is_own(self, record: WorkspaceRecord) -> bool:
+        """Return whether a workspace is one that `vfsd run` made over the same directory."""
+        return record.backend == f"overlay:{self._directory}" and is_own_place(record.mountpoint)
+
+    def _has_journal(self, name: str) -> bool:
+        """Return whether an earlier run over the same directory, which is not mounted any more, left a journal."""
+        return self._persist and journal_backend(journal_directory(name)) == f"overlay:{_shown(self._directory)}"
 
     def _can_persist(self, name: str) -> bool:
         """Return whether a journal can be written; if not, say so in one line."""
