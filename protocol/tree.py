@@ -219,6 +219,10 @@ class LowerTree(LookupTree):
         """
         return [(start, end)]
 
+    def same_content(self, path: bytes, other: Tree, other_path: bytes | None = None) -> bool | None:  # noqa: ARG002
+        """See `protocol.diff.tree_diff.ComparesContent`."""
+        return None
+
     def sectors(self, path: bytes) -> int | None:  # noqa: ARG002
         """Return the size on disk of a sparse file in units of 512 bytes; None if it is not known."""
         return None

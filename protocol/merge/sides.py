@@ -59,11 +59,13 @@ class Trees(Value):
             return (old.target, old.rdev) == (new.target, new.rdev)
         if old_tree is new_tree and old.path == new.path:
             return True
-        comparing = comparer(new_tree)
-        if old.path == new.path and comparing is not None:
-            same = comparing.same_content(new.path, old_tree)
-            if same is not None:
-                return same
+        if old.path == new.path:
+            # Only an overlay over a stored snapshot, for example, knows that it has the content of one in the store.
+            for one, other in ((new_tree, old_tree), (old_tree, new_tree)):
+                comparing = comparer(one)
+                same = None if comparing is None else comparing.same_content(new.path, other)
+                if same is not None:
+                    return same
         if old.size >= COMPARED_BYTES:
             return old.mtime_ns == new.mtime_ns
         return same_bytes(self._chunks(old_tree, old), self._chunks(new_tree, new))

@@ -29,6 +29,7 @@ from protocol.volume_extensions import VolumeUsage
 if TYPE_CHECKING:
     from protocol.adapters.git_patterns import PathFilter
     from protocol.backends.memory.inode import Inode
+    from protocol.tree import Tree
 
 Identity: TypeAlias = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
 
@@ -235,6 +236,10 @@ class LowerFile(ABC):
     @property
     def size(self) -> int:
         return self.identity[2]
+
+    def same_content(self, other: Tree, path: bytes) -> bool | None:  # noqa: ARG002
+        """Return whether `other` has the same content at `path`; None if only reading both tells."""
+        return None
 
     @property
     def record(self) -> FileRecord:

@@ -30,7 +30,7 @@ from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
     from protocol.store.format.rows import Row
-    from protocol.tree import LowerTree, TreeEntry
+    from protocol.tree import LowerTree, Tree, TreeEntry
     from protocol.volume_extensions import VolumeUsage
 
 _logger = logging.getLogger(__name__)
@@ -180,6 +180,11 @@ class TreeLower(Lower):
         with self._reading(path):
             return list(self._tree.ranges(path, start, end))
 
+    def same_content(self, path: bytes, other: Tree, other_path: bytes) -> bool | None:
+        """See `LowerFile.same_content`."""
+        with self._reading(path):
+            return self._tree.same_content(path, other, other_path)
+
     def file(self, path: bytes, seen: LowerStat) -> TreeFile:
         return TreeFile(self, path, seen)
 
@@ -213,6 +218,9 @@ class TreeFile(LowerFile):
         end = min(end, self.size)
         if start < end:
             yield from self.lower.ranges(self.path, start, end)
+
+    def same_content(self, other: Tree, path: bytes) -> bool | None:
+        return self.lower.same_content(self.path, other, path)
 
     @property
     def is_ready(self) -> bool:

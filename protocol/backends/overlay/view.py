@@ -121,6 +121,10 @@ class OverlayTree(SnapshotTree):
                 return was is None or there is None or was.file is there.file
             if any(is_lost):
                 return False
+        else:
+            content = self.find(path).content
+            if isinstance(content, LowerContent) and content.is_pristine:
+                return content.lower.same_content(other, path if other_path is None else other_path)
         return super().same_content(path, other, other_path)
 
     # -- content -------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from vfsd.daemon.snapshots.base import FROZEN_PREFIX, FROZEN_TAG, free_name, is_
 from vfsd.daemon.snapshots.bases import drop_frozen, drop_unused_bases
 from vfsd.daemon.snapshots.store_restore import Stored, applying
 from vfsd.machine.directories import journal_directory, unused_journal
+from vfsd.machine.logs import log_failure
 from vfsd.machine.resources import default_max_memory
 from vfsd.wire.options import BackendSpec, Below
 
@@ -224,13 +225,20 @@ class _FrozenBase:
         stored = backend.stored
         assert stored is not None, "that of a directory"
         try:
-            if recorded:
-                return self._recorded(stored, recorded)
-            with applying(stored, None) as finished:
-                self.notes += [finished] if finished is not None else []
-            return self._taken(stored, progress)
+            self._finish_apply(stored)
+            return self._recorded(stored, recorded) if recorded else self._taken(stored, progress)
         finally:
             backend.close()
+
+    def _finish_apply(self, stored: Stored) -> None:
+        """Complete an apply that was interrupted.  If that fails, the mount says so."""
+        place = self.options.workspace.backend.argument
+        try:
+            with applying(stored, None) as finished:
+                self.notes += [] if finished is None else [f"{place}: {finished}"]
+        except OSError as error:
+            log_failure(_logger, "finishing an interrupted apply", error, path=place, level=logging.WARNING)
+            self.notes.append(f"{place}: an interrupted apply could not be finished: {error.strerror}")
 
     def _taken(self, stored: Stored, progress: ByteProgress) -> MountedSnapshot:
         """Take a snapshot, again if another mount of the directory takes its name, or drops it before it is used."""
@@ -261,9 +269,10 @@ class _FrozenBase:
     def _recorded(self, stored: Stored, fingerprint: str) -> MountedSnapshot:
         """Open the snapshot that the journal, or the predecessor, had below the overlay."""
         store = stored.store
-        for info in store.snapshots(stored.key):
-            if is_frozen_base(info) and store.fingerprint(stored.key, info.name) == fingerprint:
-                return store.mounted(stored.key, info.name)
+        for key, infos in store.workspaces().items():  # the directory may have been moved
+            for info in filter(is_frozen_base, infos):
+                if store.fingerprint(key, info.name) == fingerprint:
+                    return store.mounted(key, info.name)
         mounted = store.mounted_again(fingerprint)
         if mounted is None:
             name = self.options.workspace.name
@@ -292,8 +301,8 @@ def _incomplete(info: SnapshotInfo) -> Iterator[str]:
         (info.unstable, "changed while it was read, and may mix old and new content"),
     ):
         if paths:
-            more = f", and so did {len(paths) - 1:,} more" if len(paths) > 1 else ""
-            yield f"{shown(paths[0])} {what}{more}"
+            more = f" (and {len(paths) - 1:,} more)" if len(paths) > 1 else ""
+            yield f"{shown(paths[0])}{more} {what}"
 
 
 def _open_snapshot(options: MountOptions) -> tuple[TreeLower, int]:

@@ -280,6 +280,7 @@ def applying(stored: Stored, keep_going: Callable[[], None] | None) -> Iterator[
     First complete such an apply that was interrupted; the value is a sentence about it, None if there was none.  If
     another one runs, wait for its end, and call `keep_going` often; without `keep_going`, do nothing.  OSError.
     """
+    stored.store.check_apart(stored.source.identity)
     stored.store.layout.create()
     os.makedirs(stored.store.layout.workspace(stored.key), mode=0o700, exist_ok=True)
     path = os.path.join(stored.store.layout.workspace(stored.key), "applying")
