@@ -164,6 +164,19 @@ def test_what_is_left_out_of_the_overlay_is_not_removed_by_an_apply(machine: Mac
     machine.vfsd("unmount", "moved", "--discard")
 
 
+def test_an_apply_names_what_is_on_a_disk_that_is_mounted_read_only(machine: Machine) -> None:
+    before = machine.state()
+    script = "mkdir -p /usr/new/deep; echo > /usr/new/deep/file; chmod 700 /usr/bin; echo > /home/agent/added"
+    ran = machine.run(*VFSD, "run", "--system", "--name", "some", "--apply", "--", "sh", "-c", script)
+    assert "vfsd: usr is a directory of a file system that is mounted read-only" in ran.stderr
+    assert machine.state() == before
+    done = machine.run(*VFSD, "apply", "-w", "some", "--force")
+    assert done.stdout == "applied to /: 1 added\n", done.stderr
+    assert machine.state().keys() - before.keys() == {"home/agent/added"}
+    machine.vfsd("discard", "-w", "some", "--", "usr")
+    machine.vfsd("unmount", "some")
+
+
 def test_eleven_kinds_of_damage_are_seen_undone_and_absent_after_a_discard(machine: Machine) -> None:
     before = machine.state()
     inner = shlex.join(VFSD)

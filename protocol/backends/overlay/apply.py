@@ -80,6 +80,7 @@ _FEW_FILES: Final = 64  # files; more than that are synced by one syncfs(2)
 _PERMISSIONS: Final = 0o7777
 _Identities = dict[bytes, Identity | None]
 _DENIED: Final = "is a directory below in which this user may not create or remove files: `chmod u+w` it there"
+_READ_ONLY: Final = "is a directory of a file system that is mounted read-only: `mount -o remount,rw` it"
 _SOMETHING_ELSE: Final[Identity] = (0, 0, 0, 0, 0)  # no file has this identity
 
 
@@ -161,7 +162,7 @@ class OverlayApply:
             self._check(result)
         elif found or has_intent_log(self._root, self._lower.intent_log):
             above = self._lower.intent_log.rpartition(b"/")[0]
-            if not self._may_write_into(above):
+            if self._refusal(above) is not None:
                 top = os.readlink(f"/proc/self/fd/{self._root}")
                 raise PermissionError(errno.EACCES, _DENIED, os.path.join(top, os.fsdecode(above)).rstrip("/"))
             with intent_log(self._root, before, self._lower.intent_log) as begun:
@@ -249,7 +250,7 @@ class OverlayApply:
         reason = "is no directory any more: another program removed or replaced it"
         gone = [ApplyConflict(path, reason) for path in self._missing_directories(result.changes)]
         denied = self._denied(result.changes)
-        refused = [ApplyConflict(path, _DENIED) for path in set(denied.values())]
+        refused = list({each.path: each for each in denied.values()}.values())
         result.conflicts = sorted([*found, *left, *gone, *refused], key=lambda conflict: conflict.path.split(b"/"))
         if result.conflicts:
             self._leave_repositories(result)
@@ -258,7 +259,7 @@ class OverlayApply:
             reason = "was changed by another program, and the parts that the workspace did not write are lost"
             result.problems = [ApplyConflict(path, f"{reason}: `vfsd discard` it") for path in sorted(lost)]
             result.problems += [
-                ApplyConflict(path, f"{os.fsdecode(above)!r} {_DENIED}") for path, above in denied.items()
+                ApplyConflict(path, f"{os.fsdecode(each.path)!r} {each.reason}") for path, each in denied.items()
             ]
             left_out = kept | lost | denied.keys()
             written = [self._made_again(change) for change in result.changes if change.path not in left_out]
@@ -272,30 +273,36 @@ class OverlayApply:
         is_gone = change.new is not None and change.old is not None and self._stat(change.path) is None
         return replace(change, kind="added", old=None) if is_gone else change
 
-    def _denied(self, found: Sequence[Change]) -> dict[bytes, bytes]:
-        """Return the paths that this process may not create, replace or remove, each with the directory that denies it.
+    def _denied(self, found: Sequence[Change]) -> dict[bytes, ApplyConflict]:
+        """Return the paths that this process may not change, each with the directory that denies it.
 
         If only attributes of a file change, no right to its directory is needed.
         """
         denied = {}
-        may: dict[bytes, bool] = {}
+        reasons: dict[bytes, str | None] = {}
         for change in found:
-            above = change.path.rpartition(b"/")[0]
             there = self._stat(change.path)
             stays = there is not None and change.new is not None and change.new.is_dir and stat.S_ISDIR(there.st_mode)
-            if not change.path or stays or self._is_same_file(change):
-                continue
-            if above not in may:
-                below = self._stat(above)
-                may[above] = below is None or not stat.S_ISDIR(below.st_mode) or self._may_write_into(above)
-            if not may[above]:
-                denied[change.path] = above
+            above = change.path if stays else change.path.rpartition(b"/")[0]
+            while above and not ((below := self._stat(above)) and stat.S_ISDIR(below.st_mode)):
+                above = above.rpartition(b"/")[0]  # not made yet
+            if above not in reasons:
+                reasons[above] = self._refusal(above)
+            reason = reasons[above]
+            if reason == _READ_ONLY or (reason and change.path and not stays and not self._is_same_file(change)):
+                denied[change.path] = ApplyConflict(above, reason)
         return denied
 
-    def _may_write_into(self, directory: bytes) -> bool:
+    def _refusal(self, directory: bytes) -> str | None:
+        """Return why this process may not write into a directory.
+
+        If the file system of the intent log is read-only, that is an error of its own.
+        """
         handle, _ = place(self._root, directory + b"/" if directory else b"")
-        is_read_only = bool(os.fstatvfs(handle.fd).f_flag & os.ST_RDONLY)  # which is an error of its own
-        return is_read_only or os.access(handle.path, os.W_OK | os.X_OK, effective_ids=True)
+        if os.fstatvfs(handle.fd).f_flag & os.ST_RDONLY:
+            log, _ = place(self._root, self._lower.intent_log)
+            return None if os.fstatvfs(log.fd).f_flag & os.ST_RDONLY else _READ_ONLY
+        return None if os.access(handle.path, os.W_OK | os.X_OK, effective_ids=True) else _DENIED
 
     def _missing_directories(self, found: Sequence[Change]) -> set[bytes]:
         """Return the directories above new entries that are neither in the directory below nor made by a change."""

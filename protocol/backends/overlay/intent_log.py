@@ -271,7 +271,8 @@ class ApplyIntentLog:
             elsewhere = [path for path in self._read(_ELSEWHERE).split(b"\0") if _is_staged_elsewhere(path)]
             for path in elsewhere:
                 self.before()
-                _unlink_at(self.root, path)
+                if _stat_at(self.root, path) is not None:  # else EROFS where none could be made
+                    _unlink_at(self.root, path)
         for name in sorted(names - {_PLAN}, key=lambda name: (name == _DONE, name == _ELSEWHERE)):
             self.before()
             with contextlib.suppress(FileNotFoundError):
