@@ -35,8 +35,8 @@ def web_command(app: App, files: tuple[str, ...], port: int, opens: bool) -> Non
     """Show the workspaces in a browser: timeline, files, differences, restore.
 
     The page shows all workspaces of this user: the snapshots with what each changed, the files of every state, two
-    states side by side.  It takes and drops snapshots, restores after a dry run, forks and merges.  FILEs are ZIP
-    archives that `vfsd export` wrote; they are shown without a mount.
+    states side by side, conflicts between forks.  It takes and drops snapshots, forks, and after a dry run restores,
+    reverts and merges.  FILEs are ZIP archives that `vfsd export` wrote; they are shown without a mount.
 
     The server listens at 127.0.0.1 only.  The URL has a token that only you know: it gives its holder the rights of
     these commands.  Ctrl-C ends the server; the workspaces keep running.
@@ -101,9 +101,9 @@ def _show_page(shown: dict[str, str]) -> None:
 def mcp_command(app: App, address: str | None, token_file: str | None) -> None:
     """Serve a running workspace to agents, as an MCP server.
 
-    The server offers the tools ls, read_file, write_file, edit_file, glob, grep and rm, snapshot, snapshots, restore
-    and diff, and shell and python if the workspace can run commands (`vfsd exec --help`).  The files of the workspace
-    are resources.
+    The server offers the tools ls, read_file, write_file, edit_file, glob, grep and rm, snapshot, snapshots, restore,
+    revert, diff and log, and shell and python if the workspace can run commands (`vfsd exec --help`).  The files of the
+    workspace are resources.
 
     Clients start `vfsd mcp` and talk to it on standard input and output; logs go to standard error.  It ends when its
     client closes standard input.  With --http it serves several clients until Ctrl-C.
