@@ -78,12 +78,11 @@ def _problem(a: _Line, b: _Line, reason: str) -> PairRecord:
 
 
 class _TextsError(Exception):
-    """A merge has to wait for texts: those from `start` to `end` of all."""
+    """A merge has to wait for git: for the results of its texts that are None in `known`."""
 
-    def __init__(self, start: int, end: int) -> None:
-        super().__init__(start, end)
-        self.start = start
-        self.end = end
+    def __init__(self, known: Sequence[TextResult | None]) -> None:
+        super().__init__(known)
+        self.known = known
 
 
 @dataclass(slots=True)
@@ -173,7 +172,7 @@ class _Compared:
     def __init__(self, keep_going: Callable[[], None]) -> None:
         self._keep_going = keep_going
         self._changed: dict[tuple[int, int], _Changed] = {}  # by the ids of trees, which live as long as this
-        self._texts: list[TextCase] = []
+        self._texts: list[TextCase] = []  # for git
         self._scopes: dict[_Pair, list[bytes]] = {}
 
     def records(self, pairs: Sequence[PairRecord | _Pair]) -> list[PairRecord]:
@@ -182,7 +181,7 @@ class _Compared:
         git merges the texts of all pairs together, except those whose result is certain without it (bench/NOTES.md).
         """
         # Start-up: the first call on the control socket does not wait for this import.
-        from protocol.merge.git import certain_result, git_text_merge  # noqa: PLC0415
+        from protocol.merge.git import git_text_merge  # noqa: PLC0415
 
         found: list[PairRecord | _TextsError] = []
         for pair in pairs:
@@ -190,26 +189,29 @@ class _Compared:
                 found.append(pair if isinstance(pair, PairRecord) else self._record(pair, self._collect))
             except _TextsError as error:
                 found.append(error)
-        merged: list[TextResult | None] = []
-        for case in self._texts:
-            self._keep_going()
-            merged.append(certain_result(case))
-        rest = [case for case, known in zip(self._texts, merged, strict=True) if known is None]
-        by_git = iter(git_text_merge(rest, self._keep_going))
-        results = [next(by_git) if known is None else known for known in merged]
+        by_git = iter(git_text_merge(self._texts, self._keep_going))
         records = []
         for pair, each in zip(pairs, found, strict=True):
             if isinstance(each, _TextsError):
                 assert isinstance(pair, _Pair)
-                records.append(self._record(pair, functools.partial(_known, results[each.start : each.end])))
+                results = [next(by_git) if known is None else known for known in each.known]
+                records.append(self._record(pair, functools.partial(_known, results)))
             else:
                 records.append(each)
         return records
 
-    def _collect(self, cases: Sequence[TextCase], _keep_going: Callable[[], None]) -> Sequence[TextResult]:
-        start = len(self._texts)
-        self._texts += cases
-        raise _TextsError(start, len(self._texts))
+    def _collect(self, cases: Sequence[TextCase], keep_going: Callable[[], None]) -> Sequence[TextResult]:
+        from protocol.merge.git import certain_result  # noqa: PLC0415 (as above)
+
+        known: list[TextResult | None] = []
+        for case in cases:
+            keep_going()
+            known.append(certain_result(case))
+        results = [each for each in known if each is not None]
+        if len(results) < len(cases):
+            self._texts += [case for case, each in zip(cases, known, strict=True) if each is None]
+            raise _TextsError(known)
+        return results
 
     def _record(self, pair: _Pair, text_merge: TextMerge) -> PairRecord:
         """Return what a merge of a pair would find."""
