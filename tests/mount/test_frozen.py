@@ -15,6 +15,8 @@ import pytest
 
 from protocol.store import Store
 from tests.mount.conftest import Fork, MountIt, forking, mounted, socket_of
+from tests.support.host_directories import mounted_tmpfs
+from tests.support.rights import need_root
 from tests.support.seeds import campaign_seed
 from tests.support.waiting import wait_until
 from vfsd.cli.main import cli
@@ -297,6 +299,9 @@ def test_a_journal_keeps_the_base(kept: dict[str, object], project: Path) -> Non
         assert contents(root)["text"] == LINES
     assert bases(project) == [f"frozen-{name}-1"]
     vfsd("store", "gc")
+    assert f"journal, frozen\toverlay:{project}" in vfsd("persisted", "list")[0]
+    with pytest.raises(OSError, match="of a frozen overlay over"):
+        Workspace.mount(**{**kept, "backend": f"overlay:{project / 'sub'}"})  # type: ignore[arg-type]
     with Workspace.mount(**kept) as workspace:  # type: ignore[arg-type]  # the journal says that it is frozen
         assert workspace.status().frozen
         assert contents(root) == {**contents(project), "text": LINES, "sub/file": "workspace"}
@@ -345,6 +350,41 @@ def test_a_collection_drops_the_base_of_a_killed_daemon(kept: dict[str, object],
         vfsd("store", "gc")
         assert bases(project) == []
         vfsd("unmount", workspace.name)
+
+
+def test_a_mount_that_fails_leaves_nothing(
+    workdir: Path, project: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "m").mkdir()
+    before = contents(project)
+    monkeypatch.setenv("VFSD_STORE_DIR", str(project / "store"))
+    with pytest.raises(OSError, match="the snapshot store lies inside the directory"):
+        Workspace.mount(workdir / "m", backend=f"overlay:{project}", frozen=True, engine=engine)
+    assert not (project / "store").exists()
+    need_root()
+    (project / "large").write_bytes(os.urandom(1 << 20))
+    with mounted_tmpfs(workdir / "small", max_bytes=400 << 10) as small:
+        monkeypatch.setenv("VFSD_STORE_DIR", str(small / "store"))
+        with pytest.raises(OSError, match="No space left on device for the snapshot store"):
+            Workspace.mount(workdir / "m", backend=f"overlay:{project}", frozen=True, engine=engine, persist=True)
+        assert bases(project) == []
+        assert not list((small / "store" / "tmp").iterdir())
+    assert not (workdir / "m").is_mount()
+    (project / "large").unlink()
+    assert contents(project) == before
+
+
+@pytest.mark.extended
+def test_an_upgrade_keeps_the_base(frozen: Workspace, project: Path) -> None:
+    root = Path(frozen.path)
+    (project / "gone").write_text("changed")
+    (root / "text").write_text("workspace")
+    frozen.upgrade()
+    assert (root / "gone").read_text() == "gone"
+    moved = project.rename(project.with_name("moved"))
+    assert frozen.apply().applied
+    assert ((moved / "text").read_text(), (moved / "gone").read_text()) == ("workspace", "changed")
+    moved.rename(project)
 
 
 def test_only_a_directory_can_be_frozen(workdir: Path, project: Path, mount: MountIt) -> None:

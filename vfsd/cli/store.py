@@ -30,6 +30,7 @@ from vfsd.client.requests import workspace_key
 from vfsd.machine.directories import (
     bases_of_journals,
     disk_bytes,
+    is_frozen,
     journal_backend,
     journal_directory,
     journal_names,
@@ -478,9 +479,9 @@ def list_journals_command(app: App) -> None:
     """List what workspaces take on disk: the journals, and the store of snapshots.
 
     The state of a journal is "in use" by a running daemon, or "kept".  Only `vfsd persisted check` reads a journal.
-    Journals that --journal-dir put elsewhere are listed while their workspace runs.  The line of the store has the
-    kind "store".  The last column is the backend with which a mount continues a journal.  Lines on standard error say
-    how to free the space.
+    Journals that --journal-dir put elsewhere are listed while their workspace runs.  A frozen workspace also has a
+    snapshot of its directory in the store.  The line of the store has the kind "store".  The last column is the backend
+    with which a mount continues a journal.  Lines on standard error say how to free the space.
     """
     places = {name: journal_directory(name) for name in journal_names()}
     places |= {record.name: record.journal for record in read_records() if record.journal is not None}
@@ -498,12 +499,14 @@ def _row(name: str, directory: str) -> dict[str, Any]:
         "size_bytes": disk_bytes(directory),
         "directory": wire_path(os.fsencode(directory)),
         "backend": journal_backend(directory),
+        "frozen": is_frozen(directory),
     }
 
 
 def _show_journals(rows: list[dict[str, Any]], stores: list[dict[str, Any]]) -> None:
     keys = ("name", "state", "size_bytes", "directory")
-    cells = [[*(row[key] for key in keys), "journal", row["backend"]] for row in rows]
+    kinds = {False: "journal", True: "journal, frozen"}
+    cells = [[*(row[key] for key in keys), kinds[row["frozen"]], row["backend"]] for row in rows]
     cells += [[None, None, store["size_bytes"], store["directory"], "store", None] for store in stores]
     output.table(
         _JOURNAL_COLUMNS,

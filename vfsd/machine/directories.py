@@ -118,6 +118,21 @@ def journal_backend(directory: str) -> str | None:
     return f"{identity.get('backend')}:{argument}" if argument else str(identity.get("backend"))
 
 
+def is_frozen(directory: str) -> bool:
+    """Return whether the journal is of a frozen overlay: over a snapshot of a directory."""
+    # Start-up, as above.
+    from protocol.journal.directory import read_identity  # noqa: PLC0415
+    from protocol.store.trees import root_of  # noqa: PLC0415
+    from vfsd.wire.options import BackendSpec  # noqa: PLC0415
+
+    try:
+        below = str(read_identity(directory).get("below"))
+    except OSError:
+        return False
+    is_over_directory = BackendSpec.split(journal_backend(directory) or "").lower_layer == "directory"
+    return is_over_directory and root_of(below) is not None
+
+
 def unused_journal(name: str) -> str | None:
     """Return a sentence about a journal of this name, which this mount does not continue; None if there is none."""
     if not os.path.isdir(journal_directory(name)):

@@ -49,6 +49,12 @@ _MOST_FILES: Final = 512
 _UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, errno.EPERM})
 
 
+def directory_fingerprint(descriptor: int) -> str:
+    """Return the identity of a directory, which stays the same when it is moved."""
+    # An inode number is used again after the directory was removed; the time at which it was made differs then.
+    return f"directory {os.fstat(descriptor).st_ino}, made at {birth_ns(descriptor)} ns"
+
+
 class HostLower(RootDirectory, Lower):
     """The directory `root`."""
 
@@ -61,8 +67,7 @@ class HostLower(RootDirectory, Lower):
         most = max(_FEWEST_FILES, min(_MOST_FILES, soft // 4)) if soft > 0 else _MOST_FILES
         self._files = HandleCache(most)
         self._device = os.fstat(self.fd).st_dev
-        # An inode number is used again after the directory was removed; the time at which it was made differs then.
-        self.fingerprint = f"directory {os.fstat(self.fd).st_ino}, made at {birth_ns(self.fd)} ns"
+        self.fingerprint = directory_fingerprint(self.fd)
         self.moving: set[tuple[int, int]] = set()  # (st_dev, st_ino) of the inodes whose ctime `apply` changes now
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.host_lower import HostLower, MachineLower
+from protocol.backends.overlay.host_lower import HostLower, MachineLower, directory_fingerprint
 from protocol.backends.overlay.tree_lower import TreeLower
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError, shown
 from protocol.journal.directory import has_journal
@@ -205,6 +205,7 @@ class _FrozenBase:
             memory_bytes=self._mounted.memory_bytes,
             close=self._mounted.close,
         )
+        self.lower.reopening = directory_fingerprint(self.root).encode()
 
     def open_directory(self) -> Backend:
         """See `Backend`."""
@@ -220,7 +221,13 @@ class _FrozenBase:
         return open_host(options, no_progress)
 
     def _opened(self, progress: ByteProgress) -> MountedSnapshot:
-        recorded = recorded_below(self.options).fingerprint
+        recorded, argument, directory = recorded_below(self.options)
+        if directory not in {b"", directory_fingerprint(self.root).encode()}:
+            place, name = self.options.workspace.backend.argument, self.options.workspace.name
+            raise ValueError(
+                f"the journal of {name} is of a frozen overlay over {argument}, and {place} is not that one: mount it"
+                " over that one, or give this one another --name or --journal-dir"
+            )
         backend = self.open_directory()
         stored = backend.stored
         assert stored is not None, "that of a directory"
