@@ -1,6 +1,6 @@
 """A program that applies an overlay, or recovers what an apply left, and kills itself where it is told to.
 
-It reads lines from its standard input, "apply N SEED DIRECTORY" or "recover N 0 DIRECTORY"; for each it forks a
+It reads lines from its standard input, "apply N SEED LOG DIRECTORY" or "recover N 0 LOG DIRECTORY"; for each it forks a
 process that does that, and is killed by SIGKILL before its change number N on the disk (or not at all, if there are
 fewer).  It answers with a line: "killed" or "done".  (A fork of the test's own process would have its threads' locks.)
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied
+from protocol.backends.overlay.host_lower import INTENT_LOG_NAME, MachineLower
 from protocol.backends.overlay.intent_log import recover
 from protocol.testing.volume.driver import ALICE, Driver
 from protocol.volume import Caller
@@ -106,12 +107,12 @@ def written(volume: OverlayVolume, before: Callable[[], None] = lambda: None, *,
         return run.write(lambda: None, before)
 
 
-def apply_work(root: str, before: Callable[[], None], seed: int = 0) -> None:
+def apply_work(root: str, before: Callable[[], None], seed: int = 0, log: bytes = INTENT_LOG_NAME) -> None:
     """Work in an overlay of `root`, with a clock that says the same each time, and apply it.
 
-    With a `seed` it is random work, the same for the same seed.
+    With a `seed` it is random work, the same for the same seed.  `log` is the path of the intent log.
     """
-    volume = OverlayVolume(root, clock=lambda: 1_700_000_000_000_000_000)
+    volume = OverlayVolume(MachineLower(root, [], [], log), clock=lambda: 1_700_000_000_000_000_000)
     fs = Driver(volume, WORKER)
     if seed:
         chance = random.Random(seed)
@@ -137,13 +138,13 @@ def _killing(number: int) -> Callable[[], None]:
     return before
 
 
-def _child(verb: str, number: int, seed: int, root: str) -> None:
+def _child(verb: str, number: int, seed: int, log: bytes, root: str) -> None:
     status = 1
     try:
         if verb == "apply":
-            apply_work(root, _killing(number), seed)
+            apply_work(root, _killing(number), seed, log)
         else:
-            recover(root, _killing(number))
+            recover(root, _killing(number), log)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -152,10 +153,10 @@ def _child(verb: str, number: int, seed: int, root: str) -> None:
 
 def main() -> None:
     for line in sys.stdin:
-        verb, number, seed, root = line.rstrip("\n").split(" ", 3)
+        verb, number, seed, log, root = line.rstrip("\n").split(" ", 4)
         child = os.fork()
         if child == 0:
-            _child(verb, int(number), int(seed), root)
+            _child(verb, int(number), int(seed), os.fsencode(log), root)
         _, status = os.waitpid(child, 0)
         said = "killed" if os.WIFSIGNALED(status) else "done" if os.waitstatus_to_exitcode(status) == 0 else "failed"
         print(said, flush=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.host_lower import INTENT_LOG_NAME
 from protocol.backends.overlay.intent_log import Recovered, intent_log, recover
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
@@ -69,10 +70,10 @@ def run() -> Iterator[Run]:
     assert program.stdin is not None
     assert program.stdout is not None
 
-    def run_it(verb: str, number: int, root: Path, seed: int = 0) -> bool:
+    def run_it(verb: str, number: int, root: Path, seed: int = 0, log: bytes = INTENT_LOG_NAME) -> bool:
         assert program.stdin is not None
         assert program.stdout is not None
-        program.stdin.write(f"{verb} {number} {seed} {root}\n")
+        program.stdin.write(f"{verb} {number} {seed} {os.fsdecode(log)} {root}\n")
         program.stdin.flush()
         said = program.stdout.readline().strip()
         assert said in {"killed", "done"}, said
@@ -115,27 +116,32 @@ def new(copies: Callable[[], Path]) -> Tree:
     return tree_of(place)
 
 
+# That of a user's apply to the whole machine is not in the root: most entries are staged next to their paths.
+LOGS = pytest.mark.parametrize("log", [INTENT_LOG_NAME, b"src/" + INTENT_LOG_NAME], ids=os.fsdecode)
+
+
 @pytest.mark.extended
 @pytest.mark.slow
+@LOGS
 def test_killed_before_any_of_its_changes_it_is_undone_or_finished(
-    copies: Callable[[], Path], below: Path, new: Tree, run: Run
+    copies: Callable[[], Path], below: Path, new: Tree, run: Run, log: bytes
 ) -> None:
     old = tree_of(below)
     assert old != new
     ends = []
     for number in range(1000):
         place = copies()
-        if not run("apply", number, place):
+        if not run("apply", number, place, log=log):
             assert tree_of(place) == new
             break
-        found = recover(place)
+        found = recover(place, path=log)
         now = tree_of(place)
         assert now in (old, new), number
         ends.append(now == new)
         if found is not None:
             assert found.undone == (now == old), number
             assert found.rejected == ()
-        assert recover(place) is None
+        assert recover(place, path=log) is None
     # First all are undone, then all are finished.
     assert ends == sorted(ends)
     assert ends.count(False) > 5
@@ -164,19 +170,20 @@ def test_random_work_is_undone_or_finished_wherever_it_is_killed(
 
 
 @pytest.mark.extended
+@LOGS
 def test_a_recovery_that_is_killed_too_is_finished_by_the_next(
-    copies: Callable[[], Path], below: Path, new: Tree, run: Run
+    copies: Callable[[], Path], below: Path, new: Tree, run: Run, log: bytes
 ) -> None:
     old = tree_of(below)
     chance = random.Random(1)
     for number in range(0, 60, 4):
         place = copies()
-        run("apply", number, place)
+        run("apply", number, place, log=log)
         for _ in range(3):
-            run("recover", chance.randrange(12), place)
-        recover(place)
+            run("recover", chance.randrange(12), place, log=log)
+        recover(place, path=log)
         assert tree_of(place) in (old, new), number
-        assert recover(place) is None
+        assert recover(place, path=log) is None
 
 
 def _killed_when_committed(copies: Callable[[], Path], run: Run) -> Path:
