@@ -16,14 +16,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from protocol.errors import os_error
-from protocol.paths import decode, located
+from protocol.paths import decode, encode, located, normalise
 from protocol.streams import SeekableContent
 from protocol.tree import CHUNK_BYTES, Chunk, LookupTree, TreeEntry, sparse
 
@@ -216,6 +216,23 @@ def resolve(store: PathFiles, path: bytes, *, follow: bool = True, may_miss: boo
     symlink leads outside; ELOOP.
     """
     return _Walk(store, path, follow).place(may_miss)
+
+
+def search_start(store: PathFiles, path: str) -> tuple[bytes, Callable[[bytes], str]]:
+    """Return the path without symlinks at which a search of `path` begins, because trees do not follow symlinks.
+
+    The function gives what is found there the beginning `path` again.  The errors of `resolve`, which name `path`.
+    """
+    normal = normalise(path)
+    asked = encode(normal)
+    with located(normal), resolve(store, asked) as place:
+        real = b"/".join(place.names)
+
+    def shown(found: bytes) -> str:
+        rest = found[len(real) :].lstrip(b"/")
+        return decode(asked + b"/" + rest if asked and rest else asked or rest)
+
+    return real, shown
 
 
 class _Walk:

@@ -25,6 +25,7 @@ from protocol.adapters.path_files import (
     enter,
     held,
     resolve,
+    search_start,
 )
 from protocol.errors import DeniedByPolicyError, os_error
 from protocol.paths import (
@@ -146,11 +147,10 @@ class PlainPathFilesystem:
 
     # -- searching ---------------------------------------------------------------------------
     def glob(self, pattern: str, *, path: str = ROOT) -> Sequence[GlobMatch]:
-        normal = normalise(path)
-        base = self._base(normal)
-        with located(normal), self._search_tree() as tree:
+        base, shown = search_start(self._store, path)
+        with located(normalise(path)), self._search_tree() as tree:
             found = glob_paths(tree, pattern, path=base).paths
-        return [GlobMatch(_renamed(decode(each), decode(base), normal)) for each in found]
+        return [GlobMatch(shown(each)) for each in found]
 
     def grep(
         self, pattern: str, *, path: str = ROOT, glob: str | None = None, max_matches: int | None = None
@@ -159,26 +159,15 @@ class PlainPathFilesystem:
             raise ValueError(f"max_matches must be 0 or more, not {max_matches}")
         most = self._limits.grep_matches if max_matches is None else max_matches
         normal = normalise(path)
-        base = self._base(normal)
+        base, shown = search_start(self._store, normal)
         with located(normal), self._search_tree() as tree:
             found = grep_tree(tree, pattern, path=base, glob=glob, max_matches=most).matches
         if decode(base) == normal:
             return found
         return [
-            GrepMatch(
-                _renamed(each.path, decode(base), normal),
-                each.line_number,
-                each.line_content,
-                each.match_start,
-                each.match_end,
-            )
+            GrepMatch(shown(encode(each.path)), each.line_number, each.line_content, each.match_start, each.match_end)
             for each in found
         ]
-
-    def _base(self, normal: str) -> bytes:
-        """Return the path without symlinks at which a search begins: trees do not follow symlinks."""
-        with self._place(normal) as place:
-            return b"/".join(place.names)
 
     # -- changing ----------------------------------------------------------------------------
     def write(
@@ -307,14 +296,6 @@ def _check_file(place: ResolvedPath) -> None:
     """Refuse anything but regular files: opening a fifo would wait for its other end for ever."""
     if not place.is_file:
         raise os_error(errno.EISDIR) if place.is_dir else OSError(errno.EINVAL, "Not a regular file")
-
-
-def _renamed(path: str, base: str, asked: str) -> str:
-    """Replace the beginning `base` of a path, to which a symlink led, by `asked`."""
-    if base == asked:
-        return path
-    below = path if base == ROOT else path[len(base) :].lstrip("/")
-    return f"{asked}/{below}" if below and asked != ROOT else below or asked
 
 
 # -- pages -----------------------------------------------------------------------------------------

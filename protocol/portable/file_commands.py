@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from protocol.adapters.host_files import HostFiles
-from protocol.adapters.path_files import PathFilesTree, resolve
+from protocol.adapters.path_files import PathFilesTree, search_start
 from protocol.adapters.plain_filesystem import PlainPathFilesystem
 from protocol.errors import os_error, shortened
 from protocol.execution import supervisor
@@ -109,7 +109,7 @@ def _unreadable(place: Place, found: UnreadablePaths, name: Callable[[bytes], st
 
 def find_files(place: Place, pattern: str, path: str, limit: int, everything: bool) -> Any:
     """Find files by name."""
-    start, name = place.searched(place.path(path))
+    start, name = search_start(place.store, place.path(path))
     skip = SKIP_NOTHING if everything else USUAL_SKIPS
     found = glob_paths(place.tree(), pattern, path=start, limit=limit, skip=skip)
     files = [place.shown(name(each)) for each in found.paths]
@@ -120,7 +120,7 @@ def find_lines(
     place: Place, pattern: str, path: str, glob: str | None, ignore_case: bool, limit: int, everything: bool
 ) -> Any:
     """Find lines by a regular expression."""
-    start, name = place.searched(place.path(path))
+    start, name = search_start(place.store, place.path(path))
     found = grep_tree(
         place.tree(),
         pattern,
@@ -349,18 +349,6 @@ class Place:
             return {"path": relative.decode()}
         except UnicodeDecodeError:
             return {"path": wire(relative), "escaped": True}
-
-    def searched(self, path: str) -> tuple[bytes, Callable[[bytes], str]]:
-        """The path without symlinks at which a search begins, and the names of what it finds below `path`."""
-        asked = encode(normalise(path))
-        with located(normalise(path)), resolve(self.store, asked) as place:
-            real = b"/".join(place.names)
-
-        def name(found: bytes) -> str:
-            rest = found[len(real) :].lstrip(b"/")
-            return decode(asked + b"/" + rest if asked and rest else asked or rest)
-
-        return real, name
 
     def tree(self) -> PathFilesTree:
         """The directory as searches read it."""

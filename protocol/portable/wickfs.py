@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from protocol.adapters.path_files import search_start
 from protocol.paths import decode, encode
 from protocol.portable.file_commands import (
     MOST_OUTPUT_BYTES,
@@ -102,7 +103,7 @@ class ExecResult(NamedTuple):
 # -- the program -----------------------------------------------------------------------------------
 def _ls(place: Place, path: str = ".") -> Any:
     tree = place.tree()
-    directory, _ = place.searched(place.path(path))
+    directory, _ = search_start(place.store, place.path(path))
     entries = sorted(tree.entries(directory), key=lambda entry: entry.name)
     return [DirEntry(decode(each.name), _kind(each), each.size)._asdict() for each in entries]
 
@@ -129,7 +130,7 @@ def _edit(place: Place, path: str) -> Any:
 
 
 def _grep(place: Place, pattern: str, path: str = ".") -> Any:
-    start, name = place.searched(place.path(path))
+    start, name = search_start(place.store, place.path(path))
     found = grep_tree(
         place.tree(), pattern, path=start, max_matches=_MATCHES, max_line_characters=_LINE_CHARACTERS, skip=_SKIPS
     )
@@ -141,7 +142,7 @@ def _grep(place: Place, pattern: str, path: str = ".") -> Any:
 
 
 def _glob(place: Place, pattern: str, path: str = ".") -> Any:
-    start, name = place.searched(place.path(path))
+    start, name = search_start(place.store, place.path(path))
     found = glob_paths(place.tree(), pattern, path=start, limit=_FILES, skip=SkipRules(binary_files=False))
     return GlobResult([_as_asked(name(each), path) for each in found.paths], found.truncated)._asdict()
 

@@ -14,10 +14,10 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from protocol.adapters.path_files import resolve
+from protocol.adapters.path_files import search_start
 from protocol.adapters.trees import FilesystemTree, TreeFiles
 from protocol.filesystem import Filesystem
-from protocol.paths import decode, encode, located, normalise
+from protocol.paths import decode, encode, normalise
 from protocol.tool_messages import (
     EditFileParams,
     EditFileResult,
@@ -306,17 +306,9 @@ Shown = Callable[[bytes], str]  # maps a found path back to the beginning that t
 @contextmanager
 def below(path: str, context: ToolContext) -> Iterator[tuple[Tree, bytes, Shown]]:
     """Open a tree to search below `path`.  Yields the tree, the path in it, and the mapping for results."""
-    asked = real = encode(normalise(path))
-
-    def shown(found: bytes) -> str:
-        rest = found[len(real) :].lstrip(b"/")
-        return decode(asked + b"/" + rest if asked and rest else asked or rest)
-
     if context.tree is None:
-        yield FilesystemTree(context.filesystem, for_search=True), asked, shown
+        yield FilesystemTree(context.filesystem, for_search=True), encode(normalise(path)), decode
         return
     with context.tree() as tree:
-        # Trees do not follow symlinks, so `real` may differ from `asked`.
-        with located(path), resolve(TreeFiles(tree, root=context.filesystem.root), asked) as place:
-            real = b"/".join(place.names)
-        yield tree, real, shown
+        start, shown = search_start(TreeFiles(tree, root=context.filesystem.root), path)
+        yield tree, start, shown

@@ -301,12 +301,12 @@ def current_directory() -> bytes:
         return b"/"
 
 
-def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None, *, place: str = "workspace at") -> bytes:
+def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None) -> bytes:
     """Return `path` relative to the root of the workspace at `mountpoint`; b"" is the root.
 
     An absolute path must be under the mountpoint.  A relative path is relative to `cwd` if that is inside the mount,
     else to the root.  Another mount of the workspace, such as the one that `vfsd run` makes, counts as well.
-    ValueError if the path leads out of the workspace; the message calls it `place` MOUNTPOINT.
+    ValueError if the path leads out of the workspace.
     """
     raw = os.fsencode(path)
     root = os.path.normpath(os.fsencode(mountpoint))
@@ -324,7 +324,7 @@ def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None, *,
             start = os.path.join(root, _below_other_mount(cwd, root) or b"")
         inside = _below(os.path.normpath(os.path.join(start, raw)), root)
     if inside is None:
-        raise ValueError(f"{os.fsdecode(raw)!r} is not in the {place} {mountpoint}")
+        raise ValueError(f"{os.fsdecode(raw)!r} is not in the workspace at {mountpoint}")
     return inside
 
 
