@@ -208,6 +208,22 @@ def test_one_name_of_a_file_is_applied_alone(frozen: Workspace, project: Path) -
     assert frozen.diff().changes == ()
 
 
+def test_a_path_in_new_directories_is_applied_alone(frozen: Workspace, project: Path) -> None:
+    deep = Path(frozen.path) / "new" / "deep"
+    deep.mkdir(parents=True)
+    for name in ("one", "two"):
+        (deep / name).write_text(name)
+    before = contents(project)
+    assert frozen.apply([deep / "one"]).applied
+    assert contents(project) == {**before, "new/deep/one": "one"}
+    assert [change.path for change in frozen.diff().changes] == ["new/deep/two"]
+    assert is_unsaved(frozen)
+    (project / "new" / "deep" / "one").write_text("changed since")
+    assert frozen.apply().applied
+    assert contents(project) == {**before, "new/deep/one": "changed since", "new/deep/two": "two"}
+    assert not is_unsaved(frozen)
+
+
 def test_a_repository_that_both_changed_gets_the_branches(mount: MountIt, directory: Path) -> None:
     git(directory, "init", "-q", "-b", "main")
     (directory / "text").write_text(LINES)

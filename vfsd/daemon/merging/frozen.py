@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from protocol.diff.tree_diff import Change, changes, entry_or_none, is_at_or_below
+from protocol.diff.tree_diff import Change, changes, is_at_or_below
 from protocol.tree import Tree
 from protocol.volume_extensions import ApplyConflict, OverlaidVolume
 from vfsd.daemon.attached import NoEngine
@@ -120,7 +120,7 @@ class FrozenApply:
         volume = self._volume
         async with directory.frozen(call) as view:
             with volume.base_tree() as base, volume.tree() as theirs:
-                plan, found = await in_answer_thread(self._plan, base, view.tree, theirs, paths, policy, call)
+                plan, found, every = await in_answer_thread(self._plan, base, view.tree, theirs, paths, policy, call)
                 conflicts = [ApplyConflict(from_wire_path(each.path), _words(each)) for each in plan.conflicts]
                 merged = Merged(list(plan.changes), conflicts, [], list(plan.repositories), marked=plan.marked)
                 if self._mounted.policy is not None:
@@ -138,15 +138,14 @@ class FrozenApply:
                 merged.is_written = True
                 left = frozenset([*plan.repositories, *(each.path for each in merged.problems)])
                 settled = [change for change in found if not is_at_or_below(change.path, left)]
-                pending = {change.path for change in changes(base, theirs)}.difference(each.path for each in settled)
-                volume.merged(theirs, settled, pending)
+                volume.merged(theirs, settled, every.difference(change.path for change in settled))
         return merged
 
     @staticmethod
     def _plan(
         base: Tree, ours: Tree, theirs: Tree, paths: Sequence[bytes], policy: Policy, call: CallContext
-    ) -> tuple[Plan, list[Change]]:
-        """Return the merge, and the changes of the workspace that it is about.  A worker thread."""
+    ) -> tuple[Plan, list[Change], set[bytes]]:
+        """Return the merge, the changes of the workspace that it is about, and the paths of all.  A worker thread."""
         # Start-up: the first call on the control socket does not wait for this import.
         from protocol.merge.three_way import merge  # noqa: PLC0415
 
@@ -155,9 +154,11 @@ class FrozenApply:
         refuses = policy == "fail" and bool(done.conflicts)
         conflicts = list(map(conflict_record, done.conflicts))
         marked = [each.path for each in done.conflicts if policy == "markers" and not each.kept_as]
-        known = [path for path in paths if any(entry_or_none(tree, path) is not None for tree in (base, theirs))]
-        found = list(changes(base, theirs, paths=known)) if known or not paths else []
-        return Plan(done.tree, done.changes, conflicts, refuses, done.repositories, marked), found
+        every = list(changes(base, theirs, keep_going=keep_going))
+        scopes = frozenset(paths or [b""])
+        found = [change for change in every if is_at_or_below(change.path, scopes)]
+        made = Plan(done.tree, done.changes, conflicts, refuses, done.repositories, marked)
+        return made, found, {change.path for change in every}
 
 
 def _words(conflict: ConflictRecord) -> str:

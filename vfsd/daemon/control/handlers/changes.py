@@ -29,7 +29,7 @@ from protocol.types import ChangeCounts
 from protocol.volume_extensions import ApplyResult as Applied
 from protocol.volume_extensions import OverlaidVolume, SnapshotInfo, overlaid, snapshotable
 from vfsd.daemon.control.calls import CallContext, absolute_path, tree_paths
-from vfsd.daemon.merging.frozen import FrozenApply, Merged
+from vfsd.daemon.merging.frozen import FrozenApply
 from vfsd.daemon.merging.other import OtherWorkspaces
 from vfsd.daemon.merging.trees import LayeredTree
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -503,11 +503,18 @@ class TreeMethods:
         paths = await tree_paths(params.paths)
         done: Applied
         marked: Sequence[bytes] = ()
-        if self._frozen is not None:
-            done, is_written, step = await self._merge(self._frozen, self._snapshots, paths, params, call)
-            marked = done.marked
-        else:
-            done, is_written, step = await self._write(volume, self._snapshots, paths, params, call)
+        async with self._mounted.change_lock:
+            await self._mounted.write_back()
+            if self._frozen is None:
+                done, is_written, step = await self._write(volume, self._snapshots, paths, params, call)
+            else:
+                policy = "theirs" if params.force else params.conflicts
+                with self._snapshots.applying("apply") as step:
+                    done = merged = await self._frozen.apply(
+                        paths, policy, call, dry_run=params.dry_run, touch=params.touch
+                    )
+                    is_written, marked = merged.is_written, merged.marked
+                    step.wrote = is_written and bool(done.changes)
         if done.error is not None:
             raise done.error
         stream = OutputPieces(call.output_from_thread) if params.stream else None
@@ -525,23 +532,6 @@ class TreeMethods:
             result.expired = expired_records(step.expired, self._snapshots.collect_pruned())
         return result
 
-    async def _merge(
-        self,
-        frozen: FrozenApply,
-        snapshots: VolumeSnapshots,
-        paths: Sequence[bytes],
-        params: ApplyParams,
-        call: CallContext,
-    ) -> tuple[Merged, bool, AppliedStep]:
-        """Merge the changes of a frozen overlay into its directory; return also whether that was done."""
-        policy = "theirs" if params.force else params.conflicts
-        async with self._mounted.change_lock:
-            await self._mounted.write_back()
-            with snapshots.applying("apply") as step:
-                done = await frozen.apply(paths, policy, call, dry_run=params.dry_run, touch=params.touch)
-                step.wrote = done.is_written and bool(done.changes)
-        return done, done.is_written, step
-
     async def _write(
         self,
         volume: OverlaidVolume,
@@ -553,28 +543,25 @@ class TreeMethods:
         """Write the changes to the directory below; return also whether anything was to be written."""
         if params.conflicts != "fail":
             reason = "only an overlay that was mounted with --frozen is merged with the directory: use --force"
-
             raise OSError(errno.EOPNOTSUPP, reason)
-        async with self._mounted.change_lock:
-            await self._mounted.write_back()
-            touches = params.touch and not params.dry_run
-            if self._mounted.policy is not None or touches:
-                with volume.applying(paths, force=params.force, dry_run=True) as trial:
-                    planned = await in_thread(trial.write, call.raise_if_cancelled)
-                if self._mounted.policy is not None:
-                    self._mounted.policy.check(planned.changes, "apply")
-                touches = touches and (params.force or not planned.conflicts)
-            with snapshots.applying("apply") as step:
-                if not params.dry_run:
-                    call.commit()  # once the thread runs, a cancelled call could not say whether it wrote anything
-                if touches:
-                    await snapshots.touch_changed(paths)
-                with volume.applying(paths, force=params.force, dry_run=params.dry_run) as run:
-                    done = await in_thread(run.write, call.raise_if_cancelled)
-                    is_written = not params.dry_run and (params.force or not done.conflicts)
-                    if is_written:
-                        run.finish(done)
-                        step.wrote = bool(done.changes)
+        touches = params.touch and not params.dry_run
+        if self._mounted.policy is not None or touches:
+            with volume.applying(paths, force=params.force, dry_run=True) as trial:
+                planned = await in_thread(trial.write, call.raise_if_cancelled)
+            if self._mounted.policy is not None:
+                self._mounted.policy.check(planned.changes, "apply")
+            touches = touches and (params.force or not planned.conflicts)
+        with snapshots.applying("apply") as step:
+            if not params.dry_run:
+                call.commit()  # once the thread runs, a cancelled call could not say whether it wrote anything
+            if touches:
+                await snapshots.touch_changed(paths)
+            with volume.applying(paths, force=params.force, dry_run=params.dry_run) as run:
+                done = await in_thread(run.write, call.raise_if_cancelled)
+                is_written = not params.dry_run and (params.force or not done.conflicts)
+                if is_written:
+                    run.finish(done)
+                    step.wrote = bool(done.changes)
         return done, is_written, step
 
     def _result(
