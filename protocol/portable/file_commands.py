@@ -209,7 +209,7 @@ def run_command(
         with located(inside):
             raise os_error(errno.ENOTDIR)
     directory = os.path.normpath(os.path.join(place.root, inside))
-    run = _Run(argv, directory, {**os.environ, **dict(env)}, output_limit_bytes)
+    run = _Run(argv, directory, {**os.environ, **dict(env), "PWD": directory}, output_limit_bytes)
     return run.result(content, timeout_s)
 
 

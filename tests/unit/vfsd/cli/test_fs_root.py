@@ -64,6 +64,7 @@ CALLS: list[tuple[Words, bytes]] = [
     (("grep", "o", "--glob", "*.txt"), b""),
     (("exec", "--", "sh", "-c", "echo out; echo err >&2; exit 3"), b""),
     (("exec", "--stdin", "--env", "A=b", "--cwd", "/", "--", "sh", "-c", "cat; echo $A"), b"in"),
+    (("exec", "--", "printenv", "PWD"), b""),
     (("exec", "--", "no-such-command"), b""),
     (("exec", "--timeout", "1e9", "--", "true"), b""),
     (("exec", "--output-limit", "3", "--", "echo", "123456"), b""),
