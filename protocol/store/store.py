@@ -223,12 +223,12 @@ class Store:
             records = self._catalog.all()
             for workspace, group in itertools.groupby(records, key=lambda record: record.workspace):
                 found = {record.name: record for record in group}
-                needed = {
+                needed = {name: "mounted" for name, record in found.items() if record.root.content in held}
+                needed |= {
                     name: journaled[fingerprint_of(record.root)]
                     for name, record in found.items()
                     if fingerprint_of(record.root) in journaled
                 }
-                needed |= {name: "mounted" for name, record in found.items() if record.root.content in held}
                 needed |= dict.fromkeys(self._needed_by_restore(workspace), "needed by an interrupted restore")
                 infos = [info_of(record) for record in found.values()]
                 chosen += [
