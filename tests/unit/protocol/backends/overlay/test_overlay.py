@@ -21,7 +21,7 @@ from protocol.diff.tree_diff import changes
 from protocol.linux import statx
 from protocol.testing.volume.driver import Clock, Driver, fails
 from protocol.tree import filled, losing
-from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller
+from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, AttributeChanges, Caller
 from protocol.volume_extensions import CacheInvalidation
 
 BLOCK = 128 * 1024
@@ -679,3 +679,15 @@ def test_the_first_change_of_a_file_waits_until_a_change_below_would_give_it_ano
     monkeypatch.setattr(statx, "file_clock_ns", lambda: ctime_ns + next(ticks))
     volume.write(number, 0, b"R")
     assert next(ticks, None) is None, "it is written in the tick of its last change below"
+
+
+def test_one_name_of_a_file_is_restored_and_the_others_stay_names_of_it_if_they_are_as_then(below: Path) -> None:
+    (below / "one").write_bytes(b"x" * 5000)
+    (below / "two").hardlink_to(below / "one")
+    volume, fs = over(below)
+    number, mtime_ns = fs.at(b"one"), fs.stat(b"one").mtime_ns
+    volume.take_snapshot("s")
+    volume.write(number, 0, b"x" * 5000)  # in memory now, and no longer below
+    volume.setattr(number, AttributeChanges(mtime_ns=mtime_ns))
+    volume.restore_snapshot("s", [b"one"])
+    assert fs.at(b"one") == fs.at(b"two")
