@@ -23,7 +23,7 @@ REWIND_S ?= 120
 PAIRS ?= 20
 MATPLOTLIB := $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet -e '.[bench]'
 
-.PHONY: help setup demo wheel test test-all test-integrations test-weakincentives coverage coverage-report lint format man bench bench-short clean
+.PHONY: help setup demo compiled wheel test test-all test-compiled test-integrations test-weakincentives coverage coverage-report lint format man bench bench-short clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,10 +35,14 @@ demo: ## a tour: an agent's damage on a copy of this project, seen, rewound, par
 	@$(BOOTSTRAP) fuse
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
-wheel: ## dist/vfsd-VERSION-py3-none-any.whl, for Python 3.11 and newer on every architecture
-	@$(BOOTSTRAP)
+compiled: ## the hot path as extensions of the Python in .venv, in place; needs a C compiler, and a minute or two
+	@$(BOOTSTRAP) dev
+	$(BIN)/python scripts/compile.py
+
+wheel: ## dist/vfsd-VERSION-*.whl with these extensions, for this version of Python and this architecture
+	@$(MAKE) compiled
 	@rm -rf build
-	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+	VFSD_COMPILED_WHEEL=1 $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 
 # Which tests: short, all, or rest (all but the short ones); tests/support/suites.py has the rules.
 SUITE ?= short
@@ -51,6 +55,15 @@ test: ## the tests to run before lunch (five minutes on two idle CPUs); ARGS='..
 
 test-all: ## all tests but the long campaigns; ARGS=--runs-long for these too
 	@$(MAKE) test SUITE=all
+
+# Other backends, and the pyfuse3 engine, run little of what is compiled.
+ON_COMPILED := VFSD_COMPILED=1 $(PYTEST) -n $(WORKERS) --dist worksteal
+test-compiled: ## the tests of mounts, contracts and models, and the differential ones, on the compiled build
+	@$(BOOTSTRAP) tests
+	@$(MAKE) compiled
+	@$(BIN)/python -c 'from protocol import compiled; assert compiled.build()[0] == "compiled", compiled.build()'
+	$(ON_COMPILED) --suite short -k 'not host and not pyfuse3' tests/contract tests/model tests/mount tests/differential $(ARGS)
+	$(ON_COMPILED) --suite rest -k native-overlay tests/differential $(ARGS)
 
 # With packages of its own, which .venv does not need; CI does not run it.
 INTEGRATIONS := .venv-integrations
@@ -141,4 +154,5 @@ bench-short: ## the same tables and pictures for four file systems, in about 13 
 
 clean: ## remove what was built and measured; .venv too
 	rm -rf .venv $(INTEGRATIONS) $(WINK) build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf protocol/compiled/protocol protocol/compiled/vfsd protocol/compiled/*.so protocol/compiled/*.json
 	find protocol vfsd tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from protocol import compiled as compiled  # finds the extensions from now on
+
 if TYPE_CHECKING:
     from protocol.adapters.host import HostFilesystem as HostFilesystem
     from protocol.adapters.host import HostMount as HostMount

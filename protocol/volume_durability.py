@@ -228,8 +228,6 @@ class KernelRequest:
     `answered`: to be called with that number when the kernel has the reply, if a volume sets it.
     """
 
-    __slots__ = ("answered", "unique")
-
     def __init__(self, unique: int) -> None:
         self.unique = unique
         self.answered: Callable[[int], None] | None = None

@@ -53,6 +53,7 @@ class Kept:
         """Mount with a daemon that `dying_at` kills."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VFSD_TEST_FLAG", str(self.flag))
+            patch.setenv("VFSD_COMPILED", "0")  # that daemon replaces functions, which compiled code does not look up
             launch(mount_options(self.path, name=self.name, **self.options), daemon_module="tests.mount.dying_daemon")
 
     @contextlib.contextmanager

@@ -153,7 +153,8 @@ def _inherits_the_same(environment: Mapping[str, str]) -> bool:
 
 def _interpreter_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that Python reads before the first line of a program."""
-    read = {key: value for key, value in environment.items() if key.startswith(("PYTHON", "LC_", "LANG", "LD_"))}
+    prefixes = ("PYTHON", "LC_", "LANG", "LD_", "VFSD_COMPILED")
+    read = {key: value for key, value in environment.items() if key.startswith(prefixes)}
     entries = [entry for entry in read.pop("PYTHONPATH", "").split(os.pathsep) if entry and entry not in _PATH]
     return {**read, "PYTHONPATH": os.pathsep.join(entries)}
 

@@ -20,12 +20,13 @@ REPOSITORY = Path(__file__).parents[2]
 # unless that is named itself.
 LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "protocol": (
+        ("protocol.compiled",),
         ("protocol.errors", "protocol.values"),
         ("protocol.types", "protocol.paths", "protocol.directory_cookies"),
         ("protocol.tree",),
         ("protocol.linux", "protocol.streams", "protocol.execution", "protocol.diff"),
         ("protocol.volume", "protocol.search"),
-        ("protocol.volume_extensions",),
+        ("protocol.volume_extensions", "protocol.stored_attributes"),
         ("protocol.volume_durability",),
         ("protocol.filesystem", "protocol.archive", "protocol.merge", "protocol.tool_messages"),
         ("protocol.store", "protocol.journal"),

@@ -182,6 +182,17 @@ class LazyGroup(SuggestingGroup):
                 formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands.items()])
 
 
+def _show_version(ctx: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        build = "interpreted"
+        with contextlib.suppress(ImportError):  # `protocol` may be of an unrelated distribution: `vfsd doctor` says so
+            from protocol import compiled  # noqa: PLC0415 start-up
+
+            build = compiled.build()[0]
+        click.echo(f"vfsd {__version__} ({build})")
+        ctx.exit()
+
+
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -201,7 +212,10 @@ takes the only one running, and says so.
 of unmount, list and drop.
 Exit status: 0 success, 1 failure (one line says why), 2 wrong usage.""",
 )
-@click.version_option(__version__, "-V", "--version", prog_name="vfsd", message="%(prog)s %(version)s")
+@click.option(
+    "-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+    help="Show the version and exit.",
+)  # fmt: skip
 @click.pass_context
 def cli(ctx: click.Context, workspace: str | None, as_json: bool) -> None:
     """A file system for agents: a real mount, snapshots in constant time, restored in place."""

@@ -31,7 +31,9 @@ DESCRIPTORS: Final = 3  # that a fork server's new process receives
 GO: Final = b"go"
 PACKET_BYTES: Final = 16
 # The dynamic linker, the C library and the interpreter read these before the first line of a program.
-_INTERPRETER_VARIABLES: Final = ("HOME", "PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "COVERAGE", "COV_")
+_INTERPRETER_VARIABLES: Final = (
+    "HOME", "PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "COVERAGE", "COV_", "VFSD_COMPILED",
+)  # fmt: skip
 # Of /proc/PID/status.  "Cap" and "Seccomp" begin the names of several lines.
 _INHERITED: Final = (
     "Uid", "Gid", "Groups", "Umask", "NoNewPrivs", "Seccomp", "Cap", "Cpus_allowed", "SigBlk", "SigIgn",

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import vfsd
+from protocol import compiled
 from protocol.backends.container.podman.address import default_address, start_advice
 from protocol.backends.container.podman.spec import PODMAN_DEFAULT
 from protocol.journal.directory import has_journal, is_locked, read_journal
@@ -295,7 +296,11 @@ def _check_pyfuse3(host: Host) -> Iterator[Finding]:
 
 
 def _check_installation(_host: Host) -> Iterator[Finding]:
-    yield _fine("installation", f"version {vfsd.__version__} in {os.path.dirname(vfsd.__file__)}", optional=False)
+    build, reason = compiled.build()
+    what = f"version {vfsd.__version__} ({build}) in {os.path.dirname(vfsd.__file__)}"
+    yield _fine("installation", what, optional=False)
+    if reason:
+        yield _problem("compiled modules", f"not used: {reason}", "in the checkout: make compiled")
     foreign = foreign_protocol()
     if foreign is not None:
         yield _problem("protocol", *foreign, optional=False)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from protocol.backends.memory.ledger import Ledger
+from protocol.compiled import mypyc_attr
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
@@ -147,6 +148,7 @@ def joined(ranges: Iterable[Reserved]) -> tuple[Reserved, ...]:
 NONE_OWNED: Final[frozenset[int]] = frozenset()  # one object for all: most versions never write a block
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SharedBlocks:
     """Blocks by their index.  `ledger` is that of the state that they belong to; None if they are never shared.
 

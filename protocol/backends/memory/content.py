@@ -18,7 +18,7 @@ import errno
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, pairwise, takewhile
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from protocol.backends.memory.blocks import (
     BLOCK_CHARGE_BYTES,
@@ -37,6 +37,7 @@ from protocol.backends.memory.blocks import (
     without,
 )
 from protocol.backends.memory.ledger import Ledger
+from protocol.compiled import mypyc_attr
 from protocol.errors import os_error
 from protocol.tree import Chunk, Hole
 
@@ -83,6 +84,7 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield start, end
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Content(SharedBlocks):
     """Sparse content.  Offsets and sizes are in bytes; the inode has the file's size.
 
@@ -102,7 +104,8 @@ class Content(SharedBlocks):
 
     def share(self) -> Content:
         """Return a second content with the same bytes; from now on neither changes a shared block in place."""
-        twin = Content.__new__(Content)
+        kind: Any = Content
+        twin: Content = kind.__new__(kind)
         self._share_with(twin)
         return twin
 
@@ -129,7 +132,8 @@ class Content(SharedBlocks):
     @classmethod
     def of_block(cls, ledger: Ledger, index: int, block: bytes) -> Content:
         """Return content of one block, at most BLOCK_BYTES long, which the caller charges."""
-        content = cls.__new__(cls)
+        kind: Any = cls
+        content: Content = kind.__new__(kind)
         content.ledger = ledger
         length = len(block)
         content.allocated = length + (length >> 5) + BLOCK_CHARGE_BYTES  # as `block_bytes`

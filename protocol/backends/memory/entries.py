@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
+from protocol.backends.memory.files import InodeCalls
 from protocol.backends.memory.ledger import SLACK_BYTES, version_bytes
-from protocol.backends.memory.limits import VolumePart
+from protocol.compiled import mypyc_attr
 from protocol.directory_cookies import DirectoryCookies, downward
 from protocol.errors import os_error
 from protocol.tree import TYPE_MASK
@@ -42,7 +43,8 @@ _DOTS: Final = frozenset({b".", b".."})
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 
 
-class DirectoryEntries(VolumePart):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class DirectoryEntries(InodeCalls):
     """The calls that find, list, make, remove and rename the names in directories."""
 
     # -- finding and listing -----------------------------------------------------------------------

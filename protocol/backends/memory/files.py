@@ -17,6 +17,7 @@ from protocol.backends.memory.blocks import PAGE_BYTES
 from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.ledger import SLACK_BYTES
 from protocol.backends.memory.limits import VolumePart
+from protocol.compiled import mypyc_attr
 from protocol.errors import os_error
 from protocol.linux.portable import without_privileges
 from protocol.tree import TYPE_MASK
@@ -37,6 +38,7 @@ _XATTR_EFFECT_BYTES: Final = 64  # the same, in the journal
 _WRITE_BYTES: Final = 2 * (BLOCK_BYTES + BLOCK_BYTES // 8) + SLACK_BYTES
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class InodeCalls(VolumePart):
     """The calls that read and change one inode: its content, its attributes and its extended attributes."""
 
@@ -226,7 +228,7 @@ class InodeCalls(VolumePart):
         state, ledger = self._state, self._ledger
         if state.read_only:
             raise os_error(errno.EROFS)
-        node = self.getattr(inode)
+        node = self._inodes.get(inode) or self.getattr(inode)
         mode, uid, gid, size, atime_ns, mtime_ns, ctime_ns, kill_privileges = changes
         if size is not None:
             check_size(node, size)

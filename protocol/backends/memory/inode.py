@@ -9,9 +9,12 @@ one (see `undo`).
 from __future__ import annotations
 
 import stat
-from typing import TYPE_CHECKING, Final
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any, Final
 
 from protocol.backends.memory.content import SECTORS_PER_PAGE, Content
+from protocol.compiled import mypyc_attr
+from protocol.stored_attributes import StoredAttributes
 
 if TYPE_CHECKING:
     from protocol.directory_cookies import DirectoryCookies
@@ -26,7 +29,8 @@ _SHORT_SYMLINK_BYTES: Final = 128  # shorter targets take no page in tmpfs (mm/s
 _TUPLE_LINKS: Final = 16
 
 
-class Inode:
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Inode(StoredAttributes):
     """One version of an inode.
 
     `links` are its names.  `generation`, `cookies` and `atime_ns` belong to the live inode, not to its
@@ -34,28 +38,7 @@ class Inode:
     a version.
     """
 
-    __slots__ = (
-        "atime_ns",
-        "birth_ns",
-        "born",
-        "children",
-        "content",
-        "cookies",
-        "ctime_ns",
-        "epoch",
-        "generation",
-        "gid",
-        "inode",
-        "links",
-        "mode",
-        "mtime_ns",
-        "nlink",
-        "rdev",
-        "size",
-        "target",
-        "uid",
-        "xattrs",
-    )
+    __slots__ = ("born", "children", "content", "cookies", "epoch", "links", "target", "xattrs")
 
     def __init__(self, inode: int, mode: int, uid: int, gid: int, now_ns: int, epoch: int) -> None:
         self.inode = inode
@@ -70,7 +53,7 @@ class Inode:
         self.generation = 0
         self.links: Links = ()
         self.content: Content | None = None
-        self.children: dict[bytes, int] | None = None
+        self.children: MutableMapping[bytes, int] | None = None  # not `dict`: see `protocol.compiled`
         self.cookies: DirectoryCookies | None = None
         self.target: bytes | None = None
         self.xattrs: dict[bytes, bytes] | None = None
@@ -81,7 +64,8 @@ class Inode:
         Both versions share the dict of extended attributes, which is replaced and never changed; the caller adds the
         new holder to the ledger.
         """
-        twin = self.__class__.__new__(self.__class__)
+        kind: Any = self.__class__
+        twin: Inode = kind.__new__(kind)
         twin.inode = self.inode
         twin.mode = self.mode
         twin.nlink = self.nlink

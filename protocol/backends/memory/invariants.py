@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import stat
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.blocks import block_bytes
@@ -55,11 +56,11 @@ class Invariants:
         """Check an inode by itself."""
         _check_version(inode)
 
-    def entries(self, directory: Inode) -> dict[bytes, int] | None:
+    def entries(self, directory: Inode) -> Mapping[bytes, int] | None:
         """Return the entries of a directory; None for other inodes, and for entries that are not loaded."""
         return directory.children
 
-    def named(self, directory: Inode) -> dict[bytes, int]:
+    def named(self, directory: Inode) -> Mapping[bytes, int]:
         """Return the entries of a directory that are known."""
         return self.entries(directory) or {}
 
@@ -90,7 +91,7 @@ class Invariants:
             is_right = missing == 0 or (missing > 0 and self.may_miss_links(inode))
             assert is_right, f"inode {inode.inode}: nlink {inode.nlink}, links {inode.links}"
 
-    def _check_directory(self, directory: Inode, children: dict[bytes, int]) -> None:
+    def _check_directory(self, directory: Inode, children: Mapping[bytes, int]) -> None:
         for name, number in children.items():
             child = self._inodes.get(number)
             if child is not None:

@@ -31,6 +31,7 @@ from protocol.backends.memory.ledger import (
     version_bytes,
     xattrs_bytes,
 )
+from protocol.compiled import mypyc_attr
 from protocol.errors import os_error
 
 if TYPE_CHECKING:
@@ -220,6 +221,7 @@ class MemoryLimits:
             self._unprunable = before
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class VolumePart:
     """The base of the parts of a `MemoryVolume`: its state, and the limits of that.
 

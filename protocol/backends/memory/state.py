@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
@@ -43,6 +43,7 @@ from protocol.backends.memory.ledger import (
     Ledger,
     version_bytes,
 )
+from protocol.compiled import mypyc_attr
 from protocol.errors import os_error
 from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
@@ -56,6 +57,7 @@ _DIRECTORY_MODE: Final = _DIRECTORY | 0o755
 _DAY_NS: Final = 24 * 3600 * 10**9
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MemoryState:
     """The live inodes with their counters, undo log and memory ledger.
 
@@ -69,7 +71,7 @@ class MemoryState:
         self.read_only = False
         self.lock: AbstractContextManager[object] = nullcontext()
         self.check_new_name: Callable[[Inode, bytes, bool], None] | None = None
-        self.inodes: dict[int, Inode] = {}
+        self.inodes: MutableMapping[int, Inode] = {}  # not `dict`: see `protocol.compiled`
         self.lookups: dict[int, int] = {}  # of each inode that has any
         self.orphans: set[int] = set()
         self._inherited: list[object] = []  # lookups of the processes that this one was forked from

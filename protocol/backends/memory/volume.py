@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from protocol.backends.memory.blocks import PAGE_BYTES
-from protocol.backends.memory.entries import DirectoryEntries, not_found
-from protocol.backends.memory.files import InodeCalls, check_regular
+from protocol.backends.memory.entries import not_found
+from protocol.backends.memory.files import check_regular
 from protocol.backends.memory.history.snapshots import SnapshotHistory
 from protocol.backends.memory.invariants import Invariants
 from protocol.backends.memory.ledger import RESERVE_BYTES
@@ -49,7 +49,7 @@ _COPY_BYTES: Final = 1 << 20
 _KEEP_SIZE_PUNCH_HOLE: Final = 3  # linux/falloc.h
 
 
-class MemoryVolume(DirectoryEntries, InodeCalls, SnapshotHistory):
+class MemoryVolume(SnapshotHistory):
     """A volume in memory.  Implements `PreparingVolume`, `ForkableVolume` and `CheckableVolume`.
 
     `max_bytes` bounds the live content (whole pages of 4,096 bytes, holes not counted) and the metadata beyond 4 MiB;

@@ -138,5 +138,5 @@ def without_capability(xattrs: Xattrs | None) -> Xattrs | None:
 
 def check_imported(xattrs: Mapping[bytes, bytes]) -> None:
     """Raise EINVAL or EOPNOTSUPP for ACLs that setxattr(2) would refuse."""
-    for name in _ACLS & xattrs.keys():
+    for name in _ACLS.intersection(xattrs):
         posix_acl.parse(xattrs[name])

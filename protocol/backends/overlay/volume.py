@@ -31,7 +31,7 @@ import itertools
 import logging
 import stat
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
@@ -546,10 +546,10 @@ class OverlayInvariants(Invariants):
             unchanged = {each.lower.identity for each in versions if each.follows(each.lower.identity)}
             assert len(unchanged) <= 1, f"inode {inode.inode}: identities below"
 
-    def entries(self, directory: Inode) -> dict[bytes, int] | None:
+    def entries(self, directory: Inode) -> Mapping[bytes, int] | None:
         return None if isinstance(directory.children, UnfilledChildren) else directory.children
 
-    def named(self, directory: Inode) -> dict[bytes, int]:
+    def named(self, directory: Inode) -> Mapping[bytes, int]:
         if isinstance(directory.children, UnfilledChildren):
             return self._overlay.recorded_names(directory.inode)
         return super().named(directory)

@@ -127,7 +127,6 @@ class AuditLog:
         self._most_recent = max(1, min(_CHUNK, limit_bytes // _RECENT_PART // _LARGEST_BYTES))
         self._most_bytes = limit_bytes - self._most_recent * _LARGEST_BYTES
         self.processes = Processes(starter)
-        self._find = self.processes.find
         self._chunks: deque[_Chunk] = deque()
         self._recent: list[Entry] = []
         self._numbers = itertools.count(1)
@@ -196,7 +195,7 @@ class AuditLog:
                     self._end_writes(self._open_paths[path])
             elif change == "rmdir":
                 self.names.left(path)
-        process = self._process(thread, now_ns) if self._acting else self._find(thread, now_ns)
+        process = self._process(thread, now_ns) if self._acting else self.processes.find(thread, now_ns)
         entry = self._add(change, thread, process, path, now_ns)
         if self._followers:
             self._pass_on(entry)
@@ -208,7 +207,7 @@ class AuditLog:
         path = self.names.below(parent, name)
         other, links = self.names.find(inode)
         other = None if other == path else other
-        process = self._process(thread, now_ns) if self._acting else self._find(thread, now_ns)
+        process = self._process(thread, now_ns) if self._acting else self.processes.find(thread, now_ns)
         entry = self._add("link", thread, process, path, now_ns, links=links, other=other)
         if self._followers:
             self._pass_on(entry)
@@ -224,7 +223,7 @@ class AuditLog:
             self._end_writes_to(old, and_below=True)
             self._end_writes_to(new, and_below=exchange)
         change = "exchange" if exchange else "rename"
-        process = self._process(thread, now_ns) if self._acting else self._find(thread, now_ns)
+        process = self._process(thread, now_ns) if self._acting else self.processes.find(thread, now_ns)
         entry = self._add(change, thread, process, old, now_ns, other=new)
         if self._followers:
             self._pass_on(entry)
@@ -234,7 +233,7 @@ class AuditLog:
         if inode in self._open:
             self._close(self._open[inode])
         path, links = self.names.find(inode)
-        process = self._process(thread, now_ns) if self._acting else self._find(thread, now_ns)
+        process = self._process(thread, now_ns) if self._acting else self.processes.find(thread, now_ns)
         entry = self._add(change, thread, process, path, now_ns, inode, links)
         if self._followers:
             self._pass_on(entry)
@@ -286,7 +285,7 @@ class AuditLog:
     def _process(self, thread: int, now_ns: int, opener: object = None) -> Process:
         if self._acting and thread in self._acting:
             return self._acting[thread][1]
-        return self._find(thread, now_ns) if opener is None else self._opener(thread, opener)
+        return self.processes.find(thread, now_ns) if opener is None else self._opener(thread, opener)
 
     def _opener(self, thread: int, opener: object) -> Process:
         """The process that opened a file, as it is now; as it was then if it has ended."""

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from protocol import compiled
 from vfsd.daemon.daemon import run_daemon
 from vfsd.daemon.starting import serve_kept
 from vfsd.machine.daemon_start import DESCRIPTORS, GO, PACKET_BYTES, ForkedStart
@@ -177,6 +178,7 @@ class LoadedFiles:
         modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in _PACKAGES]
         files = {path for module in modules if (path := getattr(module, "__file__", None))}
         installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        files.update(compiled.sources())
         paths = files | {path for path in installed if os.path.isdir(path)} | {os.path.realpath(sys.executable)}
         self._stats = {path: _stat(path) for path in paths}
         self._are_older = all(stat is not None and stat[0] < started_ns for stat in self._stats.values())

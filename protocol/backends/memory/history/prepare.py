@@ -25,7 +25,7 @@ Threading: the serving loop only.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -205,11 +205,12 @@ class Preparation(Converger):
                 if below not in self._tops:
                     waiting.append(below)
 
-    def _taken_over(self, top: TreeEntry, nodes: dict[int, Inode]) -> Iterator[int]:
+    def _taken_over(self, top: TreeEntry, nodes: Mapping[int, Inode]) -> Iterator[int]:
         """Make `top` and everything below it an island of the view's inodes, whose numbers are consecutive."""
         node = last = nodes[top.inode]
         while last.children:
-            last = nodes[next(reversed(last.children.values()))]
+            *_, number = last.children.values()
+            last = nodes[number]
         self._moved.append((node, node.links, node.nlink))
         if node.children is not None:
             self._subdirectories[node.inode] = node.nlink - 2

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from protocol.backends.memory.entries import DirectoryEntries
 from protocol.backends.memory.history.converge import Converger, Extent
 from protocol.backends.memory.history.prepare import Filler, Preparation
 from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, SnapshotTree, merged
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES
 from protocol.backends.memory.ledger import VERSION_BYTES
-from protocol.backends.memory.limits import VolumePart
 from protocol.values import Value
 from protocol.volume_extensions import (
     TAG_MAX_BYTES,
@@ -53,7 +53,7 @@ class ReservedInodes(Value):
     first: int
 
 
-class SnapshotHistory(VolumePart):
+class SnapshotHistory(DirectoryEntries):
     """The snapshots of `state`, and the changes that are made as one transaction.
 
     Its methods are those of `SnapshotableVolume`, `ImportStage` and `PreparingVolume` in `protocol.volume_extensions`.

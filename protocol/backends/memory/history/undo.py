@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.ledger import NAMES_BYTES, RECORD_BYTES, SNAPSHOT_BYTES, Ledger
+from protocol.compiled import mypyc_attr
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError, os_error
 from protocol.tree import CHUNK_BYTES, Chunk, Hole, Tree, TreeEntry
 from protocol.volume import ROOT_INODE
@@ -213,6 +214,7 @@ def merged(epochs: Iterable[Epoch]) -> tuple[PreInodes, PreNames]:
     return inodes, names
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SnapshotTree:
     """The state at the beginning of `epoch`.  Implements `Tree` and `tree_diff.Counted`.
 
@@ -244,7 +246,7 @@ class SnapshotTree:
         """Return whether this is a view of `state`, so that inode numbers are comparable and blocks can be shared."""
         return self._state is state
 
-    def inodes_for(self, state: MemoryState) -> dict[int, Inode] | None:
+    def inodes_for(self, state: MemoryState) -> Mapping[int, Inode] | None:
         """Return the inodes if `state` can take them over without copying (see `SnapshotHistory.fill`), else None."""
         return self._state.inodes if self._state.destination is state else None
 
@@ -270,7 +272,7 @@ class SnapshotTree:
     def names(self, directory: Inode) -> dict[bytes, int]:
         """Return the entries of a directory in this state: name to inode number."""
         assert directory.children is not None
-        entries = directory.children.copy()  # before the pre-images
+        entries = {**directory.children}  # before the pre-images
         for names in reversed(list(self._pre_names(directory.inode))):
             entries.update(names.copy())
         return {name: inode for name, inode in entries.items() if inode}

@@ -35,11 +35,11 @@ def observe(operations: Operations, observer: ChangeObserver) -> None:
     reports = _Reports(observer).by_opcode
     for opcode, report in reports.items():
         if opcode in table:
-            table[opcode] = table[opcode]._replace(report=report)
+            table[opcode].report = report
     if Opcode.OPEN in table:  # the volume has a policy
         for opcode in (Opcode.OPEN, *reports):
             if opcode in table:
-                table[opcode] = table[opcode]._replace(method=_reporting_denials(table[opcode].method, observer))
+                table[opcode].method = _reporting_denials(table[opcode].method, observer)
 
 
 def _reporting_denials(method: Method, observer: ChangeObserver) -> Method:

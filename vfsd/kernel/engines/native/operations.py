@@ -142,7 +142,7 @@ class Operations:
             rows += (
                 (Opcode.GETXATTR, wire.FUSE_GETXATTR_IN.size + 2, xattrs.get, r.attribute),
                 (Opcode.SETXATTR, xattrs.set_bytes + 2, xattrs.set, r.done),
-                (Opcode.LISTXATTR, wire.FUSE_GETXATTR_IN.size, xattrs.list, r.body),
+                (Opcode.LISTXATTR, wire.FUSE_GETXATTR_IN.size, xattrs.list, wire.body_reply),
                 (Opcode.REMOVEXATTR, 2, xattrs.remove, r.done),
             )
         if self._volume.capabilities.opens:
@@ -236,7 +236,8 @@ class Operations:
             valid, _, _, size, _, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns, mode, _, uid, gid, _
         ) = wire.FUSE_SETATTR_IN.unpack_from(message, BODY)  # fmt: skip
         if valid == wire.FATTR_MODE:  # chmod(2): the general way takes 9 % longer
-            return self._volume.setattr(node, AttributeChanges(mode & PERMISSIONS))
+            changed = (mode & PERMISSIONS, None, None, None, None, None, None, False)
+            return self._volume.setattr(node, _new(AttributeChanges, changed))
         if not valid & ~(wire.FATTR_FH | wire.FATTR_CTIME):  # ctime with write-back cache only
             return self._set_nothing(node, message, _times(valid, 0, 0, ctime, 0, 0, ctime_ns)[2])
         if valid & wire.FATTR_SIZE and (valid & wire.FATTR_FH or not size):

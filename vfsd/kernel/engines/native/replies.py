@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from struct import Struct
 from typing import Final
 
+from protocol.stored_attributes import stored
 from protocol.volume import Attributes, Buffer, PlainEntry, StatFs
 from vfsd.kernel.engines.native import wire
 
@@ -74,25 +75,39 @@ class Replies:
 
     def entry(self, unique: int, a: Attributes) -> bytes:
         """Pack fuse_entry_out, with which the kernel counts a lookup."""
-        mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
-        atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
-        ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
-        inode = a.inode
+        s = stored(a)
+        mtime = s.mtime_ns // _SECOND
+        mtime_ns = s.mtime_ns - mtime * _SECOND
+        atime, atime_ns, ctime, ctime_ns = mtime, mtime_ns, mtime, mtime_ns
+        if s.atime_ns != s.mtime_ns:
+            atime = s.atime_ns // _SECOND
+            atime_ns = s.atime_ns - atime * _SECOND
+        if s.ctime_ns != s.mtime_ns:
+            ctime = s.ctime_ns // _SECOND
+            ctime_ns = s.ctime_ns - ctime * _SECOND
+        inode = s.inode
         return _pack_entry(
-            _ENTRY_HEADER, unique, inode, a.generation, self._validity,
-            inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
-            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
+            _ENTRY_HEADER, unique, inode, s.generation, self._validity,
+            inode, s.size, s.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            s.mode, s.nlink, s.uid, s.gid, s.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
         )  # fmt: skip
 
     def attributes(self, unique: int, a: Attributes) -> bytes:
         """Pack fuse_attr_out."""
-        mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
-        atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
-        ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
+        s = stored(a)
+        mtime = s.mtime_ns // _SECOND
+        mtime_ns = s.mtime_ns - mtime * _SECOND
+        atime, atime_ns, ctime, ctime_ns = mtime, mtime_ns, mtime, mtime_ns
+        if s.atime_ns != s.mtime_ns:
+            atime = s.atime_ns // _SECOND
+            atime_ns = s.atime_ns - atime * _SECOND
+        if s.ctime_ns != s.mtime_ns:
+            ctime = s.ctime_ns // _SECOND
+            ctime_ns = s.ctime_ns - ctime * _SECOND
         return _pack_attributes(
             _ATTR_HEADER, unique, self._attr_validity,
-            a.inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
-            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
+            s.inode, s.size, s.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            s.mode, s.nlink, s.uid, s.gid, s.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
         )  # fmt: skip
 
     def entry_and_open(self, unique: int, a: Attributes) -> bytes:
@@ -125,15 +140,22 @@ class Replies:
 
     def direntplus(self, a: Attributes, entry: PlainEntry) -> bytes:
         """Pack one entry of READDIRPLUS with attributes; it counts a lookup."""
-        mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
-        atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
-        ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
+        s = stored(a)
+        mtime = s.mtime_ns // _SECOND
+        mtime_ns = s.mtime_ns - mtime * _SECOND
+        atime, atime_ns, ctime, ctime_ns = mtime, mtime_ns, mtime, mtime_ns
+        if s.atime_ns != s.mtime_ns:
+            atime = s.atime_ns // _SECOND
+            atime_ns = s.atime_ns - atime * _SECOND
+        if s.ctime_ns != s.mtime_ns:
+            ctime = s.ctime_ns // _SECOND
+            ctime_ns = s.ctime_ns - ctime * _SECOND
         name, inode, mode, cookie = entry
         length = len(name)
         return _DIRENTPLUS[length](
-            inode, a.generation, self._validity,
-            inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
-            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
+            inode, s.generation, self._validity,
+            inode, s.size, s.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            s.mode, s.nlink, s.uid, s.gid, s.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
             inode, cookie, length, mode >> 12, name,
         )  # fmt: skip
 
@@ -143,8 +165,6 @@ class Replies:
         return bytes(wire.FUSE_ENTRY_OUT.size) + dirent(entry)
 
     # -- answers without a cache timeout -----------------------------------------------------
-    body = staticmethod(wire.body_reply)
-
     @staticmethod
     def attribute(unique: int, value: bytes | None) -> bytes:
         """Pack an extended attribute; None stands for absence."""

@@ -19,7 +19,7 @@ import logging
 import mmap
 import os
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import trio
 
@@ -42,16 +42,19 @@ Report = Callable[[int, Request, int, Any], None]
 BODY: Final = wire.IN_HEADER_BYTES
 
 
-class Handler(NamedTuple):
+class Handler:
     """The handling of one opcode: the minimum length of its message, its method, and the packer of its answer.
 
     `report`: called with a change that was made, before the reply is sent.
     """
 
-    min_length: int
-    method: Method
-    reply: Callable[[int, Any], Message]
-    report: Report | None = None
+    __slots__ = ("method", "min_length", "reply", "report")
+
+    def __init__(self, min_length: int, method: Method, reply: Callable[[int, Any], Message]) -> None:
+        self.min_length = min_length
+        self.method = method
+        self.reply = reply
+        self.report: Report | None = None
 
 
 # Of a message with names, which have 255 bytes, or for SYMLINK a target of 4,095 after the name.
@@ -133,8 +136,6 @@ class PendingRequest(KernelRequest):
     `has_begun` is False while it waits for the network and has changed nothing.  `give_back`: called when the volume
     does not use the request's buffer any more.
     """
-
-    __slots__ = ("done", "give_back", "has_begun", "scope")
 
     def __init__(self, unique: int, *, has_begun: bool = True) -> None:
         super().__init__(unique & ~UNIQUE_RESEND)

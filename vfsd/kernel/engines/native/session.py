@@ -31,6 +31,7 @@ import msgspec
 import trio
 
 from protocol.adapters.snapshot_directory import FIRST_INODE
+from protocol.compiled import mypyc_attr
 from protocol.errors import NotReadyError
 from protocol.values import Value
 from protocol.volume import Volume, extended
@@ -102,6 +103,7 @@ class _Saved(Value):
     device: int
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class NativeEngine:
     """Serves a volume over the kernel's own protocol.  See `vfsd.kernel.engines.base.Engine` for its methods."""
 
@@ -406,7 +408,7 @@ class NativeEngine:
             if handler is None or length < handler.min_length:
                 self._refuse(descriptor, unique, handler, length)
                 return
-            _, method, reply, report = handler
+            method, report = handler.method, handler.report
             if self._postponed and node == BARRIER_INODE:
                 # Answered after them: see `write_back`.
                 self._postpone(unique, length)
@@ -424,7 +426,7 @@ class NativeEngine:
             ):
                 self._postpone(unique, length)
                 return
-            message = reply(unique, answer)
+            message = handler.reply(unique, answer)
             if report is not None:
                 report(node, buffer, length, answer)
         except NotReadyError as error:

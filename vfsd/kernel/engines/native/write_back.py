@@ -87,12 +87,12 @@ class Barrier:
     def add_to(self, operations: Operations) -> None:
         """Have `operations` answer the requests for the hidden file, and seek in what programs wrote."""
         table = operations.table
-        table[Opcode.LSEEK] = table[Opcode.LSEEK]._replace(method=self._seek(table[Opcode.LSEEK].method))
-        table[Opcode.LOOKUP] = table[Opcode.LOOKUP]._replace(method=self._lookup(table[Opcode.LOOKUP].method))
+        table[Opcode.LSEEK].method = self._seek(table[Opcode.LSEEK].method)
+        table[Opcode.LOOKUP].method = self._lookup(table[Opcode.LOOKUP].method)
         for opcode, answer in self._answers().items():
             handler = table.get(opcode)
             if handler is not None:
-                table[opcode] = handler._replace(method=_routed(handler.method, answer))
+                handler.method = _routed(handler.method, answer)
 
     def _answers(self) -> dict[Opcode, Callable[[Request], Any]]:
         def attributes(_message: Request) -> PlainAttributes:

@@ -200,9 +200,12 @@ class ScriptedPoller:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> NativeEngine:
-    monkeypatch.setattr(NativeEngine, "_respond", lambda *_: None)
-    return NativeEngine(MemoryVolume(), EngineSettings("/nowhere", "polling"))
+def engine() -> NativeEngine:
+    class Silent(NativeEngine):
+        def _respond(self, *_: object) -> None:  # type: ignore[override]
+            pass
+
+    return Silent(MemoryVolume(), EngineSettings("/nowhere", "polling"))
 
 
 def answered(engine: NativeEngine, poller: ScriptedPoller, reads: list[int | None]) -> bool:

@@ -10,7 +10,6 @@ import os
 import random
 import socket
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Final
 
 import pytest
@@ -149,7 +148,7 @@ class Twins:
 def test_every_request_gets_the_reply_of_the_volume_with_snapshots(
     is_visible: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vfsd.kernel.engines.native.operations.time", SimpleNamespace(time_ns=lambda: 10**18))
+    monkeypatch.setattr("time.time_ns", lambda: 10**18)
     dice = random.Random(seed := campaign_seed())
     twins = Twins(is_visible=is_visible)
     makers = bodies(dice, twins.nodes)
