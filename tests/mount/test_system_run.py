@@ -85,6 +85,9 @@ def test_what_is_kept_is_rewound_under_the_program_continued_and_applied_in_part
 
 def test_an_overlay_of_the_root_directory_enters_no_other_mount(place: Path, workdir: Path) -> None:
     (workdir / "m").mkdir()
+    frozen = vfsd("mount", str(workdir / "m"), "--backend", "overlay:/", "--frozen")
+    assert frozen.returncode != 0
+    assert "--frozen is for a directory, not for the whole machine" in frozen.stderr
     succeeded(vfsd("mount", str(workdir / "m"), "--backend", "overlay:/"))
     shown = Path(f"{workdir}/m{place}")
     assert (shown / "file").read_text() == "one\n"

@@ -118,7 +118,9 @@ def _check_outside(name: str, path: str | None, mountpoint: str, spec: BackendSp
 
 
 def _check_places(given: Mapping[str, Any], mountpoint: str, spec: BackendSpec) -> None:
-    """Raise OptionError for a store, journal or audit file at an impossible place."""
+    """Raise OptionError for a store, journal or audit file at an impossible place, and for a frozen root directory."""
+    if given.get("frozen") and spec.argument == "/":
+        raise OptionError("{frozen} is for a directory, not for the whole machine")
     store = given.get("store")
     if store is not None and os.path.exists(store) and not os.path.isdir(store):
         raise OptionError("{store} is not a directory: {path}", path=store)

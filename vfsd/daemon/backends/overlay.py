@@ -22,7 +22,7 @@ from protocol.store.trees import root_of
 from protocol.tree import ByteProgress, no_progress
 from vfsd.daemon.backends.persistence import recorded_below
 from vfsd.daemon.backends.registry import Backend
-from vfsd.daemon.backends.stored import check_outside, directory_of, intent_log_of, recover_apply
+from vfsd.daemon.backends.stored import check_outside, directory_of, intent_log_of, real_mountpoint, recover_apply
 from vfsd.daemon.snapshots.archives import archive, read_origin
 from vfsd.daemon.snapshots.base import FROZEN_PREFIX, FROZEN_TAG, free_name, is_frozen_base
 from vfsd.daemon.snapshots.bases import drop_frozen, drop_unused_bases
@@ -125,9 +125,10 @@ def _open_lower(options: MountOptions, limit: int) -> tuple[Lower, tuple[int, ..
     if backend.argument == "/":
         from vfsd.machine.whole_machine import machine_parts  # noqa: PLC0415 (start-up: few overlays)
 
-        parts = machine_parts(options.workspace.mountpoint)
-        given = (options.workspace.mountpoint, options.workspace.store, options.journal.journal_dir)
-        closed = [*parts.closed, *(os.path.realpath(path) for path in given if path)]
+        mountpoint = real_mountpoint(options.workspace.mountpoint)
+        parts = machine_parts(mountpoint)
+        given = (options.workspace.store, options.journal.journal_dir)
+        closed = [*parts.closed, mountpoint, *(os.path.realpath(path) for path in given if path)]
         overlaid, closed_names = (
             [os.fsencode(path.lstrip("/")) for path in paths] for paths in (parts.overlaid, closed)
         )
