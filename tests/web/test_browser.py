@@ -402,13 +402,13 @@ def test_conflicts_of_forks_and_a_revert_of_a_range_by_keyboard(
         page.goto(f"{site.url}/w/demo/")
         press(page, "a:text-is('Conflicts')")
         heading(page, "Conflicts of demo and its forks")
-        rows = page.locator("table.matrix tr").all_inner_texts()
+        rows = page.locator(".matrix tr").all_inner_texts()
         assert [row.split() for row in rows] == [
             ["f1", "f2"],
             ["demo", "-", "1", "path,", "1", "conflict"],
             ["f1", "1", "path,", "1", "conflict"],
         ]
-        press(page, "table.matrix a[href='#f1:f2']")
+        press(page, ".matrix a[href='#f1:f2']")
         assert page.inner_text("h2:has-text('f1 and f2') + ul").startswith("a.txt: content")
         press(page, "a[aria-label='Merge f2 into demo']")
         heading(page, "Merge f2 into demo?")
