@@ -56,7 +56,7 @@ def test_what_a_process_in_the_background_writes_later_is_kept(project: Path, wo
     assert applied.returncode == 1
     assert "the changes were applied, but busy: held by pid" in applied.stderr
     assert "keeps the changes" not in applied.stderr
-    assert "keeps what is changed from now on" in applied.stderr
+    assert "keeps later changes" in applied.stderr
     assert content(project) == {"file": "two\n"}
     unchanged = run(project, "--", "sh", "-c", f"({late}) >/dev/null 2>&1 & true")
     assert unchanged.returncode == 125
@@ -121,6 +121,27 @@ def test_a_command_that_changes_nothing_leaves_nothing(project: Path) -> None:
     assert names() == []
 
 
+def test_snapshots_of_earlier_states_are_kept_after_everything_was_applied(project: Path) -> None:
+    """An apply within the run leaves no change, and named snapshots that only the workspace has."""
+    line = shlex.join(VFSD)
+    parts = f"{line} apply file; {line} apply added"  # no apply of everything: to the daemon the snapshots are unsaved
+    kept = run(project, "--", "sh", "-c", f"{SOME}; {line} snapshot before; {parts}")
+    name = f"run-{project.name}"
+    assert kept.returncode == 0
+    assert kept.stderr.endswith(
+        f"vfsd: nothing is left to apply to {project}, but workspace {name} has 1 snapshot of states before\n"
+        f"vfsd: workspace {name} keeps them: `vfsd snapshots -w {name}` lists them,"
+        f" `vfsd unmount --discard {name}` removes it\n"
+    )
+    assert content(project) == {"file": "two\n", "added": "new\n"}
+    succeeded(vfsd("unmount", name, "--discard"))
+
+    (project / "added").unlink()
+    done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; {line} snapshot before; {line} apply added file")
+    assert (done.returncode, names()) == (0, []), done.stderr
+    assert done.stderr.endswith("vfsd: nothing was left to apply\n")
+
+
 def test_other_programs_see_the_directory_and_no_mount(project: Path) -> None:
     before = Path("/proc/self/mountinfo").read_text().count(f" {project} ")
     with subprocess.Popen(
@@ -173,7 +194,7 @@ def test_the_document(project: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "reason"),
     [
-        (["--", "no-such-program"], 127, "No such file or directory: no-such-program"),
+        (["--", "no-such-program"], 127, "not installed, or not in $PATH; nothing was started: no-such-program"),
         (["--", "/etc/passwd"], 126, "Permission denied: /etc/passwd"),
         (["--apply", "--keep", "--", "true"], 2, "--apply and --keep exclude each other"),
         ([], 2, "Missing argument"),

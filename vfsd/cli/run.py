@@ -60,7 +60,7 @@ from vfsd.machine.selection import PLACES, in_system_run
 from vfsd.machine.text import count_words, older_lines
 from vfsd.machine.whole_machine import machine_parts
 from vfsd.operations.declaration import RepositoryRecord
-from vfsd.operations.snapshots import ApplyResult, DiffResult
+from vfsd.operations.snapshots import ApplyResult, DiffResult, DropParams, SnapshotsParams, SnapshotsResult
 from vfsd.operations.workspace import StatusResult, UnmountParams
 from vfsd.wire.messages import wire_path
 from vfsd.wire.options import declared_options
@@ -420,18 +420,18 @@ class _Run:
 
     def _end_as(self, choice: str | None) -> tuple[Outcome, bool]:
         """Apply, keep or discard; return the outcome, and whether the choice could not be carried out."""
+        assert self._ended is not None
         if self._counts == ChangeCounts():
             self._is_saved = True
-            self._unmount(discard=False)  # a process that the command left may have changed something since
-            self._note("the command changed nothing")
-            return "unchanged", False
-        assert self._ended is not None
+            return self._end_unchanged(choice)
         if self._ended.passed_on and choice != "discard":
             choice = "keep"  # SIGTERM or SIGHUP: the changes may be half done, and nobody may be there to answer
         if choice is None:
             choice = "keep" if self._app.json or not output.can_ask() else self._ask()
         if choice == "apply" and not self._write():
             return "kept", True
+        if choice == "nothing left":
+            self._drop_snapshots(self._named_snapshots())
         if choice in {"apply", "nothing left"}:
             return "applied", not self._end_saved()
         if choice == "discard":
@@ -441,16 +441,47 @@ class _Run:
         self._note(self._kept() + self._on_disk())
         return "kept", False
 
-    def _ask(self) -> Literal["apply", "keep", "discard", "nothing left"]:
+    def _end_unchanged(self, choice: str | None) -> tuple[Outcome, bool]:
+        """End an overlay that does not differ from the directory; one with named snapshots may be kept for these."""
+        assert self._ended is not None
+        snapshots = self._named_snapshots()
+        name = shlex.quote(self._name)
+        if snapshots and (choice in {None, "keep"} or self._ended.passed_on):
+            has = f"{self._name} has {output.counted(len(snapshots), 'snapshot')} of states before"
+            self._note(f"nothing is left to apply to {_shown(self._directory)}, but workspace {has}")
+            can_ask = choice is None and not self._app.json and not self._ended.passed_on and output.can_ask()
+            if not can_ask or self._ask(("keep", "discard"), "[k]eep [d]iscard [?] ") == "keep":
+                lists, removes = f"`vfsd snapshots -w {name}` lists them", f"`vfsd unmount --discard {name}` removes it"
+                self._note(f"workspace {self._name} keeps them: {lists}, {removes}")
+                return "kept", False
+        self._drop_snapshots(snapshots)
+        self._unmount(discard=False)  # a process that the command left may have changed something since
+        self._note("nothing was left to apply" if snapshots else "the command changed nothing")
+        return "unchanged", False
+
+    def _named_snapshots(self) -> list[str]:
+        """Return the snapshots that an unmount does not drop unasked."""
+        answer: SnapshotsResult = self._app.call(RemoteCall("snapshots", SnapshotsParams(changes=False)), self._record)
+        return [each.name for each in answer.snapshots if each.kind == "user"]
+
+    def _drop_snapshots(self, names: Sequence[str]) -> None:
+        if names:
+            self._app.call(RemoteCall("drop", DropParams(names[0], list(names[1:]))), self._record)
+
+    def _ask(
+        self,
+        choices: Sequence[str] = tuple(_CHOICES),
+        question: str = "[a]pply [p]atch [s]elect paths [k]eep [d]iscard [?] ",
+    ) -> Literal["apply", "keep", "discard", "nothing left"]:
         """Ask until the answer ends the overlay; show the patch, and apply selected paths, on the way.
 
         Ctrl-C and the end of the input keep the changes.
         """
         while True:
-            words = _read_answer("[a]pply [p]atch [s]elect paths [k]eep [d]iscard [?] ")
+            words = _read_answer(question)
             if words is None:
                 return "keep"
-            found = [name for name in _CHOICES if words and name.startswith(words.lower())]
+            found = [name for name in choices if words and name.startswith(words.lower())]
             match found:
                 case ["apply" | "keep" | "discard" as choice]:
                     return choice
@@ -463,7 +494,7 @@ class _Run:
                     if self._counts == ChangeCounts():
                         return "nothing left"
                 case _:
-                    for name in _CHOICES:
+                    for name in choices:
                         meaning = _CHOICES[name].format(directory=_shown(self._directory), workspace=self._name)
                         click.echo(f"  {name[0]}  {name.ljust(7)}  {meaning}", err=True)
 
@@ -548,7 +579,7 @@ class _Run:
     def _kept(self, *, can_apply: bool = True) -> str:
         """Say where the changes are, and what to do with them.  `can_apply`: an apply of all of them may succeed."""
         name = shlex.quote(self._name)
-        what = "is still mounted, and keeps what is changed from now on" if self._is_saved else "keeps the changes"
+        what = "is still mounted, and keeps later changes" if self._is_saved else "keeps the changes"
         writes = f" `vfsd apply -w {name}` writes them," if can_apply else ""
         return (
             f"workspace {self._name} {what}: `vfsd apply -w {name} --dry-run` shows them,{writes}"
@@ -596,7 +627,10 @@ def _check_program(program: str) -> None:
     elif shutil.which(program) is not None:
         code = 0
     if code:
-        raise NotStartedError(code, os.strerror(code), program)
+        reason = (
+            os.strerror(code) if os.path.dirname(program) else "not installed, or not in $PATH; nothing was started"
+        )
+        raise NotStartedError(code, reason, program)
 
 
 def _read_answer(question: str) -> str | None:
