@@ -76,6 +76,7 @@ _MARK = "/* a comment */"
 @given(_SETTINGS, st.data())
 def test_comments_stay(content: dict[str, Any], data: st.DataObject) -> None:
     text = json.dumps(content, indent=2).replace("*/", "")
+    content = json.loads(text)
     places = [found.end() for found in re.finditer(r"[\[{,]\s*?(?=\n)|(?<=[\]}])(?=\n)", text)]
     chosen = data.draw(st.sets(st.sampled_from(places))) if places else set()
     for place in sorted(chosen, reverse=True):
