@@ -108,13 +108,13 @@ def _explained(error: OSError, mountpoint: str) -> OSError:
     """Return `error` of `_mount_directly`, which fusermount3 cannot help, with what to do."""
     if error.filename == _DEVICE:
         reason = f"{_DEVICE} cannot be opened ({error.strerror}): `vfsd doctor` says what to do; {_WITHOUT_MOUNT}"
-        return OSError(errno.ENODEV, reason, mountpoint)
-    reason = f"mount(2) failed ({error.strerror})"
+        return OSError(errno.ENODEV, f"cannot mount at {mountpoint}: {reason}")
+    reason = f"cannot mount at {mountpoint}: mount(2) failed ({error.strerror})"
     if error.errno == errno.EPERM:
         reason += (
             f", and {_FUSERMOUNT}, which mounts for users, is missing: install it (package fuse3); {_WITHOUT_MOUNT}"
         )
-    return OSError(error.errno, reason, mountpoint)
+    return OSError(error.errno, reason)
 
 
 def _mount_with_fusermount(settings: EngineSettings, mountpoint: str, checked: bool) -> int:
@@ -135,7 +135,7 @@ def _mount_with_fusermount(settings: EngineSettings, mountpoint: str, checked: b
         code = errno.EPERM if os.path.isdir(mountpoint) else errno.ENOENT
         if why_no_mount() is not None or "not permitted" in message:
             message = f"{message}; {_WITHOUT_MOUNT}"
-        raise OSError(code, message, settings.mountpoint)
+        raise OSError(code, f"cannot mount at {settings.mountpoint}: {message}")
     return descriptors[0]
 
 
