@@ -63,7 +63,7 @@ test-compiled: ## the tests of mounts, contracts and models, and the differentia
 	@$(MAKE) compiled
 	@$(BIN)/python -c 'from protocol import compiled; assert compiled.build()[0] == "compiled", compiled.build()'
 	$(ON_COMPILED) --suite short -k 'not host and not pyfuse3' tests/contract tests/model tests/mount tests/differential $(ARGS)
-	$(ON_COMPILED) --suite rest -k native-overlay tests/differential $(ARGS)
+	$(ON_COMPILED) --suite rest -k native-overlay tests/mount/test_semantics_*.py $(ARGS)
 
 # With packages of its own, which .venv does not need; CI does not run it.
 INTEGRATIONS := .venv-integrations
