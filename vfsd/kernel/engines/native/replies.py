@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from struct import Struct
 from typing import Final
 
-from protocol.stored_attributes import stored
+from protocol.stored_attributes import StoredAttributes, stored
 from protocol.volume import Attributes, Buffer, PlainEntry, StatFs
 from vfsd.kernel.engines.native import wire
 
@@ -75,16 +75,10 @@ class Replies:
 
     def entry(self, unique: int, a: Attributes) -> bytes:
         """Pack fuse_entry_out, with which the kernel counts a lookup."""
-        s = stored(a)
-        mtime = s.mtime_ns // _SECOND
-        mtime_ns = s.mtime_ns - mtime * _SECOND
-        atime, atime_ns, ctime, ctime_ns = mtime, mtime_ns, mtime, mtime_ns
-        if s.atime_ns != s.mtime_ns:
-            atime = s.atime_ns // _SECOND
-            atime_ns = s.atime_ns - atime * _SECOND
-        if s.ctime_ns != s.mtime_ns:
-            ctime = s.ctime_ns // _SECOND
-            ctime_ns = s.ctime_ns - ctime * _SECOND
+        s = a if isinstance(a, StoredAttributes) else stored(a)
+        mtime, mtime_ns = divmod(s.mtime_ns, _SECOND)
+        atime, atime_ns = (mtime, mtime_ns) if s.atime_ns == s.mtime_ns else divmod(s.atime_ns, _SECOND)
+        ctime, ctime_ns = (mtime, mtime_ns) if s.ctime_ns == s.mtime_ns else divmod(s.ctime_ns, _SECOND)
         inode = s.inode
         return _pack_entry(
             _ENTRY_HEADER, unique, inode, s.generation, self._validity,
@@ -94,16 +88,10 @@ class Replies:
 
     def attributes(self, unique: int, a: Attributes) -> bytes:
         """Pack fuse_attr_out."""
-        s = stored(a)
-        mtime = s.mtime_ns // _SECOND
-        mtime_ns = s.mtime_ns - mtime * _SECOND
-        atime, atime_ns, ctime, ctime_ns = mtime, mtime_ns, mtime, mtime_ns
-        if s.atime_ns != s.mtime_ns:
-            atime = s.atime_ns // _SECOND
-            atime_ns = s.atime_ns - atime * _SECOND
-        if s.ctime_ns != s.mtime_ns:
-            ctime = s.ctime_ns // _SECOND
-            ctime_ns = s.ctime_ns - ctime * _SECOND
+        s = a if isinstance(a, StoredAttributes) else stored(a)
+        mtime, mtime_ns = divmod(s.mtime_ns, _SECOND)
+        atime, atime_ns = (mtime, mtime_ns) if s.atime_ns == s.mtime_ns else divmod(s.atime_ns, _SECOND)
+        ctime, ctime_ns = (mtime, mtime_ns) if s.ctime_ns == s.mtime_ns else divmod(s.ctime_ns, _SECOND)
         return _pack_attributes(
             _ATTR_HEADER, unique, self._attr_validity,
             s.inode, s.size, s.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
@@ -140,16 +128,10 @@ class Replies:
 
     def direntplus(self, a: Attributes, entry: PlainEntry) -> bytes:
         """Pack one entry of READDIRPLUS with attributes; it counts a lookup."""
-        s = stored(a)
-        mtime = s.mtime_ns // _SECOND
-        mtime_ns = s.mtime_ns - mtime * _SECOND
-        atime, atime_ns, ctime, ctime_ns = mtime, mtime_ns, mtime, mtime_ns
-        if s.atime_ns != s.mtime_ns:
-            atime = s.atime_ns // _SECOND
-            atime_ns = s.atime_ns - atime * _SECOND
-        if s.ctime_ns != s.mtime_ns:
-            ctime = s.ctime_ns // _SECOND
-            ctime_ns = s.ctime_ns - ctime * _SECOND
+        s = a if isinstance(a, StoredAttributes) else stored(a)
+        mtime, mtime_ns = divmod(s.mtime_ns, _SECOND)
+        atime, atime_ns = (mtime, mtime_ns) if s.atime_ns == s.mtime_ns else divmod(s.atime_ns, _SECOND)
+        ctime, ctime_ns = (mtime, mtime_ns) if s.ctime_ns == s.mtime_ns else divmod(s.ctime_ns, _SECOND)
         name, inode, mode, cookie = entry
         length = len(name)
         return _DIRENTPLUS[length](
